@@ -77,6 +77,8 @@ def test_a_package_goes_from_a_worker_through_the_bucket_to_a_device(
 @pytest.fixture
 def api(site: Gate, tmp_path: Path) -> Iterator[Api]:
     with running_api(tmp_path, blob_bucket=site.address) as found:
+        bucket = found.service.blobs._bucket  # type: ignore[attr-defined]
+        bucket._reach_s = 60.0  # however busy the machine is
         yield found
 
 

@@ -215,7 +215,7 @@ BucketFolder(bucket, BlobCache(Path(sys.argv[2]), 1 << 30)).put_bytes(bytes(11 <
     site.faults = [Fault("partNumber=3", stall=True)]
     command = [sys.executable, "-c", script, site.address, str(tmp_path)]
     with subprocess.Popen(command) as child:
-        assert site.stalled.wait(60)
+        assert site.stalled.wait(240)
         child.send_signal(signal.SIGKILL)
     here = folder(site, tmp_path)
     assert (list(here.entries()), copies(tmp_path)) == ([], [])
