@@ -5,6 +5,7 @@ with themselves: users' texts differ more than versions do. Each measure is sure
 many comparisons without any difference some are called sure all the same.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 from sqlalchemy import func, select
@@ -21,16 +22,25 @@ from permille.store.fleet.statistics import (
     share,
     share_difference,
 )
-from permille.store.fleet.versions import median, of_version, results
+from permille.store.fleet.versions import of_version, results
 from permille.store.tables import Release, Run
 
 _MORE_IS_BETTER: Final = frozenset({Measure.ADOPTED, Measure.IMPROVEMENT})
 
 
 def compare(
-    session: Session, *, tenant_id: str, name: str, version: int | None = None, against: int | None = None
+    session: Session,
+    *,
+    tenant_id: str,
+    name: str,
+    version: int | None = None,
+    against: int | None = None,
+    counted: Sequence[VersionResults] = (),
 ) -> Comparison:
     """Compare a version, else the newest, with another, else the one before it that was not yanked.
+
+    Args:
+        counted: whole results of versions of this release, which are not counted again.
 
     Raises NotFoundError: there is no such version, or none before it.
     """
@@ -40,11 +50,14 @@ def compare(
     if before is None:
         raise NotFoundError(f"no version of {name!r} before {version} that was not yanked")
     other = releases.get(session, tenant_id=tenant_id, name=name, version=before)
-    after_results, before_results = results(session, [row, other])
+    found = {one.version: one for one in counted}
+    missing = [one for one in (row, other) if one.version not in found]
+    found |= {one.version: one for one in results(session, missing)}
+    after_results, before_results = found[row.version], found[other.version]
     both, loss = _losses(session, row, other)
     changes = [
         *_shares(after_results, before_results),
-        *_improvements(session, row, other),
+        *_improvements(after_results, before_results),
         *loss,
     ]
     return Comparison(
@@ -81,20 +94,18 @@ def _shares(after: VersionResults, before: VersionResults) -> list[Change]:
     ]
 
 
-def _improvements(session: Session, row: Release, other: Release) -> list[Change]:
-    new, old = (median(session, one, Run.gain) for one in (row, other))
-    if new is None or old is None:
+def _improvements(after: VersionResults, before: VersionResults) -> list[Change]:
+    if after.improvement is None or before.improvement is None:
         return []
+    new, old = (Interval(one.median, one.low, one.high) for one in (after.improvement, before.improvement))
     return [_change(Measure.IMPROVEMENT, new, old, median_difference(new, old))]
 
 
 def _losses(session: Session, row: Release, other: Release) -> tuple[int, list[Change]]:
     """How many devices have reported both versions, and how their loss after training has changed."""
     after, before = (_loss_by_device(session, one) for one in (row, other))
-    both = [device_id for device_id in after if device_id in before]
-    pairs = [
-        (new, old) for one in both if (new := after[one]) is not None and (old := before[one]) is not None
-    ]
+    both = [(new, before[device_id]) for device_id, new in after.items() if device_id in before]
+    pairs = [(new, old) for new, old in both if new is not None and old is not None]
     if not pairs:
         return len(both), []
     later, earlier = (median_of(losses) for losses in zip(*pairs, strict=True))
@@ -105,7 +116,7 @@ def _losses(session: Session, row: Release, other: Release) -> tuple[int, list[C
 def _loss_by_device(session: Session, row: Release) -> dict[str, float | None]:
     """Joined here: databases take the index of versions for a join by device, which takes them minutes."""
     query = select(Run.device_id, Run.loss).where(*of_version(row))
-    return dict(session.execute(query).all())
+    return dict(session.connection().execute(query).tuples().all())
 
 
 def _change(measure: Measure, after: Interval, before: Interval, difference: Interval) -> Change:

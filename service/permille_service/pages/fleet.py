@@ -72,7 +72,12 @@ def show_release(
         versions = results(session, found.items)
         try:
             comparison = compare(
-                session, tenant_id=page.tenant_id, name=name, version=version, against=against
+                session,
+                tenant_id=page.tenant_id,
+                name=name,
+                version=version,
+                against=against,
+                counted=versions,
             )
         except NotFoundError:
             # The first version has none before it; another that is asked for by number must be there.

@@ -32,9 +32,11 @@ def stocked(db: Database, tenant_id: str, tmp_path: Path) -> str:
     return tenant_id
 
 
-def compared(db: Database, tenant_id: str, **versions: int) -> Comparison:
+def compared(
+    db: Database, tenant_id: str, *, version: int | None = None, against: int | None = None
+) -> Comparison:
     with db.read() as session:
-        return compare(session, tenant_id=tenant_id, name=RELEASE, **versions)
+        return compare(session, tenant_id=tenant_id, name=RELEASE, version=version, against=against)
 
 
 def test_a_version_that_makes_devices_worse_is_found_and_a_better_one_too(db: Database, stocked: str) -> None:
