@@ -1,6 +1,6 @@
 -- What wrk asks: each line of the first argument's file is a token and a path, taken in turn by one thread.
 -- With a second argument a connection pauses before each request, from none to twice so many milliseconds.
-local asked, count, pause = {}, 0, 0
+local asked, count, pause = {}, -1, 0 -- wrk asks once before it begins, to see that there is a request
 
 function init(arguments)
   for line in io.lines(arguments[1]) do

@@ -1,0 +1,80 @@
+"""The tables of the page on the service's speed, from finished cells."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from permille_lab.measuring.cells import Cells
+
+_READS = {
+    "async": "bare route, in the event loop",
+    "sync": "bare route, in a thread",
+    "job": "a job",
+    "package": "a package",
+    "alias": "an alias, by a device",
+}
+_WAYS = {"nginx": "nginx alone", "accel": "the API's, sent by nginx", "uvicorn": "the API's, sent by itself"}
+
+
+def tables(results: Path) -> dict[str, str]:
+    """Reads, downloads, polls and statements, and the machine."""
+    cells = Cells(results / "service.jsonl")
+    machines = [result["machine"] for _, _, result in cells if "machine" in result]
+    return {
+        "reads": _markdown(
+            row
+            for settings, result in cells.of("reads")
+            for row in _rows(result, _READS, "sync", {"database": settings["database"]})
+        ),
+        "downloads": _markdown(
+            {
+                "of": words,
+                "MB a second": f"{result[name]['bytes_per_s'] / 1e6:,.0f}",
+                "ratio": f"{result[name]['bytes_per_s'] / result['nginx']['bytes_per_s']:.2f}",
+                "processor s a GB": f"{result[name]['cpu_s_a_gb']:.2f}",
+            }
+            for _, result in cells.of("downloads")
+            for name, words in _WAYS.items()
+        ),
+        "polls": _markdown(
+            {
+                "database": settings["database"],
+                "devices": f"{result['devices']:,}",
+                "polls": f"{result['requests']:,}",
+                "failed": result["failed"],
+                "seconds": result["seconds"],
+                "processor us a poll": result["cpu_us"],
+            }
+            for settings, result in cells.of("polls")
+        ),
+        "statements": _markdown(
+            {"database": settings["database"], **result} for settings, result in cells.of("statements")
+        ),
+        "machine": f"{machines[0]['cores']} cores of {machines[0]['processor']}, load "
+        f"{min(one['load_1m'] for one in machines):g} to {max(one['load_1m'] for one in machines):g}"
+        if machines
+        else "",
+    }
+
+
+def _rows(result: Any, names: dict[str, str], against: str, first: dict[str, str]) -> list[dict[str, str]]:
+    base = result[against]
+    return [
+        {
+            **first,
+            "of": words,
+            "a second": f"{result[name]['per_s']:,.0f}",
+            "ratio": f"{result[name]['per_s'] / base['per_s']:.2f}",
+            "p50 ms": f"{1e3 * result[name]['p50_s']:.1f}",
+            "p99 ms": f"{1e3 * result[name]['p99_s']:.1f}",
+            "processor us": f"{result[name]['cpu_us']:,.0f}",
+            "ratio of processor time": f"{base['cpu_us'] / result[name]['cpu_us']:.2f}",
+        }
+        for name, words in names.items()
+    ]
+
+
+def _markdown(rows: Any) -> str:
+    found = pd.DataFrame(list(rows))
+    return "" if found.empty else str(found.to_markdown(index=False, disable_numparse=True))

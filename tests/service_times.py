@@ -1,0 +1,368 @@
+"""How fast is the service beside a bare route, a plain nginx, and 10,000 devices? `make bench-service`.
+
+All by wrk, over loopback, on one machine, contenders in turn within each round. Bare is a FastAPI route in a
+process of its own that returns the same record, under the same server (uvicorn, h11). Where other work shares
+the machine, processor time of the answering processes tells more than requests a second. Cells are in
+lab/results/service.jsonl; `make results` writes docs/results/service.md from them.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from sqlalchemy import func, insert, select
+
+from permille.package.blobs import BlobFolder
+from permille.schemas.jobs import Job
+from permille.store import access, devices
+from permille.store.database import Database, now
+from permille.store.ids import Prefix, hash_secret, new_device_token, new_id
+from permille.store.tables import Artifact, ArtifactBlob, Device, DeviceToken, Tenant
+from permille.store.tables import Job as JobRow
+from permille_lab.measuring.cells import RESULTS, Cells
+from permille_lab.measuring.machine import machine
+from tests.api_service import running_api
+from tests.artifacts import add_package
+from tests.attacks.test_full_disk import api_process
+from tests.fleet_site import RELEASE, publish_versions
+from tests.packages import tiny_package
+from tests.running_service import Running, running_service
+from tests.unit.store.postgres import free_port, postgres_url
+
+SCRIPT = Path(__file__).with_name("service_load.lua")
+ALIAS = f"/v1/releases/{RELEASE}/aliases/stable"
+CONNECTIONS, DOWNLOADS, DEVICES = 50, 8, 10_000
+ROUNDS, ROUND_S, DOWNLOAD_S = 3, 2, 5
+POLL_CONNECTIONS, POLL_S, PAUSE_MS, MOST_POLLS = 100, 30, 300, 12
+BLOB_BYTES = 64 << 20
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Whom to ask what, and whose processor time that is."""
+
+    url: str
+    lines: Path
+    processes: tuple[int, ...]
+
+
+def main() -> int:
+    """Measure what is not measured yet, and print it."""
+    cells = Cells(RESULTS / "service.jsonl")
+    parts = {"statements": _statements, "reads": _reads, "polls": _polls}
+    for name in ("sqlite", "postgresql"):
+        for figure, measure in parts.items():
+            with tempfile.TemporaryDirectory() as folder, database_url(name) as url:
+                made = partial(measure, Path(folder), url)
+                cells.once(figure, {"database": name}, made)
+    with tempfile.TemporaryDirectory() as folder:
+        cells.once("downloads", {"bytes": BLOB_BYTES}, partial(_downloads, Path(folder)))
+    for figure, chosen, result in cells:
+        print(figure, json.dumps(chosen), json.dumps(result))
+    return 0
+
+
+@contextmanager
+def database_url(name: str) -> Iterator[str | None]:
+    """A database of this kind; None: the service's own file."""
+    if name == "sqlite":
+        yield None
+        return
+    with postgres_url() as url:
+        yield url
+
+
+def _statements(folder: Path, url: str | None) -> dict[str, Any]:
+    """How many statements each request of a poll takes, and some reads."""
+    named: dict[str, Any] = {} if url is None else {"database_url": url}
+    with running_api(folder, **named) as api:
+        package = api.package()
+        api.publish(package, RELEASE)
+        token = api.device(release=RELEASE).token()
+        job = api.get("/v1/jobs").json()["items"][0]["id"]
+        paths = {
+            "alias, seen for the first time": (ALIAS, token),
+            "alias": (ALIAS, token),
+            "timestamp of the list of releases": ("/v1/trust/metadata/timestamp.json", token),
+            "federations": ("/v1/device/federations", token),
+            "manifest": (f"/v1/packages/{package.digest}/manifest", token),
+            "job, by an operator": (f"/v1/jobs/{job}", None),
+        }
+        return {name: api.statements(path, caller) for name, (path, caller) in paths.items()}
+
+
+def _reads(folder: Path, url: str | None) -> dict[str, Any]:
+    with _service(folder, url) as (running, database):
+        package = _stock(running, database)
+        token = _add_devices(database, 1)[0]
+        with database.read() as session:
+            job_id = session.scalar(select(JobRow.id).limit(1))
+        with running.client() as client:
+            record = client.get(f"/v1/jobs/{job_id}").text
+        own = (api_process(running),)
+        asked = {
+            "job": (running.token, f"/v1/jobs/{job_id}"),
+            "package": (running.token, f"/v1/packages/{package}"),
+            "alias": (token, ALIAS),
+        }
+        with _bare(folder, record) as (bare_url, process):
+            targets = {
+                name: Target(url=bare_url, lines=_lines(folder, name, [f"- /{name}"]), processes=(process,))
+                for name in ("sync", "async")
+            }
+            for name, (caller, path) in asked.items():
+                lines = _lines(folder, name, [f"{caller} {path}"])
+                targets[name] = Target(url=running.url, lines=lines, processes=own)
+            return _rounds(targets, CONNECTIONS, ROUND_S)
+
+
+def _downloads(folder: Path) -> dict[str, Any]:
+    """A blob by nginx alone, by nginx for the API, and by the API alone."""
+    accel = {"PERMILLE_DOWNLOADS": "accel"}
+    with (
+        _service(folder / "serve", None) as (serving, its_rows),
+        _service(folder / "accel", None, **accel) as (asking, their_rows),
+    ):
+        own, passed = _stock_blob(serving, its_rows), _stock_blob(asking, their_rows)
+        blobs = asking.data_dir / "blobs"
+        plain = "/plain/" + BlobFolder(blobs).path(passed.rpartition("/")[2]).relative_to(blobs).as_posix()
+        with _nginx(folder, blobs, asking.url) as (url, processes):
+            ways = {
+                "nginx": (url, f"- {plain}", processes),
+                "accel": (url, f"{asking.token} {passed}", (*processes, api_process(asking))),
+                "uvicorn": (serving.url, f"{serving.token} {own}", (api_process(serving),)),
+            }
+            targets = {
+                name: Target(url=where, lines=_lines(folder, name, [line]), processes=ids)
+                for name, (where, line, ids) in ways.items()
+            }
+            return _rounds(targets, DOWNLOADS, DOWNLOAD_S)
+
+
+def _polls(folder: Path, url: str | None) -> dict[str, Any]:
+    """Every device asks what its alias means, with pauses at random, until all were noted."""
+    with _service(folder, url) as (running, database):
+        _stock(running, database)
+        tokens = _add_devices(database, DEVICES)
+        left, seen, loads = tokens, 0, []
+        own = (api_process(running),)
+        begun, used = time.monotonic(), _processor_s(own)
+        for number in range(MOST_POLLS):
+            # Each polls once at least: who was not seen is asked for again.
+            lines = _lines(folder, f"polls-{number}", [f"{token} {ALIAS}" for token in left])
+            loads.append(_wrk(running.url, lines, POLL_CONNECTIONS, POLL_S, PAUSE_MS))
+            left = left[loads[-1]["requests"] :] or tokens
+            if (seen := _seen(database)) == DEVICES:
+                break
+        requests = sum(load["requests"] for load in loads)
+        return {
+            "devices": seen,
+            "requests": requests,
+            "failed": sum(load["failed"] for load in loads),
+            "seconds": round(time.monotonic() - begun, 1),
+            "p99_s": max(load["p99_s"] for load in loads),
+            "cpu_us": round(1e6 * (_processor_s(own) - used) / requests),
+            "machine": machine(),
+        }
+
+
+def _rounds(targets: Mapping[str, Target], connections: int, seconds: int) -> dict[str, Any]:
+    """Medians over rounds in which each is asked in turn; the first round warms up."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
+    for number in range(ROUNDS + 1):
+        for name, target in targets.items():
+            used = _processor_s(target.processes)
+            load = _wrk(target.url, target.lines, connections, seconds)
+            if load["failed"]:
+                raise SystemExit(f"expected answers of {name}, {load['failed']} requests failed")
+            used = _processor_s(target.processes) - used
+            load["cpu_us"] = 1e6 * used / max(1, load["requests"])
+            load["cpu_s_a_gb"] = 1e9 * used / max(1, load["bytes"])
+            load["per_s"] = load["requests"] / load["seconds"]
+            load["bytes_per_s"] = load["bytes"] / load["seconds"]
+            if number:
+                found[name].append(load)
+            sys.stderr.write(f"  {name}: {load['per_s']:.0f} a second, {load['cpu_us']:.0f} us\n")
+    kept = ("per_s", "bytes_per_s", "p50_s", "p99_s", "cpu_us", "cpu_s_a_gb")
+    medians = {
+        name: {key: round(statistics.median(load[key] for load in loads), 6) for key in kept}
+        for name, loads in found.items()
+    }
+    return {"machine": machine(), "rounds": ROUNDS, **medians}
+
+
+def _wrk(url: str, lines: Path, connections: int, seconds: int, pause_ms: int = 0) -> dict[str, Any]:
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "--timeout", "30s"]
+    command += ["-s", str(SCRIPT), url, "--", str(lines), str(pause_ms)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10 * seconds + 60)
+    load: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return load
+
+
+def _lines(folder: Path, name: str, lines: list[str]) -> Path:
+    path = folder / f"{name}.txt"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@contextmanager
+def _service(folder: Path, url: str | None, **settings: str) -> Iterator[tuple[Running, Database]]:
+    """A service without a worker, and its database. Nobody is held back: the load has one address."""
+    folder.mkdir(exist_ok=True)
+    if url is not None:
+        settings["PERMILLE_DATABASE_URL"] = url
+    with running_service(folder, "--no-worker", **settings) as running:
+        database = Database(url or f"sqlite:///{running.data_dir}/permille.db")
+        yield running, database
+        database.close()
+
+
+@contextmanager
+def _bare(folder: Path, record: str) -> Iterator[tuple[str, int]]:
+    """A process with two routes that return a record: its address, its id."""
+    (folder / "record.json").write_text(record)
+    port = free_port()
+    command = [sys.executable, "-m", "tests.service_times", "--bare", str(port), str(folder / "record.json")]
+    process = subprocess.Popen(command)
+    try:
+        _wait_for(f"http://127.0.0.1:{port}/sync")
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def bare(port: int, record: Path) -> None:
+    """Serve the two routes, with nothing of ours around them."""
+    app, job = FastAPI(), Job.model_validate_json(record.read_bytes())
+
+    @app.get("/sync")
+    def read_in_thread() -> Job:
+        return job
+
+    @app.get("/async")
+    async def read_in_loop() -> Job:
+        return job
+
+    uvicorn.run(app, port=port, loop="asyncio", http="h11", log_level="warning")
+
+
+@contextmanager
+def _nginx(folder: Path, blobs: Path, api: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """nginx as deploy/nginx has it, without TLS: its address, its processes."""
+    port = free_port()
+    sends = "sendfile on; open_file_cache max=16; etag off; add_header ETag $upstream_http_etag;"
+    config = folder / "nginx.conf"
+    config.write_text(
+        f"""{"user root;" if os.geteuid() == 0 else ""} worker_processes 1; pid {folder}/nginx.pid;
+        error_log stderr; events {{}} http {{ access_log off; client_body_temp_path {folder}/body;
+        proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u;
+        scgi_temp_path {folder}/s; upstream permille {{ server {api.removeprefix("http://")}; keepalive 32; }}
+        server {{ listen 127.0.0.1:{port};
+        location /plain/ {{ alias {blobs}/; {sends} }}
+        location /permille-blobs/ {{ internal; alias {blobs}/; {sends} }}
+        location / {{ proxy_pass http://permille; proxy_http_version 1.1; proxy_set_header Connection "";
+        proxy_set_header Host 127.0.0.1; proxy_buffering off; }} }} }}"""
+    )
+    program = shutil.which("nginx") or "/usr/sbin/nginx"
+    process = subprocess.Popen([program, "-p", str(folder), "-c", str(config), "-g", "daemon off;"])
+    try:
+        _wait_for(f"http://127.0.0.1:{port}/livez")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        yield f"http://127.0.0.1:{port}", tuple(map(int, children))
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_for(url: str) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            if httpx.get(url, trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"expected an answer of {url}")
+        time.sleep(0.1)
+
+
+def _processor_s(processes: tuple[int, ...]) -> float:
+    """Processor seconds of these processes so far."""
+    fields = (Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split() for one in processes)
+    return sum(int(found[11]) + int(found[12]) for found in fields) / TICK
+
+
+def _stock(running: Running, database: Database) -> str:
+    """A package under four versions of a release: its digest."""
+    package = tiny_package(running.data_dir / "blobs")
+    with database.write() as session:
+        tenant = access.first_tenant(session)
+        assert tenant is not None
+        add_package(session, tenant_id=tenant.id, manifest=package.manifest)
+        publish_versions(session, tenant_id=tenant.id, digest=package.digest)
+    return package.digest
+
+
+def _stock_blob(running: Running, database: Database) -> str:
+    """The path of a large blob of a package."""
+    package = _stock(running, database)
+    digest = BlobFolder(running.data_dir / "blobs").put_bytes(os.urandom(BLOB_BYTES))
+    with database.write() as session:
+        row = session.scalars(select(Artifact).where(Artifact.digest == package)).one()
+        blob = ArtifactBlob(artifact_id=row.id, position=99, tenant_id=row.tenant_id, role="dense")
+        blob.media_type, blob.digest, blob.size_bytes = "application/octet-stream", digest, BLOB_BYTES
+        session.add(blob)
+    return f"/v1/packages/{package}/blobs/{digest}"
+
+
+def _add_devices(database: Database, count: int) -> list[str]:
+    """Enrolled devices that were never seen: their tokens."""
+    secrets = [new_device_token() for _ in range(count)]
+    with database.write() as session:
+        tenant_id, at = session.scalars(select(Tenant.id).limit(1)).one(), now(session)
+        own = {"tenant_id": tenant_id, "created_at": at}
+        ids = [new_id(Prefix.DEVICE) for _ in secrets]
+        rows = [
+            {**own, "id": one, "public_key": one, "name": "device", "release": RELEASE, "alias": "stable"}
+            for one in ids
+        ]
+        session.execute(insert(Device), rows)
+        until = at + devices.TOKEN_LIFE
+        session.execute(
+            insert(DeviceToken),
+            [
+                {**own, "token_hash": hash_secret(secret), "device_id": one, "expires_at": until}
+                for one, secret in zip(ids, secrets, strict=True)
+            ],
+        )
+    return secrets
+
+
+def _seen(database: Database) -> int:
+    with database.read() as session:
+        query = select(func.count()).where(Device.last_seen_at.is_not(None), Device.version.is_not(None))
+        return session.scalar(query) or 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--bare"]:
+        bare(int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        sys.exit(main())
