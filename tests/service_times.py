@@ -40,8 +40,9 @@ from tests.artifacts import add_package
 from tests.attacks.test_full_disk import api_process
 from tests.fleet_site import RELEASE, publish_versions
 from tests.packages import tiny_package
+from tests.ports import free_port
 from tests.running_service import Running, running_service
-from tests.unit.store.postgres import free_port, postgres_url
+from tests.unit.store.postgres import postgres_url
 
 SCRIPT = Path(__file__).with_name("service_load.lua")
 ALIAS = f"/v1/releases/{RELEASE}/aliases/stable"
