@@ -5,7 +5,7 @@ Rules:
   `User-Agent: permille-agent/<version>`. Proxies, `.netrc` and certificate variables of the environment are
   not read.
 - Only bytes that the caller hashes may come from elsewhere: by one redirect (307) to another https address,
-  which is asked without the token. Bodies are read up to a limit, never decompressed.
+  which is asked without the token. No cookie is kept. Bodies are read up to a limit, never decompressed.
 - A request has a time in all (`transport.py`), not only between two bytes.
 - What may succeed later (no connection, a timeout, 408, 425, 429, 5xx) is tried again with exponential
   backoff and full jitter, or after what `Retry-After` says, a day at most; everything else is raised at once.
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from http.cookiejar import DefaultCookiePolicy
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -123,6 +124,8 @@ class Connection:
             transport=LimitedTransport(_tls_context(ca_file)),
             headers={"user-agent": f"permille-agent/{__version__}", "accept-encoding": "identity"},
         )
+        # A cookie for a whole domain would name this device wherever its bytes are.
+        self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=()))
 
     def __enter__(self) -> "Connection":
         return self
@@ -195,7 +198,7 @@ class Connection:
                     _refuse(response, _read_limited(response, JSON_LIMIT_BYTES, best_effort=True))
                 yield response
                 return
-        url, etag = _elsewhere(response), response.headers.get("etag", "")
+        url, etag = self._elsewhere(response), response.headers.get("etag", "")
         kept = "range" in headers and headers.get("if-range", etag) == etag
         sent = {"range": headers["range"]} if kept else {}
         with _network_errors(url.host), self._http.stream("GET", url, headers=sent) as moved:
@@ -213,6 +216,26 @@ class Connection:
                 return _read_limited(response, limit_bytes, best_effort=False)
 
         return self.retry(once)
+
+    def _elsewhere(self, response: httpx.Response) -> httpx.URL:
+        """Where a redirect sends us.
+
+        Raises:
+            OperatorError: not to https, which alone is safe from others than this machine; and only a service
+                on this machine may send us to what else runs here.
+        """
+        try:
+            url = httpx.URL(response.headers.get("location", ""))
+        except httpx.InvalidURL as exc:
+            raise OperatorError(f"expected an address to be sent to: {exc}") from exc
+        safe = url.scheme == "https"
+        if _is_loopback(url.host):
+            safe = url.scheme in ("http", "https") and _is_loopback(self._http.base_url.host)
+        if not safe or not url.host or url.userinfo:
+            raise OperatorError(
+                f"expected to be sent to https://..., got {url.scheme[:20]}://{url.host[:100]}"
+            )
+        return url
 
     def _call_once(
         self, method: str, path: str, body: Body, headers: Mapping[str, str], limit_bytes: int
@@ -237,22 +260,6 @@ def _encode(body: Body, headers: Mapping[str, str]) -> tuple[bytes | None, dict[
         return body, dict(headers)
     content = json.dumps(body, allow_nan=False).encode()
     return content, {"content-type": "application/json", **headers}
-
-
-def _elsewhere(response: httpx.Response) -> httpx.URL:
-    """Where a redirect sends us.
-
-    Raises:
-        OperatorError: not to https, which alone is safe from others than this machine.
-    """
-    try:
-        url = httpx.URL(response.headers.get("location", ""))
-    except httpx.InvalidURL as exc:
-        raise OperatorError(f"expected an address to be sent to: {exc}") from exc
-    safe = url.scheme == "https" or (url.scheme == "http" and _is_loopback(url.host))
-    if not safe or not url.host or url.userinfo:
-        raise OperatorError(f"expected to be sent to https://..., got {url.scheme[:20]}://{url.host[:100]}")
-    return url
 
 
 def _is_loopback(host: str) -> bool:

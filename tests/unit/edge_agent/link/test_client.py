@@ -10,6 +10,7 @@ from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -181,11 +182,21 @@ def test_bytes_come_from_elsewhere_by_https_or_not_at_all(
         pass
 
 
+@pytest.mark.parametrize("location", ["http://127.0.0.1:8000/", "http://localhost/", "https://[::1]/"])
+def test_a_service_elsewhere_sends_nobody_to_what_runs_on_the_device(location: str) -> None:
+    answer = httpx.Response(307, headers={"location": location})
+    with Connection("https://models.example.org") as away, Connection("http://127.0.0.1:1") as here:
+        with pytest.raises(OperatorError, match="sent to https://"):
+            away._elsewhere(answer)
+        assert here._elsewhere(answer) == location
+
+
 @pytest.mark.parametrize(("etag", "asked"), [('"ours"', True), ('"other"', False)])
 def test_elsewhere_is_asked_once_without_the_token(
     service: DeviceService, connection: Connection, etag: str, asked: bool
 ) -> None:
-    sent_to = {"location": f"{service.url}/there?signed", "etag": '"ours"'}
+    cookie = {"set-cookie": "device=7"}
+    sent_to = {"location": f"{service.url}/there?signed", "etag": '"ours"', **cookie}
     service.faults = [
         Fault(path="blobs", status=307, headers=sent_to),
         Fault(path="there", status=307, headers={"location": service.url}),
@@ -197,7 +208,7 @@ def test_elsewhere_is_asked_once_without_the_token(
     ):
         pass
     last = service.traffic[-1].lower()
-    assert b"authorization" not in last and b"if-range" not in last
+    assert not any(name in last for name in (b"authorization", b"if-range", b"cookie"))
     assert (b"range: bytes=5-" in last) is asked, "a part of other content is not continued"
 
 
