@@ -19,6 +19,9 @@ PREFIX = "PERMILLE_"
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _PREFIX: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?", re.ASCII)
 
+_HOST: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+", re.ASCII)
+_REGION: Final = re.compile(r"[a-z0-9-]{1,63}", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketAddress:
@@ -36,6 +39,14 @@ class BucketAddress:
         Raises:
             ValueError: it is none, or has a user or password in it.
         """
+        try:
+            return cls._parse(text)
+        except ValueError:  # whatever urllib says of it: it quotes what may be secret
+            message = "expected s3://bucket/prefix?endpoint=https://host&region=name, got another form"
+            raise ValueError(message) from None
+
+    @classmethod
+    def _parse(cls, text: str) -> "BucketAddress":
         parts, prefix = urlsplit(text), urlsplit(text).path.strip("/")
         asked = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         endpoint, region = asked.pop("endpoint", [None])[-1], asked.pop("region", [None])[-1]
@@ -44,15 +55,15 @@ class BucketAddress:
             parts.scheme == "s3"
             and _BUCKET.fullmatch(parts.netloc)
             and _PREFIX.fullmatch(prefix)
-            and not (asked or parts.fragment)
+            and not (asked or parts.fragment or at.query or at.fragment)
             and at.scheme in ("http", "https")
-            and at.hostname
+            and _HOST.fullmatch(at.hostname or "")
+            and at.port != 0
             and "@" not in at.netloc
+            and (region is None or _REGION.fullmatch(region))
         )
         if not well_formed:
-            raise ValueError(
-                "expected s3://bucket/prefix?endpoint=https://host&region=name, got another form"
-            )
+            raise ValueError(text)
         return cls(bucket=parts.netloc, prefix=prefix, endpoint=endpoint, region=region)
 
 

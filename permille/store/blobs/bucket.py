@@ -86,11 +86,12 @@ class Bucket:
     def head(self, key: str) -> StoredObject | None:
         """What the bucket tells of an object; None: there is none."""
         try:
-            found = self._ask("head_object", Key=key)
+            with self._errors(f"size and age of {key}"):
+                found = self._ask("head_object", Key=key)
+                written_at_s = found["LastModified"].timestamp()
+                return StoredObject(key=key, size_bytes=found["ContentLength"], written_at_s=written_at_s)
         except PackageError:
             return None
-        written_at_s = found["LastModified"].timestamp()
-        return StoredObject(key=key, size_bytes=found["ContentLength"], written_at_s=written_at_s)
 
     def read(self, key: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
         """The bytes of an object from `begin` to before `end`; a body that breaks off is continued.
@@ -138,12 +139,16 @@ class Bucket:
     def entries(self, prefix: str) -> Iterator[StoredObject]:
         """List all objects whose keys begin so, sorted by key."""
         for page in self._pages("list_objects_v2", Prefix=prefix):
-            for found in page.get("Contents", ()):
-                yield StoredObject(
-                    key=found["Key"],
-                    size_bytes=found["Size"],
-                    written_at_s=found["LastModified"].timestamp(),
-                )
+            with self._errors(f"a list of {prefix}"):
+                listed = [
+                    StoredObject(
+                        key=found["Key"],
+                        size_bytes=found["Size"],
+                        written_at_s=found["LastModified"].timestamp(),
+                    )
+                    for found in page.get("Contents", ())
+                ]
+            yield from listed
 
     def names(self, prefix: str) -> list[str]:
         """What follows the prefix up to the next slash, sorted, each once."""
@@ -162,9 +167,10 @@ class Bucket:
         aborted = 0
         for page in self._pages("list_multipart_uploads", Prefix=prefix):
             for upload in page.get("Uploads", ()):
-                if before_s is None or upload["Initiated"].timestamp() < before_s:
-                    self._abort(upload["Key"], upload["UploadId"])
-                    aborted += 1
+                with self._errors(f"the uploads of {prefix}"):
+                    if before_s is None or upload["Initiated"].timestamp() < before_s:
+                        self._abort(upload["Key"], upload["UploadId"])
+                        aborted += 1
         return aborted
 
     def opened_by(self, key: str, media_type: str) -> str:
@@ -225,7 +231,7 @@ class Bucket:
         Raises:
             PackageError: `blob-missing`: there is no such object, or upload.
             OperatorError: credentials, rights, the bucket's name.
-            BlobStoreError: all else.
+            BlobStoreError: all else, an answer that is none of S3's too.
         """
         from botocore import exceptions
 
@@ -242,21 +248,25 @@ class Bucket:
             raise BlobStoreError(f"{expected}, got {type(exc).__name__}") from exc
         except exceptions.BotoCoreError as exc:  # no credentials, no region
             raise OperatorError(f"{expected}, got {type(exc).__name__}: {exc}") from exc
+        except (LookupError, ValueError, RecursionError) as exc:  # the last: it redirects without end
+            raise BlobStoreError(
+                f"{expected}, got an answer that says nothing: {type(exc).__name__}"
+            ) from exc
 
     def _body(self, key: str, at: int, end: int | None) -> tuple[Any, int]:
         """A body from byte `at` on, and its size. Raises BlobStoreError: it begins elsewhere."""
-        if at == 0 and end is None:
-            whole = self._ask("get_object", Key=key)
-            return whole["Body"], whole["ContentLength"]
-        part = self._ask("get_object", Key=key, Range=f"bytes={at}-{'' if end is None else end - 1}")
-        begins = str(part.get("ContentRange", ""))[:80]
-        if not begins.startswith(f"bytes {at}-"):
+        asked = {} if at == 0 and end is None else {"Range": f"bytes={at}-{'' if end is None else end - 1}"}
+        with self._errors(f"{key} with its size"):
+            part = self._ask("get_object", Key=key, **asked)
+            begins, size_bytes = str(part.get("ContentRange", ""))[:80], int(part["ContentLength"])
+        if asked and not begins.startswith(f"bytes {at}-"):
             part["Body"].close()
             raise BlobStoreError(f"expected {key} from byte {at}, got {begins or 'the whole'}")
-        return part["Body"], part["ContentLength"]
+        return part["Body"], size_bytes
 
     def _put_parts(self, key: str, path: Path, digest: str) -> None:
-        upload_id = self._ask("create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256")["UploadId"]
+        with self._errors(f"an upload of {key}"):
+            upload_id = self._ask("create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256")["UploadId"]
         try:
             parts = self._send_parts(key, upload_id, path, digest)
             self._ask(

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ from permille.store.blobs.bucket import Bucket
 from permille.store.blobs.folder import BlobCache, BucketFolder
 from permille.store.errors import BlobStoreError
 from permille.store.settings import BucketAddress
-from tests.bucket_site import Fault, Gate, bucket_server, gate, settle
+from tests.bucket_site import CREDENTIALS, Fault, Gate, bucket_server, gate, settle
 
 HELLO = digest_of(b"hello")
 ONES, TWOS = bytes([1]) * 1000, bytes([2]) * 1000
@@ -242,6 +244,51 @@ def test_an_address_names_bucket_prefix_endpoint_and_region() -> None:
         "s3://my-blobs?endpoint=https://user:password@host",
         "s3://my-blobs?secret=1",
         "s3://my-blobs?endpoint",
+        "s3://my-blobs?endpoint=https://h:99999",
+        "s3://my-blobs?endpoint=https://a b",
+        "s3://my-blobs?region=a%0ab",
+        "s3://user:secret@[my-blobs",
+        "s3://user:secret@my-\u2100",
+        "s3://my-blobs?secret",
     ):
-        with pytest.raises(ValueError, match=r"expected s3://|bad query"):
+        with pytest.raises(ValueError, match="expected s3://") as refused:
             BucketAddress.parse(text)
+        assert "secret" not in str(refused.value) and "password" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body"),
+    [
+        (301, {"location": "http://127.0.0.1:1/"}, b""),
+        (200, {"last-modified": "some day"}, b"<R><Contents><Key>k</Key><Size>x</Size></Contents></R>"),
+        (200, {}, b"<R><Contents><Size>1</Size></Contents><Upload><Key>k</Key></Upload></R>"),
+    ],
+    ids=["redirects without end", "no numbers", "no keys"],
+)
+def test_what_answers_as_no_bucket_does_is_a_bucket_that_is_away(
+    status: int, headers: dict[str, str], body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            for name, value in {**headers, "content-length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(b"" if self.command == "HEAD" else body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        address = f"s3://blobs?endpoint=http://127.0.0.1:{listener.server_port}&region=r"
+        bucket = Bucket(BucketAddress.parse(address), attempts=1)
+        for ask in (lambda: bucket.head("k"), lambda: list(bucket.entries(""))):
+            with pytest.raises(BlobStoreError, match=r"expected .* from bucket 'blobs', got an answer"):
+                ask()
+        listener.shutdown()

@@ -195,7 +195,7 @@ def test_a_service_elsewhere_sends_nobody_to_what_runs_on_the_device(location: s
 def test_elsewhere_is_asked_once_without_the_token(
     service: DeviceService, connection: Connection, etag: str, asked: bool
 ) -> None:
-    cookie = {"set-cookie": "device=7"}
+    cookie = {"set-cookie": "device=7; Path=/"}
     sent_to = {"location": f"{service.url}/there?signed", "etag": '"ours"', **cookie}
     service.faults = [
         Fault(path="blobs", status=307, headers=sent_to),
