@@ -170,11 +170,18 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
     return problem_response(path, problem, str(getattr(exc, "detail", problem.summary)))
 
 
+def _got(error: Mapping[str, Any]) -> str:
+    """Say a number that was refused; texts may be secrets."""
+    number = error.get("input")
+    return f", got {number}"[:80] if isinstance(number, int | float) else ""
+
+
 async def _on_validation_error(request: Request, exc: Exception) -> Response:
     found = exc.errors() if isinstance(exc, RequestValidationError) else []
     errors = [
         FieldError(
-            location=".".join(str(part) for part in error["loc"])[:200], message=str(error["msg"])[:500]
+            location=".".join(str(part) for part in error["loc"])[:200],
+            message=f"{error['msg']!s:.400}{_got(error)}",
         )
         for error in found[:20]
     ]

@@ -77,7 +77,10 @@ def test_what_is_refused_is_said_in_the_words_of_the_command(up: Running) -> Non
     for options, said in (
         ((), "expected --corpus"),
         (("--method", "random", "--length", "64"), "--length does not go with the other options"),
-        (("--method", "random", "--density", "3"), "--density: input should be less than or equal to 0.5"),
+        (
+            ("--method", "random", "--density", "3"),
+            "--density: input should be less than or equal to 0.5, got 3",
+        ),
         (("--method", "random", "--scope", "some"), "--scope: expected"),
     ):
         refused = up.permille("masks", "create", "--model", "refused", *options)

@@ -24,6 +24,15 @@ _FORMS = {
     PATH_PATTERN: "a path below the root, such as a/b, of letters, digits, and _ . @ + -",
     TEXT_PATTERN: "text without control characters",
 }
+# Fields whose options are not named after them; a test holds them against the options of the commands.
+FLAGS = {
+    "evaluation_corpus_id": "--evaluate-on",
+    "calibration_corpus_id": "--calibrate-on",
+    "squeezellm.mask_id": "--scores-of",
+    "adapter.kind": "--adapter",
+    "adapter.scope": "--adapter-scope",
+    "adapter.seed": "--adapter-seed",
+}
 
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0
@@ -171,8 +180,8 @@ def in_words(errors: list[dict[str, str]]) -> str:
 def _field_in_words(location: str, message: str) -> str:
     parent, _, field = location.rpartition(".")
     part = parent.rpartition(".")[2]
-    # `source.folder.path`: --folder; `adapter.kind`: --adapter
-    flag = flag_of(part if field == "path" or (part, field) == ("adapter", "kind") else field)
+    named = FLAGS.get(f"{part}.{field}") or FLAGS.get(field)
+    flag = named or flag_of(part if field == "path" else field)  # `source.folder.path`: --folder
     message = message.removeprefix("Value error, ")
     if not parent:  # of the request as a whole
         return message

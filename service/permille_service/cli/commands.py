@@ -14,7 +14,7 @@ from permille_service.cli.references import singular
 from permille_service.cli.session import Session, connect
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job to its end.")]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Do not follow the job to its end.")]
 Key = Annotated[str | None, typer.Option("--idempotency-key", help="Sent again, it makes nothing twice.")]
 Rows = Annotated[int, typer.Option("--limit", min=1, help="At most so many rows.")]
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from permille.schemas.access import FIRST_DIGEST, AuditEntry, RetentionRule, TenantCreate, TokenCreate
 from permille.schemas.releases import ReleaseCreate
@@ -148,7 +149,8 @@ def roll_back(
     session.output.say(
         f"version {made['version']} is the package of version {chosen['version']}; {alias} points at it"
     )
-    session.output.say_next(f"permille releases yank {name} {current['version']}")
+    if not current["yanked"]:
+        session.output.say_next(f"permille releases yank {name} {current['version']}")
 
 
 @command(releases, "alias")
@@ -296,10 +298,10 @@ def collect_blobs(session: Session, dry_run: DryRun = False) -> None:
         return
     for name in found["removed"]:
         session.output.say(name)
-    done = "would free" if dry_run else "freed"
     session.output.say(
-        f"{done} {found['removed_bytes']} bytes of {found['removed_count']} blobs and models; of "
-        f"{found['stored_bytes']} bytes no row names {found['unreferenced_bytes']}"
+        f"{'would go' if dry_run else 'gone'}: {found['removed_count']} blobs and sparse models, "
+        f"{decimal(found['removed_bytes'])}; no row names {decimal(found['unreferenced_bytes'])} "
+        f"of {decimal(found['stored_bytes'])}"
     )
 
 

@@ -5,6 +5,7 @@ option is named after its field, helped by the field's description, and takes na
 """
 
 import inspect
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -18,6 +19,8 @@ from pydantic.fields import FieldInfo
 from permille.schemas.fields import Flag
 from permille_service.cli.client import flag_of
 from permille_service.cli.session import Session
+
+_WIDEST_CHOICES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,7 @@ class Form:
         chosen: Any = (
             Literal[option.choices] if option.choices and option.value_type is str else option.value_type
         )
-        marker: Any = typer.Option(option.flag, help=text)
+        marker: Any = typer.Option(option.flag, help=text, metavar=_folded(option))
         if option.parameter in self.arguments:
             marker = typer.Argument(help=text)
         return inspect.Parameter(
@@ -97,6 +100,14 @@ class Form:
             default=inspect.Parameter.empty if option.required else None,
             annotation=Annotated[chosen if option.required else chosen | None, marker],
         )
+
+
+def _folded(option: RequestOption) -> str | None:
+    """Choices in short lines: of 80 columns, wide ones would take from the names of options."""
+    if not option.choices or option.value_type is not str:
+        return None
+    lines = textwrap.wrap(f"<{'| '.join(option.choices)}>", _WIDEST_CHOICES, break_on_hyphens=False)
+    return "\n".join(lines).replace("| ", "|")
 
 
 def form_of(request: Any, *arguments: str) -> Form:

@@ -12,8 +12,8 @@ from permille.schemas.jobs import JobKind, JobState
 from permille.schemas.kinds import WORK, WorkKind
 from permille_service.cli.commands import (
     Key,
+    NoWait,
     Rows,
-    Wait,
     add_action,
     add_deletion,
     add_list,
@@ -109,17 +109,17 @@ def _add_create(group: typer.Typer, work: WorkKind, view: View) -> None:
 
     @command(group, "create", text, form=form_of(work.request))
     def create(
-        session: Session, body: dict[str, Any], wait: Wait = True, again: Again = False, key: Key = None
+        session: Session, body: dict[str, Any], no_wait: NoWait = False, again: Again = False, key: Key = None
     ) -> None:
         path = f"/v1/{work.collection}{'?again=true' if again else ''}"
         job = session.client.post(path, body, key=key)
         if job["state"] == JobState.SUCCEEDED:
             session.output.say("an equal request has made this before; --again makes it anew")
-        if wait:
-            _show_made(session, watch(session.client, session.output, job["id"]), view)
-        else:
+        if no_wait:
             session.output.show(job)
             session.output.say_next(f"permille jobs watch {job['id']}")
+        else:
+            _show_made(session, watch(session.client, session.output, job["id"]), view)
 
 
 def _add_preflight(app: typer.Typer, work: WorkKind) -> None:

@@ -260,12 +260,13 @@ class _Planner:
         mask = NOTHING if request.mask is None else self._mask(request.mask, request.model_id)
         if request.adapter is not None:
             self._check_adapter(request.adapter, request.model_id)
-        if request.takes_own_scores and not (
-            isinstance(request.mask, FisherMask) and request.mask.scope == "all"
-        ):
+        own = request.mask
+        if request.takes_own_scores and not (isinstance(own, FisherMask) and own.scope == "all"):
+            got = "no mask" if own is None else f"method {own.method}, scope {own.scope}"
             raise ApiError(
                 ProblemType.CONFLICT,
-                "expected a fisher mask of all linears, whose scores squeezellm takes, or the mask_id of one",
+                "expected a fisher mask of all linears, whose scores squeezellm takes, or another mask of "
+                f"that kind (--scores-of), got {got}",
             )
         quantization = self._quantization(request, request.quantization)
         sizes = self._sizes(request.model_id)

@@ -13,6 +13,7 @@ import pytest
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from typer.testing import CliRunner
 
 from permille.schemas.fields import NAME_PATTERN, PATH_PATTERN
 from permille.schemas.jobs import JobKind
@@ -20,7 +21,7 @@ from permille.schemas.kinds import WORK
 from permille.schemas.packages import BuildCreate
 from permille_service.cli import client as client_module
 from permille_service.cli import commands, main
-from permille_service.cli.client import Client, in_words
+from permille_service.cli.client import FLAGS, Client, flag_of, in_words
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.forms import form_of
 from permille_service.cli.output import Output, watch
@@ -173,8 +174,22 @@ def test_options_are_named_after_fields_and_required_where_every_form_is() -> No
     asked = {work.collection: form_of(work.request) for work in WORK.values()}
     every = {f"{name} {option.flag}": option for name, form in asked.items() for option in form.options}
     assert [name for name, option in every.items() if not option.help] == []
+    for option in every.values():
+        *above, field = option.place
+        known = {flag for name, flag in FLAGS.items() if name.rpartition(".")[2] == field}
+        assert option.flag in {*known, flag_of(field), flag_of(above[-1]) if field == "path" else None}, (
+            option
+        )
     told = {one.name: one.annotation.__metadata__[0].help for one in asked["builds"].parameters()}
     assert told["mask_seed"].endswith("(default: 0)") and "default" not in told["fisher_exponents"]
+
+
+def test_help_of_eighty_columns_cuts_no_option_in_two() -> None:
+    for name in (work.collection for work in WORK.values()):
+        told = CliRunner().invoke(main.app, [name, "create", "--help"], env={"COLUMNS": "80"})
+        assert told.exit_code == 0
+        assert "--no-wait" in told.output
+        assert "…" not in told.output
 
 
 def test_tables_fit_eighty_columns_and_tell_apart_what_differs() -> None:
@@ -260,6 +275,8 @@ def test_what_is_wrong_with_a_request_is_said_without_patterns() -> None:
     assert text.startswith("--name: expected small letters, digits")
     assert text.endswith("expected --corpus; --sequences does not go with the other options")
     assert in_words([{"location": "body.adapter.kind", "message": "Field required"}]) == "expected --adapter"
+    missing = [{"location": "body.options.squeezellm.mask_id", "message": "Field required"}]
+    assert in_words(missing) == "expected --scores-of"
     assert in_words([{"location": "body", "message": "Value error, expected one, got both"}]) == (
         "expected one, got both"
     )
