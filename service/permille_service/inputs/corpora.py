@@ -51,8 +51,8 @@ def list_corpora(service: Served, operator: Viewer, window: Paging) -> Page[Corp
 @router.get("/{corpus_id}")
 def get_corpus(corpus_id: CorpusId, service: Served, operator: Viewer) -> Corpus:
     """Read one corpus."""
-    with service.database.read() as session:
-        return present(rows.get(session, tables.Corpus, tenant_id=operator.tenant_id, row_id=corpus_id))
+    with service.database.look() as connection:
+        return present(rows.look(connection, tables.Corpus, tenant_id=operator.tenant_id, row_id=corpus_id))
 
 
 @router.delete("/{corpus_id}", status_code=204, responses=documented(ProblemType.CONFLICT))

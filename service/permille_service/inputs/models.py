@@ -50,8 +50,8 @@ def list_models(service: Served, operator: Viewer, window: Paging) -> Page[Model
 @router.get("/{model_id}")
 def get_model(model_id: ModelId, service: Served, operator: Viewer) -> Model:
     """Read one model."""
-    with service.database.read() as session:
-        return present(rows.get(session, tables.Model, tenant_id=operator.tenant_id, row_id=model_id))
+    with service.database.look() as connection:
+        return present(rows.look(connection, tables.Model, tenant_id=operator.tenant_id, row_id=model_id))
 
 
 @router.delete("/{model_id}", status_code=204, responses=documented(ProblemType.CONFLICT))

@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 
+from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import (
@@ -21,7 +22,7 @@ from permille.store.jobs import queue
 _TOLD = set(EventData.model_fields) - {"error"}
 
 
-def present(session: Session, row: tables.Job) -> Job:
+def present(session: Session | Connection, row: tables.Job) -> Job:
     """The record of a row; a build's children are looked up."""
     kind = JobKind(row.kind)
     return Job(

@@ -52,9 +52,9 @@ def list_jobs(
 @router.get("/{job_id}")
 def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
     """Read one job: its state, progress, and what it made."""
-    with service.database.look() as session:
-        row = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=job_id)
-        return records.present(session, row)
+    with service.database.look() as connection:
+        row = rows.look(connection, tables.Job, tenant_id=operator.tenant_id, row_id=job_id)
+        return records.present(connection, row)
 
 
 @router.post("/{job_id}/cancel", status_code=202)

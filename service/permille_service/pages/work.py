@@ -129,7 +129,7 @@ def show_sparsification(sparsification_id: SparsificationId, page: ViewerPage) -
         names = _model_names(session, page.tenant_id)
     return page.render(
         "sparsification",
-        made=present_artifact(WORK[JobKind.SPARSIFICATION], row),
+        made=present_artifact(WORK[JobKind.SPARSIFICATION], row, row.blobs),
         names=names,
         report=_report(page.service.blobs, row, SparseReport),
     )
@@ -141,7 +141,7 @@ def show_masks(page: ViewerPage, window: Paging) -> Response:
     with page.service.database.read() as session:
         found = artifacts.list_artifacts(session, tenant_id=page.tenant_id, kind=JobKind.MASK, window=window)
         names = _model_names(session, page.tenant_id)
-    masks = page_of(found, lambda row: present_artifact(WORK[JobKind.MASK], row))
+    masks = page_of(found, lambda row: present_artifact(WORK[JobKind.MASK], row, row.blobs))
     return page.render("masks", masks=masks, names=names)
 
 
@@ -154,7 +154,7 @@ def show_mask(mask_id: MaskId, page: ViewerPage) -> Response:
     report = _report(page.service.blobs, row, Report)
     return page.render(
         "mask",
-        mask=present_artifact(WORK[JobKind.MASK], row),
+        mask=present_artifact(WORK[JobKind.MASK], row, row.blobs),
         name=names.get(row.model_id),
         report=report,
         curve=None if report is None else curve_of(report),
@@ -170,7 +170,7 @@ def show_packages(page: ViewerPage, window: Paging) -> Response:
         )
         names = _model_names(session, page.tenant_id)
         released = {row.digest: _releases_of(session, row) for row in found.items}
-    packages = page_of(found, lambda row: present_artifact(WORK[JobKind.PACKAGE], row))
+    packages = page_of(found, lambda row: present_artifact(WORK[JobKind.PACKAGE], row, row.blobs))
     return page.render("packages", packages=packages, names=names, released=released)
 
 
@@ -182,7 +182,7 @@ def show_package(digest: PackageDigest, page: ViewerPage) -> Response:
         names, released = _model_names(session, page.tenant_id), _releases_of(session, row)
     return page.render(
         "package",
-        package=present_artifact(WORK[JobKind.PACKAGE], row),
+        package=present_artifact(WORK[JobKind.PACKAGE], row, row.blobs),
         name=names.get(row.model_id),
         released=released,
     )

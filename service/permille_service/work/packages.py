@@ -3,13 +3,14 @@
 from typing import Any
 
 from fastapi import Request, Response
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection
 
 from permille.package.limits import MEDIA_TYPES
 from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.problems import ProblemType
-from permille.store import artifacts, tables
+from permille.store import artifacts
+from permille.store.artifacts import Looked
 from permille_service.access.principals import Anyone, DevicePrincipal, Operator
 from permille_service.content import NOT_MODIFIED, blob_response, content_responses
 from permille_service.context import Served, Service
@@ -68,16 +69,16 @@ def _media_type(
     digest: str, blob_digest: str, service: Service, principal: Operator | DevicePrincipal
 ) -> str:
     """The media type of a package's blob. Raises NotFoundError: none for this principal."""
-    with service.database.look() as session:
-        package = _readable(session, principal, digest)
+    with service.database.look() as connection:
+        package = _readable(connection, principal, digest)
     return artifacts.blob_with(package, digest=blob_digest).media_type
 
 
-def _readable(session: Session, principal: Operator | DevicePrincipal, digest: str) -> tables.Artifact:
+def _readable(connection: Connection, principal: Operator | DevicePrincipal, digest: str) -> Looked:
     """The package, if it exists for this principal. Raises NotFoundError."""
     tenant_id = principal.tenant_id
     if isinstance(principal, DevicePrincipal):
         return artifacts.package_for_device(
-            session, tenant_id=tenant_id, release=principal.release, digest=digest
+            connection, tenant_id=tenant_id, release=principal.release, digest=digest
         )
-    return artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
+    return artifacts.look(connection, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)

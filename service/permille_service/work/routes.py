@@ -3,6 +3,7 @@
 A kind's request, record, path and words are in `permille.schemas.kinds`; what is here is the same for all.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import Body, Query, Request, Response
@@ -77,14 +78,14 @@ def _add_artifacts(router: Router, work: WorkKind) -> None:
             page = artifacts.list_artifacts(
                 session, tenant_id=operator.tenant_id, kind=work.kind, model_id=model_id, window=window
             )
-        return page_of(page, lambda row: present_artifact(work, row))
+        return page_of(page, lambda row: present_artifact(work, row, row.blobs))
 
     def read_row(
         key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Viewer
     ) -> Closed:
-        with service.database.read() as session:
-            row = artifacts.get(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
-        return present_artifact(work, row)
+        with service.database.look() as connection:
+            found = artifacts.look(connection, tenant_id=operator.tenant_id, kind=work.kind, key=key)
+        return present_artifact(work, found.row, found.blobs)
 
     def remove(
         key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Maker
@@ -162,9 +163,9 @@ def _add_report(router: Router, work: WorkKind, name: str, role: str, text: str)
         service: Served,
         operator: Viewer,
     ) -> Response:
-        with service.database.read() as session:
-            row = artifacts.get(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
-        blob = artifacts.blob_of(row, role)
+        with service.database.look() as connection:
+            found = artifacts.look(connection, tenant_id=operator.tenant_id, kind=work.kind, key=key)
+        blob = artifacts.blob_of(found, role)
         if blob is None:
             raise ApiError(ProblemType.NOT_FOUND, f"this {work.kind} has no {name}")
         return blob_response(request, service, blob.digest, media_type)
@@ -179,7 +180,7 @@ def _add_report(router: Router, work: WorkKind, name: str, role: str, text: str)
     )
 
 
-def present_artifact(work: WorkKind, row: tables.Artifact) -> Closed:
+def present_artifact(work: WorkKind, row: tables.Artifact, blobs: Sequence[tables.ArtifactBlob]) -> Closed:
     """The record of a row: of what there is, what the kind's record has."""
     known = {
         "id": row.id,
@@ -199,7 +200,7 @@ def present_artifact(work: WorkKind, row: tables.Artifact) -> Closed:
                 "size_bytes": blob.size_bytes,
                 "path": blob.path,
             }
-            for blob in row.blobs
+            for blob in blobs
             if blob.role != artifacts.MANIFEST
         ],
     }

@@ -146,10 +146,10 @@ def test_devices_read_only_what_their_release_publishes(db: Database, tenant_id:
     publish(db, package)
 
     def readable(release: str) -> str:
-        with db.read() as session:
+        with db.look() as connection:
             return artifacts.package_for_device(
-                session, tenant_id=tenant_id, release=release, digest=package.digest
-            ).digest
+                connection, tenant_id=tenant_id, release=release, digest=package.digest
+            ).row.digest
 
     assert readable("tiny") == package.digest
     with pytest.raises(NotFoundError):
@@ -163,9 +163,11 @@ def test_devices_read_only_what_their_release_publishes(db: Database, tenant_id:
 def test_a_package_is_stored_once_and_its_size_counts_a_blob_once(db: Database, tenant_id: str) -> None:
     first, again = add_package(db, tenant_id), add_package(db, tenant_id)
     assert (again.id, again.size_bytes) == (first.id, 7)
-    assert artifacts.blob_with(first, digest=LAYER).size_bytes == 7
+    with db.look() as connection:
+        found = artifacts.look(connection, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=first.digest)
+    assert artifacts.blob_with(found, digest=LAYER).size_bytes == 7
     with pytest.raises(NotFoundError):
-        artifacts.blob_with(first, digest=LOG)
+        artifacts.blob_with(found, digest=LOG)
 
 
 def test_operator_tokens_expire_and_are_revoked(db: Database, tenant_id: str, clock: Clock) -> None:
