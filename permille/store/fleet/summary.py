@@ -44,9 +44,9 @@ def _groups(session: Session, tenant_id: str, name: ColumnElement[str], least: i
     """Devices by what they have in common, the largest group first; what a few have is not named."""
     query = select(name, func.count()).where(*active(tenant_id)).group_by(name)
     counts = {str(key): int(count) for key, count in session.execute(query)}
-    shown = hide(counts, least)
-    told = [key for key in sorted(counts, key=lambda key: (-counts[key], key)) if shown[key] is not None]
-    groups = [Group(name=key, devices=shown[key]) for key in told]
+    told = [(key, count) for key, count in hide(counts, least).items() if count is not None]
+    told.sort(key=lambda group: (-group[1], group[0]))  # by what is told: the order tells no more
+    groups = [Group(name=key, devices=count) for key, count in told]
     return groups if len(told) == len(counts) else [*groups, Group(name=_OTHERS, devices=None)]
 
 

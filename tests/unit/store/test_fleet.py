@@ -88,6 +88,9 @@ def test_two_looks_of_a_watcher_do_not_tell_what_one_device_did(db: Database, st
         assert device is not None
         device.revoked_at = datetime(2026, 5, 4, tzinfo=UTC)
     assert (before.devices, look().devices) == (300, 300)
+    for groups in (before.seen, before.agents, before.engines):
+        order = [(group.devices is None, -(group.devices or 0), group.name) for group in groups]
+        assert order == sorted(order), "by what is told"
     for one in before.versions:
         counts = (one.devices, one.reported, *one.outcomes.model_dump().values())
         assert all(count is None or count % LEAST == 0 for count in counts)
