@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,19 @@ def test_what_a_bucket_refuses_is_said_and_health_knows(api: Api, site: Gate, tm
     site.faults = [Fault("^GET", times=9, cut_after=0)]
     answer = api.get(path)
     assert answer.status_code == 503 and f"expected {len(data)} bytes" in answer.json()["detail"]
+
+
+def test_a_bucket_that_does_not_answer_leaves_threads_for_others(
+    api: Api, site: Gate, tmp_path: Path
+) -> None:
+    path, _ = blob_of(api, tmp_path / "made")
+    site.faults = [Fault("^HEAD", times=999, stall=True)]
+    with ThreadPoolExecutor(50) as pool:
+        asked = [pool.submit(api.get, path) for _ in range(50)]  # more than the service has threads
+        answer = next(as_completed(asked)).result()
+        assert answer.status_code == 503 and "for which many wait" in answer.json()["detail"]
+        assert api.get("/v1/fleet").status_code == 200
+        site.closed.set()
 
 
 def test_a_shared_log_lies_in_the_bucket_alone_and_is_erased(api: Api, site: Gate, tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ PART_BYTES: Final = 64 << 20
 """A larger file is sent in parts of this size, or of more where there would be too many."""
 _MOST_PARTS: Final = 10_000
 _AT_A_TIME: Final = 4
+_AT_ONCE: Final = 30
+"""So many threads wait for the bucket; an API has 40, and those that are left answer who asks for else."""
+_TURN_S: Final = 1.0
 _ADDRESS_S: Final = 300
 """How long an address opens its object: a download must begin, not end, in this time."""
 _GONE: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
@@ -82,6 +85,7 @@ class Bucket:
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
         self._clients: dict[tuple[int, float], Any] = {}
+        self._turns = threading.BoundedSemaphore(_AT_ONCE)
 
     def head(self, key: str) -> StoredObject | None:
         """What the bucket tells of an object; None: there is none."""
@@ -109,7 +113,8 @@ class Bucket:
             was, broken = at, None
             with closing(body):
                 try:
-                    for chunk in body.iter_chunks(CHUNK_BYTES):
+                    chunks = body.iter_chunks(CHUNK_BYTES)
+                    while chunk := self._next(chunks):
                         at += len(chunk)
                         yield chunk
                 except (HTTPClientError, IncompleteReadError) as exc:
@@ -221,8 +226,22 @@ class Bucket:
             return self._clients[attempts, timeout_s]
 
     def _ask(self, operation: str, **asked: object) -> Any:
-        with self._errors(f"{operation} of {asked.get('Key', asked.get('Prefix'))}"):
+        with self._turn(), self._errors(f"{operation} of {asked.get('Key', asked.get('Prefix'))}"):
             return getattr(self._client, operation)(Bucket=self.address.bucket, **asked)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Be one of those who wait for the bucket. Raises BlobStoreError: as many as may wait already."""
+        if not self._turns.acquire(timeout=_TURN_S):
+            raise BlobStoreError(f"expected an answer of bucket {self.address.bucket!r}, for which many wait")
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+    def _next(self, chunks: Iterator[bytes]) -> bytes:
+        with self._turn():
+            return next(chunks, b"")
 
     @contextmanager
     def _errors(self, expected: str) -> Iterator[None]:
@@ -307,7 +326,7 @@ class Bucket:
     def _pages(self, operation: str, **asked: str) -> Iterator[Any]:
         pages = iter(self._client.get_paginator(operation).paginate(Bucket=self.address.bucket, **asked))
         while True:
-            with self._errors(f"{operation} of {asked['Prefix']}"):
+            with self._turn(), self._errors(f"{operation} of {asked['Prefix']}"):
                 page = next(pages, None)
             if page is None:
                 return
