@@ -116,7 +116,7 @@ def _losses(session: Session, row: Release, other: Release) -> tuple[int, list[C
 def _loss_by_device(session: Session, row: Release) -> dict[str, float | None]:
     """Joined here: databases take the index of versions for a join by device, which takes them minutes."""
     query = select(Run.device_id, Run.loss).where(*of_version(row))
-    return dict(session.connection().execute(query).tuples().all())
+    return dict(session.connection().execute(query).all())
 
 
 def _change(measure: Measure, after: Interval, before: Interval, difference: Interval) -> Change:
