@@ -7,22 +7,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, Final
 
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from permille.errors import OperatorError, RetryableError
 from permille.store.database import make_engine
 from permille.store.settings import StoreSettings, explain
 
+SCRIPTS: Final = Path(__file__).parent
 _LOCK_ID = 0x7065726D  # PostgreSQL advisory lock: two processes that start together migrate in turn
 
 
-def migrate(url: str) -> None:
+def migrate(url: str, scripts: Path = SCRIPTS) -> None:
     """Create or upgrade the schema at `url`, in one transaction. Does nothing where it is up to date, and
     then waits for no writer: a worker can start while another process holds the database's write lock.
 
@@ -33,8 +35,10 @@ def migrate(url: str) -> None:
         RetryableError: its write lock stayed taken (SQLite).
     """
     engine = make_engine(url)
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _defer_foreign_keys)
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.set_main_option("script_location", str(scripts).replace("%", "%%"))
     try:
         if _is_newest(engine, config):
             return
@@ -43,8 +47,24 @@ def migrate(url: str) -> None:
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK_ID})"))
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
+            if connection.dialect.name == "sqlite":
+                _check_foreign_keys(connection)
     finally:
         engine.dispose()
+
+
+def _defer_foreign_keys(connection: Any, _record: object) -> None:
+    """Let a migration drop a table that others refer to: SQLite changes most of a table by making it anew."""
+    connection.execute("PRAGMA foreign_keys = OFF")
+
+
+def _check_foreign_keys(connection: Connection) -> None:
+    """Before the commit. Raises RuntimeError: the migrations lost a row that others refer to."""
+    broken = {(row.table, row.parent) for row in connection.execute(text("PRAGMA foreign_key_check"))}
+    if broken:
+        raise RuntimeError(
+            f"expected migrations to keep what rows refer to, lost (from, to): {sorted(broken)}"
+        )
 
 
 def _is_newest(engine: Engine, config: Config) -> bool:

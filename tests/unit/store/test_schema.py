@@ -1,24 +1,27 @@
 """The migrations make exactly the tables; the connections keep our rules."""
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import text
+from sqlalchemy import JSON, Boolean, Engine, Float, Integer, LargeBinary, String, Table, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, StatementError
+from sqlalchemy.types import TypeEngine
 
 from permille.errors import OperatorError, RetryableError
 from permille.store import access, database
-from permille.store.database import Database, now
-from permille.store.migrations.schema import migrate
-from permille.store.tables import Base, Tenant
+from permille.store.database import Database, make_engine, now
+from permille.store.migrations.schema import SCRIPTS, migrate
+from permille.store.tables import Base, Instant, Tenant
 
 
 def test_migrations_make_exactly_the_tables_of_the_model(db: Database) -> None:
@@ -44,6 +47,69 @@ def test_migrate_twice_keeps_the_rows(url: str) -> None:
     db.close()
     assert first is not None
     assert first.name == "acme"
+
+
+def test_a_later_migration_keeps_a_row_of_every_table(url: str, tmp_path: Path) -> None:
+    migrate(url)
+    engine = make_engine(url)
+    with engine.begin() as connection:
+        for table in Base.metadata.sorted_tables:
+            connection.execute(table.insert().values(_row(table)))
+    before = _rows(engine)
+    assert before.keys() == Base.metadata.tables.keys()
+    losing = _with_another_migration(tmp_path / "losing", "DELETE FROM tenants")
+    with pytest.raises((IntegrityError, RuntimeError), match="tenants"):
+        migrate(url, losing)
+    assert _rows(engine) == before
+    later = _with_another_migration(tmp_path / "later")
+    migrate(url, later)
+    assert _rows(engine) == {name: {**row, "added": 7} for name, row in before.items()}
+    migrate(url, later)
+    with pytest.raises(IntegrityError), engine.begin() as connection:  # keys are kept too
+        connection.execute(text("DELETE FROM tenants"))
+    engine.dispose()
+
+
+def _row(table: Table) -> dict[str, object]:
+    """A value by each column's type: rows that have the same refer to each other."""
+    values: dict[type[TypeEngine[Any]], object] = {
+        Instant: datetime(2030, 1, 1, tzinfo=UTC),
+        JSON: {"a": [1]},
+        LargeBinary: b"bytes",
+        Boolean: True,
+        Float: 0.5,
+        Integer: 1,
+        String: "x",
+    }
+    return {
+        column.name: next(value for kind, value in values.items() if isinstance(column.type, kind))
+        for column in table.columns
+    }
+
+
+def _rows(engine: Engine) -> dict[str, dict[str, object]]:
+    """The one row of every table, as the database has it."""
+    with engine.connect() as connection:
+        return {
+            name: dict(connection.execute(text(f'SELECT * FROM "{name}"')).mappings().one())
+            for name in Base.metadata.tables
+        }
+
+
+def _with_another_migration(folder: Path, *statements: str) -> Path:
+    """Ours, and one that adds a column to every table; on SQLite, as most changes there, by a new table."""
+    shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    lines = ["import sqlalchemy as sa", "from alembic import op", "revision, down_revision = '9999', '0001'"]
+    lines += ["branch_labels = depends_on = None", "def upgrade():"]
+    lines.append("    way = 'always' if op.get_bind().dialect.name == 'sqlite' else 'never'")
+    for table in Base.metadata.tables:
+        lines.append(f"    with op.batch_alter_table({table!r}, recreate=way) as batch:")
+        lines.append(
+            "        batch.add_column(sa.Column('added', sa.Integer, server_default='7', nullable=False))"
+        )
+    lines += [f"    op.execute({statement!r})" for statement in statements]
+    (folder / "versions" / "v9999_more.py").write_text("\n".join(lines) + "\n")
+    return folder
 
 
 def test_processes_that_migrate_at_once_take_turns(url: str) -> None:
