@@ -131,12 +131,6 @@ class ExportCreate(Closed):
         int, Field(strict=True, ge=8, le=8192, description="of a sequence; devices have 128"), WholeNumber
     ] = 128
 
-    @model_validator(mode="after")
-    def _check_variants(self) -> Self:
-        if self.variants > self.rows:
-            raise ValueError(f"expected a row or more for each of {self.variants} variants, got {self.rows}")
-        return self
-
 
 class PackageLayer(Closed):
     """One layer of a package."""

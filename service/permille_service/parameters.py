@@ -61,6 +61,7 @@ _Cursor = Annotated[str | None, Query(pattern=r"^[A-Za-z0-9_.-]{1,200}$", descri
 _MomentCursor = Annotated[
     str | None, Query(pattern=r"^[0-9]{1,17}\.[A-Za-z0-9_-]{1,180}$", description=_CURSOR_TEXT)
 ]
+_NumberCursor = Annotated[str | None, Query(pattern=r"^[0-9]{1,9}$", description=_CURSOR_TEXT)]
 DEFAULT_LIMIT = 50
 
 
@@ -72,9 +73,15 @@ async def _moment_window(limit: Limit = DEFAULT_LIMIT, cursor: _MomentCursor = N
     return Window(limit=limit, cursor=cursor)
 
 
+async def _number_window(limit: Limit = DEFAULT_LIMIT, cursor: _NumberCursor = None) -> Window:
+    return Window(limit=limit, cursor=cursor)
+
+
 Paging = Annotated[Window, Depends(_window)]
 MomentPaging = Annotated[Window, Depends(_moment_window)]
 """Of lists by time, whose cursors begin with microseconds."""
+NumberPaging = Annotated[Window, Depends(_number_window)]
+"""Of the rounds of a federation."""
 
 
 def page_of(page: rows.Page[Row], present: Callable[[Row], Record]) -> Page[Record]:

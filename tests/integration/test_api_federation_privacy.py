@@ -169,7 +169,7 @@ def test_settings_that_cannot_work_are_refused_with_those_that_would(
 ) -> None:
     api.publish(api.package())
     answer = api.post("/v1/federations", SMALL | PRIVATE | changes)
-    assert answer.status_code == 422
+    assert answer.status_code == 409
     assert words in answer.json()["detail"]
 
 

@@ -120,20 +120,20 @@ def test_a_sketch_needs_no_rate_and_others_name_where_it_comes_from(api: Api) ->
     assert site.definition.log.learning_rate > 0
     body = SMALL | {"name": "other", "learning_rate": None}
     answer = api.post("/v1/federations", body)
-    assert (answer.status_code, slug(answer)) == (422, "invalid")
+    assert (answer.status_code, slug(answer)) == (409, "conflict")
     assert "permille-agent train --estimator one_sided" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"minimum": 4}, ProblemType.INVALID),
-        ({"steps": 60_000, "queries": 4, "rounds": 1}, ProblemType.INVALID),
-        ({"rule": "trimmed"}, ProblemType.INVALID),
-        ({"lanes": 300}, ProblemType.INVALID),
-        ({"queries": 1}, ProblemType.INVALID),
+        ({"minimum": 4}, ProblemType.CONFLICT),
+        ({"steps": 60_000, "queries": 4, "rounds": 1}, ProblemType.CONFLICT),
+        ({"rule": "trimmed"}, ProblemType.CONFLICT),
+        ({"lanes": 300}, ProblemType.CONFLICT),
+        ({"queries": 1}, ProblemType.CONFLICT),
         ({"learning_rate": 1e9}, ProblemType.INVALID),
-        ({"estimator": "split", "queries": 5, "lower_queries": 2}, ProblemType.INVALID),
+        ({"estimator": "split", "queries": 5, "lower_queries": 2}, ProblemType.CONFLICT),
         ({"release": "nobodys"}, ProblemType.NOT_FOUND),
         ({"version": 9}, ProblemType.NOT_FOUND),
         ({"name": "readers"}, ProblemType.CONFLICT),
@@ -443,7 +443,8 @@ def test_lists_of_rounds_are_pages(api: Api) -> None:
     assert [one["number"] for one in first["items"]] == [3, 2, 1]
     rest = api.get(f"{site.path}/rounds?limit=3&cursor={first['next_cursor']}").json()
     assert ([one["number"] for one in rest["items"]], rest["next_cursor"]) == ([0], None)
-    assert api.get(f"{site.path}/rounds?cursor=x").status_code == 422
+    refused = api.get(f"{site.path}/rounds?cursor=x")
+    assert [one["location"] for one in refused.json()["errors"]] == ["query.cursor"]  # as documented
 
 
 def test_an_auditor_needs_a_viewers_token_only(api: Api) -> None:

@@ -250,7 +250,7 @@ def test_sparsifications_that_cannot_be_are_refused_before_they_begin(stocked: A
         "a rate above the pattern's": ({"rate": 0.6, "pattern": "2:4"}, 409, "at most 0.5 with 2:4, got 0.6"),
         "too few steps": (
             {"recovery": {"rounds": 9, "steps": 5}},
-            422,
+            409,
             "12 steps or more for 9 rounds, got 5",
         ),
         "another pattern": ({"pattern": "3:4"}, 422, "2:4"),

@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import Path, Query, Response
 from sqlalchemy.orm import Session
 
+from permille.errors import InputError
 from permille.federation.catch_up import Checkpoint, encode_catch_up
 from permille.federation.definition import Definition
 from permille.package.reader import Package
@@ -36,7 +37,7 @@ from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.federations.making import define
 from permille_service.federations.records import adoption_of, present, present_privacy, present_round
-from permille_service.parameters import Paging, key_of, page_of
+from permille_service.parameters import NumberPaging, Paging, key_of, page_of
 from permille_service.problems import PRIVATE, documented
 from permille_service.routing import Router
 from permille_service.trust import repositories
@@ -65,9 +66,13 @@ def create_federation(body: FederationCreate, creating: Creating) -> Federation:
     package = Package.open(service.blobs, release.package_digest)
 
     def make(session: Session) -> Federation:
+        try:
+            definition = define(package, body, service.round_keys.make(tenant_id))
+        except InputError as exc:  # each value is as described, together they are not
+            raise ConflictError(str(exc)) from exc
         new = NewFederation(
             name=body.name,
-            definition=define(package, body, service.round_keys.make(tenant_id)),
+            definition=definition,
             target=body.target,
             deadline_s=body.deadline_s,
         )
@@ -167,7 +172,7 @@ def get_federation_privacy(
 
 @router.get("/{federation_id}/rounds")
 def list_rounds(
-    federation_id: FederationId, service: Served, operator: Viewer, window: Paging
+    federation_id: FederationId, service: Served, operator: Viewer, window: NumberPaging
 ) -> Page[RoundRecord]:
     """List the rounds of a federation, newest first."""
     with service.database.read() as session:

@@ -144,9 +144,9 @@ class _Planner:
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=request.model_id)
         if sizes is None or model.config is None:
             return NOTHING
-        if request.recovery is not None:
-            request.rounds()
         try:
+            if request.recovery is not None:
+                request.rounds()
             request.plan().check(model.config)
         except InputError as exc:
             raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
@@ -292,6 +292,11 @@ class _Planner:
             raise ApiError(
                 ProblemType.CONFLICT,
                 "expected a package with a mask (a program takes sparse values): this one trains an adapter",
+            )
+        if request.variants > request.rows:  # which no JSON schema can say
+            raise ApiError(
+                ProblemType.CONFLICT,
+                f"expected a row or more for each of {request.variants} variants, got {request.rows}",
             )
         if none_can_export(self._session):
             raise ApiError(
