@@ -109,8 +109,9 @@ kill-agent: $(VENV)/.native  ## Kill training agents at KILLS random moments, cu
 	$(BIN)/python -m tests.acceptance.kill_agent --run shared --kills $(KILLS) --cuts $(KILLS)
 	$(BIN)/python -m tests.acceptance.kill_agent --run private --kills $(KILLS)
 
-schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service with made-up requests, all checks
-	$(BIN)/python -m tests.api_fuzz --examples 200
+DATABASE ?= sqlite
+schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service with made-up requests, all checks (DATABASE=postgresql)
+	$(BIN)/python -m tests.api_fuzz --examples 200 --database $(DATABASE)
 
 results: $(VENV)/.installed  ## Write docs/results from lab/results
 	$(BIN)/python -m permille_lab.pages

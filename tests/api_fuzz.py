@@ -1,6 +1,7 @@
 """schemathesis against the embedded server: authenticated, all checks, nothing excluded.
 
     python -m tests.api_fuzz --examples 200
+    python -m tests.api_fuzz --examples 200 --database postgresql
 
 Two passes: every operation as the administrator, then a device's own operations as a device. A model, a
 corpus, a finished build, a release and a device are made first, so that requests reach more than 404. The
@@ -12,7 +13,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from tests.api_service import new_run_id, run_metrics, running_api
 from tests.federations import make_site
 from tests.running_service import Running, environment, running_service
 from tests.tiny_model import write_corpus, write_model
+from tests.unit.store.postgres import postgres_url
 
 ALL_PHASES = "examples,coverage,fuzzing,stateful"
 UNLIMITED = "1000000000"
@@ -58,22 +61,40 @@ class Pass:
     output: str
 
 
+@contextmanager
+def empty_database(name: str, folder: Path) -> Iterator[str]:
+    """The URL of a database without rows that this run alone has: `sqlite` or `postgresql`."""
+    if name == "postgresql":
+        with postgres_url() as url:
+            yield url
+    else:
+        (folder / "data").mkdir(mode=0o700)
+        yield f"sqlite:///{folder}/data/permille.db"
+
+
 def fuzz(
-    folder: Path, *, examples: int, phases: str = ALL_PHASES, seed: int | None = None, workers: int = 1
+    folder: Path,
+    url: str,
+    *,
+    examples: int,
+    phases: str = ALL_PHASES,
+    seed: int | None = None,
+    workers: int = 1,
 ) -> list[Pass]:
-    """Run both passes on a service whose data is below `folder`."""
+    """Run both passes on a service with its rows at `url` and all else below `folder`."""
     write_model(folder / "models" / "tiny-llama")
     write_corpus(folder / "corpora" / "texts.jsonl")
     roots = ("--model-root", str(folder / "models"), "--corpus-root", str(folder / "corpora"))
-    with running_service(folder, *roots) as running:
+    with running_service(folder, *roots, PERMILLE_DATABASE_URL=url) as running:
         known = _stock(running)
-    device_token, enrolled = _enrol(folder)
+    device_token, enrolled = _enrol(folder, url)
     config = _configure(folder, known | enrolled)
     options = ["--checks=all", "--continue-on-failure", "--no-color", "--request-timeout=60"]
     options += [f"--max-examples={examples}", f"--workers={workers}", f"--phases={phases}"]
     options += [] if seed is None else [f"--seed={seed}"]
     device_options = [*options, *(f"--include-operation-id={name}" for name in DEVICE_OPERATIONS)]
-    settings = {"PERMILLE_STREAM_S": "0.5", "PERMILLE_ENROLMENTS_PER_MINUTE": UNLIMITED}
+    settings = {"PERMILLE_DATABASE_URL": url, "PERMILLE_STREAM_S": "0.5"}
+    settings |= {"PERMILLE_SIGN_INS_PER_MINUTE": UNLIMITED}
     with running_service(folder, *roots, "--no-worker", **settings) as running:
         # The device first: the administrator's pass may revoke it.
         return [
@@ -120,9 +141,9 @@ def _stock(running: Running) -> dict[str, str]:
     }
 
 
-def _enrol(folder: Path) -> tuple[str, dict[str, str]]:
+def _enrol(folder: Path, url: str) -> tuple[str, dict[str, str]]:
     """A device that reported a run and joined a federation, in the same database: its token and the ids."""
-    with running_api(folder) as api:
+    with running_api(folder, database_url=url) as api:
         device = api.device(release="tiny-llama")
         token, run_id = device.token(), new_run_id()
         answer = api.post("/v1/runs", {"run_id": run_id, "metrics": run_metrics()}, token)
@@ -132,18 +153,21 @@ def _enrol(folder: Path) -> tuple[str, dict[str, str]]:
         answer = api.client.put(f"{site.path}/membership", headers=api.auth(token))
         if answer.status_code != 204:
             raise RuntimeError(f"expected 204, got {answer.status_code}: {answer.text}")
-    return token, {"device_id": device.id, "run_id": run_id, "federation_id": site.id, "number": "0"}
+    return token, {"device_id": device.id, "run_id": run_id, "federation_id": site.id}
 
 
 def main() -> int:
     """Fuzz in a temporary folder; 0 when no pass found anything."""
     parser = argparse.ArgumentParser(description="schemathesis against the embedded server")
     parser.add_argument("--examples", type=int, default=200, help="test cases an operation")
+    parser.add_argument("--database", choices=("sqlite", "postgresql"), default="sqlite")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="permille-fuzz-") as folder:
-        passes = fuzz(Path(folder), examples=given.examples, seed=given.seed, workers=given.workers)
+    with tempfile.TemporaryDirectory(prefix="permille-fuzz-") as name:
+        folder = Path(name)
+        with empty_database(given.database, folder) as url:
+            passes = fuzz(folder, url, examples=given.examples, seed=given.seed, workers=given.workers)
     for one in passes:
         sys.stdout.write(f"{one.output}\n{one.name}: exit code {one.returncode}\n")
     return max(one.returncode for one in passes)
