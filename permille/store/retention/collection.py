@@ -27,11 +27,13 @@ from sqlalchemy import func, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from permille.digests import is_digest
 from permille.errors import RetryableError
 from permille.package.blobs import BlobFolder, StoredBlob
 from permille.schemas.jobs import JobState
 from permille.store import inputs
 from permille.store.database import Database, now
+from permille.store.ids import Prefix
 from permille.store.jobs import queue
 from permille.store.retention.references import references
 from permille.store.settings import StoreSettings
@@ -180,8 +182,10 @@ def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run
 def _is_needless(session: Session, root: _ModelRoot, folder: Path, before_s: float) -> bool:
     if folder.name.startswith(_COLLECTED):
         return True
-    if folder.name.startswith("."):  # a job's own, on its way to its place
+    if folder.name.startswith(f".{Prefix.JOB}_"):  # a job's own, on its way to its place
         return not queue.may_go_on(session, job_id=folder.name[1:])
+    if not is_digest(f"sha256:{folder.name}"):  # no job has made it
+        return False
     path = f"{inputs.SPARSIFIED}/{folder.name}"
     for digest, source in session.execute(
         select(Model.digest, Model.source).where(Model.tenant_id == root.tenant_id)
