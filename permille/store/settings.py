@@ -83,44 +83,70 @@ class Quota:
 class StoreSettings(BaseSettings):
     """Where the rows, the blobs and the inputs are: below the data folder unless named.
 
-    Attributes:
-        data_dir: folder of whatever is not named elsewhere; None where all is named.
-        database_url: `sqlite:////absolute/path.db` or `postgresql+psycopg://...`.
-        blob_root: folder of the blobs; with a bucket of copies of them.
-        blob_bucket: `s3://bucket/prefix?endpoint=https://host&region=name`, which has the blobs then.
-        blob_cache_bytes: bytes of a bucket's blobs that are kept in the folder; what is in use may be more.
-        model_root: folder below which the first tenant may register models.
-        corpus_root: folder below which the first tenant may register corpora.
-        tenant_root: has `<tenant id>/models` and `<tenant id>/corpora` of every other tenant.
-        work_root: scratch folder of jobs: checkpoints, spilled scores. May be erased while no job runs.
-        max_replay_work: the largest log that is replayed, in `permille.zo.replay.work_of`: some minutes.
-        memory_bytes: memory that a job may use; None: what is free when it begins. A model that does not fit
-            is read layer by layer.
-        collection_grace_s: a blob, or a sparse model's folder, that no row names is deleted once it was
-            stored so long ago.
-        fisher_split_flops: a mask whose scoring takes more work is split into jobs of 16 sequences or more,
-            which other workers take too; the mask is the same.
-        log_format: text for people, json for what collects logs.
-        broker_url: `redis://...` to carry jobs by Celery; None: local workers look into the database.
+    A field's description is its meaning in the operator's guide, which `make settings` writes from here.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
 
-    data_dir: Path | None = None
-    database_url: SecretStr
-    blob_root: Path
-    blob_bucket: str | None = None
-    blob_cache_bytes: int = Field(default=64 << 30, ge=0)
-    model_root: Path
-    corpus_root: Path
-    tenant_root: Path
-    work_root: Path
-    max_replay_work: int = Field(default=10**13, ge=1)
-    memory_bytes: int | None = Field(default=None, ge=1)
-    collection_grace_s: float = Field(default=86_400.0, ge=0)
-    fisher_split_flops: float = Field(default=2e13, ge=0)
-    log_format: LogFormat = LogFormat.TEXT
-    broker_url: SecretStr | None = None
+    data_dir: Path | None = Field(
+        default=None, description="folder of the token, the keys, and of whatever is not named elsewhere"
+    )
+    database_url: SecretStr = Field(
+        description="`postgresql+psycopg://user:password@host/name` for PostgreSQL"
+    )
+    blob_root: Path = Field(
+        description="content-addressed results; with a bucket copies of them, a folder a machine"
+    )
+    blob_bucket: str | None = Field(
+        default=None,
+        description="`s3://bucket/prefix?endpoint=https://host&region=name`: the results lie [in a "
+        "bucket](#blobs-in-a-bucket)",
+    )
+    blob_cache_bytes: int = Field(
+        default=64 << 30,
+        ge=0,
+        description="bytes of a bucket's blobs that a machine keeps in its folder; those in use may be more",
+    )
+    model_root: Path = Field(description="the first tenant can register models below this folder only")
+    corpus_root: Path = Field(description="texts, likewise")
+    tenant_root: Path = Field(
+        description="every other tenant's, below `<tenant id>/models` and `<tenant id>/corpora`"
+    )
+    work_root: Path = Field(description="scratch of jobs; may be erased while no job runs")
+    max_replay_work: int = Field(
+        default=10**13,
+        ge=1,
+        description="a log whose replay costs more additions is refused: some three minutes of a core",
+    )
+    memory_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="memory that a job may use, on a GPU the GPU's; none: what is free when it begins. "
+        "Preflight refuses what needs more; a model that does not fit whole is scored and "
+        "measured one decoder layer at a time, with the same bits, slower",
+    )
+    collection_grace_s: float = Field(
+        default=86_400.0,
+        ge=0,
+        description="what no row names is deleted once it was stored so long ago: see [What is "
+        "kept](#what-is-kept)",
+    )
+    fisher_split_flops: float = Field(
+        default=2e13,
+        ge=0,
+        description="a `fisher` mask of more work (some forty minutes of a core: each job starts torch "
+        "and reads the model, which less work does not pay for) is scored by jobs of 16 "
+        "sequences or more, which all workers share; the mask is the same. Each leaves as "
+        "many bytes as the scores until they are joined",
+    )
+    log_format: LogFormat = Field(
+        default=LogFormat.TEXT,
+        description="`json`: one object a line on standard error, with `request_id` and `job_id`",
+    )
+    broker_url: SecretStr | None = Field(
+        default=None,
+        description="`redis://...` carries jobs by Celery; without it workers look into the database",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -34,50 +34,77 @@ class Settings(StoreSettings):
     data_dir: Path = Field(
         description="folder of the token, the keys, and of whatever is not named elsewhere"
     )
-    host: str = Field(default="127.0.0.1", description="address to bind; other than loopback needs TLS")
-    port: int = Field(default=DEFAULT_PORT, ge=0, le=65_535)
-    tls_certificate: Path | None = None
-    tls_key: Path | None = None
-    allowed_hosts: tuple[str, ...] = Field(default=(), description="host names to answer to beside loopback")
-    max_body_bytes: int = Field(default=MIB, ge=1024)
-    max_log_bytes: int = Field(default=64 * MIB, ge=1024)
+    host: str = Field(default="127.0.0.1", description="address to bind, also `permille up --host`")
+    port: int = Field(
+        default=DEFAULT_PORT, ge=0, le=65_535, description="0: any free port; also `permille up --port`"
+    )
+    tls_certificate: Path | None = Field(
+        default=None, description="PEM file; must be there for an address other than loopback"
+    )
+    tls_key: Path | None = Field(default=None, description="PEM file of its key, together with it")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(), description="JSON list of names to answer to, beside loopback's"
+    )
+    max_body_bytes: int = Field(default=MIB, ge=1024, description="largest request")
+    max_log_bytes: int = Field(default=64 * MIB, ge=1024, description="largest shared log or state")
     sign_ins_per_minute: int = Field(
-        default=60, ge=1, description="by device, by invitation; refused invitations by address"
+        default=60,
+        ge=1,
+        description="of one device, of one invitation, and unknown invitations of one address; a device's "
+        "questions for a round, and its refused contributions; by process",
     )
     trusted_proxies: tuple[str, ...] = Field(
-        default=(), description="addresses and networks whose X-Forwarded-For is believed"
+        default=(), description="JSON list of addresses and networks whose `X-Forwarded-For` is believed"
     )
     header_s: float = Field(default=10.0, gt=0, description="a request's head must be whole in this time")
     body_s: float = Field(
-        default=20.0, gt=0, description="and its body in this time beyond what its bytes need at 4 KiB/s"
+        default=20.0, gt=0, description="its body must be whole in this time beyond what it takes at 4 KiB/s"
     )
-    max_connections: int = Field(default=1000, ge=1, description="less where few files may be open")
-    max_connections_per_address: int = Field(default=250, ge=1)
+    max_connections: int = Field(
+        default=1000, ge=1, description="fewer where the hard limit of open files is low: half of it, less 64"
+    )
+    max_connections_per_address: int = Field(
+        default=250,
+        ge=1,
+        description="of an IPv4 address or an IPv6 /64; trusted proxies have no limit of their own",
+    )
     stream_s: float = Field(
         default=900.0, gt=0, description="an event stream ends after this; clients resume"
     )
-    max_streams: int = Field(default=200, ge=1, description="event streams")
-    max_streams_per_token: int = Field(default=10, ge=1, description="event streams of one operator token")
-    runs_per_device_day: int = Field(
-        default=200, ge=1, description="reports; a device's 429 says when to ask again"
+    max_streams: int = Field(default=200, ge=1, description="event streams at a time")
+    max_streams_per_token: int = Field(default=10, ge=1, description="those of one operator token")
+    runs_per_device_day: int = Field(default=200, ge=1, description="reports of a device in 24 hours")
+    uploads_per_device_day: int = Field(
+        default=50, ge=1, description="its logs and states, those sent again too"
     )
-    uploads_per_device_day: int = Field(default=50, ge=1, description="logs and states, those sent again too")
-    upload_bytes_per_device_day: int = Field(default=512 * MIB, ge=1)
-    uploads_per_device_waiting: int = Field(default=4, ge=1, description="logs and states not checked yet")
+    upload_bytes_per_device_day: int = Field(default=512 * MIB, ge=1, description="their bytes")
+    uploads_per_device_waiting: int = Field(
+        default=4, ge=1, description="those of them that are not checked yet"
+    )
     runs_per_device: int = Field(
-        default=10_000, ge=1, description="reports that are kept of a device; then it is refused more"
+        default=10_000,
+        ge=1,
+        description="reports that are kept of a device: one more is refused (`device-quota-spent`), and "
+        "the agent keeps it",
     )
-    uploads_per_device: int = Field(default=1000, ge=1, description="its logs and states that are kept")
-    upload_bytes_per_device: int = Field(default=4096 * MIB, ge=1)
-    flops_per_s: float | None = Field(default=None, gt=0, description="default: 8e9 a processor core")
+    uploads_per_device: int = Field(
+        default=1000,
+        ge=1,
+        description="its logs and states that are kept; what waits for its check may come on top",
+    )
+    upload_bytes_per_device: int = Field(default=4096 * MIB, ge=1, description="their bytes, likewise")
+    flops_per_s: float | None = Field(
+        default=None, gt=0, description="speed of the machine, for preflight; none: 8e9 a core"
+    )
     metrics_token: SecretStr | None = Field(
-        default=None, description="what Prometheus sends as bearer; without it there is no /metrics"
+        default=None, description="what Prometheus sends as bearer; without it there is no `/metrics`"
     )
     downloads: Downloads = Field(
         default=Downloads.SERVE,
-        description="who sends a package's bytes: this process, nginx (accel), or the bucket (redirect)",
+        description="who sends a package's bytes to devices: the API, nginx (`accel`), the bucket "
+        "(`redirect`): [downloads](#downloads)",
     )
-    max_job_s: float = Field(default=7 * DAY_S, gt=0, description="a job that takes longer is refused")
+    max_job_s: float = Field(default=7 * DAY_S, gt=0, description="preflight refuses a longer job")
 
     @model_validator(mode="after")
     def _safe_bind(self) -> Self:

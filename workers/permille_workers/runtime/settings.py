@@ -7,38 +7,57 @@ from permille.store.settings import StoreSettings
 
 
 class WorkerSettings(StoreSettings):
-    """What a worker needs beyond the store.
+    """What a worker needs beyond the store."""
 
-    Attributes:
-        lease_s: a job whose worker is silent for so long is given to another.
-        poll_s: how often a local worker looks for queued jobs, and any worker for a cancel.
-        sweep_s: how often to look for expired leases, builds to move on and messages to send again.
-        collect_every_s: how often one of the workers applies retention rules and deletes what no row names;
-            0: only who asks for it does.
-        resend_after_s: a queued job is sent to the broker again after this time.
-        cancel_grace_s: a job that was asked to stop is killed after this time.
-        drain_s: after SIGTERM, running jobs may take so long; then they are given back to the queue.
-        concurrency: jobs at a time.
-        threads: compute threads of each job; None: the library's default.
-        device: where scores, perplexity, NF4 (by bitsandbytes) and pooled states are computed: `cpu`, `cuda`,
-            `cuda:1`.
-        dtype: in which precision scores and perplexity are computed there; sums are float32 always.
-        metrics_port: serves `/metrics` there, without a token; None: not at all.
-        metrics_host: address for it.
-        keeper_token: what a keeper of masked rounds asks for; None: there is none.
-    """
-
-    lease_s: float = Field(default=30.0, gt=0)
-    poll_s: float = Field(default=0.5, gt=0)
-    sweep_s: float = Field(default=2.0, gt=0)
-    collect_every_s: float = Field(default=3600.0, ge=0)
-    resend_after_s: float = Field(default=60.0, gt=0)
-    cancel_grace_s: float = Field(default=10.0, ge=0)
-    drain_s: float = Field(default=20.0, ge=0)
-    concurrency: int = Field(default=1, ge=1, le=64)
-    threads: int | None = Field(default=None, ge=1)
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$")
-    dtype: Dtype = "float32"
-    metrics_port: int | None = Field(default=None, ge=1, le=65_535)
-    metrics_host: str = "127.0.0.1"
-    keeper_token: SecretStr | None = None
+    lease_s: float = Field(
+        default=30.0, gt=0, description="silence after which a job is given to another worker"
+    )
+    poll_s: float = Field(default=0.5, gt=0, description="how often to look for jobs, and for a cancel")
+    sweep_s: float = Field(
+        default=2.0,
+        gt=0,
+        description="how often to look for expired leases, rounds past their deadline, builds to move on, "
+        "lost messages",
+    )
+    collect_every_s: float = Field(
+        default=3600.0,
+        ge=0,
+        description="how often one of the workers applies retention rules and deletes what no row names; "
+        "0: only `permille blobs collect` does",
+    )
+    resend_after_s: float = Field(
+        default=60.0, gt=0, description="a queued job is sent to the broker again after this"
+    )
+    cancel_grace_s: float = Field(
+        default=10.0, ge=0, description="a job that was asked to stop is killed after this"
+    )
+    drain_s: float = Field(
+        default=20.0,
+        ge=0,
+        description="after SIGTERM running jobs may take so long, then they go back to the queue",
+    )
+    concurrency: int = Field(default=1, ge=1, le=64, description="jobs at a time")
+    threads: int | None = Field(
+        default=None, ge=1, description="compute threads of each job; none: as many as the library takes"
+    )
+    device: str = Field(
+        default="cpu",
+        pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$",
+        description="where scores, sparse models, perplexity, NF4 codes (by bitsandbytes) and pooled "
+        "states are computed: `cuda`, `cuda:1`. It never ran: we had no GPU",
+    )
+    dtype: Dtype = Field(
+        default="float32",
+        description="in which precision scores and perplexity are computed there: `bfloat16`, `float16`; "
+        "sums stay float32. The same for all workers that share jobs",
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65_535,
+        description="where a worker serves its numbers, without a token; none: it does not",
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="address for them")
+    keeper_token: SecretStr | None = Field(
+        default=None, description="what the [keeper](../privacy.md) of masked rounds asks for"
+    )
