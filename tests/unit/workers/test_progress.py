@@ -202,6 +202,26 @@ def test_workers_collect_in_turns_but_not_beside_a_database_that_names_nothing(
     assert blobs.has(kept)
 
 
+def test_a_sweep_that_meets_what_nobody_thought_of_is_not_the_last(db: Database, tmp_path: Path) -> None:
+    swept = []
+
+    class Odd(BlobFolder):
+        def sweep(self, *, before_s: float) -> int:
+            swept.append(before_s)
+            raise KeyError("Contents")
+
+    fields = {**layout(tmp_path), "collect_every_s": 0.0, "sweep_s": 0.01}
+    settings, shutdown = WorkerSettings.model_validate(fields), Shutdown()
+    sweeper = Sweeper(name="w", db=db, blobs=Odd(settings.blob_root), settings=settings, shutdown=shutdown)
+    thread = threading.Thread(target=sweeper.run)
+    thread.start()
+    try:
+        wait(lambda: len(swept) > 1)
+    finally:
+        shutdown.ask(0.0)
+        thread.join()
+
+
 def turn(db: Database) -> datetime | None:
     """When the newest collection began."""
     with db.read() as session:

@@ -57,6 +57,8 @@ class Sweeper:
                     blobs_due = time.monotonic() + every_s
             except (DBAPIError, OSError, PermilleError) as exc:
                 _log.warning("cannot sweep, database, disk or bucket is out of reach: %s", exc)
+            except Exception:  # noqa: BLE001 - what killed workers hold waits for this thread
+                _log.exception("cannot sweep")
 
     def sweep(self) -> None:
         """Do everything once."""
@@ -108,6 +110,9 @@ class Sweeper:
             found = collect(self.db, self.blobs, self.settings)
         except (DBAPIError, OSError, PermilleError) as exc:
             _log.warning("cannot collect, database or blob store is out of reach: %s", exc)
+            return
+        except Exception:  # noqa: BLE001 - the next one may
+            _log.exception("cannot collect")
             return
         if found.removed:
             _log.info("collected %d bytes that no row names", sum(found.removed.values()))
