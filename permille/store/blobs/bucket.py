@@ -9,6 +9,7 @@ botocore alone, without boto3: its transfers would hash parts, never the whole a
 """
 
 import base64
+import copy
 import hashlib
 import random
 import threading
@@ -80,12 +81,19 @@ class Bucket:
     ) -> None:
         self.address = address
         self._attempts = attempts
+        self._timeout_s = 30.0
         self._sleep = sleep
         self._reach_s = reach_s
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
         self._clients: dict[tuple[int, float], Any] = {}
         self._turns = threading.BoundedSemaphore(_AT_ONCE)
+
+    def hurried(self) -> "Bucket":
+        """The same bucket for who keeps others waiting: it is asked twice, for seconds."""
+        other = copy.copy(self)
+        other._attempts, other._timeout_s = 2, 10.0
+        return other
 
     def head(self, key: str) -> StoredObject | None:
         """What the bucket tells of an object; None: there is none."""
@@ -200,7 +208,7 @@ class Bucket:
 
     @property
     def _client(self) -> Any:
-        return self._connected(self._attempts, timeout_s=30)
+        return self._connected(self._attempts, timeout_s=self._timeout_s)
 
     def _connected(self, attempts: int, *, timeout_s: float) -> Any:
         from botocore.config import Config

@@ -135,6 +135,11 @@ class BucketFolder(BlobFolder):
         self._names = names
         self._private = private
 
+    def hurried(self) -> "BucketFolder":
+        """See `BlobFolder`."""
+        bucket = self._bucket.hurried()
+        return BucketFolder(bucket, self._cache, names=self._names, private=self._private)
+
     def path(self, digest: str) -> Path:
         """A file with the blob's bytes, which stays as long as this process; fetched where it is not here.
 

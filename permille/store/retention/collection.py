@@ -69,9 +69,11 @@ def hold(session: Session, blobs: BlobFolder, digests: Sequence[str], *folders: 
 
     Raises:
         RetryableError: one is not there any more; the attempt that follows stores it again.
+        BlobStoreError: the bucket does not answer for now; this transaction may be tried again.
     """
     _lock(session, shared=True)
-    gone = [digest for digest in dict.fromkeys(digests) if not blobs.has(digest)]
+    stored = blobs.hurried()
+    gone = [digest for digest in dict.fromkeys(digests) if not stored.has(digest)]
     gone += [str(folder) for folder in folders if not folder.is_dir()]
     if gone:
         raise RetryableError(f"expected what was stored to be there still, but {gone[0]} was collected")
@@ -126,7 +128,7 @@ def _collect_blobs(
 ) -> dict[str, int]:
     """Take some blobs off a list and delete those that are still unreferenced and old; return their bytes."""
     removed: dict[str, int] = {}
-    begun = time.monotonic()
+    begun, blobs = time.monotonic(), blobs.hurried()
     with db.write() as session:
         _lock(session, shared=False)
         named = references(session, [blob.digest for blob in old[-_BATCH:]])

@@ -264,7 +264,7 @@ def test_a_bucket_is_collected_as_a_folder_is(
     db: Database, settings: StoreSettings, tenant_id: str, tmp_path: Path, clock: Clock
 ) -> None:
     with bucket_server() as server, gate(server) as site:
-        blobs = BucketFolder(site.open(), BlobCache(tmp_path / "cache", 1 << 20))
+        blobs = BucketFolder(site.open(attempts=5), BlobCache(tmp_path / "cache", 1 << 20))
         named, old = blobs.put_bytes(b"named"), blobs.put_bytes(b"old")
         below = blobs.below("uploads", "some")
         upload = below.put_bytes(b"an upload")
@@ -273,6 +273,7 @@ def test_a_bucket_is_collected_as_a_folder_is(
         site.faults = [Fault("^DELETE ", status=503, times=9)]
         with pytest.raises(BlobStoreError):
             collection.collect(db, blobs, settings)
+        assert len(site.sent("^DELETE ")) == 2, "others wait for their turn to write: it gives up soon"
         site.faults = []
         assert collection.collect(db, blobs, settings).removed == {old: 3}
         assert [[blob.digest for blob in store.entries()] for store in (blobs, below)] == [[named], [upload]]

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from sqlalchemy.orm import Session
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.package.blobs import BlobFolder
@@ -21,13 +22,14 @@ from permille.schemas.jobs import JobKind
 from permille.store import access, rows
 from permille.store.artifacts import Blob, Made
 from permille.store.database import Database
-from permille.store.errors import StaleClaimError
+from permille.store.errors import BlobStoreError, StaleClaimError
 from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
 from permille.store.migrations.schema import migrate
 from permille.store.settings import layout
 from permille.store.tables import BlobCollection, Job
+from permille_workers.runtime import child
 from permille_workers.runtime.child import record_failure
 from permille_workers.runtime.context import JobCancelledError, Progress
 from permille_workers.runtime.handover import decode_handover, encode_handover
@@ -220,6 +222,22 @@ def test_a_sweep_that_meets_what_nobody_thought_of_is_not_the_last(db: Database,
     finally:
         shutdown.ask(0.0)
         thread.join()
+
+
+def test_a_result_is_published_once_its_bucket_answers(
+    db: Database, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "_PAUSES_S", (0.0, 0.0))
+    tried: list[int] = []
+
+    def publish(_: Session) -> str:
+        tried.append(len(tried))
+        if len(tried) < 3:
+            raise BlobStoreError("away")
+        return "mask_1"
+
+    child.publish_result(db, claim, publish)
+    assert (tried, read(db, claim).result_id) == ([0, 1, 2], "mask_1")
 
 
 def turn(db: Database) -> datetime | None:

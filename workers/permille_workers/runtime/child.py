@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from typing import BinaryIO
@@ -20,7 +21,7 @@ from permille import telemetry
 from permille.errors import InputError, OperatorError, PackageError, PermilleError
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
-from permille.store.errors import StaleClaimError
+from permille.store.errors import BlobStoreError, StaleClaimError
 from permille.store.jobs import claims
 from permille.store.jobs.claims import Claim
 from permille_workers.runtime.context import JobCancelledError, Progress, Publish, Split, Task, TaskContext
@@ -32,6 +33,7 @@ MAX_HANDOVER_BYTES = 16 << 20
 _PR_SET_PDEATHSIG = 1
 _FINAL = (InputError, PackageError, OperatorError)  # trying again changes nothing
 _PASSING_CODES = {"blob-missing", "blob-digest"}  # a store that gave half a blob may give it whole
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # between tries to publish while a bucket does not answer
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +86,25 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
 def publish_result(db: Database, claim: Claim, made: Publish | Split) -> None:
     """Write the result's rows and end the job, or add its parts, in one transaction.
 
-    Raises StaleClaimError: nothing is written.
+    A bucket that does not answer is asked again by another one: others' turn to write comes in between, and
+    hours of work are not for nothing.
+
+    Raises:
+        StaleClaimError: nothing is written.
+        BlobStoreError: the bucket did not answer again and again.
     """
+    for pause_s in _PAUSES_S:
+        try:
+            _publish(db, claim, made)
+        except BlobStoreError as exc:
+            _log.warning("cannot publish yet: %s", exc)
+            time.sleep(pause_s)
+        else:
+            return
+    _publish(db, claim, made)
+
+
+def _publish(db: Database, claim: Claim, made: Publish | Split) -> None:
     with db.write() as session:
         claims.check(session, claim)
         if isinstance(made, Split):
