@@ -8,6 +8,7 @@ lab/results/service.jsonl; `make results` writes docs/results/service.md from th
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -44,10 +45,11 @@ from tests.ports import free_port
 from tests.running_service import Running, running_service
 from tests.unit.store.postgres import postgres_url
 
+DEPLOY = Path(__file__).parents[1] / "deploy"
 SCRIPT = Path(__file__).with_name("service_load.lua")
 ALIAS = f"/v1/releases/{RELEASE}/aliases/stable"
 CONNECTIONS, DOWNLOADS, DEVICES = 50, 8, 10_000
-ROUNDS, ROUND_S, DOWNLOAD_S = 3, 2, 5
+ROUNDS, ROUND_S, DOWNLOAD_S = 5, 2, 4
 POLL_CONNECTIONS, POLL_S, PAUSE_MS, MOST_POLLS = 100, 30, 300, 12
 BLOB_BYTES = 64 << 20
 TICK = os.sysconf("SC_CLK_TCK")
@@ -265,20 +267,23 @@ def bare(port: int, record: Path) -> None:
 
 @contextmanager
 def _nginx(folder: Path, blobs: Path, api: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """nginx as deploy/nginx has it, without TLS: its address, its processes."""
+    """nginx as deploy/nginx has it, without TLS, and the blobs for everybody: its address, its processes."""
     port = free_port()
-    sends = "sendfile on; open_file_cache max=16; etag off; add_header ETag $upstream_http_etag;"
+    server = re.sub(r"\n *ssl_[^\n]*", "", (DEPLOY / "nginx/permille.conf").read_text())
+    server = server.replace("listen 8443 ssl", f"listen 127.0.0.1:{port}")
+    server = server.replace("server 127.0.0.1:8321", f"server {api.removeprefix('http://')}")
+    server = server.replace("/var/lib/permille/blobs/", f"{blobs}/")
+    sent = re.search(r"location /permille-blobs/ \{.*?\n    \}", server, re.DOTALL)
+    assert sent is not None
+    plain = sent[0].replace("/permille-blobs/", "/plain/").replace("internal;", "")
+    temporary = " ".join(
+        f"{name}_temp_path {folder}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
     config = folder / "nginx.conf"
     config.write_text(
-        f"""{"user root;" if os.geteuid() == 0 else ""} worker_processes 1; pid {folder}/nginx.pid;
-        error_log stderr; events {{}} http {{ access_log off; client_body_temp_path {folder}/body;
-        proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u;
-        scgi_temp_path {folder}/s; upstream permille {{ server {api.removeprefix("http://")}; keepalive 32; }}
-        server {{ listen 127.0.0.1:{port};
-        location /plain/ {{ alias {blobs}/; {sends} }}
-        location /permille-blobs/ {{ internal; alias {blobs}/; {sends} }}
-        location / {{ proxy_pass http://permille; proxy_http_version 1.1; proxy_set_header Connection "";
-        proxy_set_header Host 127.0.0.1; proxy_buffering off; }} }} }}"""
+        f"{'user root;' if os.geteuid() == 0 else ''} worker_processes 1; pid {folder}/nginx.pid;"
+        f"error_log stderr; events {{}} http {{ access_log off; {temporary}"
+        f"{server.replace(sent[0], sent[0] + plain)} }}"
     )
     program = shutil.which("nginx") or "/usr/sbin/nginx"
     process = subprocess.Popen([program, "-p", str(folder), "-c", str(config), "-g", "daemon off;"])
