@@ -5,6 +5,7 @@ With port 0 the system chooses; the URL is written to `service.url` in the data 
 listens.
 """
 
+import gc
 import signal
 import socket
 import sys
@@ -24,6 +25,8 @@ from permille_service.settings import Settings, client_url, load
 EXIT_USAGE, EXIT_RETRY = 2, 75
 """75: EX_TEMPFAIL of sysexits.h, for whoever starts it again."""
 SHUTDOWN_S = 5
+COLLECT_AFTER = 10_000
+"""Allocations: a request makes some hundred objects, a page ten thousand rows, and few of them are cycles."""
 
 
 def main() -> int:
@@ -42,6 +45,9 @@ def main() -> int:
     except (OperatorError, RetryableError, OSError) as exc:
         print(f"permille: {exc}", file=sys.stderr)
         return EXIT_RETRY if isinstance(exc, RetryableError) else EXIT_USAGE
+    gc.collect()
+    gc.freeze()  # what is here now stays: no collection looks at all modules and routes again
+    gc.set_threshold(COLLECT_AFTER)
     url = client_url(settings, listening.getsockname()[1])
     url_path = settings.data_dir / "service.url"
     write_atomic(url_path, f"{url}\n".encode(), mode=0o600)

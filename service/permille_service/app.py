@@ -66,15 +66,15 @@ TAGS: Final = [
     {"name": "health", "description": "Whether the service answers."},
 ]
 
-ROUTERS = (
+ROUTERS = (  # what is asked most first: each is passed over in turn
     console.health,
+    release_routes.router,
+    trust_routes.router,
+    packages.router,
+    job_routes.router,
     models.router,
     corpora.router,
     *(router_of(work) for work in WORK.values()),
-    packages.router,
-    release_routes.router,
-    trust_routes.router,
-    job_routes.router,
     preflight_routes.router,
     device_routes.router,
     enrolment.router,

@@ -125,7 +125,7 @@ async def _authenticate(request: Request, *, noting: bool) -> Principal:
             headers={"WWW-Authenticate": 'Bearer realm="permille", error="invalid_token"'},
         )
     if isinstance(principal, Operator):
-        return replace(principal, action=request.scope["route"].name, path=request.url.path)
+        return replace(principal, action=request.scope["route"].name, path=request.scope["path"])
     return principal
 
 
