@@ -198,7 +198,8 @@ def explain(error: ValueError) -> str:
         if entry["type"] == "missing":
             missing.append(variable)
         else:
-            wrong.append(f"{variable}: {entry['msg']}" if entry["loc"] else str(entry["msg"]))
+            message = str(entry["msg"]).removeprefix("Value error, ")
+            wrong.append(f"{variable}: {message}" if entry["loc"] else message)
     if missing:
         named = ", ".join(missing)
         folder = "" if f"{PREFIX}DATA_DIR" in missing else f" or {PREFIX}DATA_DIR, which is enough,"

@@ -53,8 +53,9 @@ def test_errors_are_explained_in_one_line_without_values(tmp_path: Path) -> None
         load()
     assert explain(missing.value).startswith("expected PERMILLE_DATA_DIR, ")
     with pytest.raises(ValidationError) as wrong:
-        load(data_dir=tmp_path, database_url=["hunter2"], port=70_000)
+        load(data_dir=tmp_path, database_url=["hunter2"], port=70_000, blob_bucket="s3://u:hunter2@b")
     line = explain(wrong.value)
+    assert "PERMILLE_BLOB_BUCKET: expected s3://" in line
     assert "PERMILLE_PORT: " in line
     assert "PERMILLE_DATABASE_URL: " in line
     assert "hunter2" not in line

@@ -29,12 +29,12 @@ from permille.store.jobs.transitions import NewJob
 from permille.store.migrations.schema import migrate
 from permille.store.settings import layout
 from permille.store.tables import BlobCollection, Job
-from permille_workers.runtime import child
+from permille_workers.runtime import child, supervisor
 from permille_workers.runtime.child import record_failure
 from permille_workers.runtime.context import JobCancelledError, Progress
 from permille_workers.runtime.handover import decode_handover, encode_handover
 from permille_workers.runtime.settings import WorkerSettings
-from permille_workers.runtime.supervisor import Shutdown
+from permille_workers.runtime.supervisor import Shutdown, Supervisor
 from permille_workers.runtime.sweeper import Sweeper
 from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_store
 from tests.artifacts import add_artifact, some_model
@@ -296,3 +296,21 @@ def test_only_failures_that_may_pass_are_tried_again(
     assert row.error is not None
     assert row.error["retryable"] is not final
     assert ("traceback" in row.error) is isinstance(exc, OSError | ValueError)
+
+
+@pytest.mark.parametrize("has_result", [True, False])
+def test_a_child_that_ends_slowly_after_its_result_has_not_lost_its_lease(
+    has_result: bool,
+    db: Database,
+    claim: Claim,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(supervisor, "_LAST_WORDS_S", 0.0)
+    settings = WorkerSettings.model_validate({"data_dir": tmp_path, "poll_s": 0.01})
+    slow = (sys.executable, "-c", "import time; time.sleep(600)")
+    with db.write() as session:
+        claims.complete(session, claim, result_id="mask_1") if has_result else claims.release(session, claim)
+    Supervisor(db=db, settings=settings, shutdown=Shutdown(), child_command=slow).run(claim)
+    assert (f"lost {claim.job_id}" in caplog.text) is not has_result

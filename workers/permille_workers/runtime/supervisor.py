@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from sqlalchemy.exc import DBAPIError
 
+from permille.schemas.jobs import JobState
 from permille.store.database import Database
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import claims
@@ -31,6 +32,7 @@ from permille_workers.runtime.settings import WorkerSettings
 CHILD_COMMAND = (sys.executable, "-P", "-m", "permille_workers.runtime.child")
 _TAIL_LINES = 40
 _LAST_WORDS_S = 5.0
+_TOLD_BY_CHILD = (JobState.SUCCEEDED, JobState.FAILED)  # of this attempt: nobody else ends a job so
 # Libraries must neither paint bars into the diagnosis nor tell anyone what runs here.
 _QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -116,8 +118,8 @@ class Supervisor:
             try:
                 cancel = self._look(claim, renew=at - renewed_at >= renew_every_s)
             except StaleClaimError as exc:
-                # Usually the child has just published its result and is on its way out.
-                if not _exited(child, _LAST_WORDS_S):
+                # Usually the child has just published its result and is on its way out, maybe slowly.
+                if not _exited(child, _LAST_WORDS_S) and self._state_after(claim) not in _TOLD_BY_CHILD:
                     LEASES_LOST.labels(claim.kind).inc()
                     _log.warning("lost %s: %s", claim.job_id, exc)
                 return
