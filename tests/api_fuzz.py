@@ -113,9 +113,10 @@ def _run(name: str, config: Path, url: str, token: str, options: Sequence[str]) 
 
 
 def _configure(folder: Path, known: Mapping[str, str]) -> Path:
-    """Values that exist, by path parameter; schemathesis makes others beside them."""
+    """Values that exist, by path parameter, in place of what schemathesis makes."""
     config = folder / "schemathesis.toml"
     lines = [f"{json.dumps(f'path.{name}')} = {json.dumps(value)}" for name, value in known.items()]
+    lines.append('"path.number" = 0')  # of a round; no text, which schemathesis takes for a wrong number
     config.write_text("\n".join(["[parameters]", *lines, ""]))
     return config
 

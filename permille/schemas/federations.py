@@ -30,6 +30,8 @@ ROUND_MEDIA_TYPE: Final = "application/vnd.permille.round"
 DEFINITION_MEDIA_TYPE: Final = "application/vnd.permille.federation+json"
 MAX_INTEGERS: Final = 200_000
 """The most integers of a contribution: they fit the body of a request."""
+MAX_ROUNDS: Final = 1 << 20
+"""The most rounds of a federation: a column of 32 bits holds their numbers."""
 MAX_DEVICES: Final = 65536
 """The most devices of a round."""
 MAX_DP_EPSILON: Final = 1000
@@ -115,7 +117,7 @@ class FederationCreate(Closed):
         WholeNumber,
     ] = 1
     rounds: Annotated[
-        int, Field(strict=True, ge=1, le=1 << 20, description="the most rounds there will be"), WholeNumber
+        int, Field(strict=True, ge=1, le=MAX_ROUNDS, description="the most rounds there will be"), WholeNumber
     ] = 100
     learning_rate: _Rate | None = Field(
         default=None, description="for sketch by default that of the package's weights"

@@ -445,6 +445,10 @@ def test_lists_of_rounds_are_pages(api: Api) -> None:
     assert ([one["number"] for one in rest["items"]], rest["next_cursor"]) == ([0], None)
     refused = api.get(f"{site.path}/rounds?cursor=x")
     assert [one["location"] for one in refused.json()["errors"]] == ["query.cursor"]  # as documented
+    unheard_of = f"{site.path}/rounds/{2**31}"  # no column of PostgreSQL's integers holds it
+    device = api.auth(site.members[0].device.token())
+    for answer in (api.get(unheard_of), api.client.delete(f"{unheard_of}/contribution", headers=device)):
+        assert [one["location"] for one in answer.json()["errors"]] == ["path.number"]
 
 
 def test_an_auditor_needs_a_viewers_token_only(api: Api) -> None:

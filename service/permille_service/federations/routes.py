@@ -14,6 +14,7 @@ from permille.schemas.federations import (
     CATCH_UP_MEDIA_TYPE,
     DEFINITION_MEDIA_TYPE,
     EVIDENCE_DEVICES,
+    MAX_ROUNDS,
     ROUND_MEDIA_TYPE,
     Adoption,
     AdoptionCreate,
@@ -47,7 +48,7 @@ router = Router(
     prefix="/v1/federations", tags=["federations"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
 )
 FederationId = Annotated[str, key_of("fed")]
-RoundNumber = Annotated[int, Path(alias="number", ge=0, le=MAX_INTEGER, examples=[0])]
+RoundNumber = Annotated[int, Path(alias="number", ge=0, le=MAX_ROUNDS, examples=[0])]
 _After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="rounds that the caller has")]
 _Until = Annotated[
     int | None, Query(ge=0, le=MAX_INTEGER, description="rounds to come to; else all that are done")
