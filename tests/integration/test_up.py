@@ -78,6 +78,7 @@ def test_up_stops_both_processes_and_cleans_up(tmp_path: Path, number: signal.Si
 def test_killed_up_leaves_no_process_behind(tmp_path: Path) -> None:
     with running_service(tmp_path) as running:
         children = _children(running.process.pid)
+        assert len(children) == 2
         running.process.kill()
         running.process.wait(60)
     _wait_until(lambda: not any(map(_alive, children)))
