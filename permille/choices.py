@@ -1,4 +1,7 @@
-"""Closed sets of names: a text that callers hand in becomes a member of its enum, or is refused."""
+"""Closed sets of names: a text that callers hand in becomes a member of its enum, or is refused.
+
+Those sets stand here that the REST contract shares with library code which the API process must not load.
+"""
 
 from enum import StrEnum
 from typing import TypeVar
@@ -6,6 +9,55 @@ from typing import TypeVar
 from permille.errors import InputError
 
 Choice = TypeVar("Choice", bound=StrEnum)
+
+
+class MaskMethod(StrEnum):
+    """How weights are scored."""
+
+    FISHER = "fisher"  # the largest scores: the diagonal of the empirical Fisher
+    MAGNITUDE = "magnitude"  # the largest absolute weights, the paper's "weight outliers"
+    RANDOM = "random"  # drawn from the seed
+
+
+class Allocation(StrEnum):
+    """How the budget is spread: the same density in every tensor, or the largest scores of all."""
+
+    TENSOR = "tensor"
+    GLOBAL = "global"  # a tensor may get none
+
+
+class AdapterKind(StrEnum):
+    """Which matrices of a low-rank adapter are trained: both, or B alone (LoRA-FA)."""
+
+    LORA = "lora"
+    LORA_FA = "lora-fa"
+
+
+class EstimatorKind(StrEnum):
+    """How the scalars of a step were estimated; replay depends on it by directions and blocks alone.
+
+    `SKETCH`: they are what `queries` groups hold of a change that was computed from a gradient.
+    """
+
+    SPSA = "spsa"
+    FORWARD = "forward"
+    ONE_SIDED = "one_sided"
+    DIFFERENCE = "difference"
+    SPLIT = "split"
+    SKETCH = "sketch"
+
+
+class StreamedDataset(StrEnum):
+    """The public datasets that may be streamed; no other is ever asked for."""
+
+    C4 = "c4"
+
+
+class ProgramWeights(StrEnum):
+    """How a program holds the frozen weights."""
+
+    FLOAT32 = "float32"
+    INT4 = "int4"
 
 
 def choice_of(kind: type[Choice], name: str, what: str) -> Choice:

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from permille.choices import MaskMethod
 from permille.package.config_files import clean_config
 from permille.schemas.inputs import FileCorpus, FolderModel
 from permille.schemas.jobs import ENDED
-from permille.schemas.masks import FisherMaskCreate, MaskMethod
+from permille.schemas.masks import FisherMaskCreate
 from permille.store import inputs
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob

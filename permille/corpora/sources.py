@@ -8,19 +8,12 @@ Reading is lazy: nothing is read beyond what is asked for.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
+from permille.choices import StreamedDataset
 from permille.corpora.files import BadRow, ReadReport, checked_text, file_texts
 from permille.errors import InputError, RetryableError
 from permille.models.sources import resolve_inside
-
-
-class StreamedDataset(StrEnum):
-    """The public datasets that may be streamed; no other is ever asked for."""
-
-    C4 = "c4"
-
 
 # repository, configuration, commit: a dataset that moves would change a mask.
 _STREAMS = {StreamedDataset.C4: ("allenai/c4", "en", "1588ec454efa1a09f29cd18ddd04fe05fc8653a2")}

@@ -16,9 +16,9 @@ from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils import logging
 
+from permille.choices import AdapterKind
 from permille.errors import InputError
 from permille.models.families import family_of
-from permille.package.limits import AdapterKind
 from permille.package.manifest import AdapterInfo, TensorInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize

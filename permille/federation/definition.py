@@ -13,10 +13,11 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.digests import canonical_json, digest_of
 from permille.errors import InputError, PackageError
 from permille.privacy.rules import KEEPER_MINIMUM, Privacy
-from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, check_range
+from permille.zo.header import DirectionKind, LogHeader, check_range
 
 FORMAT = "permille-federation"
 VERSION = 1

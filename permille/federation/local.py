@@ -18,13 +18,13 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError, OperatorError
 from permille.federation.definition import MAX_CONTRIBUTED, Definition
 from permille.files import write_atomic
 from permille.training.adam import Moments, stretched, unlogged_step
 from permille.zo.estimators import Batch, Descent, LossEngine
 from permille.zo.exponents import Exponents
-from permille.zo.header import EstimatorKind
 from permille.zo.journal import Journal
 from permille.zo.lattice import values
 from permille.zo.records import StepFlag, StepRecord, coefficients_of

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import AdapterKind
 from permille.digests import JSON
 from permille.errors import InputError
 from permille.models.families import family_of, scoped_tensors
@@ -27,7 +28,7 @@ from permille.package.layers import (
     write_plain,
     write_values,
 )
-from permille.package.limits import FILE_NAMES, MAX_FILE_BYTES, AdapterKind
+from permille.package.limits import FILE_NAMES, MAX_FILE_BYTES
 from permille.package.manifest import (
     AdapterInfo,
     Layer,

@@ -46,13 +46,6 @@ FILE_NAMES = frozenset(
 )
 
 
-class AdapterKind(StrEnum):
-    """Which matrices of a low-rank adapter are trained: both, or B alone (LoRA-FA)."""
-
-    LORA = "lora"
-    LORA_FA = "lora-fa"
-
-
 class Role(StrEnum):
     """What a layer holds."""
 

@@ -12,6 +12,7 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from permille.choices import AdapterKind
 from permille.digests import JSON, canonical_json, digest_of, is_digest, parse_canonical
 from permille.errors import PackageError
 from permille.package.limits import (
@@ -38,7 +39,6 @@ from permille.package.limits import (
     REQUIRED_ROLES,
     STATE_BLOCK_WEIGHTS,
     VERSION,
-    AdapterKind,
     Role,
 )
 from permille.quantization.types import (

@@ -17,19 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import AdapterKind
 from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
 from permille.package.layers import ABSMAX, CODE_BOOKS, PATTERN, SCALES, are_exponents
-from permille.package.limits import (
-    BLOCKED_ROLES,
-    MAX_EXPONENT,
-    MAX_FILE_BYTES,
-    MAX_MANIFEST_BYTES,
-    AdapterKind,
-    Role,
-)
+from permille.package.limits import BLOCKED_ROLES, MAX_EXPONENT, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import AdapterInfo, Layer, Manifest, Quantization
 from permille.package.safetensors_io import SafetensorsFile
 from permille.package.structure import (

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from permille.choices import EstimatorKind
 from permille.schemas.fields import (
     TEXT_PATTERN,
     Closed,
@@ -22,7 +23,6 @@ from permille.schemas.fields import (
     WholeNumber,
 )
 from permille.schemas.releases import Version
-from permille.schemas.runs import Estimator
 
 CONTRIBUTION_MEDIA_TYPE: Final = "application/vnd.permille.contribution"
 CATCH_UP_MEDIA_TYPE: Final = "application/vnd.permille.catch-up"
@@ -97,8 +97,8 @@ class FederationCreate(Closed):
     name: Name = Field(description="of the federation")
     release: Name = Field(description="the release whose devices may join")
     version: Version | None = Field(default=None, description="of the release; else its newest")
-    estimator: Estimator = Field(
-        default=Estimator.SKETCH, description="how a device estimates a step's integers"
+    estimator: EstimatorKind = Field(
+        default=EstimatorKind.SKETCH, description="how a device estimates a step's integers"
     )
     steps: Annotated[
         int, Field(strict=True, ge=1, le=65535, description="logged steps of a round"), WholeNumber

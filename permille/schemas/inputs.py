@@ -3,11 +3,11 @@
 A model is a folder below the configured root, or a hub repository pinned to a commit.
 """
 
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from permille.choices import StreamedDataset
 from permille.schemas.fields import PATH_PATTERN, Closed, Count, Id, Name, Timestamp
 
 RelativePath = Annotated[
@@ -75,12 +75,6 @@ class Model(Closed):
     scoped_parameters: Count | None = Field(description="weights of the decoder blocks' linear layers")
     size_bytes: Count | None
     created_at: Timestamp
-
-
-class StreamedDataset(StrEnum):
-    """The streamed datasets that may be used; nothing else is fetched."""
-
-    C4 = "c4"
 
 
 class StreamedCorpus(Closed):

@@ -1,22 +1,13 @@
 """Masks: which weights are sensitive, and the evidence for it."""
 
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from permille.choices import Allocation, MaskMethod
 from permille.models.families import SCOPE_PATTERN
 from permille.schemas.fields import Closed, Count, Density, Digest, Id, Seed, WholeNumber
 from permille.schemas.jobs import Made
-
-
-class MaskMethod(StrEnum):
-    """How weights are scored."""
-
-    FISHER = "fisher"
-    MAGNITUDE = "magnitude"
-    RANDOM = "random"
-
 
 Scope = Annotated[
     str,
@@ -27,13 +18,6 @@ Scope = Annotated[
         examples=["all"],
     ),
 ]
-
-
-class Allocation(StrEnum):
-    """How the budget is spread: the same density in every tensor, or the largest scores of all."""
-
-    TENSOR = "tensor"
-    GLOBAL = "global"
 
 
 Sequences = Annotated[

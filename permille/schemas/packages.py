@@ -1,11 +1,11 @@
 """Packages: what a device downloads; and builds, which make one in a single request."""
 
-from enum import StrEnum
 from typing import Annotated, Any, Final, Self
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
+from permille.choices import AdapterKind, ProgramWeights
 from permille.schemas.fields import Closed, Count, Digest, Flag, Id, Seed, Timestamp, WholeNumber
 from permille.schemas.jobs import JobState, Made
 from permille.schemas.masks import FisherMask, FisherMaskCreate, MaskRequest, Scope, WeightMaskCreate
@@ -23,17 +23,10 @@ _EXPONENTS: Final = "add powers of two from the scores of a fisher mask"
 _EITHER: Final = "expected a mask or an adapter, got both or none"
 
 
-class AdapterName(StrEnum):
-    """Which matrices of a low-rank adapter are trained: both, or the second alone."""
-
-    LORA = "lora"
-    LORA_FA = "lora-fa"
-
-
 class Adapter(Closed):
     """Low-rank matrices beside the linears, trained in place of masked weights."""
 
-    kind: Annotated[AdapterName, Flag("--adapter")] = Field(
+    kind: Annotated[AdapterKind, Flag("--adapter")] = Field(
         description="train an adapter in place of masked weights: lora, or lora-fa (half of it frozen)"
     )
     rank: Annotated[
@@ -104,13 +97,6 @@ class PoolingCreate(Closed):
         int, Field(strict=True, ge=8, le=8192, description="tokens of a sequence"), WholeNumber
     ] = 128
     seed: Seed = Field(default=0, description="of the choice of sequences and their order")
-
-
-class ProgramWeights(StrEnum):
-    """How a program holds the frozen weights."""
-
-    FLOAT32 = "float32"
-    INT4 = "int4"
 
 
 class ExportCreate(Closed):

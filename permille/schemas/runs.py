@@ -5,6 +5,7 @@ from typing import Annotated, Final
 
 from pydantic import Field, StringConstraints
 
+from permille.choices import EstimatorKind
 from permille.schemas.devices import AgentVersion
 from permille.schemas.fields import Closed, Count, Digest, Finite, Id, Name, Timestamp, WholeNumber
 from permille.schemas.releases import Version
@@ -30,17 +31,6 @@ class Outcome(StrEnum):
     REFUSED_DATA = "refused_data"
     INTERRUPTED = "interrupted"
     FAILED = "failed"
-
-
-class Estimator(StrEnum):
-    """Which estimate of the gradient the steps used."""
-
-    SPSA = "spsa"
-    FORWARD = "forward"
-    ONE_SIDED = "one_sided"
-    DIFFERENCE = "difference"
-    SPLIT = "split"
-    SKETCH = "sketch"
 
 
 class EngineName(StrEnum):
@@ -90,7 +80,7 @@ class RunMetrics(Closed):
     steps: Count
     rejected_steps: Count
     queries: Count
-    estimator: Estimator
+    estimator: EstimatorKind
     seconds: Seconds
     tokens_trained: Count
     train_tokens: Count

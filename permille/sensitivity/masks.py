@@ -9,12 +9,11 @@ memory stays at some MB.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.choices import choice_of
+from permille.choices import Allocation, MaskMethod, choice_of
 from permille.errors import InputError
 from permille.zo.philox import philox4x32_10
 
@@ -25,21 +24,6 @@ _LARGEST_TENSOR = 1 << 32
 # Directions count steps and queries from 0 in these words of the counter, so a mask's stream is never one
 # of theirs.
 _MASK_STREAM = (0xFFFFFFFF, 0xFFFFFFFF)
-
-
-class MaskMethod(StrEnum):
-    """What makes a weight worth training."""
-
-    FISHER = "fisher"  # the largest scores: the diagonal of the empirical Fisher
-    MAGNITUDE = "magnitude"  # the largest absolute weights, the paper's "weight outliers"
-    RANDOM = "random"  # drawn from the seed
-
-
-class Allocation(StrEnum):
-    """How the budget is spread over the tensors."""
-
-    TENSOR = "tensor"  # the same density in every tensor
-    GLOBAL = "global"  # the largest scores of all tensors together; a tensor may get none
 
 
 def count(density: float | str | Decimal, numel: int) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.package.limits import AdapterKind
+from permille.choices import AdapterKind
 from permille.package.reader import Package
 from permille.zo.estimators import Descent
 from permille.zo.header import LogHeader

@@ -22,11 +22,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.zo.directions import direction
 from permille.zo.exponents import Exponents
 from permille.zo.groups import grouping
-from permille.zo.header import DirectionKind, EstimatorKind, LogHeader
+from permille.zo.header import DirectionKind, LogHeader
 from permille.zo.lattice import Directions, perturbed, perturbed_pairs, values
 
 

@@ -16,7 +16,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.choices import choice_of
+from permille.choices import EstimatorKind, choice_of
 from permille.digests import canonical_json, digest_of, is_digest
 from permille.errors import InputError, PackageError
 from permille.package.limits import MAX_EXPONENT
@@ -32,20 +32,6 @@ MAX_GROUPS = 8192
 MAX_STEPS = 1 << 24
 MAX_TENSORS = 1 << 16
 MAX_K = 1 << 32
-
-
-class EstimatorKind(StrEnum):
-    """How the scalars of a step were estimated; replay depends on it by directions and blocks alone.
-
-    `SKETCH`: they are what `queries` groups hold of a change that was computed from a gradient.
-    """
-
-    SPSA = "spsa"
-    FORWARD = "forward"
-    ONE_SIDED = "one_sided"
-    DIFFERENCE = "difference"
-    SPLIT = "split"
-    SKETCH = "sketch"
 
 
 class DirectionKind(StrEnum):

@@ -23,11 +23,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from permille.choices import AdapterKind
 from permille.digests import JSON, canonical_json, digest_of, parse_canonical
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter
-from permille.package.limits import BLOCK_BYTES, BLOCKED_ROLES, AdapterKind
+from permille.package.limits import BLOCK_BYTES, BLOCKED_ROLES
 from permille.package.reader import verify_package
 from permille.quantization.types import Scheme, Sparsity
 from tests.attacks.forge import Container

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from permille.choices import AdapterKind
 from permille.digests import canonical_json, digest_of
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter
-from permille.package.limits import MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, AdapterKind
+from permille.package.limits import MAX_HEADER_BYTES, MAX_MANIFEST_BYTES
 from permille.package.plan import check_plan
 from permille.package.reader import verify_package
 from permille.quantization.types import Scheme, Sparsity

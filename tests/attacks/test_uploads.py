@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from permille.choices import EstimatorKind
 from permille.package.blobs import BlobFolder
 from permille.schemas.runs import LOG_MEDIA_TYPE
 from permille.store import uploads
 from permille.store.database import Database
-from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import DirectionKind, LogHeader, Schedule
 from permille.zo.log import MAGIC
 from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
 from tests.attacks.test_connections import answer_of, device_and_run, is_problem, sending, wait_until

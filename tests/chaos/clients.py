@@ -14,9 +14,10 @@ from typing import Any, Final
 import httpx
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from permille.choices import EstimatorKind
 from permille.package.manifest import Manifest
 from permille.schemas.runs import LOG_MEDIA_TYPE
-from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.header import LogHeader, Schedule
 from permille.zo.lattice import state_digest
 from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.records import StepFlag, StepRecord

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from permille.choices import MaskMethod
 from permille.corpora.files import ReadReport, file_texts
 from permille.corpora.sequences import token_sequences
 from permille.models.loading import FileTokenizer, load_model
 from permille.package.blobs import BlobFolder
 from permille.schemas.inputs import FileCorpus, FolderModel
-from permille.schemas.masks import FisherMaskCreate, MaskMethod
+from permille.schemas.masks import FisherMaskCreate
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.scores import put_scores
 from permille.store import artifacts, inputs

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from permille.choices import EstimatorKind
 from permille.engines.torch_engine import TorchEngine
-from permille.zo.header import EstimatorKind
 from permille_lab.learning import compare
 from permille_lab.learning.compare import STATE
 from permille_lab.learning.estimators import CONTENDERS, DEFAULT, measure

@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
+from permille.choices import EstimatorKind
 from permille.digests import JSON
 from permille.errors import InputError
-from permille.zo.header import MAX_GROUPS, EstimatorKind
+from permille.zo.header import MAX_GROUPS
 from permille_agent.training.engines import ANY_ENGINE, EXECUTORCH, OpenEngine
 from permille_agent.training.progress import SILENT, RunProgress
 

@@ -9,17 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from permille import __version__
+from permille.choices import EstimatorKind
 from permille.files import write_atomic
-from permille.schemas.runs import (
-    Accelerator,
-    EngineName,
-    Estimator,
-    Machine,
-    OperatingSystem,
-    Outcome,
-    RunMetrics,
-)
-from permille.zo.header import EstimatorKind
+from permille.schemas.runs import Accelerator, EngineName, Machine, OperatingSystem, Outcome, RunMetrics
 from permille_agent.state.models import InstalledRelease
 from permille_agent.text.preparation import Prepared, Split
 from permille_agent.text.reading import DataReport
@@ -198,7 +190,7 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         steps=decision.steps if decision else 0,
         rejected_steps=log.rejected_steps,
         queries=facts.options.queries,
-        estimator=Estimator(facts.options.estimator.value),
+        estimator=facts.options.estimator,
         seconds=facts.seconds,
         tokens_trained=log.tokens_trained,
         train_tokens=counts[Split.TRAIN],

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.training.adam import learning_rate
-from permille.zo.header import EstimatorKind
 from permille_agent.text.rows import Row
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.gradient_steps import gradient_engine

@@ -37,6 +37,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.digests import JSON, canonical_json
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
@@ -44,7 +45,7 @@ from permille.files import fsync_folder
 from permille.package.reader import Package
 from permille.zo.estimators import Descent
 from permille.zo.exponents import Exponents, exponents_of
-from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import values
 from permille.zo.records import StepRecord
 from permille.zo.steps import take_step

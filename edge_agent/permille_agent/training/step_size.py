@@ -22,9 +22,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.errors import PermilleError
 from permille.zo.estimators import Descent, estimate
-from permille.zo.header import EstimatorKind, Schedule
+from permille.zo.header import Schedule
 from permille.zo.lattice import step_unit_exponent_for, values
 from permille.zo.steps import apply_record
 from permille_agent.training.evaluation import mean_loss

@@ -19,9 +19,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.training.adam import unit_exponent
 from permille.zo.estimators import Descent
-from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.header import LogHeader, Schedule
 from permille.zo.journal import Journal
 from permille.zo.lattice import values
 from permille_agent.training.durable_steps import LoggedSteps, SketchedSteps, Steps, UnloggedSteps

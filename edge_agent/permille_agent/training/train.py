@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from permille.choices import EstimatorKind
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
-from permille.zo.header import EstimatorKind
 from permille_agent.state.home import Home
 from permille_agent.state.models import (
     NOTHING_INSTALLED,

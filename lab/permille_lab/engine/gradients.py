@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from permille.choices import EstimatorKind
 from permille.engines.factory import LIGHT, open_engine
 from permille.engines.light.engine import LightEngine
 from permille.errors import InputError
@@ -22,7 +23,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.training.adam import Moments, learning_rate, sketched_step, unit_exponent, unlogged_step
 from permille.zo.estimators import Batch, Descent
-from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import values
 from permille.zo.steps import apply_record
 from permille_lab.engine.sizes import Sizes

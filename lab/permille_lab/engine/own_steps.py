@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.zo.estimators import Batch, Descent
-from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.header import LogHeader, Schedule
 from permille.zo.steps import apply_record, take_step
 
 EPSILON_NORM = 0.5

@@ -16,9 +16,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.native.library import VARIABLE, cpu_path
 from permille.zo.directions import direction
-from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import add_scaled, state_digest
 from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.records import StepRecord

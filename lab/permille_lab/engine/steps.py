@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from permille.choices import EstimatorKind
 from permille.engines.factory import LIGHT, LIGHT_INT8, open_engine
 from permille.engines.interface import Engine
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.zo.estimators import Batch
-from permille.zo.header import EstimatorKind
 from permille_lab.engine.own_steps import EngineStep
 from permille_lab.engine.sizes import Sizes
 from permille_lab.learning.mezo import Mezo

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import MaskMethod
 from permille.corpora.files import ReadReport
 from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import FileCorpus, read_texts
 from permille.errors import InputError
 from permille.models.loading import FileTokenizer
-from permille.sensitivity.masks import Mask, MaskMethod
+from permille.sensitivity.masks import Mask
 from permille_lab.evaluate.cell_data import CellData, Encoder
 from permille_lab.evaluate.methods import DYNAMIC, IN_SEGMENTS, TASK_MASKS, Order, TrainedSet
 from permille_lab.evaluate.outcomes import Cell, Outcome

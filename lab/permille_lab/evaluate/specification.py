@@ -31,8 +31,8 @@ from pydantic import (
     model_validator,
 )
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError
-from permille.zo.header import EstimatorKind
 from permille_lab.evaluate.methods import Method, TrainedSet, method
 from permille_lab.evaluate.tuning import TUNING_SEED_OFFSET
 from permille_lab.tasks.examples import Task

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.zo.estimators import Batch, Descent, estimate
-from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.header import LogHeader, Schedule
 from permille.zo.lattice import step_unit_exponent_for, values
 from permille.zo.steps import apply_record, take_step
 from permille_lab.evaluate.methods import Order

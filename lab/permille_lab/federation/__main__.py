@@ -19,12 +19,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.engines.factory import open_engine
 from permille.federation.catch_up import pack_state
 from permille.federation.definition import Rule
 from permille.privacy.rules import Privacy, PrivacyMode
 from permille.training.adam import RATE, Moments, learning_rate, unit_exponent, unlogged_step
-from permille.zo.header import EstimatorKind
 from permille.zo.lattice import values
 from permille_agent.embed import TrainingBatches
 from permille_lab.federation import references

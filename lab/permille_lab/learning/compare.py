@@ -22,10 +22,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from permille.choices import AdapterKind, EstimatorKind
 from permille.errors import InputError
 from permille.package.build import ChosenAdapter
-from permille.package.limits import AdapterKind
-from permille.zo.header import EstimatorKind
 from permille_lab.learning.runs import options_for, person_run, text_run
 from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
 from permille_lab.measuring.machine import machine, resident

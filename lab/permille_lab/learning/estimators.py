@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from permille.choices import EstimatorKind
 from permille.engines.factory import LIGHT
 from permille.package.reader import Package
-from permille.zo.header import EstimatorKind
 from permille_agent.embed import SearchFailed, TrainOptions
 from permille_lab.learning.runs import options_for, text_run
 from permille_lab.measuring.cells import Cells, Result, settings_parser

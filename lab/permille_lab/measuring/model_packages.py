@@ -79,12 +79,13 @@ def _written(
     if not isinstance(trained, float):
         return pack_model(blobs, Checkpoint(sources.models / model), trained, scheme, group_size=group_size)
     # Here, so that who finds the package made needs no torch: its memory is measured.
+    from permille.choices import MaskMethod
     from permille.corpora.files import ReadReport
     from permille.corpora.sequences import token_sequences
     from permille.corpora.sources import FileCorpus, read_texts
     from permille.models.loading import FileTokenizer, load_model
     from permille.sensitivity.fisher import fisher_scores
-    from permille.sensitivity.masks import MaskMethod, select_mask
+    from permille.sensitivity.masks import select_mask
 
     path = sources.models / model
     texts = read_texts(FileCorpus(path="c4_sample.jsonl"), sources.data / "text/c4_en", ReadReport())

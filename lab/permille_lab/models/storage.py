@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from permille.choices import MaskMethod
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
@@ -21,7 +22,7 @@ from permille.package.manifest import Quantization
 from permille.quantization import dequantize, quantize, rounding, squeezellm
 from permille.quantization.types import Scheme
 from permille.sensitivity.fisher import fisher_scores
-from permille.sensitivity.masks import Mask, MaskMethod, select_mask
+from permille.sensitivity.masks import Mask, select_mask
 from permille.zo.estimators import Batch
 from permille_lab.evaluate.methods import Method, TrainedSet
 from permille_lab.evaluate.specification import Base

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.engines.factory import open_engine
 from permille.errors import InputError
-from permille.zo.header import EstimatorKind
 from permille.zo.lattice import values
 from permille.zo.packed_state import decode_state
 from permille_agent.embed import (

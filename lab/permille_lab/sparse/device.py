@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from permille.choices import MaskMethod
 from permille.corpora.sequences import POOL, token_sequences
 from permille.engines.factory import open_engine
 from permille.models.checkpoint import Checkpoint
@@ -32,7 +33,7 @@ from permille.quantization import default_group_size, quantize
 from permille.quantization.perplexity import apply_quantized
 from permille.quantization.types import Scheme
 from permille.sensitivity.fisher import fisher_scores
-from permille.sensitivity.masks import MaskMethod, select_mask
+from permille.sensitivity.masks import select_mask
 from permille.sparse_tuning.adapters import attach, merge
 from permille.sparse_tuning.recovery import recover
 from permille_agent.embed import TrainOptions, package_tokenizer

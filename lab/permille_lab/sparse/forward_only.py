@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
@@ -15,7 +16,6 @@ from permille.sparse_tuning.adapters import allocate, attach, merge
 from permille.sparse_tuning.iterative import IterativeText
 from permille.sparse_tuning.recovery import row_order
 from permille.zo.estimators import Batch
-from permille.zo.header import EstimatorKind
 from permille_lab.evaluate.methods import Order
 from permille_lab.evaluate.training import Recipe, train
 from permille_lab.models.trainables import parameters_of

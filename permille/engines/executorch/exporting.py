@@ -10,7 +10,6 @@ sparse values, attention, norms and the head are float32 either way.
 
 import os
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from permille.choices import choice_of
+from permille.choices import ProgramWeights, choice_of
 from permille.engines.dual.sparse import DualModel, dual_model
 from permille.engines.executorch.program import ProgramShape
 from permille.engines.export import checked_values, new_folder
@@ -39,21 +38,14 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 
 
-class Weights(StrEnum):
-    """How a program holds the frozen weights."""
-
-    FLOAT32 = "float32"
-    INT4 = "int4"
-
-
 MAX_TOKENS = 512
 """Of a merged model's context, for which the program plans memory."""
-BITS = {Weights.FLOAT32: 32, Weights.INT4: 8}
+BITS = {ProgramWeights.FLOAT32: 32, ProgramWeights.INT4: 8}
 """Of a linear layer's inputs."""
 
 
 def export_program(
-    package: Package, shape: ProgramShape, *, weights: Weights | str = Weights.FLOAT32
+    package: Package, shape: ProgramShape, *, weights: ProgramWeights | str = ProgramWeights.FLOAT32
 ) -> Layer:
     """Store the program among the package's blobs; the model is in memory several times over meanwhile.
 
@@ -61,12 +53,12 @@ def export_program(
         InputError: no exporter is installed, a family that we do not know, or 4-bit weights of a package that
             is not int4.
     """
-    weights = choice_of(Weights, weights, "weights of a program")
-    if weights is Weights.INT4 and package.manifest.scheme.name is not Scheme.INT4:
+    weights = choice_of(ProgramWeights, weights, "weights of a program")
+    if weights is ProgramWeights.INT4 and package.manifest.scheme.name is not Scheme.INT4:
         raise InputError(f"expected an int4 package for 4-bit weights, got {package.manifest.scheme.name}")
     _check_exporter()
     module = dual_model(package)
-    if weights is Weights.INT4:
+    if weights is ProgramWeights.INT4:
         _set_codes(module, package)
     inputs = (
         torch.from_numpy(package.values()).repeat(shape.variants, 1),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import AdapterKind
 from permille.engines.inputs import ModelLimits
 from permille.engines.light.adapter import LightAdapter
 from permille.engines.light.head import LightHead, StoredMatrix
@@ -18,7 +19,6 @@ from permille.models.architecture import Architecture, LayerSettings, architectu
 from permille.models.descriptions import NormKind
 from permille.models.families import layer_of
 from permille.native.sparse import coded_rows
-from permille.package.limits import AdapterKind
 from permille.package.reader import Package
 
 Array = NDArray[np.float32]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.federation.definition import Definition, Rule, encode_key
 from permille.package.reader import Package
@@ -20,9 +21,8 @@ from permille.schemas.federations import (
     FederationCreate,
     PrivacyCreate,
 )
-from permille.schemas.runs import Estimator
 from permille.training.adam import learning_rate, unit_exponent
-from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import check_step_unit_exponent, step_unit_exponent_for
 
 _NO_EPSILON = 1.0  # stands in the header of a sketch's log, where nothing reads it
@@ -110,7 +110,7 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
 
 def _header(package: Package, body: FederationCreate) -> LogHeader:
     rate, epsilon = body.learning_rate, body.epsilon
-    if body.estimator is Estimator.SKETCH:
+    if body.estimator is EstimatorKind.SKETCH:
         rate = rate or learning_rate(package)
         epsilon = epsilon or _NO_EPSILON
     if rate is None or epsilon is None:
@@ -118,13 +118,15 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
             f"expected learning_rate and epsilon for {body.estimator.value}, as the plan of "
             f"`permille-agent train --estimator {body.estimator.value}` has found them on like text"
         )
-    groups = body.estimator is Estimator.SKETCH or (body.estimator is Estimator.ONE_SIDED and body.lanes == 1)
+    groups = body.estimator is EstimatorKind.SKETCH or (
+        body.estimator is EstimatorKind.ONE_SIDED and body.lanes == 1
+    )
     header = LogHeader(
         package_digest=package.digest,
         mask_digest=package.mask_digest,
         seed=body.seed,
         directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
-        estimator=EstimatorKind(body.estimator.value),
+        estimator=body.estimator,
         queries=body.queries * body.lanes,
         epsilon=epsilon,
         learning_rate=rate,
@@ -142,14 +144,14 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
 
 def _device_unit(header: LogHeader, body: FederationCreate) -> int:
     """The unit on which a device's integers stand, fine enough for its steps."""
-    if body.estimator is Estimator.SKETCH:
+    if body.estimator is EstimatorKind.SKETCH:
         return unit_exponent(header.learning_rate)
     widest = max(queries.stop - queries.start for queries, _ in header.blocks()) // body.lanes
     return step_unit_exponent_for(header.learning_rate, 1.0, widest, header.sigma)
 
 
 def _split(package: Package, body: FederationCreate) -> BlockSplit | None:
-    if body.estimator is not Estimator.SPLIT:
+    if body.estimator is not EstimatorKind.SPLIT:
         return None
     lower = body.lower_queries or body.queries // _LOWER_SHARE
     decoder_layers = int(package.config["num_hidden_layers"])

@@ -5,19 +5,13 @@ A hub model that no worker has read yet has no figures: the answer says so, and 
 
 from sqlalchemy.orm import Session
 
+from permille.choices import AdapterKind
 from permille.errors import InputError
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import JobKind, Preflight
 from permille.schemas.kinds import parse_request
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
-from permille.schemas.packages import (
-    Adapter,
-    AdapterName,
-    BuildCreate,
-    ExportCreate,
-    PackageCreate,
-    PoolingCreate,
-)
+from permille.schemas.packages import Adapter, BuildCreate, ExportCreate, PackageCreate, PoolingCreate
 from permille.schemas.problems import Figure, ProblemType
 from permille.schemas.quantizations import (
     AnyBuildOptions,
@@ -243,7 +237,7 @@ class _Planner:
         sizes = self._sizes(model_id, adapter.scope)
         if sizes is None:
             return
-        most = sizes.lora_rank if adapter.kind is AdapterName.LORA else sizes.lora_fa_rank
+        most = sizes.lora_rank if adapter.kind is AdapterKind.LORA else sizes.lora_fa_rank
         if adapter.rank > most:
             raise ApiError(
                 ProblemType.CONFLICT,

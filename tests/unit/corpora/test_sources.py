@@ -8,9 +8,10 @@ from typing import Any
 import datasets
 import pytest
 
+from permille.choices import StreamedDataset
 from permille.corpora import files
 from permille.corpora.files import BadRow, ReadReport
-from permille.corpora.sources import FileCorpus, StreamedCorpus, StreamedDataset, read_texts
+from permille.corpora.sources import FileCorpus, StreamedCorpus, read_texts
 from permille.errors import InputError, RetryableError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.engines.interface import Engine
 from permille.package.reader import Package
-from permille.zo.header import EstimatorKind
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import Active, InstalledRelease, active_model, record_installed
 from permille_agent.text.preparation import prepare

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
+from permille.choices import EstimatorKind
 from permille.engines.executorch.build import LIBRARY, build
 from permille.engines.executorch.engine import ExecutorchEngine
 from permille.engines.executorch.exporting import export_executorch
@@ -23,7 +24,6 @@ from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.zo.estimators import Batch
-from permille.zo.header import EstimatorKind
 from permille.zo.lattice import state_digest
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from permille.choices import AdapterKind
 from permille.engines.dual.lora_fa import lora_fa_model
 from permille.engines.export import ExportDtype, export_transformers
 from permille.engines.gguf.export import export_gguf
@@ -19,7 +20,6 @@ from permille.engines.light.engine import LightEngine
 from permille.engines.peft import ADAPTER_FILE, CONFIG_FILE, export_peft
 from permille.errors import InputError
 from permille.package.build import ChosenAdapter
-from permille.package.limits import AdapterKind
 from permille.quantization.types import Scheme
 from permille.zo.estimators import Batch
 from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_package, variants

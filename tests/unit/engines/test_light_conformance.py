@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from permille.choices import AdapterKind
 from permille.engines.light.decoding import TextPass
 from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
 from permille.native import kept_lists
 from permille.package.build import ChosenAdapter
-from permille.package.limits import AdapterKind
 from permille.quantization.types import Scheme, Sparsity
 from tests.unit.engines.conformance import RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_batch, tiny_package, variants

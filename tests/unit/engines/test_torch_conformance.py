@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from permille.choices import AdapterKind
 from permille.engines.torch_engine import TorchEngine
 from permille.package.build import ChosenAdapter
-from permille.package.limits import AdapterKind
 from permille.quantization.types import Scheme
 from tests.unit.engines.conformance import RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_package

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from permille.choices import AdapterKind
 from permille.models.families import scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter, ChosenMask, pack_model
 from permille.package.config_files import clean_config
-from permille.package.limits import AdapterKind
 from permille.package.manifest import AdapterInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize

@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from permille.choices import EstimatorKind
 from permille.federation.contribution import Contribution
 from permille.federation.definition import Definition, encode_key
 from permille.federation.rounds import History
-from permille.zo.header import BlockSplit, EstimatorKind
+from permille.zo.header import BlockSplit
 from tests.unit.zo.logs import make_header
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

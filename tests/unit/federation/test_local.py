@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError, OperatorError
 from permille.federation.contribution import Contribution
 from permille.federation.definition import MAX_CONTRIBUTED, Definition
@@ -17,7 +18,7 @@ from permille.federation.rounds import History, combine
 from permille.training.adam import unit_exponent
 from permille.zo.estimators import Batch, directions_of
 from permille.zo.groups import grouping
-from permille.zo.header import DirectionKind, EstimatorKind
+from permille.zo.header import DirectionKind
 from permille.zo.lattice import step_unit_exponent_for, values
 from tests.unit.federation.federations import make_contributions, make_definition, split_log
 from tests.unit.zo.logs import BATCH, QuadraticEngine, make_exponents

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError, PackageError
 from permille.federation.contribution import Contribution, decode_contribution, encode_contribution
 from permille.federation.definition import Definition, Rule
 from permille.federation.rounds import History, clipped, combine, decode_segment, encode_segment
-from permille.zo.header import DirectionKind, EstimatorKind
+from permille.zo.header import DirectionKind
 from permille.zo.packed_state import StateHeader, StateOrigin, decode_state, encode_state
 from tests.unit.federation.federations import KEY, make_contributions, make_definition, split_log
 from tests.unit.zo import reference

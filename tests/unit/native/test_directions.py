@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.native import library
 from permille.zo import lattice
 from permille.zo.directions import Combination, direction
 from permille.zo.groups import group_sums, grouping
-from permille.zo.header import EstimatorKind
 from permille.zo.replay import replay
 from permille.zo.steps import apply_record
 from tests.unit.zo import reference

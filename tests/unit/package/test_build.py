@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.choices import MaskMethod
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
@@ -18,7 +19,7 @@ from permille.package.manifest import MaskInfo
 from permille.package.reader import Package, verify_package
 from permille.quantization import dequantize, quantize
 from permille.quantization.types import Scheme
-from permille.sensitivity.masks import MaskMethod, select_mask
+from permille.sensitivity.masks import select_mask
 from tests.unit.workers.conftest import save_model
 
 

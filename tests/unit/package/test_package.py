@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from permille.choices import AdapterKind
 from permille.errors import InputError, PackageError
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.package import layers
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter, ChosenMask, pack_model, write_manifest
 from permille.package.config_files import clean_config
-from permille.package.limits import AdapterKind, Role
+from permille.package.limits import Role
 from permille.package.manifest import Manifest, Quantization, decimal_text
 from permille.package.reader import Package, verify_package
 from permille.package.safetensors_io import SafetensorsWriter

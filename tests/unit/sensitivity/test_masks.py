@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from permille.choices import Allocation, MaskMethod
 from permille.errors import InputError
 from permille.sensitivity import masks
-from permille.sensitivity.masks import Allocation, MaskMethod, count, select_mask
+from permille.sensitivity.masks import count, select_mask
 from tests.unit.zo.reference import philox
 
 

@@ -9,11 +9,12 @@ import pytest
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from permille.choices import MaskMethod
 from permille.digests import digest_of_file
 from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.sensitivity.coverage import curve, mask_report
-from permille.sensitivity.masks import MaskMethod, select_mask
+from permille.sensitivity.masks import select_mask
 from permille.sensitivity.plots import curve_picture, error_picture
 from permille.sensitivity.scores import (
     Scores,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from permille.schemas.masks import FisherMask, MaskMethod, WeightMask
+from permille.choices import MaskMethod
+from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.quantizations import AutoRound, BuildSqueezeLLM, Int4, Int8, Nf4, SchemeName
 from permille_service.preflights.estimates import (
     PROCESS_BYTES,

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from permille.choices import AdapterKind
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter
-from permille.package.limits import AdapterKind
 from permille.package.reader import Package
 from permille.training.adam import learning_rate
 from tests.unit.package.tiny import LLAMA, write_tiny

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from permille.engines.executorch.exporting import Weights
+from permille.choices import EstimatorKind
 from permille.engines.executorch.program import ProgramShape
 from permille.models.checkpoint import Checkpoint
 from permille.package.limits import Role
@@ -23,7 +23,6 @@ from permille.quantization.types import Sparsity
 from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import MAKES_PACKAGES
-from permille.schemas.packages import ProgramWeights
 from permille.schemas.runs import LogForm
 from permille.sensitivity.masks import count
 from permille.sensitivity.scores import load_scores
@@ -34,7 +33,7 @@ from permille.store.settings import Quota
 from permille.store.tables import Artifact, Job, Model, Run
 from permille.training.pooling import Pooled
 from permille.zo.exponents import exponents_of
-from permille.zo.header import EstimatorKind, LogHeader, Schedule
+from permille.zo.header import LogHeader, Schedule
 from permille.zo.lattice import state_digest
 from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.packed_state import StateHeader, StateOrigin, encode_state, pooled_state
@@ -574,7 +573,6 @@ def test_an_export_makes_a_package_that_carries_a_program(
     export = new.manifest.provenance["export"]
     assert isinstance(export, dict)
     assert (export["parent"], export["weights"], export["rows"]) == (package.digest, "float32", 4)
-    assert {weights.value for weights in ProgramWeights} == {weights.value for weights in Weights}
 
 
 # --- replay

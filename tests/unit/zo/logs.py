@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.zo.estimators import Batch
 from permille.zo.exponents import Exponents
-from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.records import StepFlag, StepRecord
 
 DIGEST = "sha256:" + "d" * 64

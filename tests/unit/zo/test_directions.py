@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.zo.directions import direction
 from permille.zo.estimators import directions_of
 from permille.zo.exponents import Exponents
-from permille.zo.header import EstimatorKind, LogHeader
+from permille.zo.header import LogHeader
 from permille.zo.philox import philox4x32_10
 from tests.unit.zo import reference
 from tests.unit.zo.logs import DIGEST, header_kinds, kind_fields, make_exponents, make_header

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.zo.estimators import Batch, Descent, directions_of, estimate
-from permille.zo.header import EstimatorKind
 from permille.zo.lattice import perturbed
 from tests.unit.zo.logs import (
     BATCH,

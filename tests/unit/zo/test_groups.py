@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError, PackageError
 from permille.zo.estimators import Descent, estimate
 from permille.zo.exponents import Exponents
 from permille.zo.groups import group_sums, grouping
-from permille.zo.header import EstimatorKind, LogHeader
+from permille.zo.header import LogHeader
 from permille.zo.records import StepFlag
 from permille.zo.steps import apply_record, sketch_step
 from tests.unit.zo import reference

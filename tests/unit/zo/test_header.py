@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError, PackageError
 from permille.zo.exponents import ExponentsUse
-from permille.zo.header import BlockSplit, DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from tests.unit.zo.logs import DIGEST, kind_fields, make_header
 
 K = 147

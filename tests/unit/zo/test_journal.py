@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
-from permille.zo.header import MAX_GROUPS, DirectionKind, EstimatorKind
+from permille.zo.header import MAX_GROUPS, DirectionKind
 from permille.zo.journal import Journal, encode_header, parse_journal, read_journal
 from permille.zo.records import StepFlag, StepRecord, coefficients_of
 from permille.zo.replay import replay

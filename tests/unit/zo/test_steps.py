@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.zo.estimators import Descent, directions_of
-from permille.zo.header import DirectionKind, EstimatorKind, LogHeader, Schedule
+from permille.zo.header import DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import STATE_LIMIT, step_unit_exponent_for, values
 from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay

@@ -12,7 +12,7 @@ from permille.package.layers import write_mask
 from permille.package.manifest import decimal_text
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
 from permille.sensitivity.coverage import mask_report
-from permille.sensitivity.masks import Allocation, MaskMethod, select_mask
+from permille.sensitivity.masks import select_mask
 from permille.sensitivity.plots import curve_picture
 from permille.sensitivity.scores import Scores, put_scores
 from permille.sensitivity.shards import SHARD_SEQUENCES, fisher_work
@@ -54,26 +54,27 @@ def run(context: TaskContext, request: Request) -> Publish | Split:
     else:
         scored, score = _Scored(tensors=model.checkpoint.weights(request.scope), provenance={}), "magnitude"
     context.progress(_SCORED, "selecting")
-    method, allocation = MaskMethod(request.method), Allocation(request.allocation)
     weights = model.checkpoint.weights(request.scope)
-    mask = select_mask(scored.tensors, method, request.density, request.seed, allocation, weights=weights)
+    mask = select_mask(
+        scored.tensors, request.method, request.density, request.seed, request.allocation, weights=weights
+    )
     order = [name for name, _ in scoped_tensors(model.checkpoint.config)]
     layer = write_mask(context.blobs, mask, order)
     context.progress(0.95, "reporting")
     report = mask_report(_Shown(weights, scored.tensors if score == "fisher" else None), mask)
     provenance: dict[str, JSON] = {
         "model": model.provenance,
-        "method": method.value,
+        "method": request.method.value,
         "density": decimal_text(request.density),
         "scope": request.scope,
-        "allocation": allocation.value,
+        "allocation": request.allocation.value,
         "seed": request.seed,
         "mask": layer.digest,
         "versions": versions(),
         **scored.provenance,
     }
     content = {**report, "score": score, "corpus": scored.corpus_read, "provenance": provenance}
-    picture = curve_picture({method.value: report["curve"]}, density=request.density)
+    picture = curve_picture({request.method.value: report["curve"]}, density=request.density)
     return publishes(
         context,
         Made(

@@ -13,7 +13,7 @@ from permille.digests import JSON
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.package.build import ChosenAdapter, ChosenMask, write_package
-from permille.package.limits import AdapterKind, Role
+from permille.package.limits import Role
 from permille.package.reader import verify_package
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
@@ -93,7 +93,7 @@ def _adapter(request: PackageCreate) -> ChosenAdapter:
     if adapter is None:
         raise InputError("expected a mask or an adapter, got none")
     return ChosenAdapter(
-        kind=AdapterKind(adapter.kind.value),
+        kind=adapter.kind,
         rank=adapter.rank,
         alpha=adapter.alpha,
         scope=adapter.scope,

@@ -128,11 +128,10 @@ def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
             root=root,
             provenance={"kind": "file", "location": source.path, "digest": digest_of_file(path)},
         )
-    dataset = sources.StreamedDataset(source.dataset.value)
     return SourceCorpus(
-        ref=sources.StreamedCorpus(dataset=dataset, split=source.split),
+        ref=sources.StreamedCorpus(dataset=source.dataset, split=source.split),
         root=root,
-        provenance={"kind": "streamed", "location": dataset.value, "split": source.split},
+        provenance={"kind": "streamed", "location": source.dataset.value, "split": source.split},
     )
 
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
 from permille.zo.estimators import Batch, Descent, directions_of, estimate
 from permille.zo.exponents import Exponents, exponents_of
-from permille.zo.header import BlockSplit, EstimatorKind
+from permille.zo.header import BlockSplit
 from permille.zo.journal import read_journal
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.reader import Package
 from permille.training.adam import unit_exponent
 from permille.zo.estimators import Batch
-from permille.zo.header import EstimatorKind
 from permille.zo.journal import Journal, encode_header, parse_journal, read_journal
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import MAGIC, decode_canonical

@@ -10,11 +10,11 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from permille.zo.estimators import Batch
-from permille.zo.header import EstimatorKind
 from permille.zo.lattice import values
 from permille.zo.log import decode_canonical
 from permille.zo.packed_state import decode_state

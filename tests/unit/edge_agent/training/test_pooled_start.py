@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from permille.choices import EstimatorKind
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from permille.training.pooling import PoolingPlan, pool, write_pooled
-from permille.zo.header import EstimatorKind
 from permille.zo.lattice import state_digest, values
 from permille.zo.packed_state import StateOrigin, decode_state, pooled_state
 from permille_agent.cli.status import read_status

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.package.reader import Package
 from permille.zo.estimators import Batch
-from permille.zo.header import EstimatorKind
 from permille_agent.training.run import Run
 from permille_agent.training.step_size import (
     EPSILON_NORM,
