@@ -140,8 +140,8 @@ bench-shards: $(VENV)/.native  ## How much sooner is a mask made by four workers
 bench-decision: $(VENV)/.installed  ## How often is a useless model adopted? (a simulation, two minutes)
 	$(BIN)/python -m permille_lab.decision
 
-bench-page: $(VENV)/.native  ## How long do the page's views take at 10,000 devices and 100,000 runs?
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.page_times
+bench-page: $(VENV)/.native  ## How long do the page's views take at 10,000 devices and 100,000 runs? (DATABASE=postgresql)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.page_times --database $(DATABASE)
 
 bench-service: $(VENV)/.native  ## How fast is the API beside a bare route, its downloads beside nginx, polls of 10,000 devices? (minutes)
 	@bash scripts/system-packages.sh wrk

@@ -52,9 +52,9 @@ class Stocked:
             claims.report_progress(session, self.held, fraction=fraction, message=message)
 
 
-def stock(data_dir: Path, *, devices: int, runs: int, words: str) -> Stocked:
-    """Put all of it into the data folder of a service without a worker; `words` are what a worker says."""
-    database, blobs = Database(f"sqlite:///{data_dir}/permille.db"), BlobFolder(data_dir / "blobs")
+def stock(data_dir: Path, database: Database, *, devices: int, runs: int, words: str) -> Stocked:
+    """Put all of it into a service without a worker, its blobs below `data_dir`; `words` a worker says."""
+    blobs = BlobFolder(data_dir / "blobs")
     package = tiny_package(blobs.root)
     with database.write() as session:
         tenant = access.first_tenant(session)
@@ -121,7 +121,7 @@ def stock(data_dir: Path, *, devices: int, runs: int, words: str) -> Stocked:
 def _half(blobs: BlobFolder, model_id: str) -> Made:
     """Half of a model's weights, in two rounds; the report's names are what a worker says."""
     rows = [{"name": f"{HOSTILE} {i}", "zeros": 0.5, "relative_error": 0.1 * i} for i in range(3)]
-    perplexity = {"before": 14.2, "pruned": 31.9, "after": 17.1}
+    perplexity = {"before": 14.2, "pruned": 31.9, "after": 17.1, "held_out": False}
     report = {
         "zeros": 0.5,
         "perplexity": perplexity,
@@ -157,11 +157,12 @@ def _mask(blobs: BlobFolder, model_id: str) -> Made:
 
 @contextmanager
 def site(
-    folder: Path, *, devices: int = 300, runs: int = 2000, words: str = HOSTILE
+    folder: Path, *, url: str | None = None, devices: int = 300, runs: int = 2000, words: str = HOSTILE
 ) -> Iterator[tuple[Running, Stocked]]:
-    """A service that runs, with all of it in its data folder."""
-    with running_service(folder, "--no-worker") as running:
-        stocked = stock(running.data_dir, devices=devices, runs=runs, words=words)
+    """A service that runs, with all of it in its data folder, or its rows in the database at `url`."""
+    url = url or f"sqlite:///{folder}/data/permille.db"
+    with running_service(folder, "--no-worker", PERMILLE_DATABASE_URL=url) as running:
+        stocked = stock(running.data_dir, Database(url), devices=devices, runs=runs, words=words)
         yield running, stocked
         stocked.database.close()
 

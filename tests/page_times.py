@@ -1,6 +1,6 @@
 """How long do the page's views and the fleet's routes take on a large fleet?
 
-    python -m tests.page_times --devices 10000 --runs 100000
+    python -m tests.page_times --devices 10000 --runs 100000 --database postgresql
 
 Each line: median and 95th percentile of the time until the answer is here, by the clock, and the service's
 own processor time an answer, which a busy machine does not stretch. There are as many jobs as runs.
@@ -19,6 +19,7 @@ from sqlalchemy import insert
 from permille.store.database import Database, now
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Job
+from tests.api_fuzz import empty_database
 from tests.attacks.test_full_disk import api_process
 from tests.page_site import site, views
 from tests.running_service import Running
@@ -34,10 +35,12 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=10_000)
     parser.add_argument("--runs", type=int, default=100_000)
     parser.add_argument("--times", type=int, default=40)
+    parser.add_argument("--database", choices=("sqlite", "postgresql"), default="sqlite")
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        site(Path(folder), devices=asked.devices, runs=asked.runs) as (running, stocked),
+        empty_database(asked.database, Path(folder)) as url,
+        site(Path(folder), url=url, devices=asked.devices, runs=asked.runs) as (running, stocked),
     ):
         _add_jobs(stocked.database, stocked.held.tenant_id, asked.runs)
         with running.client() as client:

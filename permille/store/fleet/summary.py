@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from sqlalchemy import BigInteger, ColumnElement, case, func, select, type_coerce
+from sqlalchemy import BigInteger, ColumnElement, and_, case, func, or_, select, type_coerce
 from sqlalchemy.orm import Session
 
 from permille.schemas.devices import Fleet, Group, RunsOfDay
@@ -11,7 +11,7 @@ from permille.schemas.runs import Outcome
 from permille.store.database import now
 from permille.store.fleet.few import hide, rounded
 from permille.store.fleet.versions import active, results
-from permille.store.tables import Device, Release, Run
+from permille.store.tables import Alias, Device, Release, Run
 
 DAYS: Final = 30
 MOST_VERSIONS: Final = 50
@@ -24,20 +24,43 @@ def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
     """Count a tenant's active devices. `least`: counts of fewer devices are not told, others by it."""
     at = now(session)
     devices = session.scalar(select(func.count()).where(*active(tenant_id))) or 0
-    versions = results(session, _newest_releases(session, tenant_id), least=least)
     return Fleet(
         devices=rounded(devices, least),
         seen=_groups(session, tenant_id, _seen(at), least),
         agents=_groups(session, tenant_id, func.coalesce(Device.agent_version, "unknown"), least),
         engines=_groups(session, tenant_id, func.coalesce(Device.engine, "no run yet"), least),
-        versions=[one for one in versions if one.devices != 0 or one.reported != 0 or one.aliases],
+        versions=results(session, _known_releases(session, tenant_id), least=least),
         days=[] if least else _days(session, tenant_id, at),
     )
 
 
-def _newest_releases(session: Session, tenant_id: str) -> list[Release]:
-    query = select(Release).where(Release.tenant_id == tenant_id)
-    return list(session.scalars(query.order_by(Release.id.desc()).limit(MOST_VERSIONS)))
+def _known_releases(session: Session, tenant_id: str) -> list[Release]:
+    """Versions that devices have, have reported or may follow, yanked or not, the newest first.
+
+    Of more than can be shown, those that devices have come before newer ones that nobody has.
+    """
+    had = select(Device.release, Device.version).where(*active(tenant_id)).distinct().subquery()
+    this = and_(had.c.release == Release.name, had.c.version == Release.version)
+    reported = select(Run.run_id).where(
+        Run.newest,
+        Run.tenant_id == Release.tenant_id,
+        Run.release == Release.name,
+        Run.version == Release.version,
+    )
+    aliased = select(Alias.alias).where(
+        Alias.tenant_id == Release.tenant_id, Alias.name == Release.name, Alias.version == Release.version
+    )
+    query = (
+        select(Release)
+        .outerjoin(had, this)
+        .where(
+            Release.tenant_id == tenant_id,
+            or_(had.c.version.is_not(None), reported.exists(), aliased.exists()),
+        )
+        .order_by(had.c.version.is_(None), Release.id.desc())
+        .limit(MOST_VERSIONS)
+    )
+    return sorted(session.scalars(query), key=lambda row: row.id, reverse=True)
 
 
 def _groups(session: Session, tenant_id: str, name: ColumnElement[str], least: int) -> list[Group]:

@@ -364,7 +364,7 @@ def show_release(
         session.output.show(found)
         return
     new, old = found["version"], found["against"]
-    _show_versions(session, [new, old])
+    _show_versions(session, [new, old, *_others(session, name, new["version"], old["version"])])
     if found["changes"]:
         session.output.say("\nadopted, failed: shares of devices; improvement, loss: nats a token")
         session.output.show(found["changes"], _CHANGES)
@@ -378,7 +378,15 @@ def _show_alone(session: Session, name: str, version: int | None) -> None:
         raise CommandError(f"no release {name!r}: see `permille releases list`", Exit.NOT_FOUND)
     asked = version or max(versions)
     session.output.show(session.client.get(f"/v1/releases/{name}/versions/{asked}"))
+    if known := _others(session, name):
+        _show_versions(session, known)
     session.output.say(f"no version before {asked} to compare it with: none that was not yanked")
+
+
+def _others(session: Session, name: str, *compared: int) -> list[dict[str, Any]]:
+    """Further versions of a release that devices have or have reported, yanked ones among them."""
+    versions = session.client.get("/v1/fleet")["versions"]
+    return [one for one in versions if one["name"] == name and one["version"] not in compared]
 
 
 add_list(invitations, "invitations", ("id", "release", "alias", "state", "used_by", "expires_at"))

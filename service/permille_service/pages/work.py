@@ -66,11 +66,13 @@ class ZerosRow(BaseModel):
 
 
 class Perplexity(BaseModel):
-    """Of the evaluation text; `pruned`: of a round before its steps."""
+    """Of the evaluation text; `held_out`: whether it is other text than what the model was made with;
+    `pruned`: of a round before its steps."""
 
     before: float | None
     pruned: float | None = None
     after: float | None
+    held_out: bool | None = None
 
 
 class RoundRow(BaseModel):

@@ -236,19 +236,34 @@ def test_a_table_in_a_record_has_a_column_for_each_value() -> None:
     ]
 
 
-def test_a_release_of_one_version_is_shown_alone(
+def test_a_release_is_shown_with_yanked_versions_that_devices_have(
     client: Collections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    none: dict[str, Any] = {"improvement": None, "peak_rss_bytes": None, "changes": [], "verdict": "unsure"}
+    known = [{"name": "tiny", "version": n, "yanked": n == 2, **none} for n in (3, 2, 1)]
+    compared = dict[str, Any]()
+
     def get(path: str, **_: str | int | None) -> Any:
-        if path.endswith("/comparison"):
+        if path == "/v1/fleet":
+            return {"versions": [*known, {"name": "other", "version": 7, **none}]}
+        if path.endswith("/comparison") and not compared:
             raise CommandError("no version before", Exit.NOT_FOUND)
-        return {"version": int(path.rpartition("/")[2])}
+        return compared or {"version": int(path.rpartition("/")[2])}
+
+    def shown() -> str:
+        client.output.console.file = io.StringIO()
+        assert main.main(["releases", "show", "tiny"]) == 0
+        return client.output.console.file.getvalue()
 
     monkeypatch.setattr(client, "get", get)
     assert main.main(["releases", "show", "tiny"]) == Exit.NOT_FOUND
-    client.rows["releases"] = [{"name": "tiny", "version": 1}]
-    assert main.main(["releases", "show", "tiny"]) == 0
-    assert "no version before 1 to compare" in client.output.console.file.getvalue()  # type: ignore[attr-defined]
+    client.rows["releases"] = [{"name": "tiny", "version": 3}]
+    alone = shown()
+    assert "no version before 3 to compare" in alone
+    compared |= {"version": known[0], "against": known[2], "changes": [], "verdict": "unsure"}
+    for text in (alone, shown()):
+        rows = [line.split() for line in text.splitlines() if line.startswith(("tiny", "other"))]
+        assert sorted((int(row[1]), row[3]) for row in rows) == [(1, "no"), (2, "yes"), (3, "no")]
 
 
 def test_brackets_are_printed_in_rows_and_fields() -> None:

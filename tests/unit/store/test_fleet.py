@@ -9,12 +9,14 @@ import pytest
 from sqlalchemy import select
 
 from permille.schemas.devices import Fleet
+from permille.schemas.jobs import JobKind
 from permille.schemas.releases import Comparison, Verdict
+from permille.store import artifacts, releases
 from permille.store.database import Database
 from permille.store.fleet.comparison import compare
 from permille.store.fleet.few import LEAST, hide
 from permille.store.fleet.statistics import median_of, share, share_difference
-from permille.store.fleet.summary import summary
+from permille.store.fleet.summary import MOST_VERSIONS, summary
 from permille.store.tables import Device
 from tests.artifacts import add_package
 from tests.fleet_site import RELEASE, VERSIONS, add_fleet, publish_versions
@@ -96,6 +98,23 @@ def test_two_looks_of_a_watcher_do_not_tell_what_one_device_did(db: Database, st
         assert all(count is None or count % LEAST == 0 for count in counts)
         assert one.improvement is not None
         assert one.improvement.median == float(f"{one.improvement.median:.2g}")
+
+
+def test_a_yanked_version_is_shown_as_long_as_devices_have_it(db: Database, stocked: str) -> None:
+    """However many versions came after it; one that nobody has nor reported is not shown."""
+    with db.write() as session:
+        old = releases.yank(session, tenant_id=stocked, name=RELEASE, version=3, reason="bad")
+        package = artifacts.get(session, tenant_id=stocked, kind=JobKind.PACKAGE, key=old.package_digest)
+        last = VERSIONS + MOST_VERSIONS
+        for version in range(VERSIONS + 1, last + 1):
+            releases.publish(session, name=RELEASE, package=package)
+            releases.set_alias(session, tenant_id=stocked, name=RELEASE, alias=f"a{version}", version=version)
+        releases.publish(session, name=RELEASE, package=package)
+        shown = {one.version: one for one in summary(session, tenant_id=stocked).versions}
+    assert list(shown) == [*range(last, last - MOST_VERSIONS + 3, -1), 4, 3, 2]
+    assert shown[3].yanked
+    assert shown[3].devices
+    assert shown[3].reported
 
 
 @pytest.mark.parametrize("seed", range(20))
