@@ -65,7 +65,10 @@ _FACTS: Final[dict[ProblemType, tuple[int, str]]] = {
     ProblemType.METHOD_NOT_ALLOWED: (405, "This path does not offer this method"),
     ProblemType.REQUEST_TIMEOUT: (408, "The request did not come in time"),
     ProblemType.CONFLICT: (409, "The current state does not allow this"),
-    ProblemType.IDEMPOTENCY_CONFLICT: (409, "The idempotency key was used with another request"),
+    ProblemType.IDEMPOTENCY_CONFLICT: (
+        409,
+        "The idempotency key was used for another request, or for what is gone",
+    ),
     ProblemType.ROUND_CLOSED: (409, "The round takes no more contributions"),
     ProblemType.CONTRIBUTION_CONFLICT: (409, "The device has sent another contribution to this round"),
     ProblemType.BUDGET_SPENT: (409, "The device has taken part as often as it was promised"),

@@ -47,7 +47,8 @@ Turn a pre-trained language model into a package of which a device trains one we
 * Press **Authorize** and paste an operator token (the first one is in `operator.token` of the data folder).
 * Long work answers `202` with the job's `Location`; follow it under **jobs**.
 * Every error is a problem (RFC 9457); branch on its `type`.
-* A `POST` that makes something takes an `Idempotency-Key`: sent again, it makes nothing twice.
+* A `POST` that makes something takes an `Idempotency-Key`: sent again within a day, it makes nothing twice,
+  and nothing anew of what was removed since.
 * Lists are pages: pass `next_cursor` as `cursor`.
 """
 TAGS: Final = [

@@ -1,22 +1,27 @@
 """Making things once: a request that is sent again with its `Idempotency-Key` gets the first answer again.
 
-An answer is kept in the transaction that makes the thing, sealed, for a day. A job keeps its key in its own
-row; its request is checked against the machine first, and workers are told after the commit.
+An answer is kept in the transaction that makes the thing, sealed, for a day. A job's answer is its row, which
+has the key; its request is checked against the machine first, and workers are told after the commit.
+
+Once what a key made was removed, the key is refused for the rest of the day: the first answer would name what
+is not there, and a request that was late must not undo a removal. Who wants it again takes another key.
 """
 
 import hashlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import Depends, Header, Request, Response
 from pydantic import BaseModel
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from permille.schemas.access import Role
+from permille.schemas.access import Role, TokenSecret
+from permille.schemas.devices import Invitation
 from permille.schemas.fields import Closed
+from permille.schemas.inputs import Corpus, Model
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
 from permille.store import artifacts, audit, inputs, tables
@@ -38,7 +43,8 @@ IdempotencyKey = Annotated[
     Header(
         alias="Idempotency-Key",
         pattern=r"^[A-Za-z0-9_.:-]{1,100}$",
-        description="sent again with the same key and body, the request makes nothing twice",
+        description="sent again with the same key and body within a day, the request makes nothing twice and "
+        "gets the first answer; once what it made was removed, it gets `idempotency-conflict`",
         examples=["9f7c8a10-mask-1"],
     ),
 ]
@@ -51,6 +57,13 @@ JOB_RESPONSES: dict[int | str, dict[str, Any]] = {
 _KEPT_FOR = timedelta(hours=24)
 _NAMES = ("id", "version", "name")
 """What a record is called, by the first of these fields that it has."""
+_REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
+    Model: tables.Model,
+    Corpus: tables.Corpus,
+    TokenSecret: tables.OperatorToken,
+    Invitation: tables.Invitation,
+}
+"""Where the rows are that answers name by `id`, of the kinds that are ever removed or revoked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +90,7 @@ class Creation:
             private: the answer holds a secret, which is for its first receiver alone.
 
         Raises:
-            ApiError: `idempotency-conflict`: the key was used with another request.
+            ApiError: `idempotency-conflict`: the key was used with another request, or what it made is gone.
             Whatever `make` raises; nothing is kept then.
         """
         operation = f"{self.operation} {self.operator.token_id}" if private else self.operation
@@ -86,17 +99,14 @@ class Creation:
         context = f"{tenant_id}\0{key}"
 
         def work(session: Session) -> Answer:
-            if key is None:
-                return self._noted(session, make(session), body)
-            try:
-                kept = _find_answer(session, tenant_id=tenant_id, key=key, request_digest=digest)
-            except ConflictError as exc:
-                raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
+            kept = None if key is None else self._find_kept(session, digest)
             if kept is not None:
-                return answer_type.model_validate_json(seal.open(kept.sealed, context))
+                earlier = answer_type.model_validate_json(seal.open(kept.sealed, context))
+                self._check_is_there(session, earlier)
+                return earlier
             answer = self._noted(session, make(session), body)
-            sealed = seal.close(answer.model_dump_json().encode(), context)
-            _keep_answer(session, tenant_id=tenant_id, key=key, request_digest=digest, sealed=sealed)
+            if key is not None:
+                self._keep(session, digest, seal.close(answer.model_dump_json().encode(), context))
             return answer
 
         # The same key at the same moment: run again, the answer is there now.
@@ -125,9 +135,9 @@ class Creation:
             payload=request.model_dump(mode="json"),
             idempotency_key=self.key,
         )
+        digest = request_digest(new.kind, new.payload)
         with self.service.database.read() as session:
-            repeated = self._is_repeated(session)
-            digest = request_digest(new.kind, new.payload)
+            repeated = self._is_repeated(session, digest)
             found = None if repeated or again else self._find_equal(session, digest)
             earlier = None if found is None else present(session, found)
         if earlier is not None:
@@ -136,8 +146,9 @@ class Creation:
             return earlier
         if not repeated:
             check(self.service, tenant_id, request)
-        with self.service.database.write() as session:
-            repeated = self._is_repeated(session)  # the same request may have been faster
+
+        def work(session: Session) -> Job:
+            repeated = self._is_repeated(session, digest)  # the same request may have been faster
             try:
                 row = queue.submit(session, new, None if again else self._find_part)
             except ConflictError as exc:
@@ -145,6 +156,11 @@ class Creation:
             record = present(session, row)
             if not repeated:
                 self._noted(session, record, request)
+                if self.key is not None:  # the row may be removed before the day is over
+                    self._keep(session, digest, b"")
+            return record
+
+        record = self.service.database.transact(work)
         dispatch(self.service.dispatcher, record.children or [record.id])
         self.response.headers["Location"] = f"/v1/jobs/{record.id}"
         return record
@@ -159,11 +175,63 @@ class Creation:
     def _find_part(self, session: Session, part: tables.Job) -> tables.Job | None:
         return self._find_equal(session, part.request_digest)
 
-    def _is_repeated(self, session: Session) -> bool:
+    def _is_repeated(self, session: Session, digest: str) -> bool:
+        """Whether the key has a job. Raises ApiError: it made something else, or a job that was removed."""
         if self.key is None:
             return False
         tenant_id = self.operator.tenant_id
-        return queue.find_by_key(session, tenant_id=tenant_id, idempotency_key=self.key) is not None
+        if queue.find_by_key(session, tenant_id=tenant_id, idempotency_key=self.key) is not None:
+            return True
+        if self._find_kept(session, digest) is not None:
+            raise self._gone("job")
+        return False
+
+    def _find_kept(self, session: Session, digest: str) -> tables.IdempotentAnswer | None:
+        """The answer kept under the key, if it is still kept.
+
+        Raises:
+            ApiError: `idempotency-conflict`: the key was used for another request.
+        """
+        answer = session.scalar(
+            select(tables.IdempotentAnswer).where(
+                tables.IdempotentAnswer.tenant_id == self.operator.tenant_id,
+                tables.IdempotentAnswer.key == self.key,
+                tables.IdempotentAnswer.created_at > now(session) - _KEPT_FOR,
+            )
+        )
+        if answer is not None and answer.request_digest != digest:
+            expected = f"expected the request that first used idempotency key {self.key!r}, got another"
+            raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, expected)
+        return answer
+
+    def _check_is_there(self, session: Session, answer: BaseModel) -> None:
+        """Raise ApiError where the row that an answer names was removed or revoked since."""
+        table = _REMOVABLE.get(type(answer))
+        if table is not None:
+            row = session.get(table, getattr(answer, "id", ""))
+            if row is None or getattr(row, "revoked_at", None) is not None:
+                raise self._gone(table.noun)
+
+    def _gone(self, noun: str) -> ApiError:
+        was = f"expected a new idempotency key: the {noun} that {self.key!r} made was removed"
+        return ApiError(ProblemType.IDEMPOTENCY_CONFLICT, was)
+
+    def _keep(self, session: Session, digest: str, sealed: bytes) -> None:
+        """Keep the key's answer for a day; answers older than that are dropped on the way."""
+        at = now(session)
+        session.execute(
+            delete(tables.IdempotentAnswer).where(tables.IdempotentAnswer.created_at <= at - _KEPT_FOR)
+        )
+        session.add(
+            tables.IdempotentAnswer(
+                tenant_id=self.operator.tenant_id,
+                key=self.key,
+                request_digest=digest,
+                sealed=sealed,
+                created_at=at,
+            )
+        )
+        session.flush()
 
 
 def _creation_by(role: Role) -> Callable[..., Coroutine[Any, Any, Creation]]:
@@ -189,41 +257,3 @@ def _creation_by(role: Role) -> Callable[..., Coroutine[Any, Any, Creation]]:
 
 Creating = Annotated[Creation, Depends(_creation_by(Role.OPERATOR))]
 AdminCreating = Annotated[Creation, Depends(_creation_by(Role.ADMIN))]
-
-
-def _find_answer(
-    session: Session, *, tenant_id: str, key: str, request_digest: str
-) -> tables.IdempotentAnswer | None:
-    """The answer kept under this key, if it is still kept.
-
-    Raises:
-        ConflictError: the key was used for another request.
-    """
-    answer = session.scalar(
-        select(tables.IdempotentAnswer).where(
-            tables.IdempotentAnswer.tenant_id == tenant_id,
-            tables.IdempotentAnswer.key == key,
-            tables.IdempotentAnswer.created_at > now(session) - _KEPT_FOR,
-        )
-    )
-    if answer is not None and answer.request_digest != request_digest:
-        raise ConflictError(f"expected the request that first used idempotency key {key!r}, got another")
-    return answer
-
-
-def _keep_answer(session: Session, *, tenant_id: str, key: str, request_digest: str, sealed: bytes) -> None:
-    """Keep an answer for a day; answers older than that are dropped on the way."""
-    at = now(session)
-    session.execute(
-        delete(tables.IdempotentAnswer).where(tables.IdempotentAnswer.created_at <= at - _KEPT_FOR)
-    )
-    session.add(
-        tables.IdempotentAnswer(
-            tenant_id=tenant_id,
-            key=key,
-            request_digest=request_digest,
-            sealed=sealed,
-            created_at=at,
-        )
-    )
-    session.flush()

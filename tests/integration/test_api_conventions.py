@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from permille.schemas.problems import MEDIA_TYPE, TYPE_BASE
+from tests.api_fuzz import empty_database
 from tests.api_service import Api, running_api
+from tests.tiny_model import write_model
 
 METHODS = ("get", "put", "post", "delete", "head", "patch")
 
@@ -125,6 +127,37 @@ def test_same_key_with_another_body_is_a_conflict(api: Api) -> None:
     assert problem_of(answer)["type"] == TYPE_BASE + "idempotency-conflict"
     names = {item["name"] for item in api.get("/v1/tenants").json()["items"]}
     assert names == {"main", "one"}
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_a_key_is_refused_once_what_it_made_was_removed(tmp_path: Path, database: str) -> None:
+    write_model(tmp_path / "models" / "tiny")
+    corpus = {"name": "c", "source": {"kind": "streamed", "dataset": "c4"}}
+    model = {"name": "tiny", "source": {"kind": "folder", "path": "tiny"}}
+    token = {"name": "ci", "role": "viewer"}
+    with (
+        empty_database(database, tmp_path) as url,
+        running_api(tmp_path, database_url=url, model_root=tmp_path / "models") as api,
+    ):
+        model_id = api.post("/v1/models", model).json()["id"]
+        build = {"model_id": model_id, "mask": {"method": "random", "density": 0.01}}
+        asked = {"corpora": corpus, "tokens": token, "invitations": {"release": "tiny"}, "builds": build}
+        made = {name: api.post(f"/v1/{name}", body, key=f"k-{name}") for name, body in asked.items()}
+        for name, first in made.items():
+            again = api.post(f"/v1/{name}", asked[name], key=f"k-{name}")
+            assert again.json()["id"] == first.json()["id"]
+        ids = {name: first.json()["id"] for name, first in made.items()}
+        assert api.post(f"/v1/jobs/{ids['builds']}/cancel").status_code == 202
+        assert api.post(f"/v1/invitations/{ids['invitations']}/revoke").status_code == 204
+        for name in ("corpora", "tokens", "builds"):
+            assert api.client.delete(f"/v1/{name}/{ids[name]}", headers=api.auth()).status_code == 204
+        for name, body in asked.items():
+            refused = problem_of(api.post(f"/v1/{name}", body, key=f"k-{name}"))
+            assert refused["type"] == TYPE_BASE + "idempotency-conflict"
+            assert "was removed" in refused["detail"]
+            anew = api.post(f"/v1/{name}", body, key=f"l-{name}")
+            assert anew.status_code == made[name].status_code
+            assert anew.json()["id"] != ids[name]
 
 
 def test_repeated_invitation_shows_the_same_code_and_the_database_holds_it_sealed(api: Api) -> None:
