@@ -14,8 +14,19 @@ from permille.store import artifacts, inputs
 from permille.store.artifacts import MANIFEST, Blob, Made
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
+from permille.store.settings import Quota
 from permille.store.tables import Artifact, Model
 
+QUOTA = Quota(
+    runs_a_day=50,
+    uploads_a_day=50,
+    bytes_a_day=1 << 30,
+    outstanding=50,
+    runs_kept=50,
+    uploads_kept=50,
+    bytes_kept=1 << 30,
+)
+"""Of devices that nothing stops."""
 PARTS = {"mask_id": f"mask_{EXAMPLE_ULID}", "quantization_id": f"quant_{EXAMPLE_ULID}"}
 
 

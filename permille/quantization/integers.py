@@ -17,15 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization.source import (
-    check_finite,
-    check_quantized,
-    check_weight,
-    pack,
-    row_chunks,
-    unpack,
-)
-from permille.quantization.types import QuantizedTensor, Scheme, packed_size
+from permille.quantization.source import check_weight, decoded_rows, packed_rows
+from permille.quantization.types import QuantizedTensor, Scheme
 
 GROUP_SIZES = {Scheme.INT4: (32, 128), Scheme.INT8: (128,)}
 _MOST = {Scheme.INT4: 7, Scheme.INT8: 127}
@@ -50,17 +43,14 @@ def quantize(
         raise InputError(f"expected a group size of {wanted} for {scheme}, got {group_size}")
     check_weight(w_NK, name)
     rows, columns = w_NK.shape
-    packed = np.empty(packed_size(scheme, w_NK.shape), np.uint8)
     scale_NG = np.empty((rows, -(-columns // group_size)), np.float32)
-    for start, stop in row_chunks(rows, columns):
-        w_RK = w_NK[start:stop]
-        check_finite(w_RK, start * columns, name)
-        scale_RG = _scales(w_RK, _MOST[scheme], group_size)
-        scale_NG[start:stop] = scale_RG
-        codes = _codes(w_RK, scale_RG, _MOST[scheme], group_size).reshape(-1)
-        data = codes.view(np.uint8) if scheme is Scheme.INT8 else pack((codes + np.int8(8)).view(np.uint8))
-        first = start * columns if scheme is Scheme.INT8 else start * columns // 2
-        packed[first : first + data.size] = data
+
+    def code(chunk: slice) -> NDArray[np.uint8]:
+        scale_NG[chunk] = _scales(w_NK[chunk], _MOST[scheme], group_size)
+        codes = _codes(w_NK[chunk], scale_NG[chunk], _MOST[scheme], group_size)
+        return codes.view(np.uint8) if scheme is Scheme.INT8 else (codes + np.int8(8)).view(np.uint8)
+
+    packed = packed_rows(w_NK, code, name=name, bits=8 if scheme is Scheme.INT8 else 4)
     return QuantizedTensor(
         scheme=scheme, shape=(rows, columns), group_size=group_size, packed=packed, scales=scale_NG
     )
@@ -68,19 +58,14 @@ def quantize(
 
 def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
     """code * scale, one float32 product a weight: [N, K]."""
-    check_quantized(quantized)
-    rows, columns = quantized.shape
-    w_NK = np.empty((rows, columns), np.float32)
-    for start, stop in row_chunks(rows, columns):
-        first, last = start * columns, stop * columns
-        if quantized.scheme is Scheme.INT8:
-            value = quantized.packed[first:last].view(np.int8).astype(np.float32)
-        else:
-            codes = unpack(quantized.packed[first // 2 : (last + 1) // 2], last - first)
-            value = codes.astype(np.float32) - np.float32(8)
-        scale_RK = np.repeat(quantized.scales[start:stop], quantized.group_size, axis=1)[:, :columns]
-        np.multiply(value.reshape(stop - start, columns), scale_RK, out=w_NK[start:stop])
-    return w_NK
+
+    def decode(chunk: slice, codes_RK: NDArray[np.uint8]) -> NDArray[np.float32]:
+        is_int8 = quantized.scheme is Scheme.INT8
+        signed_RK = codes_RK.view(np.int8) if is_int8 else codes_RK.view(np.int8) - np.int8(8)
+        scale_RK = np.repeat(quantized.scales[chunk], quantized.group_size, axis=1)
+        return np.multiply(signed_RK, scale_RK[:, : codes_RK.shape[1]], dtype=np.float32)
+
+    return decoded_rows(quantized, decode)
 
 
 def _scales(w_RK: NDArray[np.float32], most: int, group_size: int) -> NDArray[np.float32]:

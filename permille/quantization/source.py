@@ -1,10 +1,12 @@
 """The rules on what goes into a scheme and comes out of a file, shared by all schemes."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization.types import QuantizedTensor, packed_size, scales_shape
+from permille.quantization.types import QuantizedTensor, Scheme, packed_size, scales_shape
 
 # Weights handled at once: bounds the temporaries at some tens of MB whatever the matrix.
 CHUNK_WEIGHTS = 1 << 20
@@ -58,6 +60,45 @@ def row_chunks(rows: int, columns: int) -> list[tuple[int, int]]:
     """Ranges of an even number of rows, so that no byte is shared by two chunks."""
     step = max(2, CHUNK_WEIGHTS // columns // 2 * 2)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def packed_rows(
+    w_NK: NDArray[np.float32], code: Callable[[slice], NDArray[np.uint8]], *, name: str, bits: int = 4
+) -> NDArray[np.uint8]:
+    """Codes of all rows, chunk by chunk: `code` makes those of some rows, of weights that are finite.
+
+    Raises:
+        InputError: NaN or infinity.
+    """
+    rows, columns = w_NK.shape
+    packed = np.empty((rows * columns * bits + 7) // 8, np.uint8)
+    for start, stop in row_chunks(rows, columns):
+        check_finite(w_NK[start:stop], start * columns, name)
+        codes = code(slice(start, stop)).reshape(-1)
+        data = pack(codes) if bits == 4 else codes
+        first = start * columns * bits // 8
+        packed[first : first + data.size] = data
+    return packed
+
+
+def decoded_rows(
+    quantized: QuantizedTensor, decode: Callable[[slice, NDArray[np.uint8]], NDArray[np.float32]]
+) -> NDArray[np.float32]:
+    """The weight [N, K], chunk by chunk: `decode` makes of some rows and their codes [R, K] the weights.
+
+    Raises:
+        InputError: as many codes or scales as the shape does not ask for.
+    """
+    check_quantized(quantized)
+    rows, columns = quantized.shape
+    bits = 8 if quantized.scheme is Scheme.INT8 else 4
+    w_NK = np.empty((rows, columns), np.float32)
+    for start, stop in row_chunks(rows, columns):
+        size = (stop - start) * columns
+        codes = quantized.packed[start * columns * bits // 8 : (stop * columns * bits + 7) // 8]
+        codes = unpack(codes, size) if bits == 4 else codes
+        w_NK[start:stop] = decode(slice(start, stop), codes.reshape(-1, columns))
+    return w_NK
 
 
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -22,15 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization.source import (
-    check_finite,
-    check_quantized,
-    check_weight,
-    pack,
-    row_chunks,
-    unpack,
-)
-from permille.quantization.types import CODE_BOOK_SIZE, QuantizedTensor, Scheme, packed_size
+from permille.quantization.source import check_weight, decoded_rows, packed_rows
+from permille.quantization.types import CODE_BOOK_SIZE, QuantizedTensor, Scheme
 
 GROUP_SIZE = 0
 """What stands in the place of a group size: a row has one code book, however long."""
@@ -59,15 +52,15 @@ def quantize(
     if scores_NK is not None and (scores_NK.shape != w_NK.shape or scores_NK.dtype != np.float32):
         raise InputError(f"{name}: expected float32 scores {w_NK.shape}, got {scores_NK.shape}")
     rows, columns = w_NK.shape
-    packed = np.empty(packed_size(Scheme.SQUEEZELLM, w_NK.shape), np.uint8)
     book_NB = np.empty((rows, CODE_BOOK_SIZE), np.float32)
-    for start, stop in row_chunks(rows, columns):
-        check_finite(w_NK[start:stop], start * columns, name)
-        for first in range(start, stop, _BLOCK_ROWS):
-            block = slice(first, min(first + _BLOCK_ROWS, stop))
+
+    def code(chunk: slice) -> NDArray[np.uint8]:
+        for first in range(chunk.start, chunk.stop, _BLOCK_ROWS):
+            block = slice(first, min(first + _BLOCK_ROWS, chunk.stop))
             book_NB[block] = _books(w_NK[block], None if scores_NK is None else scores_NK[block], name)
-        codes = pack(_codes(w_NK[start:stop], book_NB[start:stop]).reshape(-1))
-        packed[start * columns // 2 : start * columns // 2 + codes.size] = codes
+        return _codes(w_NK[chunk], book_NB[chunk])
+
+    packed = packed_rows(w_NK, code, name=name)
     return QuantizedTensor(
         scheme=Scheme.SQUEEZELLM, shape=(rows, columns), group_size=GROUP_SIZE, packed=packed, scales=book_NB
     )
@@ -75,15 +68,11 @@ def quantize(
 
 def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
     """The numbers of the code books: [N, K]."""
-    check_quantized(quantized)
-    rows, columns = quantized.shape
-    w_NK = np.empty((rows, columns), np.float32)
-    for start, stop in row_chunks(rows, columns):
-        first, last = start * columns, stop * columns
-        codes = unpack(quantized.packed[first // 2 : (last + 1) // 2], last - first)
-        book_RB = quantized.scales[start:stop]
-        w_NK[start:stop] = np.take_along_axis(book_RB, codes.reshape(-1, columns).astype(np.intp), axis=1)
-    return w_NK
+
+    def decode(chunk: slice, codes_RK: NDArray[np.uint8]) -> NDArray[np.float32]:
+        return np.take_along_axis(quantized.scales[chunk], codes_RK.astype(np.intp), axis=1)
+
+    return decoded_rows(quantized, decode)
 
 
 def _codes(w_RK: NDArray[np.float32], book_RB: NDArray[np.float32]) -> NDArray[np.uint8]:

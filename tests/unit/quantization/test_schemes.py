@@ -20,9 +20,9 @@ from permille.quantization import (
     source,
     whole_int4,
 )
-from permille.quantization.on_device import quantize_nf4
 from permille.quantization.sparse import find_sparsity
 from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
+from permille_workers.tasks.quantization import quantize_nf4
 from tests.unit.package.tiny import pruned
 
 SCALED = [(Scheme.NF4, 64), (Scheme.INT4, 32), (Scheme.INT4, 128), (Scheme.INT8, 128)]

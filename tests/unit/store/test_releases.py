@@ -16,22 +16,12 @@ from permille.store.database import Database
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import claims, queue
 from permille.store.rows import Window
-from permille.store.settings import Quota
 from permille.store.tables import Artifact, Job, Release
 from permille.trust.metadata import Listed
-from tests.artifacts import PARTS, add_artifact, some_model
+from tests.artifacts import PARTS, QUOTA, add_artifact, some_model
 from tests.unit.store.conftest import Clock
 
 VERIFIED = runs.LogVerdict(state=LogState.VERIFIED)
-QUOTA = Quota(
-    runs_a_day=50,
-    uploads_a_day=50,
-    bytes_a_day=1 << 30,
-    outstanding=50,
-    runs_kept=50,
-    uploads_kept=50,
-    bytes_kept=1 << 30,
-)
 LOG, LAYER = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 
 

@@ -18,23 +18,13 @@ from permille.store.errors import ConflictError
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.retention import rules
-from permille.store.settings import Quota
 from permille.store.tables import Artifact, Job, Run, Upload
-from tests.artifacts import add_artifact, some_model
+from tests.artifacts import QUOTA, add_artifact, some_model
 from tests.unit.store.conftest import Clock
 from tests.unit.store.test_logs_at_once import begun
 
 DAY_S = 86_400.0
 TOKEN = "operator_01jd3kq8z7m4n5p6r7s8t9v0wx"
-QUOTA = Quota(
-    runs_a_day=50,
-    uploads_a_day=50,
-    bytes_a_day=1 << 30,
-    outstanding=50,
-    runs_kept=50,
-    uploads_kept=50,
-    bytes_kept=1 << 30,
-)
 
 
 class Keeping:

@@ -14,12 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import clean_config
 from permille.schemas.inputs import FileCorpus, FolderModel
+from permille.schemas.jobs import JobKind
 from permille.store import access, inputs, rows
 from permille.store.database import Database
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.migrations.schema import migrate
-from permille.store.tables import Corpus, Job, Model
+from permille.store.tables import Artifact, Corpus, Job, Model
 from permille_workers.runtime.child import attempt
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.tasks import TASKS
@@ -162,3 +163,12 @@ def bench(template: Bench, tmp_path: Path) -> Iterator[Bench]:
     db = Database(settings.database_url.get_secret_value())
     yield replace(template, root=root, db=db, blobs=BlobFolder(settings.blob_root), settings=settings)
     db.close()
+
+
+@pytest.fixture
+def package(bench: Bench) -> Artifact:
+    """Made of a random mask."""
+    from tests.unit.workers.jobs import made_by, package_of
+
+    request = {"model_id": bench.model.id, "method": "random", "density": 0.01}
+    return package_of(bench, made_by(bench, JobKind.MASK, request))

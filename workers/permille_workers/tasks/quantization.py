@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from permille.corpora.sequences import POOL
 from permille.digests import JSON
 from permille.errors import InputError
@@ -13,10 +16,11 @@ from permille.package.layers import write_dense, write_plain
 from permille.package.manifest import Layer, Quantization
 from permille.package.reader import read_codes
 from permille.package.safetensors_io import SafetensorsFile
-from permille.quantization import dequantize
+from permille.quantization import dequantize, nf4
 from permille.quantization.report import ErrorReport
+from permille.quantization.source import check_finite, check_weight
 from permille.quantization.sparse import find_sparsity
-from permille.quantization.types import Scheme, Sparsity
+from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
 from permille.schemas.quantizations import (
     AnyOptions,
     AutoRound,
@@ -124,8 +128,6 @@ def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Q
             yield name, code(checkpoint.float32(name), how, name=name)
 
     def on_device() -> Tensors:
-        from permille.quantization.on_device import quantize_nf4
-
         for name, _ in scoped_tensors(checkpoint.config):
             yield name, quantize_nf4(checkpoint.float32(name), device, name=name)
 
@@ -133,6 +135,34 @@ def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Q
     if device != "cpu" and how.name is Scheme.NF4 and how.sparsity is None:
         return Codes(tensors=on_device, provenance={"versions": versions("bitsandbytes")})
     return Codes(tensors=nearest, provenance={"versions": versions()})
+
+
+def quantize_nf4(w_NK: NDArray[np.float32], device: str, *, name: str = "weight") -> QuantizedTensor:
+    """The same as `nf4.quantize`, by bitsandbytes, whose tensors are ours (ADR 13).
+
+    It never ran on a GPU: tests run its CPU code. A weight that is no whole number of blocks is coded here:
+    bitsandbytes treats the last one otherwise.
+
+    Raises:
+        InputError: NaN or infinity, or no float32 matrix.
+    """
+    if w_NK.size % nf4.BLOCK_SIZE:
+        return nf4.quantize(w_NK, name=name)
+    import torch
+    from bitsandbytes.functional import quantize_4bit
+
+    check_weight(w_NK, name)
+    check_finite(w_NK, 0, name)
+    w = torch.from_numpy(w_NK).to(device)
+    packed, state = quantize_4bit(w, blocksize=nf4.BLOCK_SIZE, compress_statistics=False, quant_type="nf4")
+    rows, columns = w_NK.shape
+    return QuantizedTensor(
+        scheme=Scheme.NF4,
+        shape=(rows, columns),
+        group_size=nf4.BLOCK_SIZE,
+        packed=packed.cpu().numpy().reshape(-1),
+        scales=state.absmax.cpu().numpy(),
+    )
 
 
 def _stored(context: TaskContext, checkpoint: Checkpoint, dense: Layer, how: Quantization) -> Tensors:
