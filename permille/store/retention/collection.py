@@ -9,6 +9,11 @@ every transaction that names blobs, and reads rows and age anew in each. And who
 in that transaction, which finds one that was deleted since: then the job is tried again and stores it again.
 So there is no moment at which a row names a blob that a collection still deletes.
 
+PostgreSQL drops that exclusion with a session, unasked: it was restarted, or the collector's machine stood
+still. So the session is asked after the last look at a blob, and answers or nothing is deleted. What is left
+open is the deletion itself: a collector that stands still between that answer and the folder's unlink, or a
+bucket that lets a request lie (20 s, asked twice), while the session ends and a job names that same old blob.
+
 Nothing is written before bytes are deleted, so a killed collection leaves nothing to mend, and one on a full
 disk deletes. What it found is written at its end, for whoever watches.
 """
@@ -139,6 +144,7 @@ def _collect_blobs(
                 continue
             removed[blob.digest] = blob.size_bytes
             if not dry_run:
+                _check_lock(session)
                 blobs.delete(blob.digest)
             if time.monotonic() - begun > _LONGEST_BATCH_S:
                 break
@@ -173,6 +179,7 @@ def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run
             removed[f"{root.folder.name}/{folder.name}"] = _size(folder)
             if dry_run:
                 continue
+            _check_lock(session)
             # Under another name first: half a model must not look like a whole one.
             gone = folder.with_name(_COLLECTED + folder.name.removeprefix(_COLLECTED))
             with suppress(OSError):
@@ -236,3 +243,8 @@ def _lock(session: Session, *, shared: bool) -> None:
     if session.get_bind().dialect.name == "postgresql":
         name = "pg_advisory_xact_lock_shared" if shared else "pg_advisory_xact_lock"
         session.execute(text(f"SELECT {name}({_LOCK_ID})"))
+
+
+def _check_lock(session: Session) -> None:
+    """Raise DBAPIError where the session, and its lock, has ended. On SQLite the lock ends with us alone."""
+    session.execute(select(1))

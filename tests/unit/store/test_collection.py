@@ -6,21 +6,23 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import delete
+from sqlalchemy import delete, text
+from sqlalchemy.exc import OperationalError
 
 from permille.digests import digest_of
 from permille.errors import RetryableError
-from permille.package.blobs import BlobFolder
+from permille.package.blobs import BlobFolder, StoredBlob
 from permille.schemas.inputs import FolderModel
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, inputs
 from permille.store.artifacts import Blob, Made
 from permille.store.blobs.folder import BlobCache, BucketFolder
-from permille.store.database import Database
+from permille.store.database import Database, make_engine
 from permille.store.errors import BlobStoreError
 from permille.store.inputs import ModelFacts
 from permille.store.jobs import claims, queue
@@ -34,6 +36,8 @@ from tests.bucket_site import Fault, bucket_server, gate
 from tests.unit.store.conftest import Clock
 
 DAY_S = 86_400.0
+END_OTHERS = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+                WHERE datname = current_database() AND state = 'idle in transaction'"""
 NAMES_NO_BLOB = {
     "artifacts.digest": "of the files of a sparse model, else of one of its blobs",
     "audit_entries.digest": "of the entry",
@@ -199,6 +203,41 @@ def test_a_job_that_names_what_was_there_before_it_does_not_lose_it(
         removed = sum(one.result() for one in collecting)
     assert not lost
     assert removed > 0, "nothing was ever collected: the test shows nothing"
+
+
+def test_a_collector_deletes_nothing_whose_lock_is_gone(
+    db: Database, blobs: BlobFolder, settings: StoreSettings, clock: Clock
+) -> None:
+    """PostgreSQL ends its session with the last look at a blob; SQLite lets nobody else write then."""
+    old, others = put(blobs, b"old", clock), make_engine(db.url)
+
+    class Late(BlobFolder):
+        deletes = False
+
+        def hurried(self) -> BlobFolder:
+            self.deletes = True
+            return self
+
+        def entry(self, digest: str) -> StoredBlob | None:
+            found = super().entry(digest)
+            with others.connect() as connection:
+                if self.deletes and db.url.startswith("postgresql"):
+                    connection.execute(text(END_OTHERS))
+                elif self.deletes:
+                    connection.execute(text("PRAGMA busy_timeout = 0"))
+                    with pytest.raises(OperationalError, match="locked"):
+                        connection.execute(text("DELETE FROM jobs"))
+            return found
+
+    late = Late(blobs.root)
+    told = pytest.raises(OperationalError) if db.url.startswith("postgresql") else nullcontext()
+    try:
+        with told:
+            collection.collect(db, late, settings)
+    finally:
+        others.dispose()
+    assert late.deletes
+    assert blobs.has(old) == db.url.startswith("postgresql")
 
 
 IN_A_PROCESS = """
