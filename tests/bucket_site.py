@@ -30,6 +30,8 @@ class Fault:
         cut_after: send so many bytes of the body and drop the connection.
         flip_byte: send this byte of the body inverted.
         stall: hold the request until the gate closes.
+        lose: pass the request on, and drop the connection in place of an answer.
+        agent: only of clients whose User-Agent holds this.
     """
 
     matches: str
@@ -39,6 +41,8 @@ class Fault:
     cut_after: int | None = None
     flip_byte: int | None = None
     stall: bool = False
+    lose: bool = False
+    agent: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,10 @@ class Gate:
         """Requests whose `METHOD /path?query` match."""
         return [request for request in self.requests if re.search(pattern, request.line)]
 
-    def fault_of(self, line: str) -> Fault | None:
+    def fault_of(self, line: str, agent: str) -> Fault | None:
         """The fault for this request, if any; its count goes down."""
-        for fault in self.faults:
-            if fault.times > 0 and re.search(fault.matches, line):
+        for fault in list(self.faults):
+            if fault.times > 0 and fault.agent in agent and re.search(fault.matches, line):
                 fault.times -= 1
                 return fault
         return None
@@ -107,7 +111,7 @@ def gate(server: str) -> Iterator[Gate]:
     class Handler(_Handler):
         target, state = server, found
 
-    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listener = _Listener(("127.0.0.1", 0), Handler)
     found.endpoint = f"http://127.0.0.1:{listener.server_port}"
     threading.Thread(target=listener.serve_forever, daemon=True).start()
     with pytest.MonkeyPatch.context() as patch:
@@ -125,6 +129,13 @@ def gate(server: str) -> Iterator[Gate]:
             listener.server_close()
 
 
+class _Listener(ThreadingHTTPServer):
+    request_queue_size = 128
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing: clients that were killed are part of it."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     target: str
     state: Gate
@@ -134,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         line = f"{self.command} {self.path}"
         self.state.requests.append(Request(line, {k.lower(): v for k, v in self.headers.items()}, body))
-        fault = self.state.fault_of(line)
+        fault = self.state.fault_of(line, self.headers.get("user-agent", ""))
         if fault is not None and fault.stall:
             self.state.stalled.set()
             self.state.closed.wait(60)
@@ -148,7 +159,10 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
         connection.request(self.command, self.path, body, headers)
         answer = connection.getresponse()
-        self._answer(answer.status, dict(answer.getheaders()), answer.read(), fault)
+        if fault is not None and fault.lose:
+            self.close_connection = True
+        else:
+            self._answer(answer.status, dict(answer.getheaders()), answer.read(), fault)
         connection.close()
 
     def _answer(
@@ -163,8 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in sized.items():
             self.send_header(name, value)
         self.end_headers()
-        if fault is not None and fault.flip_byte is not None:
-            at = fault.flip_byte
+        if fault is not None and fault.flip_byte is not None and body:
+            at = fault.flip_byte % len(body)
             body = body[:at] + bytes([body[at] ^ 255]) + body[at + 1 :]
         if fault is not None and fault.cut_after is not None:
             self.wfile.write(body[: fault.cut_after])

@@ -1,12 +1,16 @@
 """Thousands of jobs while everything goes wrong, and an audit at the end: `make chaos`.
 
-    python -m tests.chaos --jobs 1000 --seed 0
+    python -m tests.chaos --jobs 1000 --seed 0 --store both
 
 Real PostgreSQL, Redis, two APIs, three workers. Clients send jobs of all kinds over REST, by idempotency
 keys, again until an answer comes. Meanwhile processes are killed at named steps and at any, the broker and
 the database are flushed, paused, killed; the blob store fails and reads half. Then all is well again, what
 was promised is waited for, and `tests.chaos.audit` counts. What was accepted is kept in --folder: begun again
 with the same one, a run goes on where it was.
+
+One job of four is done by a second site, whose blobs lie in a bucket, which fails, stalls, flips bytes and
+loses answers. Sums by a keeper are left out: it answers 32 devices or more. Without ExecuTorch's exporter
+exports are.
 """
 
 import argparse
@@ -18,39 +22,58 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
 
-from permille.store.blobs.folder import open_blobs
+from permille.schemas.jobs import JobKind
 from permille.store.database import Database
 from permille.store.retention.collection import collect
-from permille_workers.runtime.settings import WorkerSettings
 from tests.chaos import clients, faults
-from tests.chaos.audit import ENDED, audit
+from tests.chaos.audit import ENDED, Findings, audit
 from tests.chaos.site import Site
 
 MOST_WAITING = 24
-_SWEPT_S = 60.0
+_SWEPT_S = 180.0
+"""A bucket's parts are looked for once a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        accepted: how many jobs were promised.
+        kinds: how many jobs ended how, by kind and state, parts included.
+        complete: everything was sent, and has ended.
+    """
+
+    found: Findings
+    accepted: int
+    kinds: Counter[tuple[str, str]]
+    complete: bool
 
 
 class Run:
     """One run: its site, its clients, its faults."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self.folder, self.options, self.begun = folder, options, time.monotonic()
+    def __init__(self, store: str, jobs: int, options: argparse.Namespace) -> None:
+        self.store, self.jobs, self.options, self.begun = store, jobs, options, time.monotonic()
         self.until = self.begun + 60 * options.minutes
-        self.accepted = clients.Accepted.open(folder / "accepted.jsonl")
+        self.folder = options.folder / store
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.accepted = clients.Accepted.open(self.folder / "accepted.jsonl")
 
     def say(self, line: str) -> None:
         print(f"{time.monotonic() - self.begun:7.1f} s  {line}", flush=True)
 
-    def main(self) -> int:
+    def main(self) -> Outcome:
         """Run, heal, wait, stop, audit."""
         options = self.options
-        planned = clients.plan(options.jobs, options.seed)
-        self.say(f"{len(self.accepted)} of {options.jobs} jobs accepted before; {self.folder}")
-        site = Site.open(self.folder, options.seed)
+        planned = clients.plan(self.jobs, options.seed)
+        self.say(f"{self.store}: {len(self.accepted)} of {self.jobs} jobs accepted before; {self.folder}")
+        site = Site.open(self.folder, options.seed, store=self.store)
         try:
             world = clients.prepare(site, random.Random(options.seed))
             private = sum(kind == "private" for _, kind in planned)
@@ -59,31 +82,28 @@ class Run:
             sent, injected = self._send(site, world, planned)
             self.say(f"accepted {len(self.accepted)}; healing, waiting")
             unreached = Counter(site.tokens_left())
-            site.drop_tokens()
+            site.heal()
             waited = self._wait(site)
             self._report(site, sent, injected, unreached)
-            attempts = self._attempts(site)
-            url = site.postgres.url
+            kinds = self._kinds(site)
             site.quiet()
-            self._collect(url)
-            found = audit(url, self.folder / "data" / "blobs", self.accepted.ids)
+            self._collect(site)
+            found = audit(site.postgres.url, site.files(), self.accepted.ids)
         finally:
             site.close()
         for name in ("lost", "published_twice", "orphan_blobs"):
             for line in getattr(found, name)[:20]:
                 print(f"{name}: {line}")
-        self.say(f"jobs by how often they were claimed: {attempts}")
-        print(found.line(len(self.accepted)), flush=True)
-        good = found.clean and waited and not sent.failures and len(self.accepted) == options.jobs
-        return 0 if good else 1
+        complete = waited and not sent.failures and len(self.accepted) == self.jobs
+        return Outcome(found, len(self.accepted), kinds, complete)
 
     def _send(
         self, site: Site, world: clients.World, planned: list[tuple[str, str]]
     ) -> tuple[clients.Clients, faults.Faults]:
         injected = faults.Faults(site, self.options.seed, self.say)
-        wanted = faults.plan(self.options.jobs, self.options.seed)
+        wanted = faults.plan(self.jobs, self.options.seed, bucket=self.store == "bucket")
         thread = threading.Thread(
-            target=injected.run, args=(wanted, self.options.jobs, lambda: len(self.accepted)), daemon=True
+            target=injected.run, args=(wanted, self.jobs, lambda: len(self.accepted)), daemon=True
         )
         thread.start()
         sent = clients.Clients(world, self.accepted, lambda: self._may_send(site))
@@ -110,26 +130,25 @@ class Run:
                 return False
             time.sleep(0.5)
         self.say("every job has ended")
-        blobs = self.folder / "data" / "blobs"
+        parts = site.blobs().below("parts")
         swept = time.monotonic() + _SWEPT_S
-        while any((blobs / "parts").glob("*")) and time.monotonic() < swept:
+        while parts.names() and time.monotonic() < swept:
             time.sleep(0.5)
         return True
 
-    def _collect(self, url: str) -> None:
+    def _collect(self, site: Site) -> None:
         """Collect what killed attempts have left; nothing runs any more."""
-        values = {"data_dir": self.folder / "data", "database_url": url, "collection_grace_s": 0}
-        settings, database = WorkerSettings.model_validate(values), Database(url)
-        found = collect(database, open_blobs(settings), settings)
+        database = Database(site.postgres.url)
+        found = collect(database, site.blobs(), site.settings())
         database.close()
         self.say(f"collected: {len(found.removed)} of {len(found.stored)} blobs")
 
-    def _attempts(self, site: Site) -> dict[int, int]:
+    def _kinds(self, site: Site) -> Counter[tuple[str, str]]:
         with site.connect() as connection:
-            rows = connection.execute(
-                "SELECT fence, count(*) FROM jobs GROUP BY fence ORDER BY fence"
-            ).fetchall()
-        return {int(fence): int(count) for fence, count in rows}
+            rows = connection.execute("SELECT kind, state, count(*) FROM jobs GROUP BY 1, 2").fetchall()
+            often = connection.execute("SELECT fence, count(*) FROM jobs GROUP BY 1 ORDER BY 1").fetchall()
+        self.say("jobs by how often they were claimed: " + ", ".join(f"{n}: {jobs}" for n, jobs in often))
+        return Counter({(str(kind), str(state)): int(count) for kind, state, count in rows})
 
     def _report(
         self, site: Site, sent: clients.Clients, injected: faults.Faults, unreached: Counter[str]
@@ -144,14 +163,6 @@ class Run:
             self.say(f"  {count:4} requests sent again after: {told}")
         for failure in sent.failures:
             self.say(f"  client failed: {failure[:500]}")
-        with site.connect() as connection:
-            rows = connection.execute(
-                "SELECT kind, state, count(*) FROM jobs GROUP BY 1, 2 ORDER BY 1, 2"
-            ).fetchall()
-        self.say(
-            "jobs, parts included: " + ", ".join(f"{kind} {state} {count}" for kind, state, count in rows)
-        )
-        self.say("left out: export (its wheel is not here), sums by a keeper (they take 32 devices)")
 
 
 def _unfinished(site: Site) -> int | None:
@@ -165,6 +176,25 @@ def _unfinished(site: Site) -> int | None:
     return 0 if found is None else int(found[0])
 
 
+def _print_kinds(kinds: Counter[tuple[str, str]]) -> None:
+    """How many jobs of each kind ended how, parts of others included."""
+    states = ("succeeded", "failed", "cancelled")
+    print(f"{'kind':16}" + "".join(f"{state:>11}" for state in states))
+    for kind in JobKind:
+        print(f"{kind.value:16}" + "".join(f"{kinds[kind.value, state]:11}" for state in states))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run what is asked for and say how it ended; the exit code."""
+    jobs = {"folder": options.jobs - options.jobs // 4, "bucket": options.jobs // 4}
+    jobs = jobs if options.store == "both" else {options.store: options.jobs}
+    outcomes = [Run(store, count, options).main() for store, count in jobs.items()]
+    _print_kinds(sum((one.kinds for one in outcomes), Counter()))
+    found = sum((one.found for one in outcomes), Findings())
+    print(found.line(sum(one.accepted for one in outcomes)), flush=True)
+    return 0 if found.clean and all(one.complete for one in outcomes) else 1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code is 0 where nothing was lost, nothing made twice, nothing left over."""
     parser = argparse.ArgumentParser(
@@ -172,15 +202,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store", choices=("folder", "bucket", "both"), default="both")
     parser.add_argument("--minutes", type=float, default=120, help="at most, to send; as long again to end")
     parser.add_argument("--folder", type=Path, help="kept, and gone on with; without it a temporary one")
     options = parser.parse_args(arguments)
     if options.folder is None:
         with tempfile.TemporaryDirectory(prefix="permille-chaos-") as name:
             Path(name).chmod(0o755)  # the database may run as somebody else
-            return Run(Path(name), options).main()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    return Run(options.folder, options).main()
+            options.folder = Path(name)
+            return run(options)
+    return run(options)
 
 
 if __name__ == "__main__":

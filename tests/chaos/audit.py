@@ -29,6 +29,13 @@ class Findings:
     def clean(self) -> bool:
         return not (self.lost or self.published_twice or self.orphan_blobs)
 
+    def __add__(self, other: "Findings") -> "Findings":
+        return Findings(
+            self.lost + other.lost,
+            self.published_twice + other.published_twice,
+            self.orphan_blobs + other.orphan_blobs,
+        )
+
     def line(self, jobs: int) -> str:
         """The last line of a run."""
         return (

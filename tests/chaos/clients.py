@@ -8,6 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,9 +48,10 @@ SHARES: Final = {
     "shards": 2,
     "pooling": 2,
     "sparsification": 1,
+    "export": 1,
 }
-"""What of a hundred jobs: most take a moment, some need torch. A program's export needs a wheel that is not
-in the environment of tests."""
+"""What of a hundred jobs: most take a moment, some need torch."""
+CAN_EXPORT: Final = find_spec("executorch") is not None
 DEVICES, MEMBERS, PRIVATE_ROUNDS = 6, 3, 10
 TWICE, IMPATIENT, CANCELLED = 0.1, 0.05, 0.01
 """How often a request is sent twice at once, given up half-way, and its job cancelled."""
@@ -246,10 +248,11 @@ def wait_for(api: Api, job_id: str, *, timeout_s: float = 300.0) -> dict[str, An
 
 
 def plan(jobs: int, seed: int) -> list[tuple[str, str]]:
-    """Key and kind of each job, shuffled."""
+    """Key and kind of each job, shuffled; exports where an exporter is installed."""
     rng = random.Random(f"plan {seed}")
-    kinds = rng.choices(list(SHARES), weights=list(SHARES.values()), k=jobs)
-    kinds[: len(SHARES)] = list(SHARES)[:jobs]  # of each at least one
+    shares = {kind: share for kind, share in SHARES.items() if kind != "export" or CAN_EXPORT}
+    kinds = rng.choices(list(shares), weights=list(shares.values()), k=jobs)
+    kinds[: len(shares)] = list(shares)[:jobs]  # of each at least one
     rng.shuffle(kinds)
     return [(f"chaos-{seed}-{number}", kind) for number, kind in enumerate(kinds)]
 
@@ -356,10 +359,16 @@ def request_of(world: World, kind: str, key: str) -> tuple[str, dict[str, object
     model, corpus = {"model_id": world.model_id}, {"corpus_id": world.corpus_id}
     fisher = {**model, **corpus, "method": "fisher", "density": 0.05, "length": 16, "seed": seed}
     random_mask = {"method": ("random", "magnitude")[seed % 2], "density": 0.05, "seed": seed}
-    scheme = {"scheme": "nf4"} if seed % 2 else {"scheme": "int4", "group_size": 32}
+    schemes: tuple[dict[str, object], ...] = (
+        {"scheme": "nf4"},
+        {"scheme": "int4", "group_size": 32},
+        {"scheme": "int8"},
+    )
+    trained = {"adapter": {"kind": "lora-fa", "rank": 2}} if seed % 3 == 0 else {"mask": random_mask}
     measured = {"evaluation_corpus_id": world.corpus_id} if seed % 5 == 0 else {}
     steps = {"steps": 2, "rows": 1, "sequences": 8, "length": 16, "seed": seed}
     few = {"sequences": 1, "length": 16, "evaluation_sequences": 1, "seed": seed}
+    small = {"variants": 1 + seed % 2, "rows": 2, "tokens": 8}
     parts = {"mask_id": world.mask_id, "quantization_id": world.quantization_id}
     asked: dict[str, tuple[str, dict[str, object]]] = {
         "mask": ("masks", {**model, **random_mask}),
@@ -367,12 +376,13 @@ def request_of(world: World, kind: str, key: str) -> tuple[str, dict[str, object
         "shards": ("masks", {**fisher, "sequences": 17}),
         "quantization": (
             "quantizations",
-            {**model, **measured, "options": {**scheme, "evaluation_tokens": 256}},
+            {**model, **measured, "options": {**schemes[seed % 3], "evaluation_tokens": 256}},
         ),
         "package": ("packages", dict(parts)),
-        "build": ("builds", {**model, "mask": random_mask}),
+        "build": ("builds", {**model, **trained}),
         "pooling": ("poolings", {**corpus, **steps, "package_digest": world.package.digest}),
         "sparsification": ("sparsifications", {**model, **corpus, **few, "name": key}),
+        "export": ("exports", {**small, "package_digest": world.package.digest}),
     }
     collection, body = asked[kind]
     return f"/v1/{collection}", body

@@ -11,7 +11,8 @@ from typing import Final
 
 import psycopg
 
-from tests.chaos.processes import API_STEPS, CHILD_STEPS, STORE_FAULTS, WORKER_STEPS
+from tests.bucket_site import Fault, Gate
+from tests.chaos.processes import API_STEPS, CHILD_STEPS, HARMED, STORE_FAULTS, WORKER_STEPS
 from tests.chaos.site import LEASE_S, Site, flush, send
 from tests.federation.run import descendants
 
@@ -32,17 +33,23 @@ _SHARES: Final = {
     "database restarted": 2,
     "database paused": 2,
 }
+_OF_BUCKET: Final = {"bucket": 40}
+BUCKET_FAULTS: Final = ("500", "503", "away", "cut", "flipped", "lost-answer", "refused-writes", "stall")
 _STEPS = {"child": CHILD_STEPS, "worker": WORKER_STEPS, "api": API_STEPS}
+_BLOB: Final = r"^GET /[^?]*/sha256/[0-9a-f]{2}/"
+_WRITE: Final = r"^(PUT|DELETE) "
 
 
-def plan(jobs: int, seed: int) -> list[str]:
+def plan(jobs: int, seed: int, *, bucket: bool) -> list[str]:
     """The faults of a run of so many jobs, in order; of each group one at least, where there is room."""
     rng = random.Random(f"faults {seed}")
-    count = max(len(_SHARES), jobs // JOBS_A_FAULT)
-    groups = rng.choices(list(_SHARES), weights=list(_SHARES.values()), k=count)
-    groups[: len(_SHARES)] = list(_SHARES)
+    shares = {**_SHARES, **(_OF_BUCKET if bucket else {})}
+    count = max(len(shares), jobs // JOBS_A_FAULT)
+    groups = rng.choices(list(shares), weights=list(shares.values()), k=count)
+    groups[: len(shares)] = list(shares)
     rng.shuffle(groups)
-    turns = {name: rng.sample(steps, len(steps)) for name, steps in {**_STEPS, "store": STORE_FAULTS}.items()}
+    chosen = {**_STEPS, "store": STORE_FAULTS, "bucket": BUCKET_FAULTS}
+    turns = {name: rng.sample(steps, len(steps)) for name, steps in chosen.items()}
     named = []
     for number, group in enumerate(groups):
         steps = turns.get(group.removeprefix("step "))
@@ -86,7 +93,9 @@ class Faults:
     def _do(self, number: int, fault: str) -> bool:
         site, rng = self.site, self._rng
         group, _, step = fault.partition(": ")
-        if step:
+        if group == "bucket" and site.bucket is not None:
+            _break(site.bucket, step, rng)
+        elif step:
             site.token_for(step, str(number))
         elif group.endswith(("worker", "child")):
             return self._harm_worker(group)
@@ -132,6 +141,26 @@ class Faults:
         except psycopg.OperationalError:
             return True
         return found is None or bool(found[0])
+
+
+def _break(bucket: Gate, how: str, rng: random.Random) -> None:
+    """Let the bucket fail a few requests, or all of some seconds; never those of a job's last attempt."""
+    del bucket.requests[:]  # nobody reads them here
+    some, some_bytes = rng.randint(1, 8), rng.randrange(64)
+    fault = {
+        "500": Fault(".", some, status=500, agent=HARMED),
+        "503": Fault(".", some, status=503, code="SlowDown", agent=HARMED),
+        "away": Fault(".", 1 << 30, status=503, code="ServiceUnavailable", agent=HARMED),
+        "cut": Fault(_BLOB, some, cut_after=some_bytes, agent=HARMED),
+        "flipped": Fault(_BLOB, flip_byte=some_bytes, agent=HARMED),
+        "lost-answer": Fault(_WRITE, lose=True, agent=HARMED),
+        "refused-writes": Fault(_WRITE, some, status=500, agent=HARMED),
+        "stall": Fault(".", stall=True, agent=HARMED),
+    }[how]
+    bucket.faults[:] = [*(other for other in bucket.faults if other.times), fault]
+    if how == "away":
+        time.sleep(rng.uniform(2, 8))
+        fault.times = 0
 
 
 def _pause(pids: set[int], seconds: float) -> None:

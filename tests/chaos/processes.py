@@ -54,6 +54,9 @@ _IN_API: dict[str, Step] = {
 CHILD_STEPS = (*_IN_CHILD, "child-begins", "child-ends", "child-commits")
 WORKER_STEPS = (*_IN_WORKER, "worker-starts-a-child", "worker-has-handed-over", "worker-records-an-exit")
 API_STEPS = (*_IN_API, "api-tells-workers", "api-keeps-a-log", "api-keeps-a-contribution")
+HARMED = "app/harmed"
+"""What is said to a bucket by whom its faults are for: not by a job's last attempt, nor by CHAOS_COLD."""
+HARMED_AGENT = {"AWS_SDK_UA_APP_ID": "harmed"}
 STORE_FAULTS = ("write-enospc", "write-eio", "commit-eio", "read-eio", "read-cut")
 
 _held: Claim | None = None
@@ -176,6 +179,8 @@ def child(pipe: BinaryIO) -> None:
     def attempted(tasks: Any, db: Any, claim: Claim, settings: Any) -> None:
         global _held
         _held = claim
+        if claim.attempt < claim.max_attempts:
+            os.environ.update(HARMED_AGENT)
         kill_at("child-begins")
         attempt(tasks, db, claim, settings)
         kill_at("child-ends")
@@ -267,7 +272,14 @@ def warm(path: str) -> int:
     for kind in TASKS:
         importlib.import_module(f"permille_workers.tasks.{kind}")
     importlib.import_module("permille_workers.tasks.compute")
-    for name in ("permille.sensitivity.fisher", "permille.quantization.perplexity", "matplotlib.figure"):
+    for name in (
+        "permille.sensitivity.fisher",
+        "permille.quantization.perplexity",
+        "matplotlib.figure",
+        "permille.engines.executorch.exporting",
+        "executorch.exir",
+        "executorch.backends.xnnpack.partition.xnnpack_partitioner",
+    ):
         with suppress(ImportError):
             importlib.import_module(name)
     Warm(path).serve()

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,12 @@ from typing import Final
 import httpx
 import psycopg
 
-from tests.chaos.processes import API_STEPS, CHILD_STEPS, STORE_FAULTS, WORKER_STEPS
+from permille.package.blobs import BlobFolder
+from permille.store.blobs.folder import open_blobs
+from permille_workers.runtime.settings import WorkerSettings
+from tests.bucket_site import Gate
+from tests.chaos.bucket import kept_bucket, save
+from tests.chaos.processes import API_STEPS, CHILD_STEPS, HARMED_AGENT, STORE_FAULTS, WORKER_STEPS
 from tests.federation.run import descendants
 from tests.integration.job_site import Redis
 from tests.ports import free_port
@@ -29,6 +34,8 @@ LEASE_S: Final = 6.0
 _STEPS = (*CHILD_STEPS, *WORKER_STEPS, *API_STEPS, *STORE_FAULTS)
 _SKEWS_S = (-3600, 0, 3600)
 _START_S = 180.0
+_CACHE_BYTES = 1 << 20
+"""A machine keeps that much of a bucket: copies come and go."""
 
 Process = subprocess.Popen[bytes]
 
@@ -42,16 +49,20 @@ class Site:
     postgres: Server
     redis: Redis
     warm: Process
+    bucket: Gate | None
     processes: dict[str, Process] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
+    _open: ExitStack = field(default_factory=ExitStack)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closing: threading.Event = field(default_factory=threading.Event)
     _keeper: threading.Thread | None = None
 
     @classmethod
-    def open(cls, root: Path, seed: int) -> "Site":
+    def open(cls, root: Path, seed: int, *, store: str) -> "Site":
         """Start everything below a folder; what an earlier run left there goes on."""
+        stack = ExitStack()
+        bucket = stack.enter_context(kept_bucket(root / "bucket")) if store == "bucket" else None
         for name in ("data", "postgres", *(f"tokens/{step}" for step in _STEPS)):
             (root / name).mkdir(parents=True, exist_ok=True)
         redis = Redis(port=free_port(), folder=root)
@@ -63,6 +74,8 @@ class Site:
             postgres=Server(root / "postgres"),
             redis=redis,
             warm=_start(root, "warm", ["warm", str(root / "warm.sock")], {"CHAOS_TOKENS": f"{root}/tokens"}),
+            bucket=bucket,
+            _open=stack,
         )
         _wait(lambda: (root / "warm.sock").exists(), "the warm process")
         for number in range(APIS):  # one after the other: the first one makes the tables and the keys
@@ -102,7 +115,10 @@ class Site:
         """Faults that were wanted and not reached yet."""
         return sorted(path.parent.name for path in (self.root / "tokens").glob("*/*"))
 
-    def drop_tokens(self) -> None:
+    def heal(self) -> None:
+        """Want no more faults."""
+        if self.bucket is not None:
+            self.bucket.faults.clear()
         for path in (self.root / "tokens").glob("*/*"):
             path.unlink(missing_ok=True)
 
@@ -115,6 +131,21 @@ class Site:
     def database_processes(self) -> set[int]:
         return descendants(self.postgres.pid)
 
+    def settings(self) -> WorkerSettings:
+        """A worker's that collects all that no row names."""
+        values = {name.removeprefix("PERMILLE_").lower(): value for name, value in self._settings().items()}
+        return WorkerSettings.model_validate(values)
+
+    def blobs(self) -> BlobFolder:
+        """The store as the product reads it."""
+        return open_blobs(self.settings())
+
+    def files(self) -> Path:
+        """The store as files: its folder, or what the bucket holds, copied by a client of its own."""
+        if self.bucket is None:
+            return self.root / "data" / "blobs"
+        return save(self.bucket, self.root / "bucket")
+
     def quiet(self) -> None:
         """End the product's processes; database and broker go on."""
         self._closing.set()
@@ -125,21 +156,20 @@ class Site:
             process.wait()
 
     def close(self) -> None:
-        """End everything; what lies below the folder stays."""
+        """End everything; what lies below the folder stays, and what the bucket holds."""
         self.quiet()
+        self._open.close()
         self.redis.kill()
         self.postgres.stop()
 
     def _start_api(self, name: str) -> None:
         self.ports[name] = free_port()
-        own = {"PERMILLE_PORT": str(self.ports[name])}
+        own = {"PERMILLE_PORT": str(self.ports[name]), **HARMED_AGENT}
         self.processes[name] = _start(self.root, name, ["api"], {**self._settings(), **own})
 
     def _start_worker(self, name: str) -> None:
-        own = {
-            "CHAOS_SKEW_S": str(self.rng.choice(_SKEWS_S)),
-            "CHAOS_COLD": "1" if name == f"worker-{WORKERS - 1}" else "",
-        }
+        own = {"CHAOS_SKEW_S": str(self.rng.choice(_SKEWS_S))}
+        own |= {"CHAOS_COLD": "1"} if name == f"worker-{WORKERS - 1}" else HARMED_AGENT
         self.processes[name] = _start(self.root, name, ["worker"], {**self._settings(), **own})
 
     def _settings(self) -> dict[str, str]:
@@ -163,6 +193,8 @@ class Site:
             "UPLOADS_PER_DEVICE_WAITING": "100",
             "SIGN_INS_PER_MINUTE": "10000",
         }
+        if self.bucket is not None:
+            plain |= {"BLOB_BUCKET": self.bucket.address, "BLOB_CACHE_BYTES": str(_CACHE_BYTES)}
         settings = {f"PERMILLE_{name}": value for name, value in plain.items()}
         return {
             **settings,
