@@ -17,7 +17,6 @@ from permille.store.settings import Quota, StoreSettings
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MIB = 1024 * 1024
 DAY_S = 86_400.0
-DEFAULT_PORT = 8321
 
 
 class Downloads(StrEnum):
@@ -36,7 +35,7 @@ class Settings(StoreSettings):
     )
     host: str = Field(default="127.0.0.1", description="address to bind, also `permille up --host`")
     port: int = Field(
-        default=DEFAULT_PORT, ge=0, le=65_535, description="0: any free port; also `permille up --port`"
+        default=8321, ge=0, le=65_535, description="0: any free port; also `permille up --port`"
     )
     tls_certificate: Path | None = Field(
         default=None, description="PEM file; must be there for an address other than loopback"

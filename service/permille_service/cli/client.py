@@ -15,6 +15,7 @@ import httpx
 from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, PATH_PATTERN, TEXT_PATTERN
 from permille.schemas.jobs import ENDED
 from permille_service.cli.exits import CommandError, Exit, exit_of_status
+from permille_service.cli.forms import flag_of
 
 _PATTERN = re.compile(r"should match pattern '(.*)'")
 _FORMS = {
@@ -192,11 +193,6 @@ def _field_in_words(location: str, message: str) -> str:
     if found := _PATTERN.search(message):
         return f"{flag}: expected {_FORMS.get(found[1], 'another form')}"
     return f"{flag}: {message[:1].lower()}{message[1:]}"
-
-
-def flag_of(field: str) -> str:
-    """The option that most commands have for a field of a request."""
-    return "--" + field.removesuffix("_id").removesuffix("_digest").replace("_", "-")
 
 
 def _unreachable(http: httpx.Client, exc: httpx.TransportError) -> CommandError:

@@ -17,7 +17,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from permille.schemas.fields import Flag
-from permille_service.cli.client import flag_of
 from permille_service.cli.session import Session
 
 _WIDEST_CHOICES = 12
@@ -108,6 +107,11 @@ def _folded(option: RequestOption) -> str | None:
         return None
     lines = textwrap.wrap(f"<{'| '.join(option.choices)}>", _WIDEST_CHOICES, break_on_hyphens=False)
     return "\n".join(lines).replace("| ", "|")
+
+
+def flag_of(field: str) -> str:
+    """The option that most commands have for a field of a request."""
+    return "--" + field.removesuffix("_id").removesuffix("_digest").replace("_", "-")
 
 
 def form_of(request: Any, *arguments: str) -> Form:

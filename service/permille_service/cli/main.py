@@ -22,7 +22,6 @@ from permille_service.cli.session import Place
 from permille_service.cli.tables import figures_of, table_of
 from permille_service.cli.trust import trust
 from permille_service.cli.work import FIGURES, add_work, jobs
-from permille_service.settings import DEFAULT_PORT
 
 EXIT_HELP = (
     "Exit codes: 0 done; 1 the job or the service failed; 2 wrong usage; 3 input refused; 4 not found; "
@@ -91,11 +90,15 @@ def start(
     context: typer.Context,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of rows, blobs, keys and token.")] = None,
     host: Annotated[
-        str, typer.Option(envvar="PERMILLE_HOST", help="Address to bind; other than loopback needs TLS.")
-    ] = "127.0.0.1",
+        str | None,
+        typer.Option(
+            envvar="PERMILLE_HOST", help="Address to bind; other than loopback needs TLS. Default: 127.0.0.1."
+        ),
+    ] = None,
     port: Annotated[
-        int, typer.Option(envvar="PERMILLE_PORT", min=0, max=65_535, help="0: any free one.")
-    ] = DEFAULT_PORT,
+        int | None,
+        typer.Option(envvar="PERMILLE_PORT", min=0, max=65_535, help="0: any free one. Default: 8321."),
+    ] = None,
     port_file: Annotated[
         Path | None, typer.Option(help="Write the port to this file once it answers.")
     ] = None,
@@ -129,6 +132,8 @@ def start(
 
     folder = data_dir or context.ensure_object(Place).folder
     given = {
+        "host": host,
+        "port": port,
         "model_root": model_root,
         "corpus_root": corpus_root,
         "tls_certificate": tls_certificate,
@@ -137,7 +142,7 @@ def start(
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     try:
-        settings = load(data_dir=folder.absolute(), host=host, port=port, **chosen)
+        settings = load(data_dir=folder.absolute(), **chosen)
     except ValueError as exc:
         raise CommandError(explain(exc), Exit.USAGE) from exc
     output = make_output(as_json=as_json)

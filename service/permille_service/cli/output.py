@@ -5,14 +5,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from permille_service.cli.client import Client
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.tables import fields_of, flat, records_in, span, table_of
+
+if TYPE_CHECKING:
+    from permille_service.cli.client import Client
 
 WIDE = 240
 
@@ -62,7 +64,7 @@ def print_json(answer: Any) -> None:
     sys.stdout.write(json.dumps(answer, ensure_ascii=False, indent=2) + "\n")
 
 
-def watch(client: Client, output: Output, job_id: str) -> dict[str, Any]:
+def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
     """Follow a job to its end with a progress bar; the ended job.
 
     Raises:

@@ -1,10 +1,12 @@
 """What people type for a thing: its id, its name, or the beginning of its id that no other has."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from permille_service.cli.client import Client
 from permille_service.cli.exits import CommandError, Exit
+
+if TYPE_CHECKING:
+    from permille_service.cli.client import Client
 
 _FULL = re.compile(
     r"[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}|sha256:[0-9a-f]{64}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -17,7 +19,7 @@ _SHOWN = 5
 _NO_BEGINNING = ("", "sha256:")
 
 
-def resolve(client: Client, collection: str, text: str) -> str:
+def resolve(client: "Client", collection: str, text: str) -> str:
     """The id that `text` means in a collection such as `models`; a whole id is taken as it is.
 
     Raises:

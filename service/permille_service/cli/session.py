@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from permille_service.cli.client import Client
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import Output, make_output
 from permille_service.cli.references import resolve
+
+if TYPE_CHECKING:
+    from permille_service.cli.client import Client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ class Place:
 class Session:
     """A client and where its answers go."""
 
-    client: Client
+    client: "Client"
     output: Output
     ca_file: Path | None
 
@@ -49,6 +52,8 @@ class Session:
 @contextmanager
 def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
     """Open a session. Raises CommandError when URL or token are missing."""
+    from permille_service.cli.client import Client  # it takes a tenth of a second, which help need not
+
     place = context.ensure_object(Place)
     url = place.url or _first_line(place.folder / "service.url")
     if not url:

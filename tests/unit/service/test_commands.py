@@ -21,9 +21,9 @@ from permille.schemas.kinds import WORK
 from permille.schemas.packages import BuildCreate
 from permille_service.cli import client as client_module
 from permille_service.cli import commands, main
-from permille_service.cli.client import FLAGS, Client, flag_of, in_words
+from permille_service.cli.client import FLAGS, Client, in_words
 from permille_service.cli.exits import CommandError, Exit
-from permille_service.cli.forms import form_of
+from permille_service.cli.forms import flag_of, form_of
 from permille_service.cli.output import Output, watch
 from permille_service.cli.references import resolve
 from permille_service.cli.session import Session
