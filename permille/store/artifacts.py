@@ -216,7 +216,8 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
 
 def has_result(session: Session, job: Job) -> bool:
     """Whether what a job has made is still here, of a sparsification its model too; False also of kinds that
-    make no artifact."""
+    make no artifact. Nobody removes it before this transaction ends: a build that takes it is there then, and
+    names it."""
     kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
     if kind not in _PREFIXES or job.result_id is None:
         return False
@@ -224,6 +225,8 @@ def has_result(session: Session, job: Job) -> bool:
         made = get(session, tenant_id=job.tenant_id, kind=kind, key=job.result_id)
     except NotFoundError:
         return False
+    if session.scalar(select(Artifact.id).where(Artifact.id == made.id).with_for_update(read=True)) is None:
+        return False  # removed while this waited
     return kind is not JobKind.SPARSIFICATION or made.made_model_id is not None
 
 

@@ -1,5 +1,6 @@
 """What a rule lets go, and what it never does."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from permille.schemas.access import RetentionRule
 from permille.schemas.jobs import JobKind
+from permille.schemas.packages import BuildCreate
 from permille.schemas.runs import LogForm, LogState
 from permille.store import artifacts, audit, devices, releases, runs, uploads
 from permille.store.artifacts import Blob, Made
@@ -47,6 +49,13 @@ class Keeping:
                 k=1,
             )
             return add_artifact(session, tenant_id=self.tenant_id, kind=kind, request=request, made=made)
+
+    def device(self) -> dict[str, Any]:
+        """Whose runs are reported."""
+        with self.db.write() as session:
+            _, code = devices.invite(session, tenant_id=self.tenant_id, release="tiny", alias="stable")
+            device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="0.1.0").device
+        return {"tenant_id": self.tenant_id, "device_id": device.id}
 
     def rule(self, **fields: int) -> None:
         """Set the rule."""
@@ -134,11 +143,8 @@ def test_a_part_of_a_build_that_goes_on_stays(keeping: Keeping, clock: Clock) ->
 
 
 def test_logs_then_reports_then_jobs_go(keeping: Keeping, clock: Clock) -> None:
-    tenant_id = keeping.tenant_id
+    tenant_id, of_device = keeping.tenant_id, keeping.device()
     with keeping.db.write() as session:
-        _, code = devices.invite(session, tenant_id=tenant_id, release="tiny", alias="stable")
-        device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="0.1.0").device
-        of_device: dict[str, Any] = {"tenant_id": tenant_id, "device_id": device.id}
         for run_id in ("first", "second"):
             runs.report(session, **of_device, run_id=run_id, metrics={"release": "tiny", "version": 1})
         upload = uploads.begin(session, **of_device, run_id="first", quota=QUOTA)
@@ -164,19 +170,62 @@ def test_logs_then_reports_then_jobs_go(keeping: Keeping, clock: Clock) -> None:
         assert session.scalars(select(Run)).all() == []
 
 
+@pytest.mark.parametrize("removed_first", [False, True])
+def test_a_mask_that_a_build_takes_and_that_is_removed_at_once_stays_or_is_made_again(
+    keeping: Keeping, removed_first: bool
+) -> None:
+    tenant_id = keeping.tenant_id
+    with keeping.db.write() as session:
+        model_id = some_model(session, tenant_id)
+    asked = BuildCreate.model_validate(
+        {"model_id": model_id, "mask": {"method": "random"}, "quantization": {"scheme": "nf4"}}
+    )
+    request = asked.mask_request()
+    assert request is not None
+    mask = keeping.make(JobKind.MASK, **request.model_dump(mode="json"))
+
+    def find(session: Session, part: Job) -> Job | None:
+        found = queue.find_equal(session, tenant_id=tenant_id, request_digest=part.request_digest)
+        return found if found is not None and artifacts.has_result(session, found) else None
+
+    def build(session: Session) -> dict[str, str]:
+        new = NewJob(tenant_id=tenant_id, kind=JobKind.BUILD, payload=asked.model_dump(mode="json"))
+        return {part.kind: part.state for part in queue.parts_of(session, queue.submit(session, new, find))}
+
+    def remove(session: Session) -> None:
+        artifacts.remove(session, tenant_id=tenant_id, kind=JobKind.MASK, key=mask.id)
+
+    works: list[Callable[[Session], object]] = [remove, build] if removed_first else [build, remove]
+    with ThreadPoolExecutor(1) as pool:
+        with keeping.db.write() as session:
+            works[0](session)
+            other = begun(keeping.db, pool, works[1])
+        if removed_first:
+            assert other.result(60) == {"mask": "queued", "quantization": "queued"}
+        else:
+            with pytest.raises(ConflictError, match="job_"):
+                other.result(60)
+    assert keeping.left(JobKind.MASK) == ([] if removed_first else [mask.id])
+
+
 def test_workers_apply_the_rules_of_all_tenants_in_turns_of_a_few(
     keeping: Keeping, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "MOST", 2)
     kept = [keeping.make(JobKind.QUANTIZATION) for _ in range(5)]
+    of_device = keeping.device()
+    with keeping.db.write() as session:
+        for number in range(7):
+            metrics: dict[str, object] = {"release": "tiny", "version": 1}
+            runs.report(session, **of_device, run_id=f"run {number}", metrics=metrics)
     rules.apply_all(keeping.db)
-    keeping.rule(result_days=1, keep_newest=0, job_days=1)
+    keeping.rule(result_days=1, keep_newest=0, job_days=1, report_days=1)
     clock.forward(9 * DAY_S)
     rules.apply_all(keeping.db)
     assert keeping.left(JobKind.QUANTIZATION) == [] != kept
     with keeping.db.read() as session:
-        assert session.scalars(select(Job)).all() == []
-        assert len(audit.entries_after(session, tenant_id=keeping.tenant_id, seq=0, limit=9)) == 3
+        assert session.scalars(select(Job)).all() == [] == session.scalars(select(Run)).all()
+        assert len(audit.entries_after(session, tenant_id=keeping.tenant_id, seq=0, limit=9)) == 4
 
 
 @pytest.mark.parametrize("removed_first", [False, True])
