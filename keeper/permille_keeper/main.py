@@ -2,7 +2,6 @@
 
 import argparse
 import base64
-import ipaddress
 import logging
 import os
 import secrets
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from permille.addresses import is_loopback
 from permille.errors import OperatorError, PermilleError
 from permille_keeper.memory import Memory
 from permille_keeper.server import KeeperServer
@@ -56,7 +56,7 @@ def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | N
             f"expected {home / _MEMORY} beside the key: without it seals that were opened would open again; "
             "make a new key in an empty folder"
         )
-    if tls is None and not ipaddress.ip_address(address[0]).is_loopback:
+    if tls is None and not is_loopback(address[0]):
         raise OperatorError(f"expected --tls-certificate and --tls-key for {address[0]}, got none")
     context = None
     if tls is not None:

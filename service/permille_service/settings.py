@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from permille.addresses import is_loopback
 from permille.store.settings import Quota, StoreSettings
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -160,16 +161,6 @@ class Settings(StoreSettings):
 def load(**overrides: Any) -> Settings:
     """Settings from the environment, with overrides. Raises pydantic's ValidationError."""
     return Settings(**overrides)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name can only be reached from this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def local_url(settings: Settings, port: int) -> str:

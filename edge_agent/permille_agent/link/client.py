@@ -14,7 +14,6 @@ Rules:
 Which calls there are is in `api.py`.
 """
 
-import ipaddress
 import json
 import math
 import random
@@ -33,6 +32,7 @@ import httpcore
 import httpx
 
 from permille import __version__
+from permille.addresses import is_loopback
 from permille.errors import InputError, OperatorError, RetryableError
 from permille_agent.link.transport import LimitedTransport
 
@@ -95,7 +95,7 @@ def check_server(server: str) -> str:
         raise InputError(f"expected a server like https://models.example.org, got {server!r}")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise InputError("expected a server without user, password, query and fragment")
-    if parts.scheme == "http" and not _is_loopback(parts.hostname):
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
         raise InputError(f"expected https for {parts.hostname}: http is for this machine itself only")
     return server.strip().rstrip("/")
 
@@ -229,8 +229,8 @@ class Connection:
         except httpx.InvalidURL as exc:
             raise OperatorError(f"expected an address to be sent to: {exc}") from exc
         safe = url.scheme == "https"
-        if _is_loopback(url.host):
-            safe = url.scheme in ("http", "https") and _is_loopback(self._http.base_url.host)
+        if is_loopback(url.host):
+            safe = url.scheme in ("http", "https") and is_loopback(self._http.base_url.host)
         if not safe or not url.host or url.userinfo:
             raise OperatorError(
                 f"expected to be sent to https://..., got {url.scheme[:20]}://{url.host[:100]}"
@@ -260,15 +260,6 @@ def _encode(body: Body, headers: Mapping[str, str]) -> tuple[bytes | None, dict[
         return body, dict(headers)
     content = json.dumps(body, allow_nan=False).encode()
     return content, {"content-type": "application/json", **headers}
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _tls_context(ca_file: Path | None) -> ssl.SSLContext:

@@ -71,7 +71,9 @@ def flat(row: Row) -> Row:
 
 def cell(name: str, value: Any, now: datetime | None = None) -> str:
     """One value by its kind, and by what its name says of it."""
-    if value is None or value in ([], {}):
+    if value in ([], {}):
+        return "none"
+    if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -222,7 +222,7 @@ def test_a_record_has_its_own_id_in_full_and_a_line_for_each_value() -> None:
         ["id", MODELS[0]["id"]],
         ["mask_id", "mask_01jd3kq8z7"],
         ["options.density", "0.001"],
-        ["bad", "-"],
+        ["bad", "none"],
     ]
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from permille.addresses import is_loopback
 from permille.store.settings import explain
-from permille_service.settings import client_url, is_loopback, load, local_url
+from permille_service.settings import client_url, load, local_url
 
 
 def test_everything_is_below_the_data_folder_unless_named(tmp_path: Path) -> None:
