@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from typing import Any, TypeVar, TypeVarTuple
 
 from sqlalchemy import (
@@ -35,12 +36,15 @@ from sqlalchemy import (
     literal,
     select,
 )
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.util.concurrency import in_greenlet
 
 from permille.store.errors import ChangedError
 from permille.store.tables import Instant, Probe
@@ -54,8 +58,9 @@ BUSY_TIMEOUT_MS = 30_000
 _PROBE_BYTES = 16 * 1024
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
-_CONNECTIONS = 16
-"""As many are kept, and as many more are opened while they are needed: an API has 40 threads."""
+_CONNECTIONS, _MORE_CONNECTIONS, _LOOP_CONNECTIONS = 16, 8, 8
+"""As many are kept, and so many more are opened while they are needed: an API has 40 threads. As many are the
+event loop's."""
 
 
 class _Moment(FunctionElement[datetime]):
@@ -136,9 +141,10 @@ class Database:
         """Statements that each see what is there then, as rows of columns: for who reads one row or two.
 
         A statement costs a fifth of what a view and its objects do. It has no transaction, so that nothing
-        can be locked or written in it.
+        can be locked or written in it. It may also be made in a greenlet of an event loop, where nothing else
+        here may: the loop goes on while a server is waited for. It waits for no lock of SQLite there.
         """
-        with self._reader.connect() as connection:
+        with (self._looping if in_greenlet() else self._reader).connect() as connection:
             yield connection
 
     def first(self, statement: Select[*Columns], **values: object) -> Row[*Columns] | None:
@@ -155,13 +161,39 @@ class Database:
         """The time of the clock that this was given; None: the database's counts."""
         return self._clock() if self._clock else None
 
+    @cached_property
+    def _looping(self) -> Engine:
+        """Connections for `look` in an event loop."""
+        options: dict[str, Any] = {"hide_parameters": True, "pool_reset_on_return": None}
+        parsed = make_url(self.url)
+        if parsed.get_backend_name() != "sqlite":
+            # No ping, which would cost as much as a read: whoever meets a broken connection asks again.
+            return create_async_engine(
+                parsed,
+                isolation_level="AUTOCOMMIT",
+                pool_size=_LOOP_CONNECTIONS,
+                max_overflow=0,
+                pool_use_lifo=True,
+                **options,
+            ).sync_engine
+        # A file is read at once: a row by its key takes some microseconds, of pages that the system keeps in
+        # memory, and going to a thread takes ten times as many. A page that it does not keep is one read of
+        # the disk; from one that is as slow as a network, who has many rows has moved to PostgreSQL.
+        return _sqlite_engine(parsed, busy_timeout_ms=0, poolclass=StaticPool, **options)
+
     def _session(self, engine: Engine) -> Session:
+        if in_greenlet():
+            raise RuntimeError(
+                "expected a look at rows in the event loop, got a session: it would wait there"
+            )
         info = {"clock": self._clock} if self._clock else {}
         return Session(engine, expire_on_commit=False, info=info)
 
     def close(self) -> None:
-        """Close all pooled connections."""
+        """Close all pooled connections; those of an event loop in a greenlet of it."""
         self._engine.dispose()
+        if "_looping" in self.__dict__:
+            self._looping.dispose()
 
 
 def now(session: Session) -> datetime:
@@ -195,27 +227,32 @@ def make_engine(url: str) -> Engine:
     common: dict[str, Any] = {
         "hide_parameters": True,
         "pool_size": _CONNECTIONS,
-        "max_overflow": _CONNECTIONS,
+        "max_overflow": _MORE_CONNECTIONS,
         "pool_use_lifo": True,
     }
     if parsed.get_backend_name() != "sqlite":
         return create_engine(parsed, pool_pre_ping=True, **common)
-    busy = {"timeout": BUSY_TIMEOUT_MS / 1000}
-    engine = create_engine(parsed, connect_args=busy, **common)
-    event.listen(engine, "connect", _configure_sqlite)
+    engine = _sqlite_engine(parsed, busy_timeout_ms=BUSY_TIMEOUT_MS, **common)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
-def _configure_sqlite(connection: Any, _record: object) -> None:
-    connection.isolation_level = None  # the driver must not start transactions of its own
-    for pragma in (
-        f"busy_timeout = {BUSY_TIMEOUT_MS}",
-        "journal_mode = WAL",
-        "synchronous = FULL",  # a committed job row survives a power cut
-        "foreign_keys = ON",
-    ):
-        connection.execute(f"PRAGMA {pragma}")
+def _sqlite_engine(url: URL, *, busy_timeout_ms: int, **options: Any) -> Engine:
+    driver = {"timeout": busy_timeout_ms / 1000, "check_same_thread": False}
+    engine = create_engine(url, connect_args=driver, **options)
+
+    def configure(connection: Any, _record: object) -> None:
+        connection.isolation_level = None  # the driver must not start transactions of its own
+        for pragma in (
+            f"busy_timeout = {busy_timeout_ms}",
+            "journal_mode = WAL",
+            "synchronous = FULL",  # a committed job row survives a power cut
+            "foreign_keys = ON",
+        ):
+            connection.execute(f"PRAGMA {pragma}")
+
+    event.listen(engine, "connect", configure)
+    return engine
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from sqlalchemy.util.concurrency import greenlet_spawn
 
 import permille
 from permille.schemas.kinds import WORK
@@ -141,7 +142,7 @@ def _closing(service: Service) -> Callable[[FastAPI], AbstractAsyncContextManage
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        service.close()
+        await greenlet_spawn(service.close)
 
     return lifespan
 

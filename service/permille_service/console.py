@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from anyio import to_thread
+from anyio import move_on_after, to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
@@ -24,7 +24,7 @@ from permille.schemas.problems import ProblemType
 from permille.store.database import Database, check_writable
 from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
-from permille_service.problems import OPEN, ApiError, documented, words_of_database, words_of_disk
+from permille_service.problems import OPEN, UNANSWERED, ApiError, documented, words_of_database, words_of_disk
 from permille_service.routing import Router
 
 STATIC: Final = Path(__file__).parent / "static"
@@ -47,6 +47,8 @@ PAGE: Final = """<!doctype html>
 """
 
 EVERY_S: Final = 2.0
+ANSWER_S: Final = 4.0
+"""Less than the probes of `deploy` wait."""
 PROBE_BYTES: Final = 64 * 1024
 
 logger = logging.getLogger(__name__)
@@ -66,9 +68,13 @@ async def get_health(request: Request, service: Served) -> Health:
 
     It looks at most every two seconds.
     """
-    # In threads of its own: the others may all be busy.
+    # In threads of its own: the others may all be busy. One that a server keeps waiting for ever is left.
     writes: WriteCheck = request.app.state.writes
-    problem = await to_thread.run_sync(writes.problem, limiter=service.health_threads)
+    problem: str | None = UNANSWERED
+    with move_on_after(ANSWER_S):
+        problem = await to_thread.run_sync(
+            writes.problem, limiter=service.health_threads, abandon_on_cancel=True
+        )
     if problem is not None:
         raise ApiError(ProblemType.UNAVAILABLE, problem)
     return Health(status="ok", version=permille.__version__)

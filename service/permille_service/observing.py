@@ -22,7 +22,7 @@ from permille.schemas.problems import ProblemType
 from permille.store.database import Database
 from permille.store.jobs.figures import Figures, read_figures
 from permille_service.context import Served, Service
-from permille_service.problems import ApiError
+from permille_service.problems import UNANSWERED, ApiError
 from permille_service.routing import Router
 
 REQUEST_ID: Final = "X-Request-ID"
@@ -122,7 +122,7 @@ def metrics(request: Request, service: Served) -> Response:
     try:
         content = generate_latest(registry)
     except DBAPIError as exc:
-        raise ApiError(ProblemType.UNAVAILABLE, "the database did not answer in time") from exc
+        raise ApiError(ProblemType.UNAVAILABLE, UNANSWERED) from exc
     return Response(content, media_type=CONTENT_TYPE_LATEST, headers={"Cache-Control": "no-store"})
 
 

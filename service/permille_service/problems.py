@@ -15,6 +15,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnectionError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Match
 
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 _Handler = Callable[[Request, Exception], Coroutine[Any, Any, Response]]
 
 RETRY_AFTER_S = 5
+UNANSWERED = "the database did not answer in time"
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DISK_ERRNOS = _FULL_ERRNOS | {errno.EFBIG, errno.EROFS, errno.EIO}
 """What a disk can have: full or over its quota, a limit on files, mounted read-only, broken."""
@@ -148,6 +150,7 @@ def _handlers() -> tuple[tuple[type[Exception], _Handler], ...]:
         (RequestValidationError, _on_validation_error),
         (PermilleError, _on_permille_error),
         (OperationalError, _on_database_error),
+        (NoConnectionError, _on_database_error),
         (OSError, _on_os_error),
         (Exception, _on_bug),
     )
@@ -202,7 +205,7 @@ async def _on_permille_error(request: Request, exc: Exception) -> Response:
 
 async def _on_database_error(request: Request, exc: Exception) -> Response:
     logger.error("database: %s", exc)
-    words = words_of_database(exc) if isinstance(exc, DBAPIError) else str(exc)
+    words = words_of_database(exc) if isinstance(exc, DBAPIError) else UNANSWERED
     return problem_response(request.url.path, ProblemType.UNAVAILABLE, words)
 
 
@@ -253,7 +256,7 @@ def words_of_database(exc: DBAPIError) -> str:
         return "the disk of the database is full"
     if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
         return f"the database cannot be written: {exc.orig}"
-    return "the database did not answer in time"
+    return UNANSWERED
 
 
 def _allowed_methods(request: Request) -> list[str]:

@@ -1,51 +1,83 @@
-"""Routers and routes that cost little: one thread a request, and no look at routes of other paths.
+"""Routers and routes that cost little: one thread a request or none, and no look at routes of other paths.
 
 FastAPI runs each dependency and each endpoint that may block in a thread of its own, one after the other, and
 going to a thread costs as much as a whole bare request. Here all that a request needs before its answer runs
 in one: dependencies are coroutines that do not wait, and endpoints are plain functions. An endpoint that is a
 coroutine (a body that is read in pieces) runs in the event loop as it does in FastAPI.
+
+An endpoint marked `in_loop` needs no thread: it reads a row or two by their keys. It is a plain function too,
+run in a greenlet, as SQLAlchemy runs what uses its asyncio drivers: where the database lets it wait, others
+go on. `Database.look` and `first` know that; what writes goes `in_thread`.
 """
 
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
+from anyio import to_thread
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.util.concurrency import await_only, greenlet_spawn, in_greenlet
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import Scope
 
+from permille.schemas.problems import ProblemType
+from permille_service.problems import UNANSWERED, ApiError
+
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
+Given = TypeVarTuple("Given")
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+ANSWER_S = 20.0
+"""As long a read in the event loop waits for the database. The driver may take ten seconds more to cancel."""
 _WITHOUT_BODY = frozenset({"GET", "HEAD"})
+
+
+def in_loop(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that does no more than to `look` at a row or two: it runs in the event loop."""
+    endpoint.in_loop = True  # type: ignore[attr-defined]
+    return endpoint
+
+
+def in_thread(call: Callable[[*Given], Answer], *arguments: *Given) -> Answer:
+    """Call what writes or takes long: here, or in a thread where here is the event loop."""
+    if not in_greenlet():
+        return call(*arguments)
+    return await_only(to_thread.run_sync(call, *arguments, abandon_on_cancel=True))
 
 
 async def blocking(
     call: Callable[Arguments, Answer], *arguments: Arguments.args, **options: Arguments.kwargs
 ) -> Answer:
-    """Call what may block from a dependency: here, where the whole route is in a thread, else in one."""
+    """Call what may block from a dependency: here, in a route of plain functions, else in a thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        return call(*arguments, **options)
+    if in_greenlet():
         return call(*arguments, **options)
     return await run_in_threadpool(call, *arguments, **options)
 
 
 class Route(APIRoute):
-    """A route whose endpoint is a plain function: it and its dependencies run in one thread."""
+    """A route whose endpoint is a plain function: it and its dependencies run in one thread, or in none."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        self._in_thread = not asyncio.iscoroutinefunction(endpoint)
-        super().__init__(path, _as_coroutine(endpoint) if self._in_thread else endpoint, **options)
+        self._plain = not asyncio.iscoroutinefunction(endpoint)
+        self._in_loop = getattr(endpoint, "in_loop", False)
+        super().__init__(path, _as_coroutine(endpoint) if self._plain else endpoint, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As the base class."""
         handler = super().get_route_handler()
-        if not self._in_thread:
+        if not self._plain:
             return handler
+        if self._in_loop:
+            return functools.partial(_handle_in_loop, handler)
 
         async def handle(request: Request) -> Response:
             if request.method not in _WITHOUT_BODY:
@@ -69,6 +101,19 @@ class Router(APIRouter):
         if not scope["path"].startswith(self.prefix):
             return Match.NONE, {}
         return super().matches(scope)
+
+
+async def _handle_in_loop(
+    handler: Callable[[Request], Coroutine[Any, Any, Response]], request: Request
+) -> Response:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await greenlet_spawn(_finish, handler(request))
+    except TimeoutError as exc:
+        raise ApiError(ProblemType.UNAVAILABLE, UNANSWERED) from exc
+    except OperationalError:
+        # Busy, or a connection that broke: there is time to wait, and to make another, in a thread.
+        return await run_in_threadpool(_finish, handler(request))
 
 
 def _as_coroutine(endpoint: Callable[..., Answer]) -> Callable[..., Coroutine[Any, Any, Answer]]:

@@ -28,7 +28,7 @@ from permille.store.audit import Change
 from permille.store.ids import DEVICE_TOKEN_PREFIX, OPERATOR_TOKEN_PREFIX
 from permille_service.context import Service, service_of
 from permille_service.problems import ApiError
-from permille_service.routing import blocking
+from permille_service.routing import blocking, in_thread
 
 logger = logging.getLogger(__name__)
 RANK = {Role.WATCHER: 0, Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
@@ -186,7 +186,7 @@ def _find_operator(service: Service, secret: str) -> Operator | None:
     if token is None:
         return None
     if _is_stale(token.last_used_at):
-        note(service, lambda session: access.touch_token(session, token_id=token.id))
+        in_thread(note, service, lambda session: access.touch_token(session, token_id=token.id))
     return Operator(tenant_id=token.tenant_id, token_id=token.id, role=Role(token.role))
 
 
@@ -195,7 +195,7 @@ def _find_device(service: Service, secret: str, *, noting: bool) -> DevicePrinci
     if device is None:
         return None
     if noting and _is_stale(device.last_seen_at):
-        note(service, lambda session: devices.touch(session, device_id=device.id))
+        in_thread(note, service, lambda session: devices.touch(session, device_id=device.id))
     return DevicePrincipal(
         tenant_id=device.tenant_id,
         device_id=device.id,
@@ -209,7 +209,8 @@ def _find_device(service: Service, secret: str, *, noting: bool) -> DevicePrinci
 def note_poll(service: Service, device: DevicePrincipal, version: int) -> None:
     """Note that a device was seen and which version it was told: one write, where either is news."""
     if device.version != version or _is_stale(device.seen_at):
-        note(service, lambda session: devices.touch(session, device_id=device.device_id, version=version))
+        touch = partial(devices.touch, device_id=device.device_id, version=version)
+        in_thread(note, service, touch)
 
 
 def note(service: Service, touch: Callable[[Session], None]) -> None:

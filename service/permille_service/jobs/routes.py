@@ -18,7 +18,7 @@ from permille_service.jobs import records
 from permille_service.jobs.stream import EventStream, stream_events
 from permille_service.parameters import DEFAULT_LIMIT, After, JobId, Limit, Paging, page_of
 from permille_service.problems import PRIVATE, documented
-from permille_service.routing import Router
+from permille_service.routing import Router, in_loop
 
 router = Router(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
@@ -50,6 +50,7 @@ def list_jobs(
 
 
 @router.get("/{job_id}")
+@in_loop
 def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
     """Read one job: its state, progress, and what it made."""
     with service.database.look() as connection:

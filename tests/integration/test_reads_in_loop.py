@@ -1,0 +1,115 @@
+"""Reads that run in the event loop: what they use, and what a database does to them that is slow or gone."""
+
+import os
+import signal
+import sqlite3
+import threading
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fastapi.concurrency import run_in_threadpool
+
+from permille.schemas.problems import ProblemType
+from permille.store.database import Database
+from permille_service import console, routing
+from tests.api_service import Api, running_api
+from tests.unit.store.postgres import Server, postgres_server
+
+READS = 3
+LONG_S = 60.0
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Api]:
+    with running_api(tmp_path) as running:
+        yield running
+
+
+def test_reads_by_key_take_no_thread(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = job_path(api)
+    assert api.get(path).status_code == 200  # the token is noted as used
+
+    async def refuse(*_: object) -> None:
+        raise AssertionError("expected no thread")
+
+    monkeypatch.setattr(routing, "run_in_threadpool", refuse)
+    assert api.get(path).json()["kind"] == "package"
+    assert api.get(path + "0").status_code == 404
+
+
+def test_a_session_is_refused_in_the_loop(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold up every other request while a server or a lock is waited for."""
+    monkeypatch.setattr(Database, "look", Database.read)
+    assert api.get(job_path(api)).status_code == 500
+
+
+def test_a_read_that_meets_a_lock_waits_for_it_in_a_thread(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, in_thread = job_path(api), threading.Event()
+
+    async def noted(*arguments: Any) -> Any:
+        in_thread.set()
+        return await run_in_threadpool(*arguments)
+
+    monkeypatch.setattr(routing, "run_in_threadpool", noted)
+    api.service.database.close()
+    other = sqlite3.connect(
+        api.service.settings.data_dir / "permille.db", isolation_level=None, check_same_thread=False
+    )
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(api.get, path)
+        assert in_thread.wait(LONG_S)
+        assert api.client.get("/livez").status_code == 200
+        other.close()
+        assert answer.result().status_code == 200
+
+
+def test_a_server_that_hangs_stops_neither_the_loop_nor_health(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with postgres_server() as server, running_api(tmp_path, database_url=server.url) as api:
+        path, unavailable = job_path(api), ProblemType.UNAVAILABLE.uri
+        assert api.get(path).status_code == 200
+        assert api.client.get("/readyz").status_code == 200
+        monkeypatch.setattr(routing, "ANSWER_S", 0.5)
+        monkeypatch.setattr(console, "ANSWER_S", 0.5)
+        monkeypatch.setattr(console, "EVERY_S", 0.0)
+        with ThreadPoolExecutor(READS) as pool, stopped(server):
+            answers = {pool.submit(api.get, path) for _ in range(READS)}
+            # One has the connection that there was, and its driver takes its time to cancel.
+            while len(answers) > 1:
+                done, answers = wait(answers, LONG_S, FIRST_COMPLETED)
+                assert {answer.result().json()["type"] for answer in done} == {unavailable}
+            assert api.client.get("/livez").status_code == 200
+            assert api.client.get("/readyz").json()["type"] == unavailable
+        monkeypatch.setattr(routing, "ANSWER_S", LONG_S)
+        monkeypatch.setattr(console, "ANSWER_S", LONG_S)
+        assert api.get(path).status_code == 200
+        assert api.client.get("/readyz").status_code == 200
+        server.crash()
+        assert api.get(path).status_code == 200, "expected a new connection in place of the broken one"
+
+
+def job_path(api: Api) -> str:
+    """The path of a job that is there."""
+    api.package()
+    return f"/v1/jobs/{api.get('/v1/jobs').json()['items'][0]['id']}"
+
+
+@contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """A server that answers nothing, though the system keeps its connections."""
+    processes = [server.pid, *(child.pid for child in psutil.Process(server.pid).children(recursive=True))]
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
