@@ -62,6 +62,7 @@ class Gate:
     endpoint: str = ""
     faults: list[Fault] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    harmed: int = 0
     stalled: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
 
@@ -84,6 +85,7 @@ class Gate:
         for fault in list(self.faults):
             if fault.times > 0 and fault.agent in agent and re.search(fault.matches, line):
                 fault.times -= 1
+                self.harmed += 1
                 return fault
         return None
 

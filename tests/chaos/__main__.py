@@ -158,6 +158,8 @@ class Run:
             left = unreached[fault.partition(": ")[2]]
             self.say(f"  {count:4} {fault}" + (f" ({left} not reached)" if left else ""))
         self.say(f"processes started again: {site.restarts}; jobs cancelled: {sent.cancelled}")
+        if site.bucket is not None:
+            self.say(f"requests to the bucket that failed: {site.bucket.harmed}")
         refused: Counter[str] = sum((api.client.refused for api in sent.apis), Counter())  # type: ignore[attr-defined]
         for told, count in refused.most_common(20):
             self.say(f"  {count:4} requests sent again after: {told}")

@@ -48,7 +48,7 @@ SHARES: Final = {
     "shards": 2,
     "pooling": 2,
     "sparsification": 1,
-    "export": 1,
+    "export": 0.5,
 }
 """What of a hundred jobs: most take a moment, some need torch."""
 CAN_EXPORT: Final = find_spec("executorch") is not None

@@ -17,6 +17,7 @@ from tests.chaos.site import LEASE_S, Site, flush, send
 from tests.federation.run import descendants
 
 JOBS_A_FAULT: Final = 5
+_SPARED_S: Final = 30.0
 _SHARES: Final = {
     "step child": 26,
     "step worker": 12,
@@ -93,6 +94,8 @@ class Faults:
     def _do(self, number: int, fault: str) -> bool:
         site, rng = self.site, self._rng
         group, _, step = fault.partition(": ")
+        if group.startswith("database") and not self._none_is_last():
+            return False
         if group == "bucket" and site.bucket is not None:
             _break(site.bucket, step, rng)
         elif step:
@@ -118,7 +121,7 @@ class Faults:
     def _harm_worker(self, group: str) -> bool:
         """Kill or stall a worker, or the child of one; not in the last attempt of a job."""
         _, process = self.site.pick("worker")
-        if self._runs_a_last_attempt(process.pid):
+        if self._runs_a_last_attempt(f"%-{process.pid}"):
             return False
         children = descendants(process.pid) - {process.pid}
         if group == "kill child":
@@ -131,13 +134,21 @@ class Faults:
             _pause({process.pid, *children}, LEASE_S + 2)
         return True
 
-    def _runs_a_last_attempt(self, pid: int) -> bool:
+    def _none_is_last(self) -> bool:
+        """Wait a while until no worker runs a last attempt."""
+        until = time.monotonic() + _SPARED_S
+        while self._runs_a_last_attempt("%"):
+            if self._closing.wait(0.2) or time.monotonic() > until:
+                return False
+        return True
+
+    def _runs_a_last_attempt(self, workers: str) -> bool:
         query = (
             "SELECT count(*) FROM jobs WHERE state = 'running' AND attempt >= max_attempts AND worker LIKE %s"
         )
         try:
             with self.site.connect() as connection:
-                found = connection.execute(query, (f"%-{pid}",)).fetchone()
+                found = connection.execute(query, (workers,)).fetchone()
         except psycopg.OperationalError:
             return True
         return found is None or bool(found[0])

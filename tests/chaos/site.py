@@ -30,7 +30,7 @@ from tests.running_service import environment
 from tests.unit.store.postgres import Server
 
 APIS, WORKERS = 2, 3
-LEASE_S: Final = 6.0
+LEASE_S: Final = 8.0
 _STEPS = (*CHILD_STEPS, *WORKER_STEPS, *API_STEPS, *STORE_FAULTS)
 _SKEWS_S = (-3600, 0, 3600)
 _START_S = 180.0
