@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from permille.errors import OperatorError
+from permille.errors import OperatorError, PermilleError
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext, Tracer
@@ -112,6 +112,32 @@ def stop_tracing() -> None:
         shutdown = getattr(trace.get_tracer_provider(), "shutdown", None)
         if shutdown is not None:
             shutdown()
+
+
+@dataclass(slots=True)
+class Outage:
+    """Logs that something fails when it begins to, or fails for another reason, and once that it is over.
+
+    For who tries again every few seconds. `what`: what cannot be done, in words.
+    """
+
+    log: logging.Logger
+    what: str
+    level: int = logging.WARNING
+    _reason: str | None = None
+
+    def note(self, failed: Exception | str | None) -> None:
+        """The last try failed so; None: it did not."""
+        if failed is None:
+            if self._reason is not None:
+                self.log.info("over: %s", self.what)
+            self._reason = None
+            return
+        # What a database says holds values of the moment.
+        reason = str(failed) if isinstance(failed, (str, PermilleError)) else type(failed).__name__
+        if reason != self._reason:
+            self.log.log(self.level, "%s: %s", self.what, failed)
+        self._reason = reason
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """A bucket for tests: moto's S3 server, and before it a gate that breaks what it is told to."""
 
+import hashlib
+import hmac
 import http.client
 import logging
 import re
@@ -9,8 +11,10 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qsl, quote
 
 import pytest
 
@@ -56,13 +60,16 @@ class Request:
 
 @dataclass
 class Gate:
-    """Passes requests on to the bucket's server, but for faults."""
+    """Passes requests on to the bucket's server, but for faults; the signatures of addresses, which that
+    server does not check, are checked here. `late_s`: its clock is so far ahead.
+    """
 
     bucket: str
     endpoint: str = ""
     faults: list[Fault] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     harmed: int = 0
+    late_s: float = 0.0
     stalled: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
 
@@ -157,6 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
             text = f"<Error><Code>{fault.code}</Code><Message>no</Message></Error>".encode()
             self._answer(fault.status, {"content-type": "application/xml"}, text)
             return
+        if "X-Amz-Signature" in line and not _is_signed(self.state.requests[-1], self.state.late_s):
+            self._answer(403, {}, b"<Error><Code>SignatureDoesNotMatch</Code></Error>")
+            return
         connection = http.client.HTTPConnection(self.target, timeout=60)
         headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
         connection.request(self.command, self.path, body, headers)
@@ -194,6 +204,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
+
+
+def _is_signed(request: Request, late_s: float) -> bool:
+    """Whether the query has a signature of ours (AWS Signature Version 4) that is still good."""
+    method, target = request.line.split(" ", 1)
+    path, _, query = target.partition("?")
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    signature, names = given.pop("X-Amz-Signature"), given["X-Amz-SignedHeaders"]
+    key_id, scope = given["X-Amz-Credential"].split("/", 1)
+    signed_at = datetime.strptime(given["X-Amz-Date"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp()
+    if time.time() + late_s > signed_at + int(given["X-Amz-Expires"]):
+        return False
+    canonical_query = "&".join(f"{quote(k, safe='')}={quote(v, safe='')}" for k, v in sorted(given.items()))
+    headers = "".join(f"{name}:{request.headers[name]}\n" for name in names.split(";"))
+    canonical = "\n".join([method, path, canonical_query, headers, names, "UNSIGNED-PAYLOAD"])
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    key = b"AWS4" + CREDENTIALS["AWS_SECRET_ACCESS_KEY"].encode()
+    for part in (*scope.split("/"), "\n".join(["AWS4-HMAC-SHA256", given["X-Amz-Date"], scope, digest])):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return key_id == CREDENTIALS["AWS_ACCESS_KEY_ID"] and hmac.compare_digest(key.hex(), signature)
 
 
 def settle() -> float:

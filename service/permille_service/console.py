@@ -22,6 +22,7 @@ from permille.package.blobs import BlobFolder
 from permille.schemas.fields import Health
 from permille.schemas.problems import ProblemType
 from permille.store.database import Database, check_writable
+from permille.telemetry import Outage
 from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
 from permille_service.problems import OPEN, UNANSWERED, ApiError, documented, words_of_database, words_of_disk
@@ -104,6 +105,7 @@ class WriteCheck:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _looked_at: float | None = None
     _problem: str | None = None
+    _outage: Outage = field(default_factory=lambda: Outage(logger, "not well", logging.ERROR))
 
     def problem(self) -> str | None:
         """What keeps the service from writing, in words; None: nothing."""
@@ -111,8 +113,7 @@ class WriteCheck:
             if self._looked_at is None or self.clock() - self._looked_at >= EVERY_S:
                 self._problem = self._look()
                 self._looked_at = self.clock()
-                if self._problem is not None:
-                    logger.error("not well: %s", self._problem)
+                self._outage.note(self._problem)
             return self._problem
 
     def _look(self) -> str | None:

@@ -14,6 +14,7 @@ from permille.package.limits import Role
 from permille.package.reader import verify_package
 from permille.schemas.runs import STATE_MEDIA_TYPE
 from permille.store import uploads
+from permille_agent.cli.console import ExitCode
 from permille_agent.cli.main import main
 from permille_agent.state.home import open_home
 from tests.api_service import Api, new_run_id, run_metrics, running_api
@@ -21,6 +22,7 @@ from tests.artifacts import add_package as store_package
 from tests.bucket_site import Fault, Gate, bucket_server, gate
 from tests.packages import tiny_package
 from tests.running_service import running_service
+from tests.unit.edge_agent.runs import user_text
 from tests.unit.workers.conftest import save_model
 
 
@@ -41,11 +43,11 @@ def agent(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str) -> An
     capsys.readouterr()
     code = main(["--home", str(home), *arguments, "--json"])
     printed = capsys.readouterr()
-    assert code == 0, printed.err
+    assert code in (0, ExitCode.KEPT_BASE), printed.err
     return json.loads(printed.out)
 
 
-def test_a_package_goes_from_a_worker_through_the_bucket_to_a_device(
+def test_a_package_goes_from_a_worker_through_the_bucket_to_a_device_that_trains_and_reports(
     site: Gate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(tmp_path / "models" / "tiny")
@@ -69,6 +71,10 @@ def test_a_package_goes_from_a_worker_through_the_bucket_to_a_device(
         path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
         assert agent(capsys, tmp_path / "home", "verify", "--repair")["left"] == []
         assert path.read_bytes() == whole
+        trained = agent(capsys, tmp_path / "home", "train", str(user_text(tmp_path)), "--steps", "3")
+        assert agent(capsys, tmp_path / "home", "report") == {"delivered": 1, "refused": 0}
+        (run,) = up.answer("runs", "list")
+        assert (run["run_id"], run["metrics"]["package_digest"]) == (trained["run_id"], digest)
     sent = site.sent("^GET .*X-Amz-Signature")
     assert "bytes=100-" in {request.headers.get("range") for request in sent}, "continued, not begun again"
     assert not [request for request in sent if {"authorization", "cookie"} & request.headers.keys()]

@@ -171,17 +171,21 @@ class Bucket:
 
     def erase(self, prefix: str) -> None:
         """Remove all objects whose keys begin so, and what is under way to such keys."""
-        self.abort_uploads(prefix)
+        self.abort_uploads(prefix, lambda _: True)
         for found in self.entries(prefix):
             self.delete(found.key)
 
-    def abort_uploads(self, prefix: str, *, before_s: float | None = None) -> int:
-        """Remove the parts of uploads that were begun before a Unix time and never ended; return how many."""
+    def abort_uploads(
+        self, prefix: str, is_ours: Callable[[str], bool], *, before_s: float | None = None
+    ) -> int:
+        """Remove the parts of uploads to our keys that began before a Unix time and never ended; return how
+        many."""
         aborted = 0
         for page in self._pages("list_multipart_uploads", Prefix=prefix):
             for upload in page.get("Uploads", ()):
                 with self._errors(f"the uploads of {prefix}"):
-                    if before_s is None or upload["Initiated"].timestamp() < before_s:
+                    old = before_s is None or upload["Initiated"].timestamp() < before_s
+                    if old and is_ours(upload["Key"]):
                         self._abort(upload["Key"], upload["UploadId"])
                         aborted += 1
         return aborted

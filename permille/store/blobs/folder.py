@@ -10,6 +10,7 @@ a living process was given, or whose file it holds open: those are locks, which 
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from permille.package.blobs import BlobFolder, StoredBlob
 from permille.store.blobs.bucket import Bucket
 from permille.store.settings import BucketAddress, StoreSettings
 
+_KEY: Final = re.compile(r"([^/]+/)*sha256/([0-9a-f]{2})/\2[0-9a-f]{62}", re.ASCII)
 _MOST_HELD: Final = 256
 """A process that runs for months lets go of the paths that it was given before so many others."""
 
@@ -231,7 +233,8 @@ class BucketFolder(BlobFolder):
 
     def sweep(self, *, before_s: float) -> int:
         """Remove what killed writers left, here and on the way to the bucket; return how many."""
-        return super().sweep(before_s=before_s) + self._bucket.abort_uploads(self._prefix, before_s=before_s)
+        aborted = self._bucket.abort_uploads(self._prefix, self._is_ours, before_s=before_s)
+        return super().sweep(before_s=before_s) + aborted
 
     def stream(self, digest: str, begin: int, end: int) -> Iterator[bytes]:
         """Bytes of a blob as the bucket sends them, not hashed: whoever gets them compares."""
@@ -244,6 +247,10 @@ class BucketFolder(BlobFolder):
     @property
     def _prefix(self) -> str:
         return "".join(f"{name}/" for name in (self._bucket.address.prefix, *self._names) if name)
+
+    def _is_ours(self, key: str) -> bool:
+        """Whether this is a key of a blob, here or below: without a prefix others may use the bucket, too."""
+        return _KEY.fullmatch(key.removeprefix(self._prefix)) is not None
 
     def _key(self, digest: str) -> str:
         return self._prefix + self._cache.path(digest).relative_to(self.root).as_posix()

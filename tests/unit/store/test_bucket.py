@@ -3,15 +3,19 @@
 import base64
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
 
 from permille.digests import digest_of
@@ -200,7 +204,7 @@ def test_a_large_file_goes_in_parts_and_is_compared_as_a_whole(site: Gate, tmp_p
     with pytest.raises(PackageError, match="blob-digest"):
         bucket.put("other", tmp_path / "changed", digest)
     assert bucket.head("other") is None
-    assert bucket.abort_uploads("") == 0, "what failed was given up at once"
+    assert bucket.abort_uploads("", lambda _: True) == 0, "what failed was given up at once"
 
 
 def test_a_killed_upload_shows_nowhere_and_is_swept(site: Gate, tmp_path: Path) -> None:
@@ -221,9 +225,84 @@ BucketFolder(bucket, BlobCache(Path(sys.argv[2]), 1 << 30)).put_bytes(bytes(11 <
         child.send_signal(signal.SIGKILL)
     here = folder(site, tmp_path)
     assert (list(here.entries()), copies(tmp_path)) == ([], [])
+    others = {"Bucket": site.bucket, "Key": f"permille/backup/sha256/{HELLO[7:]}"}
+    here._bucket._client.create_multipart_upload(**others)
     assert here.sweep(before_s=0.0) == 0
     assert here.sweep(before_s=settle()) == 2, "a temporary file here, the parts there"
     assert here.sweep(before_s=settle()) == 0
+    (left,) = here._bucket._client.list_multipart_uploads(Bucket=site.bucket)["Uploads"]
+    assert left["Key"] == others["Key"], "not ours"
+
+
+def test_the_rights_that_the_guide_lists_are_enough_and_needed(
+    site: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = Path("docs/guide/operate.md").read_text()
+    (policy,) = re.findall(r"```json\n(\{\n  \"Version\".*?)```", guide, re.DOTALL)
+    rights = policy.replace("my-blobs", site.bucket)
+    # Amazon's right to ask for a bucket's head is that to list it; moto calls it by the operation's name.
+    rights = rights.replace('"s3:ListBucket",', '"s3:ListBucket", "s3:HeadBucket",')
+    known, other = _user(rights), _user(rights.replace("/permille/*", "/elsewhere/*"))
+    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)  # from here on it checks
+
+    def store(key_id: str, secret: str, **options: Any) -> BucketFolder:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key_id)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+        return BucketFolder(site.open(**options), BlobCache(tmp_path, 1 << 30))
+
+    here = store(*known, part_bytes=5 << 20)
+    here.check_writable(100)
+    large = here.put_bytes(bytes(6 * MIB))
+    below = here.below("uploads", "ten_1")
+    below.put_bytes(b"hello")
+    listed = [entry.digest for entry in here.entries()]
+    assert (listed, here.below("uploads").names()) == ([large], ["ten_1"])
+    here._cache.delete(large)
+    assert here.read(large, limit=6 * MIB) == bytes(6 * MIB)
+    here._bucket._client.create_multipart_upload(Bucket=site.bucket, Key=below._key(large))
+    assert here.sweep(before_s=settle()) == 1
+    below.erase()
+    here.delete(large)
+    assert (here.has(large), list(below.entries())) == (False, [])
+    for key_id, secret, code in (
+        (known[0], "wrong-secret", "SignatureDoesNotMatch"),
+        ("AKIAUNKNOWN", known[1], "InvalidAccessKeyId"),
+        (*other, "AccessDenied"),
+    ):
+        with pytest.raises(OperatorError, match=f"{site.bucket}.*{code}") as told:
+            store(key_id, secret).put_bytes(b"hello")
+        assert secret not in str(told.value)
+    with pytest.raises(OperatorError, match="403"):
+        store("AKIAUNKNOWN", "secret").check_writable(100)
+
+
+def test_an_address_opens_one_object_for_some_minutes(site: Gate, tmp_path: Path) -> None:
+    here = folder(site, tmp_path)
+    here.put_bytes(b"hello")
+    other = here.put_bytes(b"other")
+    address = here.opened_by(HELLO, "application/octet-stream")
+    found = httpx.get(address)
+    assert (found.status_code, found.content) == (200, b"hello")
+    assert found.headers["content-type"] == "application/octet-stream"
+    longer = address.replace("X-Amz-Expires=300", "X-Amz-Expires=900")
+    flipped = address[:-1] + ("1" if address.endswith("0") else "0")
+    for changed in (address.replace(HELLO[7:], other[7:]), longer, flipped):
+        assert httpx.get(changed).status_code == 403
+    assert httpx.head(address).status_code == 403, "to get it, nothing else"
+    site.late_s = 301
+    assert httpx.get(address).status_code == 403
+
+
+def _user(policy: str) -> tuple[str, str]:
+    """The key of a user of the bucket's server who has these rights: its id and its secret."""
+    from moto.core import DEFAULT_ACCOUNT_ID
+    from moto.iam.models import iam_backends
+
+    users, name = iam_backends[DEFAULT_ACCOUNT_ID]["aws"], uuid.uuid4().hex
+    users.create_user("us-east-1", name)
+    users.put_user_policy(name, "blobs", policy)
+    key = users.create_access_key(name)
+    return key.access_key_id, key.secret_access_key
 
 
 def test_an_address_names_bucket_prefix_endpoint_and_region() -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -204,13 +205,21 @@ def test_workers_collect_in_turns_but_not_beside_a_database_that_names_nothing(
     assert blobs.has(kept)
 
 
-def test_a_sweep_that_meets_what_nobody_thought_of_is_not_the_last(db: Database, tmp_path: Path) -> None:
+def test_a_sweep_outlives_what_nobody_thought_of_and_tells_of_a_bucket_once_when_it_goes_and_comes(
+    db: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     swept = []
+    missing, refused = OperatorError("expected a bucket"), OperatorError("expected rights")
+    met: list[Exception | None] = [KeyError("Contents"), missing, missing, missing, refused, refused, None]
 
     class Odd(BlobFolder):
         def sweep(self, *, before_s: float) -> int:
             swept.append(before_s)
-            raise KeyError("Contents")
+            failure = met[len(swept) - 1] if len(swept) <= len(met) else None
+            if failure is not None:
+                raise failure
+            return 0
 
     fields = {**layout(tmp_path), "collect_every_s": 0.0, "sweep_s": 0.01}
     settings, shutdown = WorkerSettings.model_validate(fields), Shutdown()
@@ -218,10 +227,13 @@ def test_a_sweep_that_meets_what_nobody_thought_of_is_not_the_last(db: Database,
     thread = threading.Thread(target=sweeper.run)
     thread.start()
     try:
-        wait(lambda: len(swept) > 1)
+        wait(lambda: len(swept) > len(met) + 1)
     finally:
         shutdown.ask(0.0)
         thread.join()
+    told = [record.getMessage() for record in caplog.records if "sweep" in record.getMessage()]
+    away = "cannot sweep, database, disk or bucket is out of reach"
+    assert told == ["cannot sweep", f"{away}: {missing}", f"{away}: {refused}", f"over: {away}"]
 
 
 def test_a_result_is_published_once_its_bucket_answers(

@@ -10,6 +10,7 @@ from sqlalchemy.exc import DBAPIError
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.jobs import claims
+from permille.telemetry import Outage
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown, Supervisor
 from permille_workers.runtime.sweeper import Sweeper
@@ -47,14 +48,17 @@ class LocalWorker:
         supervisor = Supervisor(
             db=self.db, settings=self.settings, shutdown=self.shutdown, child_command=self.child_command
         )
+        outage = Outage(_log, "database or machine cannot serve, will try again")
         while not self.shutdown.asked.is_set():
             try:
                 with self.db.write() as session:
                     claim = claims.claim(session, worker=self.name, lease_s=self.settings.lease_s)
                 if claim is None:
+                    outage.note(None)
                     self.shutdown.asked.wait(self.settings.poll_s)
                     continue
                 supervisor.run(claim)
+                outage.note(None)
             except (DBAPIError, OSError) as exc:  # a slot outlives both: the lease takes care of the job
-                _log.warning("database or machine cannot serve, will try again: %s", exc)
+                outage.note(exc)
                 self.shutdown.asked.wait(self.settings.poll_s)

@@ -4,6 +4,7 @@ seldom, one of them: what rules let go, what no row names."""
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -19,6 +20,7 @@ from permille.store.jobs.dispatch import CeleryDispatcher, note_worker
 from permille.store.retention import rules
 from permille.store.retention.collection import collect, take_turn
 from permille.store.retention.references import references
+from permille.telemetry import Outage
 from permille_workers.runtime.metrics import count_sweep
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
@@ -48,17 +50,13 @@ class Sweeper:
         """Sweep every `sweep_s` seconds, a bucket once a minute; what is away is waited for."""
         every_s = 0.0 if self.settings.blob_bucket is None else _BUCKET_EVERY_S
         blobs_due = time.monotonic()
+        rows = Outage(_log, "cannot sweep, database or disk is out of reach")
+        blobs = Outage(_log, "cannot sweep, database, disk or bucket is out of reach")
         threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
         while not self.shutdown.asked.wait(self.settings.sweep_s):
-            try:
-                self._sweep_rows()
-                if time.monotonic() >= blobs_due:
-                    self._sweep_blobs()
-                    blobs_due = time.monotonic() + every_s
-            except (DBAPIError, OSError, PermilleError) as exc:
-                _log.warning("cannot sweep, database, disk or bucket is out of reach: %s", exc)
-            except Exception:  # noqa: BLE001 - what killed workers hold waits for this thread
-                _log.exception("cannot sweep")
+            due = _done(self._sweep_rows, rows) and time.monotonic() >= blobs_due
+            if due and _done(self._sweep_blobs, blobs):
+                blobs_due = time.monotonic() + every_s
 
     def sweep(self) -> None:
         """Do everything once."""
@@ -126,3 +124,17 @@ class Sweeper:
         if refused:
             with self.db.write() as session:
                 claims.mark_undispatched(session, refused)
+
+
+def _done(work: Callable[[], None], outage: Outage) -> bool:
+    """Do it; whether it went well."""
+    try:
+        work()
+    except (DBAPIError, OSError, PermilleError) as exc:
+        outage.note(exc)
+        return False
+    except Exception:  # noqa: BLE001 - what killed workers hold waits for this thread
+        _log.exception("cannot sweep")
+        return False
+    outage.note(None)
+    return True
