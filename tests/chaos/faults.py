@@ -34,7 +34,7 @@ _SHARES: Final = {
     "database restarted": 2,
     "database paused": 2,
 }
-_OF_BUCKET: Final = {"bucket": 40}
+_OF_BUCKET: Final = {"bucket": 100}
 BUCKET_FAULTS: Final = ("500", "503", "away", "cut", "flipped", "lost-answer", "refused-writes", "stall")
 _STEPS = {"child": CHILD_STEPS, "worker": WORKER_STEPS, "api": API_STEPS}
 _BLOB: Final = r"^GET /[^?]*/sha256/[0-9a-f]{2}/"
