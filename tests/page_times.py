@@ -2,8 +2,8 @@
 
     python -m tests.page_times --devices 10000 --runs 100000 --database postgresql
 
-Each line: median and 95th percentile of the time until the answer is here, by the clock, and the service's
-own processor time an answer, which a busy machine does not stretch. There are as many jobs as runs.
+Each line: median and 95th percentile of the time until the answer is here, by the clock, and the processor
+time of service and database an answer, which a busy machine does not stretch. There are as many jobs as runs.
 """
 
 import argparse
@@ -11,6 +11,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -19,10 +21,8 @@ from sqlalchemy import insert
 from permille.store.database import Database, now
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Job
-from tests.api_fuzz import empty_database
-from tests.attacks.test_full_disk import api_process
 from tests.page_site import site, views
-from tests.running_service import Running
+from tests.unit.store.postgres import postgres_server
 
 ROUTES = ("/v1/fleet", "/v1/releases/notes/comparison", "/v1/runs", "/v1/jobs?state=failed")
 MORE = ("/ui/jobs?state=failed", "/ui/jobs?state=running")
@@ -39,7 +39,7 @@ def main() -> None:
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        empty_database(asked.database, Path(folder)) as url,
+        _database(asked.database) as (url, servers),
         site(Path(folder), url=url, devices=asked.devices, runs=asked.runs) as (running, stocked),
     ):
         _add_jobs(stocked.database, stocked.held.tenant_id, asked.runs)
@@ -48,28 +48,38 @@ def main() -> None:
                 "/ui/sign-in", data={"token": running.token}, headers={"Sec-Fetch-Site": "same-origin"}
             )
             for path in (*ROUTES, *views(stocked).values(), *MORE):
-                print(_line(running, client, path, asked.times), flush=True)
+                print(_line([running.process.pid, *servers], client, path, asked.times), flush=True)
 
 
-def _line(running: Running, client: httpx.Client, path: str, times: int) -> str:
-    took, before = [], _processor_s(running)
+@contextmanager
+def _database(name: str) -> Iterator[tuple[str | None, tuple[int, ...]]]:
+    """The URL of a database, None for the service's own file, and the process of its server."""
+    if name == "sqlite":
+        yield None, ()
+        return
+    with postgres_server() as server:
+        yield server.url, (server.pid,)
+
+
+def _line(parents: Sequence[int], client: httpx.Client, path: str, times: int) -> str:
+    took, before = [], _processor_s(parents)
     for _ in range(times):
         begun = time.perf_counter()
         answer = client.get(path)
         took.append(time.perf_counter() - begun)
         assert answer.status_code == 200, (path, answer.status_code)
-    own = (_processor_s(running) - before) / times
+    own = (_processor_s(parents) - before) / times
     high = statistics.quantiles(took, n=20)[-1]
-    size = len(answer.content)
-    return (
-        f"{path[:40]:40} p50 {statistics.median(took):.3f} s  p95 {high:.3f} s  own {own:.3f} s  {size} bytes"
-    )
+    seconds = f"p50 {statistics.median(took):.3f} s  p95 {high:.3f} s  processor {own:.3f} s"
+    return f"{path[:40]:40} {seconds}  {len(answer.content)} bytes"
 
 
-def _processor_s(running: Running) -> float:
-    """Processor seconds of the API so far."""
-    fields = Path(f"/proc/{api_process(running)}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICK
+def _processor_s(parents: Sequence[int]) -> float:
+    """Processor seconds so far of the processes below these: the API, connections of a database's server."""
+    below = (Path(f"/proc/{one}/task/{one}/children").read_text().split() for one in parents)
+    stats = (Path(f"/proc/{child}/stat").read_text() for children in below for child in children)
+    fields = (stat.rpartition(")")[2].split() for stat in stats)
+    return sum(int(found[11]) + int(found[12]) for found in fields) / TICK
 
 
 def _add_jobs(database: Database, tenant_id: str, count: int) -> None:
