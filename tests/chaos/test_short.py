@@ -6,7 +6,7 @@ import pytest
 
 from tests.chaos.__main__ import main
 
-JOBS = 60
+JOBS = 44
 
 
 @pytest.mark.slow
