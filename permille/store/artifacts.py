@@ -4,11 +4,11 @@ A worker adds an artifact in the transaction that completes its job; the blobs a
 that.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sqlalchemy import Connection, Select, bindparam, delete, select
+from sqlalchemy import Connection, Select, bindparam, delete, exists, select
 from sqlalchemy.orm import Session, aliased
 
 from permille.digests import JSON
@@ -26,31 +26,27 @@ MANIFEST, SCORES, REPORT, PICTURE = "manifest", "scores", "report", "picture"
 """Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
 _EVIDENCE = frozenset({SCORES, REPORT, PICTURE})
 _COLUMNS, _BLOB_COLUMNS = Artifact.__table__, ArtifactBlob.__table__
-_MADE = select(_COLUMNS).where(
-    _COLUMNS.c.tenant_id == bindparam("tenant_id"),
-    _COLUMNS.c.kind == bindparam("kind"),
-    _COLUMNS.c.id == bindparam("key"),
-)
-_PACKAGE = select(_COLUMNS).where(
-    _COLUMNS.c.tenant_id == bindparam("tenant_id"),
-    _COLUMNS.c.kind == JobKind.PACKAGE.value,
-    _COLUMNS.c.digest == bindparam("key"),
-)
-_BLOBS = (
-    select(_BLOB_COLUMNS)
-    .where(_BLOB_COLUMNS.c.artifact_id == bindparam("artifact_id"))
+_WITH_BLOBS = (
+    select(
+        _COLUMNS,
+        *(
+            _BLOB_COLUMNS.c[name].label(f"blob_{name}")
+            for name in ("role", "media_type", "digest", "size_bytes", "path")
+        ),
+    )
+    .join(_BLOB_COLUMNS, _BLOB_COLUMNS.c.artifact_id == _COLUMNS.c.id)
+    .where(_COLUMNS.c.tenant_id == bindparam("tenant_id"))
     .order_by(_BLOB_COLUMNS.c.position)
 )
-_PUBLISHED = (
-    select(_COLUMNS)
-    .join(Release, Release.package_id == _COLUMNS.c.id)
-    .where(
-        Release.tenant_id == bindparam("tenant_id"),
+_MADE = _WITH_BLOBS.where(_COLUMNS.c.kind == bindparam("kind"), _COLUMNS.c.id == bindparam("key"))
+_PACKAGE = _WITH_BLOBS.where(_COLUMNS.c.kind == JobKind.PACKAGE.value, _COLUMNS.c.digest == bindparam("key"))
+_PUBLISHED = _PACKAGE.where(
+    exists().where(
+        Release.package_id == _COLUMNS.c.id,
+        Release.tenant_id == _COLUMNS.c.tenant_id,
         Release.name == bindparam("release"),
-        Release.package_digest == bindparam("digest"),
         Release.yanked_at.is_(None),
     )
-    .limit(1)
 )
 _PREFIXES = {
     JobKind.SPARSIFICATION: Prefix.SPARSIFICATION,
@@ -148,30 +144,34 @@ def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifac
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """The columns of an artifact, which belongs to no session, and of its blobs."""
+    """The columns of an artifact, which belongs to no session, and its blobs."""
 
     row: Artifact
-    blobs: Sequence[ArtifactBlob]
+    blobs: tuple[Blob, ...]
 
 
 def look(connection: Connection, *, tenant_id: str, kind: JobKind, key: str) -> Looked:
-    """As `get`, in two statements and without objects: for who shows it. Raises NotFoundError."""
-    values = {"tenant_id": tenant_id, "key": key}
+    """As `get`, in one statement and without objects: for who shows it. Raises NotFoundError."""
     if kind is JobKind.PACKAGE:
-        return _looked(connection, _PACKAGE, values, f"no {kind} {key!r}")
-    return _looked(connection, _MADE, {**values, "kind": kind.value}, f"no {kind} {key!r}")
+        return _looked(connection, _PACKAGE, tenant_id=tenant_id, key=key)
+    return _looked(connection, _MADE, tenant_id=tenant_id, kind=kind.value, key=key)
 
 
-def _looked(
-    connection: Connection, statement: Select[Any], values: Mapping[str, str], missing: str
-) -> Looked:
-    row = connection.execute(statement, values).first()
-    blobs = connection.execute(_BLOBS, {"artifact_id": row.id}).all() if row else ()
-    if row and not blobs:  # it may have been removed meanwhile, with all its blobs
-        row = connection.execute(statement, values).first()
-    if row is None:
-        raise NotFoundError(missing)
-    return Looked(cast(Artifact, row), cast(Sequence[ArtifactBlob], blobs))
+def _looked(connection: Connection, statement: Select[Any], **values: str) -> Looked:
+    found = connection.execute(statement, values).all()
+    if not found:
+        raise NotFoundError(f"no {values.get('kind', JobKind.PACKAGE)} {values['key']!r}")
+    blobs = (
+        Blob(
+            role=row.blob_role,
+            media_type=row.blob_media_type,
+            digest=row.blob_digest,
+            size_bytes=row.blob_size_bytes,
+            path=row.blob_path,
+        )
+        for row in found
+    )
+    return Looked(cast(Artifact, found[0]), tuple(blobs))
 
 
 def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None:
@@ -256,11 +256,10 @@ def package_for_device(connection: Connection, *, tenant_id: str, release: str, 
     Raises:
         NotFoundError: no such package, another release's, or only yanked versions of it.
     """
-    values = {"tenant_id": tenant_id, "release": release, "digest": digest}
-    return _looked(connection, _PUBLISHED, values, f"no package {digest!r}")
+    return _looked(connection, _PUBLISHED, tenant_id=tenant_id, release=release, key=digest)
 
 
-def blob_with(artifact: Looked, *, digest: str) -> ArtifactBlob:
+def blob_with(artifact: Looked, *, digest: str) -> Blob:
     """What is known of one blob of an artifact that the caller may read. Raises NotFoundError."""
     for blob in artifact.blobs:
         if blob.digest == digest:
@@ -268,7 +267,7 @@ def blob_with(artifact: Looked, *, digest: str) -> ArtifactBlob:
     raise NotFoundError(f"no blob {digest!r} in this {artifact.row.kind}")
 
 
-def blob_of(artifact: Artifact | Looked, role: str) -> ArtifactBlob | None:
+def blob_of(artifact: Artifact | Looked, role: str) -> ArtifactBlob | Blob | None:
     """The first blob with this role, if there is one."""
     return next((blob for blob in artifact.blobs if blob.role == role), None)
 

@@ -6,12 +6,13 @@ there now. Roots stay for ever: clients walk them one by one. Of other roles a f
 that are in the middle of a refresh.
 """
 
+from datetime import datetime
 from typing import Final
 
-from sqlalchemy import CursorResult, delete, func, select, tuple_, update
+from sqlalchemy import CursorResult, bindparam, delete, func, select, tuple_, update
 from sqlalchemy.orm import Session
 
-from permille.store.database import now
+from permille.store.database import NOW, Database, now
 from permille.store.errors import ChangedError, NotFoundError
 from permille.store.tables import TrustMetadata
 from permille.trust.metadata import root_digest
@@ -35,12 +36,21 @@ def newest(session: Session, *, tenant_id: str) -> dict[str, bytes]:
     return {row.role: row.data for row in session.scalars(query)}
 
 
-def read_file(session: Session, *, tenant_id: str, file: str) -> bytes:
-    """One file of a tenant's repository. Raises NotFoundError."""
-    row = session.get(TrustMetadata, (tenant_id, file))
-    if row is None:
+_FILE = select(TrustMetadata.data, NOW).where(
+    TrustMetadata.tenant_id == bindparam("tenant_id"), TrustMetadata.file == bindparam("file")
+)
+
+
+def read_file(database: Database, *, tenant_id: str, file: str) -> tuple[bytes, datetime]:
+    """One file of a tenant's repository, and what time it is: every device asks at every poll.
+
+    Raises NotFoundError.
+    """
+    found = database.first(_FILE, tenant_id=tenant_id, file=file)
+    if found is None:
         raise NotFoundError(f"no metadata {file!r:.120}")
-    return row.data
+    data, at = found
+    return data, at
 
 
 def newest_root(session: Session, *, tenant_id: str) -> bytes:

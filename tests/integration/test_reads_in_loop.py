@@ -31,15 +31,26 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 def test_reads_by_key_take_no_thread(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = job_path(api)
-    assert api.get(path).status_code == 200  # the token is noted as used
+    package = api.package()
+    api.publish(package)
+    token = api.device().token()
+    own = [job_path(api), f"/v1/packages/{package.digest}"]
+    devices = [
+        "/v1/releases/tiny/aliases/stable",
+        "/v1/trust/metadata/timestamp.json",
+        "/v1/device/federations",
+    ]
+    asked = [*((path, None) for path in own), *((path, token) for path in devices)]
+    for path, caller in asked:
+        api.get(path, caller)  # callers are noted as seen
 
     async def refuse(*_: object) -> None:
         raise AssertionError("expected no thread")
 
     monkeypatch.setattr(routing, "run_in_threadpool", refuse)
-    assert api.get(path).json()["kind"] == "package"
-    assert api.get(path + "0").status_code == 404
+    assert [api.get(path, caller).status_code for path, caller in asked] == [200] * len(asked)
+    others = [path[:-1] + ("1" if path.endswith("0") else "0") for path in own]
+    assert [api.get(path).status_code for path in others] == [404] * len(own)
 
 
 def test_a_session_is_refused_in_the_loop(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

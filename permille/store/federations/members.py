@@ -1,9 +1,11 @@
 """Members of federations: devices that joined by their owners' choice, and what goes when they leave."""
 
-from sqlalchemy import func, or_, select, update
+from typing import cast
+
+from sqlalchemy import Connection, and_, bindparam, func, or_, select, update
 from sqlalchemy.orm import Session
 
-from permille.schemas.federations import FederationState, RoundState
+from permille.schemas.federations import FederationState, FederationSummary, RoundState
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.federations import charges
@@ -12,20 +14,34 @@ from permille.store.tables import Device, Federation, FederationMember, Particip
 _JOINABLE = (FederationState.RUNNING.value, FederationState.PAUSED.value)
 
 
+_OFFERS = (
+    select(
+        *(getattr(Federation, name) for name in FederationSummary.model_fields), FederationMember.device_id
+    )
+    .outerjoin(
+        FederationMember,
+        and_(
+            FederationMember.federation_id == Federation.id,
+            FederationMember.device_id == bindparam("device_id"),
+            FederationMember.left_at.is_(None),
+        ),
+    )
+    .where(
+        Federation.tenant_id == bindparam("tenant_id"),
+        Federation.release == bindparam("release"),
+        or_(Federation.state.in_(_JOINABLE), FederationMember.device_id.is_not(None)),
+    )
+    .order_by(Federation.id)
+)
+
+
 def offers(
-    session: Session, *, tenant_id: str, release: str, device_id: str
+    connection: Connection, *, tenant_id: str, release: str, device_id: str
 ) -> list[tuple[Federation, bool]]:
-    """Federations that a device may join, and those that it is a member of; oldest first."""
-    joined = select(FederationMember.federation_id).where(
-        FederationMember.device_id == device_id, FederationMember.left_at.is_(None)
-    )
-    member_of = set(session.scalars(joined))
-    query = select(Federation).where(
-        Federation.tenant_id == tenant_id,
-        Federation.release == release,
-        or_(Federation.state.in_(_JOINABLE), Federation.id.in_(member_of)),
-    )
-    return [(row, row.id in member_of) for row in session.scalars(query.order_by(Federation.id))]
+    """Federations that a device may join, and those that it is a member of, as columns; oldest first."""
+    values = {"tenant_id": tenant_id, "release": release, "device_id": device_id}
+    found = connection.execute(_OFFERS, values)
+    return [(cast(Federation, row), row.device_id is not None) for row in found]
 
 
 def join(session: Session, *, federation: Federation, device_id: str) -> None:

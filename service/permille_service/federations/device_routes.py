@@ -31,7 +31,7 @@ from permille_service.context import Served, Service
 from permille_service.federations.records import present_offer
 from permille_service.federations.routes import FederationId, RoundNumber
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router
+from permille_service.routing import Router, in_loop
 
 logger = logging.getLogger(__name__)
 router = Router(prefix="/v1", tags=["federations"], responses=documented(*PRIVATE))
@@ -45,11 +45,12 @@ _BODY = {
 
 
 @router.get("/device/federations")
+@in_loop
 def list_own_federations(service: Served, device: CallingDevice) -> list[FederationOffer]:
     """Federations that the calling device may join, and those that it is a member of."""
-    with service.database.read() as session:
+    with service.database.look() as connection:
         found = members.offers(
-            session, tenant_id=device.tenant_id, release=device.release, device_id=device.device_id
+            connection, tenant_id=device.tenant_id, release=device.release, device_id=device.device_id
         )
     return [present_offer(row, member=member) for row, member in found]
 

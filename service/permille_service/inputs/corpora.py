@@ -14,7 +14,7 @@ from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import CorpusId, Paging, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router
+from permille_service.routing import Router, in_loop
 
 router = Router(prefix="/v1/corpora", tags=["corpora"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
@@ -49,6 +49,7 @@ def list_corpora(service: Served, operator: Viewer, window: Paging) -> Page[Corp
 
 
 @router.get("/{corpus_id}")
+@in_loop
 def get_corpus(corpus_id: CorpusId, service: Served, operator: Viewer) -> Corpus:
     """Read one corpus."""
     with service.database.look() as connection:

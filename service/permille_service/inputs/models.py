@@ -17,7 +17,7 @@ from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import ModelId, Paging, page_of
 from permille_service.preflights.estimates import sizes_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router
+from permille_service.routing import Router, in_loop
 
 router = Router(prefix="/v1/models", tags=["models"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
@@ -48,6 +48,7 @@ def list_models(service: Served, operator: Viewer, window: Paging) -> Page[Model
 
 
 @router.get("/{model_id}")
+@in_loop
 def get_model(model_id: ModelId, service: Served, operator: Viewer) -> Model:
     """Read one model."""
     with service.database.look() as connection:

@@ -24,7 +24,7 @@ from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.parameters import AliasName, OtherVersion, Paging, ReleaseName, VersionNumber, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router
+from permille_service.routing import Router, in_loop
 from permille_service.trust import repositories
 
 router = Router(
@@ -104,6 +104,7 @@ def list_aliases(name: ReleaseName, service: Served, operator: Viewer) -> list[A
 
 
 @router.get("/{name}/aliases/{alias}")
+@in_loop
 def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principal: Polling) -> Release:
     """What an alias means now: the signed release that a device checks and installs."""
     if isinstance(principal, DevicePrincipal) and (principal.release, principal.alias) != (name, alias):

@@ -19,6 +19,7 @@ from permille.trust.repository import Repository
 from permille.trust.roles import TIMESTAMP, TIMESTAMP_FILE
 from permille_service.access.principals import Operator
 from permille_service.context import Service
+from permille_service.routing import in_thread
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -97,12 +98,11 @@ def read_file(service: Service, tenant_id: str, file: str) -> bytes:
     Raises:
         NotFoundError: there is no such file.
     """
-    with service.database.read() as session:
-        data = trust.read_file(session, tenant_id=tenant_id, file=file)
-        if file != TIMESTAMP_FILE or not is_due(TIMESTAMP, data, database.now(session)):
-            return data
+    data, at = trust.read_file(service.database, tenant_id=tenant_id, file=file)
+    if file != TIMESTAMP_FILE or not is_due(TIMESTAMP, data, at):
+        return data
     try:
-        return change(service, tenant_id, _renew)
+        return in_thread(change, service, tenant_id, _renew)
     except OperatorError as exc:  # a key is missing: devices go on until this timestamp ends
         logger.error("trust metadata of tenant %s cannot be renewed: %s", tenant_id, exc)
         return data

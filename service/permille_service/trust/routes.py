@@ -40,7 +40,7 @@ from permille_service.access.principals import Admin, Anyone, DevicePrincipal, V
 from permille_service.content import CACHE_CONTROL
 from permille_service.context import Served, Service
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router
+from permille_service.routing import Router, in_loop
 from permille_service.trust import repositories
 
 JSON: Final = "application/json"
@@ -68,6 +68,7 @@ def _content(media_type: str, description: str) -> dict[int | str, dict[str, Any
 @router.get(
     "/metadata/{file}", response_class=Response, responses=_content(JSON, "TUF metadata, as it was signed")
 )
+@in_loop
 def get_trust_metadata(file: MetadataFile, service: Served, principal: Anyone) -> Response:
     """One file of the tenant's TUF repository: `timestamp.json`, `<version>.<role>.json`."""
     data = repositories.read_file(service, principal.tenant_id, file)

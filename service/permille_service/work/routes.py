@@ -15,7 +15,7 @@ from permille.schemas.kinds import WORK, WorkKind
 from permille.schemas.packages import Build
 from permille.schemas.problems import ProblemType
 from permille.store import artifacts, rows, tables
-from permille.store.artifacts import PICTURE, REPORT
+from permille.store.artifacts import PICTURE, REPORT, Blob
 from permille.store.jobs import queue
 from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.content import blob_response, content_responses
@@ -23,7 +23,7 @@ from permille_service.context import Served
 from permille_service.creation import JOB_RESPONSES, Creating
 from permille_service.parameters import OfModel, Paging, key_of, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router
+from permille_service.routing import Router, in_loop
 
 Again = Annotated[bool, Query(description="also where an equal request has made the same before")]
 
@@ -80,6 +80,7 @@ def _add_artifacts(router: Router, work: WorkKind) -> None:
             )
         return page_of(page, lambda row: present_artifact(work, row, row.blobs))
 
+    @in_loop
     def read_row(
         key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Viewer
     ) -> Closed:
@@ -180,7 +181,9 @@ def _add_report(router: Router, work: WorkKind, name: str, role: str, text: str)
     )
 
 
-def present_artifact(work: WorkKind, row: tables.Artifact, blobs: Sequence[tables.ArtifactBlob]) -> Closed:
+def present_artifact(
+    work: WorkKind, row: tables.Artifact, blobs: Sequence[tables.ArtifactBlob | Blob]
+) -> Closed:
     """The record of a row: of what there is, what the kind's record has."""
     known = {
         "id": row.id,

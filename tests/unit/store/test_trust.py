@@ -42,12 +42,13 @@ def test_a_change_is_kept_file_by_file_and_by_tenant(
     publish(db, tenant_id, 1)
     with db.read() as session:
         newest = trust.newest(session, tenant_id=tenant_id)
-        assert trust.read_file(session, tenant_id=tenant_id, file="1.root.json") == newest["root"]
-        assert trust.read_file(session, tenant_id=tenant_id, file="timestamp.json") == newest["timestamp"]
+        for file in ("1.root.json", "timestamp.json"):
+            data, _ = trust.read_file(db, tenant_id=tenant_id, file=file)
+            assert data == newest[file.split(".")[-2]]
         assert trust.newest(session, tenant_id=other_tenant_id) == {}
         for file, owner in (("1.root.json", other_tenant_id), ("9.root.json", tenant_id), ("", tenant_id)):
             with pytest.raises(NotFoundError):
-                trust.read_file(session, tenant_id=owner, file=file)
+                trust.read_file(db, tenant_id=owner, file=file)
         with pytest.raises(NotFoundError):
             trust.newest_root(session, tenant_id=other_tenant_id)
 
@@ -99,8 +100,7 @@ def test_publishers_at_one_moment_lose_nothing(db: Database, tenant_id: str) -> 
 def test_old_versions_are_dropped_but_no_root(db: Database, tenant_id: str) -> None:
     for version in range(1, trust.KEPT_VERSIONS + 5):
         publish(db, tenant_id, version)
-    with db.read() as session:
-        trust.read_file(session, tenant_id=tenant_id, file="1.root.json")
-        trust.read_file(session, tenant_id=tenant_id, file="6.releases.json")
-        with pytest.raises(NotFoundError):
-            trust.read_file(session, tenant_id=tenant_id, file="1.releases.json")
+    trust.read_file(db, tenant_id=tenant_id, file="1.root.json")
+    trust.read_file(db, tenant_id=tenant_id, file="6.releases.json")
+    with pytest.raises(NotFoundError):
+        trust.read_file(db, tenant_id=tenant_id, file="1.releases.json")
