@@ -3,6 +3,7 @@
 It keeps every byte that a device sends in `traffic`, so that a test can look for what must not be there.
 """
 
+import base64
 import json
 import re
 import socket
@@ -27,7 +28,7 @@ from permille.schemas.devices import enrolment_message, token_message
 from permille.schemas.runs import RunMetrics
 from permille.trust.metadata import root_digest
 from permille.trust.repository import Repository
-from permille_agent.link.api import decode_bytes, encode_bytes
+from permille_agent.link.api import encode_bytes
 
 CODE = "q83vASNFZ4mrze8BI0VniQ"
 RELEASE_NAME = "tiny-llama"
@@ -376,7 +377,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _is_signed(public_key: str, signature: str, message: bytes) -> bool:
     try:
-        Ed25519PublicKey.from_public_bytes(decode_bytes(public_key)).verify(decode_bytes(signature), message)
+        Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(public_key + "==")).verify(
+            base64.urlsafe_b64decode(signature + "=="), message
+        )
     except (InvalidSignature, ValueError):
         return False
     return True

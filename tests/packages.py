@@ -5,7 +5,7 @@ No torch, no files from elsewhere; the same arguments give the same package dige
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ def sentences(count: int, *, seed: int = 0) -> list[str]:
     return result
 
 
-def tiny_tokenizer(vocabulary: int = 320, texts: Sequence[str] | None = None) -> Tokenizer:
-    """A byte-level BPE tokenizer trained on `texts`, with `SPECIAL_TOKENS` as ids 0, 1, 2."""
+def tiny_tokenizer(vocabulary: int = 320) -> Tokenizer:
+    """A byte-level BPE tokenizer of some sentences, with `SPECIAL_TOKENS` as ids 0, 1, 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,7 +71,7 @@ def tiny_tokenizer(vocabulary: int = 320, texts: Sequence[str] | None = None) ->
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts if texts is not None else sentences(200), trainer)
+    tokenizer.train_from_iterator(sentences(200), trainer)
     return tokenizer
 
 

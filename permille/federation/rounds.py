@@ -275,13 +275,9 @@ class History:
             )
 
 
-def encode_segment(rounds: Iterable[Round]) -> bytes:
-    """Consecutive rounds, one after the other: what a returning device lacks (FORMAT 13.3)."""
-    return b"".join(each.to_bytes() for each in rounds)
-
-
 def decode_segment(data: bytes, definition: Definition, *, max_bytes: int) -> list[Round]:
-    """Read rounds that nobody vouches for; the head after them says whether they are the federation's.
+    """Read consecutive rounds, which a returning device lacks, and nobody vouches for; the head after them
+    says whether they are the federation's.
 
     Raises:
         PackageError: `round-limit` or `round-content` (FORMAT 13.3).

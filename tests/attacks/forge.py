@@ -3,6 +3,7 @@
 So the reader cannot get away with noticing that some digest is wrong: it has to find the lie itself.
 """
 
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
@@ -121,3 +122,28 @@ class Forge:
         path = self.target.path(digest)
         path.chmod(0o644)
         path.write_bytes(data)
+
+
+Attack = Callable[[Forge], str]
+
+
+class Register:
+    """Attacks: each returns the digest to open, and the reader must answer with its code."""
+
+    def __init__(self) -> None:
+        self.attacks: list[tuple[str, Attack]] = []
+        self.names: list[str] = []
+
+    def add(self, code: str, name: str, function: Attack) -> None:
+        """Add one by name."""
+        self.attacks.append((code, function))
+        self.names.append(name)
+
+    def attack(self, code: str) -> Callable[[Attack], Attack]:
+        """Decorate a function that is one."""
+
+        def decorate(function: Attack) -> Attack:
+            self.add(code, function.__name__, function)
+            return function
+
+        return decorate

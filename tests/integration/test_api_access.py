@@ -89,10 +89,6 @@ _BYTES = {
     "put_run_log": "application/vnd.permille.log",
     "put_contribution": "application/vnd.permille.contribution",
 }
-COLLECTIONS = (
-    *("corpora", "models", "jobs", "packages", "releases", "devices", "runs", "invitations"),
-    "federations",
-)
 ADMIN_ONLY = {
     *("create_tenant", "list_tenants", "create_token", "list_tokens", "delete_token"),
     *("put_trust_metadata", "rotate_trust_keys", "renew_trust_metadata"),

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,10 @@ from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
     from permille_agent.link.report import Delivery
+    from permille_agent.state.home import Home
+    from permille_agent.training.options import TrainOptions
     from permille_agent.training.outcome import RunResult
+    from permille_agent.training.progress import LiveProgress
 
 
 SHOWN_EXAMPLES = 5
@@ -105,55 +108,73 @@ def train(
 
       permille-agent train ~/notes --estimator one-sided --from base
     """
-    from permille.errors import InputError
-    from permille_agent.link.report import collect_reports, log_delivery
-    from permille_agent.link.report import share_log as share_log_of
-    from permille_agent.state.choices import read_consent, read_references
+    from permille.choices import choice_of
     from permille_agent.state.home import as_json as json_of
-    from permille_agent.state.lock import hold_lock
     from permille_agent.state.models import active_model
     from permille_agent.training.options import (
         DEFAULT_MINUTES,
-        RunContext,
+        Start,
         TrainOptions,
         default_estimator,
         estimator_named,
-        start_named,
     )
     from permille_agent.training.progress import LiveProgress
-    from permille_agent.training.train import run_training
 
     home = home_of(context)
-    if minutes is None and steps is None:
-        minutes = DEFAULT_MINUTES
-    kind = default_estimator(engine) if estimator is None else estimator_named(estimator)
-    consent = read_consent(home)
-    sharing = consent.share_log if share_log is None else share_log
     options = TrainOptions.of(
-        kind, queries=queries, rows=rows, seed=seed, steps=steps, minutes=minutes, start=start_named(start)
+        default_estimator(engine) if estimator is None else estimator_named(estimator),
+        queries=queries,
+        rows=rows,
+        seed=seed,
+        steps=steps,
+        minutes=DEFAULT_MINUTES if minutes is None and steps is None else minutes,
+        start=choice_of(Start, start, "a start"),
     )
-    data_paths = [path.expanduser() for path in paths] if paths else list(read_references(home))
-    if not data_paths:
-        raise InputError("expected files or folders, or some added by `permille-agent data add`, got none")
+    chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
     told = LiveProgress(home, None if as_json else Console(stderr=True))
-    with hold_lock(home, "train"), _stopped_by_signals() as stop, told as progress:
-        context_of_run = RunContext(
-            share_log=sharing,
-            withdrawals=consent.withdrawals,
-            stop=stop,
-            progress=progress,
-            engine_of=EngineChoice(name=engine, threads=threads, device=device, dtype=dtype),
-        )
-        result = run_training(home, data_paths, options, context_of_run)
-        collect_reports(home)
-        if share_log and result.known:
-            share_log_of(home, result.run, withdrawals=consent.withdrawals)
-        log = log_delivery(home, result.run_id)
+    result, log = _train(home, paths or (), options, chosen, told, share_log=share_log)
     active = active_model(home)
     in_use = active is not None and active.run == result.run
     document = {**json_of(result), "log_delivery": log.value}
     show(document, as_json=as_json, render=lambda console: _render(console, result, log, in_use))
     raise typer.Exit(int(_EXIT_CODES[result.outcome.value]))
+
+
+def _train(
+    home: "Home",
+    paths: Sequence[Path],
+    options: "TrainOptions",
+    engine: EngineChoice,
+    told: "LiveProgress",
+    *,
+    share_log: bool | None,
+) -> tuple["RunResult", "Delivery"]:
+    """Train, report; share the log of a run that has ended, too, where this command says so."""
+    from permille.errors import InputError
+    from permille_agent.link import report
+    from permille_agent.state.choices import read_consent, read_references
+    from permille_agent.state.lock import hold_lock
+    from permille_agent.training.options import RunContext
+    from permille_agent.training.train import run_training
+
+    data_paths = [path.expanduser() for path in paths] or list(read_references(home))
+    if not data_paths:
+        raise InputError("expected files or folders, or some added by `permille-agent data add`, got none")
+    consent = read_consent(home)
+    sharing = consent.share_log if share_log is None else share_log
+    with hold_lock(home, "train"), _stopped_by_signals() as stop, told as progress:
+        context = RunContext(
+            share_log=sharing,
+            withdrawals=consent.withdrawals,
+            stop=stop,
+            progress=progress,
+            engine_of=engine,
+        )
+        result = run_training(home, data_paths, options, context)
+        report.collect_reports(home)
+        if share_log and result.known:
+            report.share_log(home, result.run, withdrawals=consent.withdrawals)
+        return result, report.log_delivery(home, result.run_id)
 
 
 _EXIT_CODES = {

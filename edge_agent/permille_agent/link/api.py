@@ -126,15 +126,6 @@ def encode_bytes(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
 
 
-def decode_bytes(text: str) -> bytes:
-    """Undo `encode_bytes`.
-
-    Raises:
-        ValueError: the text is not base64url.
-    """
-    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
     """Who signs: the enrolled device and its key."""

@@ -160,18 +160,6 @@ def has_short_state(k: int) -> bool:
     return BYTES_A_WEIGHT * k <= SHORT_STATE_BYTES
 
 
-def start_named(name: str) -> Start:
-    """Find the start that a user names.
-
-    Raises:
-        InputError: there is no such start.
-    """
-    try:
-        return Start(name)
-    except ValueError:
-        raise InputError(f"expected a start of {', '.join(Start)}, got {name!r}") from None
-
-
 def default_estimator(engine: str) -> EstimatorKind:
     """Find the estimator of an engine by name: one that has losses alone takes both signs in one pass."""
     return EstimatorKind.SPSA if engine == EXECUTORCH else DEFAULT_ESTIMATOR

@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from permille_lab.measuring.cells import Cells
+from permille_lab.measuring.tables import markdown
 
 
 def tables(results: Path) -> dict[str, str]:
@@ -32,9 +33,4 @@ def tables(results: Path) -> dict[str, str]:
     ).pivot_table(
         index=["gains of groups", "alike"], columns="gain", values="adopted", aggfunc="first", sort=False
     )
-    return {"adopted": _markdown(found), "little": _markdown(little)}
-
-
-def _markdown(table: pd.DataFrame) -> str:
-    table.columns.name = None
-    return str(table.reset_index().to_markdown(index=False, disable_numparse=True))
+    return {"adopted": markdown(found), "little": markdown(little)}

@@ -1,109 +1,112 @@
 """The tables of the pages about engines, from finished cells."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
-import pandas as pd
-
 from permille_lab.measuring.cells import Cells, Result, Settings
+from permille_lab.measuring.tables import markdown
+
+Row = dict[str, str]
+Rows = Iterator[Row]
 
 
 def tables(results: Path) -> dict[str, str]:
     """By the name that the template has for them."""
-    cells = Cells(results / "engine.jsonl")
-    steps = [
-        {
-            "batch": _batch(settings) + (", upper half masked" if figure == "lower layers" else ""),
-            "step": name,
-            "s": f"{found['wall_s']:.2f}",
-            "against dense": f"{found['wall_s'] / result['steps'][dense]['wall_s']:.2f}",
-            "not forward": f"{100 * found['not_forward']:.2f} %" if "not_forward" in found else "",
-        }
-        for figure, dense in (("step", "dense float32"), ("lower layers", "dense"))
-        for settings, result in cells.of(figure)
-        for name, found in result["steps"].items()
-    ]
-    loops = [
-        {
-            "batch": f"{_shape(settings)}, {name}",
-            "both signs, s": f"{found['both signs']:.2f}",
-            "sign by sign": f"{found['inner']:.2f}",
-            "four queries, s": f"{found['all queries']:.2f}",
-            "query by query": f"{found['outer']:.2f}",
-        }
-        for settings, result in cells.of("loops")
-        for name, found in result["loops"].items()
-    ]
-    memory = [
-        {
-            "batch": _batch(settings),
-            "step": name,
-            "peak, MB": f"{found['peak_bytes'] / 1e6:.0f}",
-            "above the package": f"{found['above_package_bytes'] / 1e6:.0f}",
-            "anonymous": f"{found['anonymous_peak_bytes'] / 1e6:.0f}",
-        }
-        for figure in ("memory", "first order")
-        for settings, result in cells.of(figure)
-        for name, found in result["contenders"].items()
-    ]
-    decoding = [
-        {
-            "shape": f"{_shape(settings)}, {settings['threads']} threads",
-            "tokens/s": result["tokens_per_s"]["overlay"],
-            "without overlay": result["tokens_per_s"]["bare"],
-            "ratio": f"{result['ratio']:.3f}",
-        }
-        | {name: str(result["tokens_per_s"].get(name, "")) for name in ("int4", "llama.cpp")}
-        for settings, result in cells.of("decode")
-    ]
-    token = [
-        {"part of a token": name, "ms": f"{milliseconds:.1f}"}
-        for _, result in cells.of("decode")
-        for name, milliseconds in result["token_ms"].items()
-        if milliseconds >= 0.05
-    ]
-    packages = {
-        figure: [
-            {
+    cells, replays = Cells(results / "engine.jsonl"), Cells(results / "replay.jsonl")
+    rows = {
+        "steps": _steps(cells),
+        "loops": _loops(cells),
+        "gradients": (_gradient(settings, result) for settings, result in cells.of("gradient")),
+        "memory": _memory(cells),
+        "decoding": (_decoding(settings, result) for settings, result in cells.of("decode")),
+        "token": _token(cells),
+        "replay": _replays(replays),
+        "sparse": _packages(cells, "sparse"),
+        "schemes": _packages(cells, "schemes"),
+    }
+    groups = (
+        f"{of['steps']:,} steps of {of['groups']:,} groups take {result['replay_s']['1, processor']:.1f} s"
+        for of, result in replays.of("replay of groups")
+    )
+    return {name: markdown(found) for name, found in rows.items()} | {"groups": "; ".join(groups)}
+
+
+def _steps(cells: Cells) -> Rows:
+    for figure, dense in (("step", "dense float32"), ("lower layers", "dense")):
+        for settings, result in cells.of(figure):
+            for name, found in result["steps"].items():
+                yield {
+                    "batch": _batch(settings) + (", upper half masked" if figure == "lower layers" else ""),
+                    "step": name,
+                    "s": f"{found['wall_s']:.2f}",
+                    "against dense": f"{found['wall_s'] / result['steps'][dense]['wall_s']:.2f}",
+                    "not forward": f"{100 * found['not_forward']:.2f} %" if "not_forward" in found else "",
+                }
+
+
+def _loops(cells: Cells) -> Rows:
+    for settings, result in cells.of("loops"):
+        for name, found in result["loops"].items():
+            yield {
+                "batch": f"{_shape(settings)}, {name}",
+                "both signs, s": f"{found['both signs']:.2f}",
+                "sign by sign": f"{found['inner']:.2f}",
+                "four queries, s": f"{found['all queries']:.2f}",
+                "query by query": f"{found['outer']:.2f}",
+            }
+
+
+def _memory(cells: Cells) -> Rows:
+    for figure in ("memory", "first order"):
+        for settings, result in cells.of(figure):
+            for name, found in result["contenders"].items():
+                yield {
+                    "batch": _batch(settings),
+                    "step": name,
+                    "peak, MB": f"{found['peak_bytes'] / 1e6:.0f}",
+                    "above the package": f"{found['above_package_bytes'] / 1e6:.0f}",
+                    "anonymous": f"{found['anonymous_peak_bytes'] / 1e6:.0f}",
+                }
+
+
+def _decoding(settings: Settings, result: Result) -> Row:
+    row = {
+        "shape": f"{_shape(settings)}, {settings['threads']} threads",
+        "tokens/s": result["tokens_per_s"]["overlay"],
+        "without overlay": result["tokens_per_s"]["bare"],
+        "ratio": f"{result['ratio']:.3f}",
+    }
+    return row | {name: str(result["tokens_per_s"].get(name, "")) for name in ("int4", "llama.cpp")}
+
+
+def _token(cells: Cells) -> Rows:
+    for _, result in cells.of("decode"):
+        for name, milliseconds in result["token_ms"].items():
+            if milliseconds >= 0.05:
+                yield {"part of a token": name, "ms": f"{milliseconds:.1f}"}
+
+
+def _packages(cells: Cells, figure: str) -> Rows:
+    for settings, result in cells.of(figure):
+        first = next(iter(result["contenders"].values()))
+        for name, found in result["contenders"].items():
+            yield {
                 "shape": _batch(settings),
                 "package": name,
                 "bytes": _ratio(found, first, "package_bytes"),
                 "dense layer": _ratio(found, first, "dense_layer_bytes"),
+            } | {what: f"{ratio:.2f}" for what, ratio in found["against_first"].items()}
+
+
+def _replays(cells: Cells) -> Rows:
+    for _, result in cells.of("replay"):
+        for name, way in result["ways"].items():
+            yield {
+                "kernels": name,
+                "one thread, s": f"{way['replay_s']['1']:.2f}",
+                "two threads, s": f"{way['replay_s']['2']:.2f}",
+                "step by step, s": way["one_by_one_s"],
             }
-            | {what: f"{ratio:.2f}" for what, ratio in found["against_first"].items()}
-            for settings, result in cells.of(figure)
-            for first in [next(iter(result["contenders"].values()))]
-            for name, found in result["contenders"].items()
-        ]
-        for figure in ("sparse", "schemes")
-    }
-    replay = [
-        {
-            "kernels": name,
-            "one thread, s": f"{way['replay_s']['1']:.2f}",
-            "two threads, s": f"{way['replay_s']['2']:.2f}",
-            "step by step, s": way["one_by_one_s"],
-        }
-        for _, result in Cells(results / "replay.jsonl").of("replay")
-        for name, way in result["ways"].items()
-    ]
-    groups = [
-        f"{of['steps']:,} steps of {of['groups']:,} groups take {result['replay_s']['1, processor']:.1f} s"
-        for of, result in Cells(results / "replay.jsonl").of("replay of groups")
-    ]
-    named = {
-        "steps": steps,
-        "loops": loops,
-        "gradients": [_gradient(settings, result) for settings, result in cells.of("gradient")],
-        "memory": memory,
-        "decoding": decoding,
-        "token": token,
-        "replay": replay,
-    } | packages
-    tables = {
-        name: str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True))
-        for name, rows in named.items()
-    }
-    return tables | {"groups": "; ".join(groups)}
 
 
 def inference_tables(results: Path) -> dict[str, str]:
@@ -124,7 +127,7 @@ def inference_tables(results: Path) -> dict[str, str]:
     machine = found[0][1]["machine"]["before"]
     sizes = cells.of("installed")[0][1]
     return {
-        "steps": str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)),
+        "steps": markdown(rows),
         "rounds": str(found[0][0]["rounds"]),
         "processor": f"{machine['processor']}, {', '.join(machine['instructions'])}",
         "installed": ", ".join(f"{name} {size / 1e6:.0f}" for name, size in sizes.items()),

@@ -115,14 +115,6 @@ def verdicts(
     return [row for claim in claims for row in _rows(claim, known, stages, looks.get(claim.key, 1))]
 
 
-def overall(rows: Sequence[Row]) -> Verdict:
-    """Of one claim: holds where every row that counts does, fails where one does, else undecided."""
-    found = {row.verdict for row in rows if row.counts}
-    if Verdict.FAILS in found:
-        return Verdict.FAILS
-    return Verdict.HOLDS if found == {Verdict.HOLDS} else Verdict.UNDECIDED
-
-
 def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
     """Whether a task's accuracies say something of a model, on a base that has both references: a 16- or
     32-bit one if there is one.
@@ -166,7 +158,7 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str], look
     rows = [
         replace(
             _tested(
-                _undecided(claim, model, density, by_loss=by_loss, found=None, reason=""),
+                _undecided(claim, model, density, by_loss=by_loss, reason=""),
                 mine,
                 theirs,
                 of_kind,
@@ -178,7 +170,7 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str], look
     ]
     if not rows:
         nothing = "needs both methods at one density, and the task's zero-shot and first-order references"
-        return [_undecided(claim, "", 0.0, by_loss=False, found=None, reason=nothing)]
+        return [_undecided(claim, "", 0.0, by_loss=False, reason=nothing)]
     tested = [(row.p_value, _p_failing(row)) for row in rows if row.p_value is not None]
     holding = iter(holm_adjusted([min(1.0, looks * holds) for holds, _ in tested]))
     failing = iter(holm_adjusted([min(1.0, looks * fails) for _, fails in tested]))
@@ -357,15 +349,13 @@ def _learned(second: Sequence[Record], records: Sequence[Record], by_loss: bool)
     return gain is not None and gain.p_above(0.0) < ALPHA
 
 
-def _undecided(
-    claim: Claim, model: str, density: float, *, by_loss: bool, found: Contrast | None, reason: str
-) -> Row:
+def _undecided(claim: Claim, model: str, density: float, *, by_loss: bool, reason: str) -> Row:
     return Row(
         claim=claim,
         model=model,
         density=density,
         by_loss=by_loss,
-        found=found,
+        found=None,
         p_value=None,
         verdict=Verdict.UNDECIDED,
         reason=reason,

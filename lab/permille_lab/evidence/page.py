@@ -21,6 +21,7 @@ from permille_lab.evidence.plan import (
     WITHOUT_MASK,
 )
 from permille_lab.evidence.records import by_density, by_scheme, by_steps, lacking, read_records
+from permille_lab.measuring.tables import markdown
 from permille_lab.tasks.examples import Task
 
 LOOKS = {"queries-sensitive-c4": 2, "queries-lora-fa-8": 2}
@@ -109,7 +110,7 @@ def _claims(rows: Sequence[Row]) -> str:
     frame = pd.DataFrame(cells).pivot_table(
         index="claim", columns="where", values="verdict", aggfunc="; ".join, fill_value="", sort=False
     )
-    return _markdown(frame.reindex([sentence for sentence in order if sentence in frame.index])[list(places)])
+    return markdown(frame.reindex([sentence for sentence in order if sentence in frame.index])[list(places)])
 
 
 def _task(row: Row) -> str:
@@ -160,15 +161,9 @@ def _pivoted(records: Sequence[Json], column: Callable[[Json], str], *, by_task:
     found = frame.pivot_table(
         index="method", columns="column", values="loss", aggfunc=_spread, fill_value="", sort=False
     )
-    return _markdown(found.reindex(names)[frame["column"].unique()])
+    return markdown(found.reindex(names)[frame["column"].unique()].rename_axis(index="method"))
 
 
 def _spread(losses: "pd.Series[float]") -> str:
     deviation = f" ± {losses.std(ddof=1):.3f}" if losses.nunique() > 1 else ""
     return f"{losses.mean():.3f}{deviation}"
-
-
-def _markdown(frame: pd.DataFrame) -> str:
-    frame.index.name = frame.index.name or ""
-    frame.columns.name = None
-    return str(frame.reset_index().to_markdown(index=False, disable_numparse=True))

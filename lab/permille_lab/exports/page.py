@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import pandas as pd
-
 from permille_lab.measuring.cells import Cells
+from permille_lab.measuring.tables import markdown
 
 
 def tables(results: Path) -> dict[str, str]:
@@ -29,6 +28,6 @@ def tables(results: Path) -> dict[str, str]:
         for settings, result in Cells(results / "exports.jsonl").of("exports")
     )
     return {
-        "kinds": str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)),
+        "kinds": markdown(rows),
         "ours": ours,
     }

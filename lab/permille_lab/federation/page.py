@@ -5,10 +5,10 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 from permille_lab.measuring.cells import Cells, Result, Settings
+from permille_lab.measuring.tables import markdown
 
 _BASE = "base"
 _PAIRS = (
@@ -25,11 +25,11 @@ def tables(results: Path) -> dict[str, str]:
     """By the name that the template has for them."""
     cells = Cells(results / "federation.jsonl")
     return {
-        "methods": _markdown(_methods(cells.of("methods"))),
-        "directions": _markdown(_directions(cells.of("directions"))),
-        "people": _markdown(_people(cells.of("people"))),
-        "attackers": _markdown(_attackers(cells.of("attackers"))),
-        "privacy": _markdown(_privacy(cells.of("privacy"))),
+        "methods": markdown(_methods(cells.of("methods"))),
+        "directions": markdown(_directions(cells.of("directions"))),
+        "people": markdown(_people(cells.of("people"))),
+        "attackers": markdown(_attackers(cells.of("attackers"))),
+        "privacy": markdown(_privacy(cells.of("privacy"))),
     }
 
 
@@ -110,7 +110,3 @@ def _privacy(cells: list[tuple[Settings, Result]]) -> list[dict[str, str]]:
         row = rows.setdefault(settings["cohort"], {"devices": str(settings["cohort"])})
         row[spent] = interval(result["gains"])
     return list(rows.values())
-
-
-def _markdown(rows: list[dict[str, str]]) -> str:
-    return str(pd.DataFrame(rows).fillna("").to_markdown(index=False, disable_numparse=True))

@@ -11,6 +11,7 @@ import pandas as pd
 
 from permille_lab.learning.compare import STATE, TRAINED
 from permille_lab.measuring.cells import Cells, Result, Settings
+from permille_lab.measuring.tables import markdown
 
 BASELINE = "spsa 8 x 2"
 SAME, LORA = "the same values, AdamW", "LoRA, AdamW"
@@ -67,7 +68,7 @@ def estimator_tables(results: Path) -> dict[str, str]:
     found.sort(key=lambda row: -float(row[f"more than `{BASELINE}`"]))
     falls = frame.pivot_table(index="text", columns="contender", values="fall", aggfunc="mean")
     texts = falls.map(lambda fall: "" if math.isnan(fall) else f"{fall:.3f}").reset_index()
-    return {"paired": _markdown(pd.DataFrame(found)), "texts": _markdown(texts)}
+    return {"paired": markdown(found), "texts": markdown(texts)}
 
 
 def learning_tables(results: Path) -> dict[str, str]:
@@ -99,7 +100,7 @@ def learning_tables(results: Path) -> dict[str, str]:
                 }
             )
     return {
-        "times": _markdown(pd.DataFrame(rows).fillna("")),
+        "times": markdown(rows),
         "targets": _targets(groups),
         "trained": _trained(groups),
     }
@@ -125,7 +126,7 @@ def _trained(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
         if method in found and found.keys() & TRAINED.keys()
         for points in [found[method]["points"]]
     ]
-    return _markdown(pd.DataFrame(rows))
+    return markdown(rows)
 
 
 def _targets(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
@@ -152,7 +153,7 @@ def _targets(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
         ("share of AdamW's fall on the same values", _spread(falls, ".1%")),
         ("seconds to 95 % of its fall, LoRA's being 1", _spread(times, ".1f")),
     ]
-    return _markdown(pd.DataFrame(rows, columns=["training along the gradient", "found"]))
+    return markdown(pd.DataFrame(rows, columns=["training along the gradient", "found"]))
 
 
 def _spread(values: list[float], form: str) -> str:
@@ -195,7 +196,3 @@ def _seconds(points: Points, loss: float) -> float:
             share = (before["loss"] - loss) / max(1e-12, before["loss"] - point["loss"])
             return float(before["seconds"] + share * (point["seconds"] - before["seconds"]))
     return math.inf
-
-
-def _markdown(frame: pd.DataFrame) -> str:
-    return str(frame.to_markdown(index=False, disable_numparse=True))

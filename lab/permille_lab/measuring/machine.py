@@ -22,7 +22,7 @@ _PACKAGES = ("numpy", "torch", "transformers", "bitsandbytes", "peft")
 def machine() -> dict[str, Any]:
     """Processor, its instruction sets, cores, memory, load and versions, now."""
     return {
-        "processor": _named("/proc/cpuinfo", "model name") or platform.machine(),
+        "processor": _named("model name") or platform.machine(),
         "instructions": sorted(instructions()),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
 
 def instructions() -> set[str]:
     """The instruction sets that decide which kernels run; those that we know by name."""
-    found = (_named("/proc/cpuinfo", "flags") or _named("/proc/cpuinfo", "Features") or "").split()
+    found = (_named("flags") or _named("Features") or "").split()
     return set(_FLAGS) & set(found)
 
 
@@ -96,8 +96,7 @@ def resident() -> dict[str, int]:
 class AnonymousPeak:
     """The largest `RssAnon` while the block runs, sampled: the kernel keeps a peak of the whole alone."""
 
-    def __init__(self, *, every_s: float = 0.01) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self.bytes = 0
@@ -114,13 +113,13 @@ class AnonymousPeak:
         self.bytes = max(self.bytes, resident()["RssAnon"])
 
     def _sample(self) -> None:
-        while not self._done.wait(self._every_s):
+        while not self._done.wait(0.01):
             self.bytes = max(self.bytes, resident()["RssAnon"])
 
 
-def _named(path: str, field: str) -> str | None:
+def _named(field: str) -> str | None:
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return None
     named = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field)

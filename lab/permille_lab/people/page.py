@@ -15,6 +15,7 @@ import pandas as pd
 
 from permille_lab.evaluate.statistics import UserTest, holm, user_test
 from permille_lab.measuring.cells import Cells
+from permille_lab.measuring.tables import markdown
 
 
 class State(StrEnum):
@@ -47,7 +48,7 @@ def tables(results: Path) -> dict[str, str]:
     cells = Cells(results / "people.jsonl")
     losses = losses_of(cells)
     gains = (_gain(group, test) for group, test in personal_tests(people_of(losses)))
-    return {"gains": _markdown(pd.DataFrame(gains)), "counts": _markdown(_counts(cells, losses))}
+    return {"gains": markdown(gains), "counts": markdown(_counts(cells, losses))}
 
 
 def losses_of(cells: Cells) -> pd.DataFrame:
@@ -115,7 +116,3 @@ def _counts(cells: Cells, losses: pd.DataFrame) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
-
-
-def _markdown(frame: pd.DataFrame) -> str:
-    return str(frame.to_markdown(index=False, disable_numparse=True))

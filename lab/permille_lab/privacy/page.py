@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from permille_lab.measuring.cells import Cells
+from permille_lab.measuring.tables import markdown
 
 
 def tables(results: Path) -> dict[str, str]:
@@ -24,5 +25,4 @@ def tables(results: Path) -> dict[str, str]:
         index="the attacker knows", columns="epsilon", values="auc", aggfunc="first", sort=False
     )
     found = found[sorted(found.columns, key=lambda name: float(name) if name[0].isdigit() else 1e9)[::-1]]
-    found.columns.name = None
-    return {"attack": str(found.reset_index().to_markdown(index=False, disable_numparse=True))}
+    return {"attack": markdown(found)}

@@ -12,6 +12,7 @@ import pandas as pd
 
 from permille_lab.evaluate.specification import Base
 from permille_lab.measuring.cells import Cells, Result
+from permille_lab.measuring.tables import markdown
 
 Found = Mapping[tuple[str, str], Result]
 """By model and base."""
@@ -49,7 +50,7 @@ def _side_by_side(cells: Cells, found: Found) -> str:
             row["step, ms"] = f"{1e3 * speed['gradient_s'][base]:.0f}"
             row["tokens a second"] = f"{speed['tokens_per_s'][base]:.0f}"
             rows.append(row)
-    return str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True))
+    return markdown(rows)
 
 
 def _losses(found: Found) -> str:
@@ -70,4 +71,4 @@ def _losses(found: Found) -> str:
                 row["more than 16 bits, nats a token"] = f"{more_N.mean():+.4f} ± {error:.4f}"
             rows.append(row)
     frame = pd.DataFrame(rows).sort_values("model, text", kind="stable").fillna("")
-    return str(frame.to_markdown(index=False, disable_numparse=True))
+    return markdown(frame)

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from permille_lab.measuring.cells import Cells
+from permille_lab.measuring.tables import markdown
 
 _READS = {
     "async": "bare route, in the event loop",
@@ -22,12 +21,12 @@ def tables(results: Path) -> dict[str, str]:
     cells = Cells(results / "service.jsonl")
     machines = [result["machine"] for _, _, result in cells if "machine" in result]
     return {
-        "reads": _markdown(
+        "reads": markdown(
             row
             for settings, result in cells.of("reads")
             for row in _rows(result, _READS, "sync", {"database": settings["database"]})
         ),
-        "downloads": _markdown(
+        "downloads": markdown(
             {
                 "of": words,
                 "MB a second": f"{result[name]['bytes_per_s'] / 1e6:,.0f}",
@@ -37,7 +36,7 @@ def tables(results: Path) -> dict[str, str]:
             for _, result in cells.of("downloads")
             for name, words in _WAYS.items()
         ),
-        "polls": _markdown(
+        "polls": markdown(
             {
                 "database": settings["database"],
                 "devices": f"{result['devices']:,}",
@@ -48,7 +47,7 @@ def tables(results: Path) -> dict[str, str]:
             }
             for settings, result in cells.of("polls")
         ),
-        "statements": _markdown(
+        "statements": markdown(
             {"database": settings["database"], **result} for settings, result in cells.of("statements")
         ),
         "machine": f"{machines[0]['cores']} cores of {machines[0]['processor']}, load "
@@ -73,8 +72,3 @@ def _rows(result: Any, names: dict[str, str], against: str, first: dict[str, str
         }
         for name, words in names.items()
     ]
-
-
-def _markdown(rows: Any) -> str:
-    found = pd.DataFrame(list(rows))
-    return "" if found.empty else str(found.to_markdown(index=False, disable_numparse=True))

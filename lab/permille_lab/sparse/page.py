@@ -15,6 +15,7 @@ import pandas as pd
 
 from permille_lab.evaluate.statistics import user_test
 from permille_lab.measuring.cells import Cells
+from permille_lab.measuring.tables import markdown
 from permille_lab.sparse.ways import ABLATED, ONE_SHOT, TABLE, Way
 
 UNPRUNED = "pruned"
@@ -119,15 +120,15 @@ def tables(results: Path) -> dict[str, str]:
     cells = Cells(results / "sparse.jsonl")
     found, dense = losses_of(cells), dense_of(cells)
     return {
-        "perplexities": _markdown(_perplexities(found, dense)),
-        "claims": _markdown(pd.DataFrame(claim_rows(found, dense))),
-        "ablations": _markdown(_ablations(found)),
-        "rounds": _markdown(_rounds(cells)),
-        "merging": _markdown(_merging(cells)),
-        "tasks": _markdown(_tasks(cells)),
-        "device": _markdown(_device(cells)),
-        "bytes": _markdown(_bytes(cells)),
-        "people": _markdown(_people(cells)),
+        "perplexities": markdown(_perplexities(found, dense)),
+        "claims": markdown(claim_rows(found, dense)),
+        "ablations": markdown(_ablations(found)),
+        "rounds": markdown(_rounds(cells)),
+        "merging": markdown(_merging(cells)),
+        "tasks": markdown(_tasks(cells)),
+        "device": markdown(_device(cells)),
+        "bytes": markdown(_bytes(cells)),
+        "people": markdown(_people(cells)),
     }
 
 
@@ -364,7 +365,3 @@ def _people(cells: Cells) -> pd.DataFrame:
 
 def _target(target: str) -> str:
     return target if ":" in target else f"{float(target):.0%}"
-
-
-def _markdown(frame: pd.DataFrame) -> str:
-    return str(frame.to_markdown(index=False, disable_numparse=True))

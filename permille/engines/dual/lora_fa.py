@@ -101,7 +101,7 @@ class LoraFAModel(nn.Module):
         return loss.view(self._queries, 2, len(ids_BT), -1)
 
 
-def lora_fa_model(package: Package, *, rank: int, queries: int, seed: int = 0) -> LoraFAModel:
+def lora_fa_model(package: Package, *, rank: int, queries: int) -> LoraFAModel:
     """Build the module in float32, on the package's own values; B is zero and A Gaussian over sqrt(K).
 
     Raises:
@@ -109,7 +109,7 @@ def lora_fa_model(package: Package, *, rank: int, queries: int, seed: int = 0) -
     """
     package.mask(package.manifest.tensors[0].name)  # refuses an adapter
     model = load_torch_model(package, torch.device("cpu"), torch.float32)
-    rng, start, own_K = np.random.default_rng(seed), 0, torch.from_numpy(package.values().copy())
+    rng, start, own_K = np.random.default_rng(0), 0, torch.from_numpy(package.values().copy())
     for name in model.value_names:
         path = name.removesuffix(".values")
         masked = model.module.get_submodule(path)

@@ -22,6 +22,7 @@ from permille.store.tables import Device, Job, Tenant
 BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
 _PEER = aliased(Job)
+_SENT_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +251,7 @@ def sweep(db: Database) -> SweepReport:
     )
 
 
-def take_undispatched(session: Session, *, resend_after_s: float, limit: int = 100) -> list[str]:
+def take_undispatched(session: Session, *, resend_after_s: float) -> list[str]:
     """Mark as sent, and return, the queued jobs that were never sent to the broker or so long ago that it
     lost them.
     """
@@ -263,7 +264,7 @@ def take_undispatched(session: Session, *, resend_after_s: float, limit: int = 1
             or_(Job.dispatched_at.is_(None), Job.dispatched_at <= at - timedelta(seconds=resend_after_s)),
         )
         .order_by(Job.available_at, Job.id)
-        .limit(limit)
+        .limit(_SENT_AT_ONCE)
         .with_for_update(skip_locked=True, key_share=True)
     )
     jobs = session.scalars(query).all()

@@ -37,10 +37,10 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-def home_with_package(root: Path, *, seed: int = 0, version: int = 1) -> tuple[Home, Package]:
+def home_with_package(root: Path) -> tuple[Home, Package]:
     home = open_home(root)
-    package = tiny_package(home.blobs, seed=seed)
-    record_installed(home, InstalledRelease(name="tiny", version=version, manifest_digest=package.digest))
+    package = tiny_package(home.blobs)
+    record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
     return home, package
 
 

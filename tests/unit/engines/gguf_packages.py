@@ -45,7 +45,7 @@ def exported_package(
     return write_package(BlobFolder(folder), model, scheme, density=0.01, files=files)
 
 
-def sentencepiece_tokenizer(vocabulary: int = VOCABULARY) -> bytes:
+def sentencepiece_tokenizer() -> bytes:
     """A `tokenizer.json` as transformers makes them of sentencepiece's models.
 
     Bytes for unknown characters, `▁` for spaces, and every merge that makes a token, in the order of scores.
@@ -53,7 +53,7 @@ def sentencepiece_tokenizer(vocabulary: int = VOCABULARY) -> bytes:
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(
-        sentences(200), trainers.BpeTrainer(vocab_size=vocabulary - 259, show_progress=False)
+        sentences(200), trainers.BpeTrainer(vocab_size=VOCABULARY - 259, show_progress=False)
     )
     learned = json.loads(trained.to_str())["model"]
     made = ["".join(pair) for pair in learned["merges"]]

@@ -37,16 +37,13 @@ def device_key(index: int) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(index.to_bytes(32, "little"))
 
 
-def make_masked(
-    history: History, contributions: list[Contribution], number: int | None = None
-) -> tuple[list[Masked], int]:
+def make_masked(history: History, contributions: list[Contribution]) -> tuple[list[Masked], int]:
     """What these devices send masked, read again; and the bytes of one."""
     rules = history.definition
     made, size = [], 0
     for index, each in enumerate(contributions):
         key = device_key(index)
-        number = history.number if number is None else number
-        data = encode_masked(rules, number, history.digest, vector_of(each), key)
+        data = encode_masked(rules, history.number, history.digest, vector_of(each), key)
         made.append(decode_masked(data, rules, key.public_key()))
         size = len(data)
     return made, size

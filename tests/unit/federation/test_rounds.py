@@ -12,7 +12,7 @@ from permille.choices import EstimatorKind
 from permille.errors import InputError, PackageError
 from permille.federation.contribution import Contribution, decode_contribution, encode_contribution
 from permille.federation.definition import Definition, Rule
-from permille.federation.rounds import History, clipped, combine, decode_segment, encode_segment
+from permille.federation.rounds import History, clipped, combine, decode_segment
 from permille.zo.header import DirectionKind
 from permille.zo.packed_state import StateHeader, StateOrigin, decode_state, encode_state
 from tests.unit.federation.federations import KEY, make_contributions, make_definition, split_log
@@ -41,7 +41,7 @@ def run(definition: Definition, rounds: int = 4, devices: int = 7) -> tuple[Hist
         contributions = [] if number == 1 else make_contributions(history, devices, seed=number)
         made.append(combine(definition, number, contributions))
         history.apply(made[-1:])
-    return history, encode_segment(made)
+    return history, b"".join(each.to_bytes() for each in made)
 
 
 @pytest.mark.parametrize("definition", DEFINITIONS.values(), ids=DEFINITIONS)

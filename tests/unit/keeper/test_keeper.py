@@ -52,10 +52,10 @@ def federation(home: Path, port: int) -> Definition:
     )
 
 
-def send_all(rules: Definition, devices: int = DEVICES) -> tuple[list[Contribution], list[Masked]]:
+def send_all(rules: Definition) -> tuple[list[Contribution], list[Masked]]:
     """What devices computed, and what they sent."""
     history = History.begin(rules)
-    plain, masked = make_contributions(history, devices), []
+    plain, masked = make_contributions(history, DEVICES), []
     for index, each in enumerate(plain):
         key = device_key(index)
         data = encode_masked(rules, 0, history.digest, vector_of(each), key)

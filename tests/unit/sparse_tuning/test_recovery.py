@@ -28,14 +28,14 @@ class KilledError(Exception):
     """What a test's `progress` raises."""
 
 
-def pruned_model(share: float = 0.5) -> Any:
-    """A model whose linears have zeros in a share of their places."""
+def pruned_model() -> Any:
+    """A model whose linears have zeros in half of their places."""
     model = tiny_model("llama")
     rng = np.random.default_rng(3)
     with torch.no_grad():
         for name in names(model):
             weight = model.get_parameter(name)
-            weight[torch.from_numpy(rng.random(tuple(weight.shape)) < share)] = 0
+            weight[torch.from_numpy(rng.random(tuple(weight.shape)) < 0.5)] = 0
     return model
 
 

@@ -53,9 +53,9 @@ def kind_fields(estimator: EstimatorKind, *, lower: int = 1, upper: int = 2) -> 
     return {"estimator": estimator}
 
 
-def make_exponents(k: int, *, largest: int = 3, seed: int = 0) -> Exponents:
+def make_exponents(k: int, *, largest: int = 3) -> Exponents:
     """Exponents of k weights from 0 to `largest`."""
-    e_K = np.random.default_rng(seed).integers(0, largest + 1, k).astype(np.int8)
+    e_K = np.random.default_rng(0).integers(0, largest + 1, k).astype(np.int8)
     e_K[:2] = 0, largest
     return Exponents(e_K, DIGEST)
 
@@ -69,15 +69,15 @@ def header_kinds(counts: tuple[int, ...], exponents: Exponents) -> list[LogHeade
     ]
 
 
-def make_records(rows: Sequence[Sequence[int]], *, loss: float = 1.5) -> list[StepRecord]:
+def make_records(rows: Sequence[Sequence[int]]) -> list[StepRecord]:
     """Records of steps 0, 1, ... with the given coefficients."""
-    return [StepRecord(step=step, coefficients=tuple(row), loss=loss) for step, row in enumerate(rows)]
+    return [StepRecord(step=step, coefficients=tuple(row), loss=1.5) for step, row in enumerate(rows)]
 
 
-def random_rows(steps: int, queries: int = 2, *, size: int = 1024, seed: int = 0) -> list[list[int]]:
-    """Coefficients of a realistic size: normal, with the given root mean square."""
+def random_rows(steps: int, queries: int = 2, *, seed: int = 0) -> list[list[int]]:
+    """Coefficients of a realistic size: normal, with a root mean square of 1024."""
     rows: list[list[int]] = (
-        np.rint(np.random.default_rng(seed).normal(0, size, (steps, queries))).astype(int).tolist()
+        np.rint(np.random.default_rng(seed).normal(0, 1024, (steps, queries))).astype(int).tolist()
     )
     return rows
 

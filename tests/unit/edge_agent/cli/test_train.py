@@ -162,6 +162,7 @@ def test_train_uses_the_data_that_was_added(
         (["--steps", "0"], 3, "1 to 1,000,000 steps, got 0"),
         (["--minutes", "-1"], 3, "more than 0"),
         (["--seed", "-1", "--steps", "5"], 3, "a seed from 0"),
+        (["--from", "middle"], 3, "a start of active, pooled, base; got 'middle'"),
     ],
 )
 def test_train_refuses_what_no_run_can_have(

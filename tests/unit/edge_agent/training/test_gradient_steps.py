@@ -26,7 +26,7 @@ from permille_agent.link.report import Delivery, collect_reports, share_log
 from permille_agent.training import durable_steps, gradient_steps
 from permille_agent.training.decision import Decision
 from permille_agent.training.gradient_steps import load_moments
-from permille_agent.training.options import Start, TrainOptions, start_named
+from permille_agent.training.options import Start, TrainOptions
 from permille_agent.training.plan import budget_of_gradient, make_plan
 from permille_agent.training.run import BegunRun, Run, StartState, find_run
 from permille_agent.training.step_size import SearchFailed
@@ -252,9 +252,6 @@ def test_options_of_a_gradient_know_whether_there_is_a_log() -> None:
     spsa = TrainOptions.of(EstimatorKind.SPSA, steps=5)
     assert (spsa.shared(1), spsa.shared(2**30), spsa.queries) == (spsa, spsa, 8)
     assert private.definition() != replace(private, start=Start.BASE).definition()
-    assert start_named("base") is Start.BASE
-    with pytest.raises(InputError, match="expected a start of active, pooled, base, got 'middle'"):
-        start_named("middle")
 
 
 GRADIENT = {"estimator": EstimatorKind.SKETCH, "queries": 0, "steps": 30}

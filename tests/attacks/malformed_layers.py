@@ -1,0 +1,464 @@
+"""Packages whose layers are refused, by code (FORMAT 4): container, codes, mask, adapter, sparse weights."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from permille.choices import AdapterKind
+from permille.digests import canonical_json
+from permille.package.build import ChosenAdapter
+from permille.package.limits import MAX_HEADER_BYTES
+from permille.quantization.types import Scheme, Sparsity
+from tests.attacks.forge import Container, Forge, Register, container_bytes
+from tests.attacks.malformed_manifests import first, layer_is_missing, layer_with
+from tests.unit.package.tiny import LLAMA, write_tiny
+
+Q0 = "model.layers.0.self_attn.q_proj.weight"
+ODD = LLAMA | {"hidden_size": 9, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}
+REGISTER = Register()
+register, attack = REGISTER.add, REGISTER.attack
+
+
+# --- FORMAT 4.1: container -------------------------------------------------------------------------------
+
+
+def mask_of(change: Callable[[bytes], bytes], forge: Forge) -> str:
+    forge.replace("mask", change(forge.layers["mask"]))
+    return forge.seal()
+
+
+FILES: list[tuple[str, str, Callable[[bytes], bytes]]] = [
+    ("header-size", "a_header_as_long_as_the_file", lambda data: len(data).to_bytes(8, "little") + data[8:]),
+    ("header-size", "a_header_of_2_to_the_64", lambda data: (2**64 - 8).to_bytes(8, "little") + data[8:]),
+    ("layer-file-size", "bytes_behind_the_last_tensor", lambda data: data + b"tail"),
+    ("layer-file-size", "a_last_tensor_that_is_cut", lambda data: data[:-4]),
+]
+for code, name, change in FILES:
+    register(code, f"mask_of_{name}", partial(mask_of, change))
+
+
+@attack("header-size")
+def header_longer_than_eight_megabytes(forge: Forge) -> str:
+    size = MAX_HEADER_BYTES + 8
+    forge.replace("plain", size.to_bytes(8, "little") + b" " * size)
+    return forge.seal()
+
+
+@attack("header-size")
+def file_shorter_than_a_header_length(forge: Forge) -> str:
+    forge.replace("plain", b"short")
+    return forge.seal()
+
+
+def container_with(role: str, change: Callable[[Container], object], forge: Forge) -> str:
+    container = forge.container(role)
+    change(container)
+    forge.replace(role, container.data())
+    return forge.seal()
+
+
+def header_of(change: Callable[[dict[str, Any]], bytes], forge: Forge) -> str:
+    container = forge.container("mask")
+    forge.replace("mask", container_bytes(change(container.entries), bytes(container.body)))
+    return forge.seal()
+
+
+def with_a_tensor_twice(entries: dict[str, Any]) -> bytes:
+    data = canonical_json(entries)
+    return data[:-1] + b"," + data[data.index(b'"model.layers.1.self_attn.v_proj') : -1] + b"}"
+
+
+def in_another_order(entries: dict[str, Any]) -> bytes:
+    return json.dumps(dict(sorted(entries.items(), reverse=True)), separators=(",", ":")).encode()
+
+
+HEADERS: list[tuple[str, str, Callable[[dict[str, Any]], bytes]]] = [
+    ("header-size", "a_cavity_of_spaces", lambda entries: canonical_json(entries) + b" " * 64),
+    ("json-malformed", "a_tensor_twice", with_a_tensor_twice),
+    ("json-not-canonical", "another_order", in_another_order),
+    ("json-malformed", "a_pickle", lambda entries: b"\x80\x04\x95cposix\nsystem\n"),
+    ("header-schema", "a_list", lambda entries: b"[]"),
+    (
+        "header-schema",
+        "other_metadata",
+        lambda entries: canonical_json(entries | {"__metadata__": {"format": "pt", "note": "hidden"}}),
+    ),
+]
+for code, name, header in HEADERS:
+    register(code, f"header_of_{name}", partial(header_of, header))
+
+
+def entry_with(fields: dict[str, Any], container: Container) -> None:
+    """Another entry for the layer's first tensor by name."""
+    container.entries[names_of(container)[0]].update(fields)
+
+
+ENTRIES: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("header-schema", "an_unknown_key", "mask", {"stride": [1]}),
+    ("header-schema", "a_negative_size", "mask", {"shape": [-1, -5]}),
+    ("header-schema", "a_boolean_size", "mask", {"shape": [5, True]}),
+    ("header-schema", "a_hundred_dimensions", "mask", {"shape": [5] + [1] * 99}),
+    ("header-schema", "three_offsets", "mask", {"data_offsets": [0, 20, 20]}),
+    ("header-dtype", "signed_indices", "mask", {"dtype": "I32"}),
+    ("header-dtype", "a_list_for_a_dtype", "mask", {"dtype": ["U32"]}),
+    ("header-dtype", "no_sign", "exponents", {"dtype": "U8"}),
+    # 2^62 * 4 bytes is 0 modulo 2^64
+    ("header-overflow", "a_product_that_wraps", "mask", {"shape": [2**62], "data_offsets": [0, 0]}),
+    ("header-overflow", "five_terabytes", "mask", {"shape": [5 << 38], "data_offsets": [0, 5 << 40]}),
+    ("header-offsets", "fewer_bytes_than_its_shape", "mask", {"shape": [6]}),
+    ("header-offsets", "offsets_that_run_backwards", "mask", {"data_offsets": [20, 0]}),
+    ("tensor-shape", "two_dimensions", "exponents", {"shape": [5, 1]}),
+]
+for code, name, role, fields in ENTRIES:
+    register(code, f"{role}_entry_with_{name}", partial(container_with, role, partial(entry_with, fields)))
+
+
+@attack("header-dtype")
+def scales_as_bytes(forge: Forge) -> str:
+    scales = f"{Q0}.absmax"
+    size = forge.container("dense").entries[scales]["shape"][0]
+    forge.rewrite("dense", scales, "U8", np.zeros(size, np.uint8))
+    return forge.seal()
+
+
+@attack("header-dtype")
+def codes_as_floats(forge: Forge) -> str:
+    size = forge.container("dense").entries[Q0]["shape"][0]
+    forge.rewrite("dense", Q0, "F32", np.zeros((size, 1), np.float32))
+    return forge.seal()
+
+
+# --- FORMAT 4.2 to 4.7: what layers hold ----------------------------------------------------------------
+
+
+def number_in(tensor: str, place: tuple[str, int, float], container: Container) -> None:
+    dtype, at, value = place
+    container.view(tensor, dtype)[at] = value
+
+
+NUMBERS: list[tuple[str, str, str, tuple[str, int, float]]] = [
+    ("dense-scales", "dense", f"{Q0}.absmax", ("<f4", 3, np.inf)),
+    ("dense-scales", "dense", f"{Q0}.absmax", ("<f4", 0, np.nan)),
+    ("dense-scales", "dense", f"{Q0}.absmax", ("<f4", -1, -0.25)),
+    ("dense-code-book", "dense", f"{Q0}.quant_map", ("<f4", 15, 1e30)),
+    ("plain-not-finite", "plain", "model.embed_tokens.weight", ("<f4", 7, np.nan)),
+    ("plain-not-finite", "plain", "model.norm.weight", ("<f4", -1, -np.inf)),
+    ("mask-range", "mask", Q0, ("<u4", -1, 32 * 32)),
+    ("mask-range", "mask", Q0, ("<u4", -1, 2**32 - 1)),
+    ("values-not-finite", "values", Q0, ("<f4", 0, np.nan)),
+    ("exponents-range", "exponents", Q0, ("i1", 2, 16)),
+    ("exponents-range", "exponents", Q0, ("i1", 2, -1)),
+]
+for code, role, tensor, place in NUMBERS:
+    change_number = partial(number_in, tensor, place)
+    register(code, f"{place[2]}_in_{tensor}_of_{role}", partial(container_with, role, change_number))
+
+
+def names_of(container: Container) -> list[str]:
+    return sorted(name for name in container.entries if name != "__metadata__")
+
+
+def overlap(container: Container) -> None:
+    one, two = names_of(container)[:2]
+    container.entries[two]["data_offsets"] = container.entries[one]["data_offsets"]
+
+
+def leave_a_hole(container: Container) -> None:
+    for name in names_of(container):
+        entry = container.entries[name]
+        entry["data_offsets"] = [offset + 8 for offset in entry["data_offsets"]]
+    container.body = bytearray(8) + container.body
+
+
+def put_floats_behind_bytes(container: Container) -> None:
+    codes, scales = container.entries[Q0], container.entries[f"{Q0}.absmax"]
+    size = scales["data_offsets"][1] - scales["data_offsets"][0]
+    end = codes["data_offsets"][1] - codes["data_offsets"][0]
+    container.entries = {
+        "__metadata__": container.entries["__metadata__"],
+        "a": {**codes, "data_offsets": [0, end]},
+        "b": {**scales, "data_offsets": [end, end + size]},
+    }
+
+
+def state_another_shape(container: Container) -> None:
+    state = container.view(f"{Q0}.quant_state.bitsandbytes__nf4", "u1")
+    state[:] = np.frombuffer(state.tobytes().replace(b"[32, 32]", b"[16, 64]"), np.uint8)
+
+
+def repeat_an_index(container: Container) -> None:
+    indices = container.view(Q0, "<u4")
+    indices[2] = indices[1]
+
+
+def let_indices_fall(container: Container) -> None:
+    indices = container.view(Q0, "<u4")
+    indices[:] = indices[::-1].copy()
+
+
+def begin_at_one(container: Container) -> None:
+    np.frombuffer(container.body, np.int8)[:] = 1
+
+
+def rename(old: str, new: str, container: Container) -> None:
+    container.entries[new] = container.entries.pop(old)
+
+
+def leave_the_last_out(container: Container) -> None:
+    last = max(names_of(container), key=lambda name: container.entries[name]["data_offsets"][0])
+    begin, _ = container.entries.pop(last)["data_offsets"]
+    del container.body[begin:]
+
+
+def transpose_the_embedding(container: Container) -> None:
+    container.entries["model.embed_tokens.weight"]["shape"].reverse()
+
+
+CONTAINERS: list[tuple[str, str, Callable[[Container], None]]] = [
+    ("header-offsets", "mask", overlap),
+    ("header-offsets", "mask", leave_a_hole),
+    ("header-offsets", "dense", put_floats_behind_bytes),
+    ("dense-code-book", "dense", state_another_shape),
+    ("mask-order", "mask", repeat_an_index),
+    ("mask-order", "mask", let_indices_fall),
+    ("exponents-range", "exponents", begin_at_one),
+    ("tensor-names", "values", leave_the_last_out),
+    ("tensor-shape", "plain", transpose_the_embedding),
+    ("tensor-names", "plain", partial(rename, "lm_head.weight", "lm_head.bias")),
+    ("tensor-names", "exponents", partial(rename, Q0, "lm_head.weight")),
+]
+for code, role, edit_container in CONTAINERS:
+    name = getattr(edit_container, "__name__", "rename")
+    register(code, f"{role}_{name}", partial(container_with, role, edit_container))
+
+
+@attack("dense-padding")
+def hidden_bits_in_the_last_nibble(forge: Forge) -> str:
+    other = Forge(write_tiny(forge.tiny.blobs, config=ODD), forge.target)
+    container = other.container("dense")
+    container.view(Q0, "u1")[-1] |= 1
+    other.replace("dense", container.data())
+    return other.seal()
+
+
+@attack("tensor-shape")
+def exponents_of_one_weight_less(forge: Forge) -> str:
+    forge.rewrite("exponents", Q0, "I8", np.ones(4, np.int8))
+    # The layer must weigh a byte for each masked weight, so the missing one is added elsewhere.
+    forge.rewrite("exponents", Q0.replace("q_proj", "k_proj"), "I8", np.ones(6, np.int8))
+    return forge.seal()
+
+
+# --- FORMAT 4.10: adapters -------------------------------------------------------------------------------
+
+
+def with_an_adapter(change: Callable[[Forge], object], forge: Forge) -> str:
+    other = Forge(write_tiny(forge.tiny.blobs, adapter=ADAPTER), forge.target)
+    change(other)
+    return other.seal()
+
+
+def adapter_set(fields: dict[str, Any], forge: Forge) -> None:
+    forge.manifest["adapter"].update(fields)
+
+
+def adapter_with(change: Callable[[Container], object], forge: Forge) -> None:
+    container_with("adapter", change, forge)
+
+
+def transpose_a(container: Container) -> None:
+    container.entries[Q0]["shape"].reverse()
+
+
+def one_more_of_b(forge: Forge) -> None:
+    first(forge.manifest)["count"] += 1
+    forge.manifest["adapter"]["k"] += 1
+
+
+def layer_beside_an_adapter(role: str, forge: Forge) -> None:
+    same = Forge(forge.tiny, forge.target)
+    layer = {
+        **same.entry("adapter"),
+        "role": role,
+        "media_type": f"application/vnd.permille.{role}+safetensors",
+    }
+    at = [entry["role"] for entry in forge.manifest["layers"]].index("adapter")
+    forge.manifest["layers"].insert(at if role == "mask" else at + 1, layer)
+
+
+def mask_for_an_adapter(forge: Forge) -> None:
+    forge.manifest["mask"] = {"method": "random", "density": "0.1", "scope": "all", "k": 1}
+    del forge.manifest["adapter"]
+
+
+ADAPTER = ChosenAdapter(kind=AdapterKind.LORA, rank=4, alpha=8)
+ADAPTERS: list[tuple[str, str, Callable[[Forge], object]]] = [
+    ("manifest-schema", "a_mask_too", lambda f: f.manifest.update(mask=dict(f.manifest["adapter"]))),
+    ("manifest-schema", "no_word_of_it", lambda f: f.manifest.pop("adapter")),
+    ("manifest-schema", "an_unknown_kind", partial(adapter_set, {"kind": "dora"})),
+    ("manifest-schema", "no_rank", partial(adapter_set, {"rank": 0})),
+    ("manifest-schema", "an_endless_alpha", partial(adapter_set, {"alpha": 10**9})),
+    ("manifest-schema", "a_scope_for_terminals", partial(adapter_set, {"scope": "\x1b[2Jall"})),
+    ("manifest-counts", "another_rank", partial(adapter_set, {"rank": 5})),
+    ("manifest-counts", "another_kind", partial(adapter_set, {"kind": "lora-fa"})),
+    ("manifest-counts", "one_number_more", one_more_of_b),
+    ("manifest-layers", "no_layer", lambda f: layer_is_missing("adapter", f)),
+    ("manifest-counts", "a_mask_of_other_counts", mask_for_an_adapter),
+    *(
+        ("manifest-layers", role, partial(layer_beside_an_adapter, role))
+        for role in ("mask", "values", "exponents")
+    ),
+    ("layer-size", "an_exabyte", lambda f: layer_with("adapter", {"size_bytes": 2**60}, f)),
+    ("layer-size", "half_of_a", lambda f: layer_with("adapter", {"size_bytes": 3839}, f)),
+    ("adapter-not-finite", "nan", partial(adapter_with, partial(number_in, Q0, ("<f2", 5, np.nan)))),
+    ("tensor-shape", "a_transposed", partial(adapter_with, transpose_a)),
+    ("tensor-names", "another_name", partial(adapter_with, partial(rename, Q0, "lm_head.weight"))),
+    ("header-dtype", "whole_numbers", partial(adapter_with, partial(entry_with, {"dtype": "U32"}))),
+]
+for code, name, alter in ADAPTERS:
+    register(code, f"adapter_with_{name}", partial(with_an_adapter, alter))
+
+
+# --- FORMAT 4.2: sparse weights ---------------------------------------------------------------------------
+
+# 36 columns are no whole bytes of a bitmap, 44 rows no threes.
+SPARSE = LLAMA | {
+    "hidden_size": 36,
+    "intermediate_size": 44,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+def scheme_with(scheme: Scheme, change: Callable[[Forge], object], forge: Forge) -> str:
+    other = Forge(write_tiny(forge.tiny.blobs, config=ODD, scheme=scheme), forge.target)
+    change(other)
+    return other.seal()
+
+
+def sparse_with(sparsity: Sparsity, change: Callable[[Forge], object], forge: Forge) -> str:
+    other = Forge(write_tiny(forge.tiny.blobs, config=SPARSE, sparsity=sparsity), forge.target)
+    change(other)
+    return other.seal()
+
+
+def dense_number(name: str, at: int, value: float, forge: Forge, dtype: str = "u1") -> None:
+    container = forge.container("dense")
+    container.view(name, dtype)[at] = value
+    forge.replace("dense", container.data())
+
+
+def dense_of_other_size(name: str, dtype: str, fewer: int, forge: Forge) -> None:
+    numbers = forge.container("dense").view(name, dtype)
+    forge.rewrite("dense", name, {"u1": "U8", "<f4": "F32"}[dtype], np.resize(numbers, len(numbers) - fewer))
+
+
+def more_bits(forge: Forge) -> None:
+    container = forge.container("dense")
+    container.view(f"{GATE}.pattern", "u1")[::5] = 255
+    forge.replace("dense", container.data())
+
+
+def mask_a_pruned_weight(forge: Forge) -> None:
+    container = forge.container("mask")
+    kept = container.view(GATE, "<u4")
+    kept[0] = next(at for at in range(4) if at not in np.flatnonzero(forge.tiny.weights[GATE].float32())[:2])
+    forge.replace("mask", container.data())
+
+
+def rename_a_pattern(forge: Forge) -> None:
+    container = forge.container("dense")
+    rename(f"{GATE}.pattern", f"{GATE}.patterns", container)
+    forge.replace("dense", container.data())
+
+
+TWO, BITS = Sparsity.TWO_OF_FOUR, Sparsity.BITMAP
+SPARSE_CHANGES: list[tuple[str, str, Sparsity, Callable[[Forge], object]]] = [
+    ("pattern-range", "no_three_patterns", TWO, partial(dense_number, f"{GATE}.pattern", 3, 216)),
+    ("pattern-padding", "a_row_below_the_last", TWO, partial(dense_number, f"{GATE}.pattern", -1, 215)),
+    ("pattern-padding", "a_column_behind_the_last", BITS, partial(dense_number, f"{GATE}.pattern", 4, 0x10)),
+    ("pattern-count", "bits_that_are_added", BITS, more_bits),
+    ("pattern-count", "codes_that_are_cut", BITS, partial(dense_of_other_size, GATE, "u1", 1)),
+    ("pattern-count", "scales_that_are_cut", BITS, partial(dense_of_other_size, f"{GATE}.scales", "<f4", 1)),
+    ("tensor-shape", "codes_that_are_cut", TWO, partial(dense_of_other_size, GATE, "u1", 1)),
+    ("tensor-shape", "no_codes", BITS, partial(dense_of_other_size, GATE, "u1", 792 // 2)),
+    ("mask-pruned", "a_masked_weight_that_is_pruned", TWO, mask_a_pruned_weight),
+    ("mask-pruned", "a_masked_weight_that_is_pruned", BITS, mask_a_pruned_weight),
+    ("manifest-schema", "an_unknown_pattern", TWO, lambda f: f.manifest["scheme"].update(sparsity="4:8")),
+    ("manifest-schema", "a_number_for_a_pattern", TWO, lambda f: f.manifest["scheme"].update(sparsity=2)),
+    ("tensor-names", "a_dense_package", TWO, lambda f: f.manifest["scheme"].update(sparsity=None)),
+    ("tensor-names", "no_pattern_of_this_name", TWO, rename_a_pattern),
+]
+for code, name, sparsity, change_sparse in SPARSE_CHANGES:
+    register(code, f"{sparsity}_with_{name}", partial(sparse_with, sparsity, change_sparse))
+
+
+BOOKS = f"{Q0}.code_books"
+SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
+    ("dense-codes", "a_code_of_minus_128", Scheme.INT8, partial(dense_number, Q0, 7, -128, dtype="i1")),
+    (
+        "dense-scales",
+        "a_scale_below_0",
+        Scheme.INT8,
+        partial(dense_number, f"{Q0}.scales", 3, -1, dtype="<f4"),
+    ),
+    (
+        "header-dtype",
+        "codes_without_sign",
+        Scheme.INT8,
+        lambda f: f.rewrite("dense", Q0, "U8", np.ones((9, 9), "u1")),
+    ),
+    (
+        "tensor-shape",
+        "one_row_of_codes",
+        Scheme.INT8,
+        lambda f: f.rewrite("dense", Q0, "I8", np.ones((1, 81), "i1")),
+    ),
+    ("manifest-schema", "a_pattern", Scheme.INT8, lambda f: f.manifest["scheme"].update(sparsity="bitmap")),
+    ("manifest-schema", "groups_of_32", Scheme.INT8, lambda f: f.manifest["scheme"].update(group_size=32)),
+    (
+        "dense-code-book",
+        "not_a_number",
+        Scheme.SQUEEZELLM,
+        partial(dense_number, BOOKS, 17, np.nan, dtype="<f2"),
+    ),
+    (
+        "dense-code-book",
+        "infinity",
+        Scheme.SQUEEZELLM,
+        partial(dense_number, BOOKS, -1, -np.inf, dtype="<f2"),
+    ),
+    ("dense-padding", "a_last_nibble", Scheme.SQUEEZELLM, partial(dense_number, Q0, -1, 1)),
+    (
+        "header-dtype",
+        "float32",
+        Scheme.SQUEEZELLM,
+        lambda f: f.rewrite("dense", BOOKS, "F32", np.ones((9, 16), "<f4")),
+    ),
+    (
+        "tensor-shape",
+        "a_book_of_15",
+        Scheme.SQUEEZELLM,
+        lambda f: f.rewrite("dense", BOOKS, "F16", np.ones((9, 15), "<f2")),
+    ),
+    (
+        "tensor-names",
+        "no_books",
+        Scheme.SQUEEZELLM,
+        lambda f: f.manifest["scheme"].update(name="int4", group_size=32),
+    ),
+    ("manifest-schema", "a_group", Scheme.SQUEEZELLM, lambda f: f.manifest["scheme"].update(group_size=9)),
+]
+for code, name, scheme, change_scheme in SCHEME_CHANGES:
+    register(code, f"{scheme}_with_{name}", partial(scheme_with, scheme, change_scheme))
+
+
+@attack("manifest-tensors")
+def two_of_four_of_a_width_of_nine(forge: Forge) -> str:
+    other = Forge(write_tiny(forge.tiny.blobs, config=ODD), forge.target)
+    other.manifest["scheme"]["sparsity"] = "2:4"
+    return other.seal()
