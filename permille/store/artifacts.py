@@ -184,7 +184,8 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
     """
     row = get(session, tenant_id=tenant_id, kind=kind, key=key)
     # Nobody publishes it meanwhile; and a job that ends meanwhile is seen, or what it has made.
-    session.execute(select(Artifact.id).where(Artifact.id == row.id).with_for_update())
+    if session.scalar(select(Artifact.id).where(Artifact.id == row.id).with_for_update()) is None:
+        raise NotFoundError(f"no {kind} {key!r}")  # removed while this waited
     unfinished = inputs.unfinished_job_with(session, tenant_id=tenant_id, key=key)
     whole = aliased(Job)
     parts = select(whole.id).join(Job, Job.parent_id == whole.id).where(whole.tenant_id == tenant_id)

@@ -130,7 +130,7 @@ def set_alias(session: Session, *, tenant_id: str, name: str, alias: str, versio
 
 def delete_alias(session: Session, *, tenant_id: str, name: str, alias: str) -> None:
     """Remove an alias. Raises NotFoundError."""
-    row = session.get(Alias, (tenant_id, name, alias))
+    row = session.get(Alias, (tenant_id, name, alias), with_for_update=True)
     if row is None:
         raise NotFoundError(f"no alias {alias!r} of release {name!r}")
     session.delete(row)

@@ -51,6 +51,15 @@ def get(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str)
     return row
 
 
+def lock(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str) -> NamedRow:
+    """Read one row, to remove it: who comes at the same time waits, and finds none. Raises NotFoundError."""
+    query = _row_of(table).with_for_update()
+    row: NamedRow | None = session.scalar(query, {"tenant_id": tenant_id, "row_id": row_id})
+    if row is None:
+        raise NotFoundError(f"no {table.noun} {row_id!r}")
+    return row
+
+
 def look(connection: Connection, table: type[NamedRow], *, tenant_id: str, row_id: str) -> NamedRow:
     """Read the columns of one row, for the least price: it belongs to no session, and has no relations.
 

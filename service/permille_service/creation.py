@@ -137,7 +137,7 @@ class Creation:
         )
         digest = request_digest(new.kind, new.payload)
         with self.service.database.read() as session:
-            repeated = self._is_repeated(session, digest)
+            repeated = self._find_repeated(session, new, digest) is not None
             found = None if repeated or again else self._find_equal(session, digest)
             earlier = None if found is None else present(session, found)
         if earlier is not None:
@@ -148,16 +148,13 @@ class Creation:
             check(self.service, tenant_id, request)
 
         def work(session: Session) -> Job:
-            repeated = self._is_repeated(session, digest)  # the same request may have been faster
-            try:
-                row = queue.submit(session, new, None if again else self._find_part)
-            except ConflictError as exc:
-                raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
-            record = present(session, row)
-            if not repeated:
-                self._noted(session, record, request)
-                if self.key is not None:  # the row may be removed before the day is over
-                    self._keep(session, digest, b"")
+            row = self._find_repeated(session, new, digest)  # the same request may have been faster
+            if row is not None:
+                return present(session, row)
+            row = queue.submit(session, new, None if again else self._find_part)
+            record = self._noted(session, present(session, row), request)
+            if self.key is not None:  # the row may be removed before the day is over
+                self._keep(session, digest, b"")
             return record
 
         record = self.service.database.transact(work)
@@ -175,16 +172,15 @@ class Creation:
     def _find_part(self, session: Session, part: tables.Job) -> tables.Job | None:
         return self._find_equal(session, part.request_digest)
 
-    def _is_repeated(self, session: Session, digest: str) -> bool:
-        """Whether the key has a job. Raises ApiError: it made something else, or a job that was removed."""
-        if self.key is None:
-            return False
-        tenant_id = self.operator.tenant_id
-        if queue.find_by_key(session, tenant_id=tenant_id, idempotency_key=self.key) is not None:
-            return True
-        if self._find_kept(session, digest) is not None:
+    def _find_repeated(self, session: Session, new: NewJob, digest: str) -> tables.Job | None:
+        """The key's job. Raises ApiError: the key made something else, or a job that was removed."""
+        try:
+            row = queue.find_submitted(session, new)
+        except ConflictError as exc:
+            raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
+        if row is None and self.key is not None and self._find_kept(session, digest) is not None:
             raise self._gone("job")
-        return False
+        return row
 
     def _find_kept(self, session: Session, digest: str) -> tables.IdempotentAnswer | None:
         """The answer kept under the key, if it is still kept.

@@ -35,14 +35,14 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
     Raises:
         ConflictError: the key was used for another kind or payload.
     """
-    earlier = _earlier(session, new)
+    earlier = find_submitted(session, new)
     if earlier is not None:
         return earlier
     try:
         with session.begin_nested():
             job = transitions.insert(session, new)
     except IntegrityError:  # the same key, at the same moment (PostgreSQL)
-        earlier = _earlier(session, new)
+        earlier = find_submitted(session, new)
         if earlier is None:
             raise
         return earlier
@@ -64,10 +64,17 @@ def lock(session: Session, *, tenant_id: str, job_id: str) -> Job:
     return job
 
 
-def find_by_key(session: Session, *, tenant_id: str, idempotency_key: str) -> Job | None:
-    """The job that was submitted with this key, if any."""
-    query = select(Job).where(Job.tenant_id == tenant_id, Job.idempotency_key == idempotency_key)
-    return session.scalar(query)
+def find_submitted(session: Session, new: NewJob) -> Job | None:
+    """The job that was submitted with the same key. Raises ConflictError where it is for something else."""
+    if new.idempotency_key is None:
+        return None
+    query = select(Job).where(Job.tenant_id == new.tenant_id, Job.idempotency_key == new.idempotency_key)
+    earlier = session.scalar(query)
+    if earlier is not None and (earlier.kind != new.kind or earlier.payload != dict(new.payload)):
+        raise ConflictError(
+            f"idempotency key {new.idempotency_key!r} was used for another request ({earlier.id})"
+        )
+    return earlier
 
 
 def find_equal(session: Session, *, tenant_id: str, request_digest: str) -> Job | None:
@@ -201,15 +208,3 @@ def _requeue(session: Session, job: Job) -> None:
         if transitions.has_ended(part) and part.state != JobState.SUCCEEDED:
             _requeue(session, part)
     parents.advance(session, job)
-
-
-def _earlier(session: Session, new: NewJob) -> Job | None:
-    """The job that was submitted with the same key. Raises ConflictError where it is for something else."""
-    if new.idempotency_key is None:
-        return None
-    earlier = find_by_key(session, tenant_id=new.tenant_id, idempotency_key=new.idempotency_key)
-    if earlier is not None and (earlier.kind != new.kind or earlier.payload != dict(new.payload)):
-        raise ConflictError(
-            f"idempotency key {new.idempotency_key!r} was used for another request ({earlier.id})"
-        )
-    return earlier

@@ -9,18 +9,20 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from permille.choices import StreamedDataset
 from permille.schemas.access import RetentionRule
+from permille.schemas.inputs import StreamedCorpus
 from permille.schemas.jobs import JobKind
 from permille.schemas.packages import BuildCreate
 from permille.schemas.runs import LogForm, LogState
-from permille.store import artifacts, audit, devices, releases, runs, uploads
+from permille.store import artifacts, audit, devices, inputs, releases, runs, uploads
 from permille.store.artifacts import Blob, Made
 from permille.store.database import Database
-from permille.store.errors import ConflictError
+from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.retention import rules
-from permille.store.tables import Artifact, Job, Run, Upload
+from permille.store.tables import Artifact, Corpus, Job, Run, Upload
 from tests.artifacts import QUOTA, add_artifact, some_model
 from tests.unit.store.conftest import Clock
 from tests.unit.store.test_logs_at_once import begun
@@ -206,6 +208,25 @@ def test_a_mask_that_a_build_takes_and_that_is_removed_at_once_stays_or_is_made_
             with pytest.raises(ConflictError, match="job_"):
                 other.result(60)
     assert keeping.left(JobKind.MASK) == ([] if removed_first else [mask.id])
+
+
+def test_what_two_remove_at_once_is_there_for_one_of_them(keeping: Keeping) -> None:
+    tenant_id = keeping.tenant_id
+    mask = keeping.make(JobKind.MASK)
+    with keeping.db.write() as session:
+        source = StreamedCorpus(kind="streamed", dataset=StreamedDataset.C4)
+        corpus = inputs.add_corpus(session, tenant_id=tenant_id, name="c", source=source)
+    removals: tuple[Callable[[Session], None], ...] = (
+        lambda session: inputs.remove(session, Corpus, tenant_id=tenant_id, row_id=corpus.id),
+        lambda session: artifacts.remove(session, tenant_id=tenant_id, kind=JobKind.MASK, key=mask.id),
+    )
+    for remove in removals:
+        with ThreadPoolExecutor(1) as pool:
+            with keeping.db.write() as session:
+                remove(session)
+                other = begun(keeping.db, pool, remove)
+            with pytest.raises(NotFoundError):
+                other.result(60)
 
 
 def test_workers_apply_the_rules_of_all_tenants_in_turns_of_a_few(
