@@ -30,7 +30,7 @@ def tiny(tmp_path: Path) -> Tiny:
     return tiny_package(tmp_path / "blobs", "qwen2", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("family", "scheme"), zip(CONFIGS, itertools.cycle(Scheme), strict=False))
+@pytest.mark.parametrize(("family", "scheme"), list(zip(CONFIGS, itertools.cycle(Scheme), strict=False)))
 def test_transformers_computes_the_same_logits(family: str, scheme: Scheme, tmp_path: Path) -> None:
     tiny = tiny_package(tmp_path / "blobs", family, scheme)
     values_K = variants(tiny.package, 2)[1]

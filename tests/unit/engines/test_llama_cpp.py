@@ -125,6 +125,6 @@ def test_the_guides_python_block_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     package = exported_package(tmp_path / "blobs", "llama")
     export_gguf(package, None, tmp_path / "mine-gguf", kind="q8_0")
     page = Path(__file__).resolve().parents[3] / "docs/guide/elsewhere.md"
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+    (block,) = re.findall(r"```python\n(from llama_cpp .*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     exec(block.replace("mine-gguf", str(tmp_path / "mine-gguf")), {})
     assert capsys.readouterr().out.strip()
