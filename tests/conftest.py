@@ -3,6 +3,9 @@
 import gc
 import os
 import sys
+from collections.abc import Generator
+
+import pytest
 
 
 def pytest_configure() -> None:
@@ -13,9 +16,14 @@ def pytest_configure() -> None:
     sys.dont_write_bytecode = False
 
 
-def pytest_collection_finish() -> None:
-    """Take what is there to stay out of the collector's sight: modules and tests are millions of objects, and
-    a library that collects after each of its steps would walk them all.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep modules and tests out of the collector's sight, while they come and from then on: they are
+    millions of objects, and a library that collects after each of its steps would walk them all.
     """
+    gc.disable()
+    collected = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return collected

@@ -18,7 +18,6 @@ from permille import telemetry
 from permille.errors import OperatorError, RetryableError
 from permille.files import write_atomic
 from permille.store.settings import explain
-from permille_service.app import create_app
 from permille_service.connections import Connections, Listener, protocol_of, raise_file_limit
 from permille_service.settings import Settings, client_url, load
 
@@ -31,6 +30,9 @@ COLLECT_AFTER = 10_000
 
 def main() -> int:
     """Serve until SIGINT or SIGTERM."""
+    gc.disable()  # what is imported stays: to look through it again and again took an eighth of the start
+    from permille_service.app import create_app
+
     try:
         settings = load()
     except ValueError as exc:
@@ -48,6 +50,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # what is here now stays: no collection looks at all modules and routes again
     gc.set_threshold(COLLECT_AFTER)
+    gc.enable()
     url = client_url(settings, listening.getsockname()[1])
     url_path = settings.data_dir / "service.url"
     write_atomic(url_path, f"{url}\n".encode(), mode=0o600)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,6 +25,8 @@ WITH_LOG = ("--estimator", "one-sided", "--queries", "8", "--from", "base")
 
 
 def test_an_adapter_from_its_build_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import peft  # takes seconds: not at each start of the tests
+
     write_model(tmp_path / "models" / "tiny")
     device = Device(tmp_path / "home", capsys)
     with running_service(tmp_path, "--model-root", str(tmp_path / "models")) as up:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import kubernetes_validate
 import uvicorn
 import yaml
 
@@ -162,6 +161,8 @@ def test_prometheus_reads_its_files_and_the_alerts_fire(tmp_path: Path) -> None:
 
 
 def test_kubernetes_takes_the_manifests() -> None:
+    import kubernetes_validate  # takes a second: not at each start of the tests
+
     kinds = []
     for document in _manifests():
         kubernetes_validate.validate(document, "1.32", strict=True)

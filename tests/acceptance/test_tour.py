@@ -78,7 +78,7 @@ def machine(name: str, home: Path, folder: Path, **variables: str) -> Iterator[M
     """A shell in `folder`, which ends at the first command that fails."""
     home.mkdir()
     place = {"HOME": str(home), "PATH": os.defpath, "LANG": "C.UTF-8"}
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment = {**place, **settings, **variables}
     bash = ["bash", "--noprofile", "--norc", "-eu", "-o", "pipefail"]
     process = subprocess.Popen(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -49,6 +48,8 @@ def test_transformers_computes_the_same_logits(family: str, scheme: Scheme, tmp_
 )
 def test_unmodified_peft_loads_an_adapter(family: str, kind: str, scope: str, tmp_path: Path) -> None:
     """Onto the package's own model its logits are those of the reference and the engine; merged too."""
+    import peft  # takes seconds: not at each start of the tests
+
     adapter = ChosenAdapter(kind=AdapterKind(kind), rank=4, alpha=8, scope=scope)
     tiny = tiny_package(tmp_path / "blobs", family, adapter=adapter)
     package, values_K = tiny.package, variants(tiny.package, 2, scale=0.1)[1]
