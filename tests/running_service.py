@@ -30,6 +30,12 @@ class Running:
     data_dir: Path
     process: subprocess.Popen[str]
 
+    @property
+    def api_pid(self) -> int:
+        """The process id of the API, the first child of `permille up`."""
+        pid = self.process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
     def client(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.token}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=30.0, trust_env=False)

@@ -49,6 +49,22 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A service that waits three seconds for a head and for a body, and may open 1,024 files."""
+    folder, short = tmp_path_factory.mktemp("impatient"), {"PERMILLE_HEADER_S": "3", "PERMILLE_BODY_S": "3"}
+    with running_service(folder, "--no-worker", files=FILES, **short) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A service with few places."""
+    few = {"PERMILLE_MAX_CONNECTIONS": "24", "PERMILLE_MAX_CONNECTIONS_PER_ADDRESS": "8"}
+    with running_service(tmp_path_factory.mktemp("small"), "--no-worker", **few) as running:
+        yield running
+
+
 @contextmanager
 def sending(
     url: str, data: bytes, number: int, *, source: str = "127.0.0.1"
@@ -105,15 +121,14 @@ def is_problem(answer: bytes, status: int, slug: str) -> bool:
 
 
 @pytest.mark.attack(5, "1,100 half-sent heads where 1,024 files may be open")
-def test_half_sent_heads_do_not_stop_the_api(tmp_path: Path, many_files: None) -> None:
-    with running_service(tmp_path, "--no-worker", files=FILES, PERMILLE_HEADER_S="3") as running:
-        with sending(running.url, HALF_HEAD, 1100) as sockets:
-            assert max(health_s(running.url) for _ in range(5)) < GENEROUS_S
-            assert running.answer("models", "list") == []
-            answers = [answer_of(opened) for opened in sockets]
-        assert any(is_problem(answer, 408, "request-timeout") for answer in answers)
-        assert any(is_problem(answer, 429, "too-many-requests") for answer in answers)
-        assert health_s(running.url) < GENEROUS_S
+def test_half_sent_heads_do_not_stop_the_api(impatient: Running, many_files: None) -> None:
+    with sending(impatient.url, HALF_HEAD, 1100) as sockets:
+        assert max(health_s(impatient.url) for _ in range(5)) < GENEROUS_S
+        assert impatient.answer("models", "list") == []
+        answers = [answer_of(opened) for opened in sockets]
+    assert any(is_problem(answer, 408, "request-timeout") for answer in answers)
+    assert any(is_problem(answer, 429, "too-many-requests") for answer in answers)
+    assert health_s(impatient.url) < GENEROUS_S
 
 
 @pytest.mark.attack(5, "1,100 TLS handshakes that never go on where 1,024 files may be open")
@@ -169,18 +184,19 @@ def test_a_full_house_says_so_and_health_answers(tmp_path: Path) -> None:
     5, "every place taken, of many addresses, by bodies half sent or answers that nobody reads"
 )
 @pytest.mark.parametrize("sent", [HALF_BODY, UNREAD], ids=["bodies", "answers"])
-def test_places_of_those_who_keep_us_waiting_go_to_who_asks(tmp_path: Path, sent: bytes) -> None:
-    few = {"PERMILLE_MAX_CONNECTIONS": "24", "PERMILLE_MAX_CONNECTIONS_PER_ADDRESS": "8"}
-    with running_service(tmp_path, "--no-worker", **few) as running, ExitStack() as opened:
+def test_places_of_those_who_keep_us_waiting_go_to_who_asks(small: Running, sent: bytes) -> None:
+    idle = _sockets_of(small.api_pid)
+    with ExitStack() as opened:
         attackers = []
         for last in (2, 3, 4):
-            attackers += opened.enter_context(sending(running.url, sent, 8, source=f"127.0.0.{last}"))
+            attackers += opened.enter_context(sending(small.url, sent, 8, source=f"127.0.0.{last}"))
         for each in attackers:
             each.recv(16)  # its head is read, and it has its place
-        wait_until(lambda: _is_at_rest(running.process.pid))  # what is sent has filled the buffers
+        wait_until(lambda: _is_at_rest(small.api_pid))  # what is sent has filled the buffers
         for number in range(3):
-            assert running.answer("tokens", "create", f"ci{number}")["name"] == f"ci{number}"
+            assert small.answer("tokens", "create", f"ci{number}")["name"] == f"ci{number}"
         assert sum(not _is_closed(each) for each in attackers) >= 20  # who makes room are few
+    wait_until(lambda: _sockets_of(small.api_pid) <= idle)
 
 
 IMPATIENT = """
@@ -208,32 +224,30 @@ def test_an_answer_that_nobody_takes_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack(9, "bodies of one byte now and then hold no thread, lock or transaction")
-def test_slow_bodies_hold_nothing_and_end(tmp_path: Path) -> None:
-    with running_service(tmp_path, "--no-worker", PERMILLE_BODY_S="3") as running:
-        with sending(running.url, HALF_BODY, 100) as sockets:
-            for opened in sockets:
-                assert b" 100 " in opened.recv(65_536)
-                opened.sendall(b"{")
-            assert health_s(running.url) < GENEROUS_S
-            assert running.answer("tokens", "create", "ci")["name"] == "ci"  # a write
-            answers = [answer_of(opened) for opened in sockets]
-        assert all(is_problem(answer, 408, "request-timeout") for answer in answers)
+def test_slow_bodies_hold_nothing_and_end(impatient: Running) -> None:
+    with sending(impatient.url, HALF_BODY, 100) as sockets:
+        for opened in sockets:
+            assert b" 100 " in opened.recv(65_536)
+            opened.sendall(b"{")
+        assert health_s(impatient.url) < GENEROUS_S
+        assert impatient.answer("tokens", "create", "ci")["name"] == "ci"  # a write
+        answers = [answer_of(opened) for opened in sockets]
+    assert all(is_problem(answer, 408, "request-timeout") for answer in answers)
 
 
 @pytest.mark.attack(9, "a log of one byte a second leaves neither a file nor a place behind")
-def test_a_slow_upload_ends_and_leaves_nothing(tmp_path: Path) -> None:
-    with running_service(tmp_path, "--no-worker", PERMILLE_BODY_S="3") as running:
-        token, run_id = device_and_run(running)
-        head = f"PUT /v1/runs/{run_id}/log HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n"
-        head += f"Content-Type: {LOG_MEDIA_TYPE}\r\nContent-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
-        before = _files(running.data_dir)
-        with sending(running.url, head.encode(), 3) as sockets:
-            assert all(b" 100 " in opened.recv(65_536) for opened in sockets)
-            _drip(sockets)
-            assert all(is_problem(answer_of(opened), 408, "request-timeout") for opened in sockets)
-        wait_until(lambda: _files(running.data_dir) == before)
-        with running.client() as operator:
-            assert operator.get(f"/v1/runs/{run_id}").json()["log"] is None
+def test_a_slow_upload_ends_and_leaves_nothing(impatient: Running) -> None:
+    token, run_id = device_and_run(impatient)
+    head = f"PUT /v1/runs/{run_id}/log HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n"
+    head += f"Content-Type: {LOG_MEDIA_TYPE}\r\nContent-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
+    before = _files(impatient.data_dir)
+    with sending(impatient.url, head.encode(), 3) as sockets:
+        assert all(b" 100 " in opened.recv(65_536) for opened in sockets)
+        _drip(sockets)
+        assert all(is_problem(answer_of(opened), 408, "request-timeout") for opened in sockets)
+    wait_until(lambda: _files(impatient.data_dir) == before)
+    with impatient.client() as operator:
+        assert operator.get(f"/v1/runs/{run_id}").json()["log"] is None
 
 
 def test_connections_that_broke_off_are_forgotten(tmp_path: Path) -> None:
@@ -254,11 +268,10 @@ def _sockets_of(pid: int) -> int:
 
 
 def _is_at_rest(pid: int) -> bool:
-    """Whether the API, the one child of this process, waits and has not computed for half a second."""
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    """Whether a process waits and has not computed for half a second."""
 
     def seen() -> tuple[str, ...]:
-        state, *rest = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return state, *rest[10:12]
 
     before = seen()

@@ -56,12 +56,6 @@ def fill(folder: Path) -> None:
                 continue
 
 
-def api_process(running: Running) -> int:
-    """The process id of the API, the only child of `permille up`."""
-    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
-    return int(children[0])
-
-
 @contextmanager
 def full(running: Running, disk: Path, *, is_disk: bool) -> Iterator[None]:
     """The disk is full, for the API alone where it is no disk of its own."""
@@ -70,7 +64,7 @@ def full(running: Running, disk: Path, *, is_disk: bool) -> Iterator[None]:
         yield
         (disk / "filler").unlink()
         return
-    pid = api_process(running)
+    pid = running.api_pid
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
     yield

@@ -19,12 +19,19 @@ from permille_service.cli.up import Supervised
 from tests.running_service import permille_up, running_service
 
 
-def test_a_second_up_on_a_data_folder_says_where_the_first_is(tmp_path: Path) -> None:
-    with running_service(tmp_path, "--no-worker") as running:
+def test_a_second_up_on_a_data_folder_or_port_is_refused(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    with running_service(tmp_path, "--no-worker", "--port-file", str(port_file)) as running:
         again = permille_up("--data-dir", str(running.data_dir), "--port", "0", "--no-worker")
         assert again.returncode == 5
         assert f"already running at {running.url}" in again.stderr
         assert (running.data_dir / "service.url").read_text().strip() == running.url
+        _wait_until(port_file.exists)
+        port = port_file.read_text().strip()
+        assert running.url.endswith(f":{port}")
+        elsewhere = permille_up("--data-dir", str(tmp_path / "other"), "--port", port, "--no-worker")
+        assert elsewhere.returncode == 1
+        assert "in use" in elsewhere.stderr
         assert running.answer("models", "list") == []
 
 
@@ -40,8 +47,11 @@ def test_processes_that_are_killed_start_again_where_they_were(tmp_path: Path) -
         _wait_until(lambda: len(_children(running.process.pid)) == 2)
         _wait_until(lambda: running.permille("models", "list").returncode == 0)
         assert (running.data_dir / "service.url").read_text().strip() == running.url
+        children = _children(running.process.pid)
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(60) == 0
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not (running.data_dir / "service.url").exists()
 
 
 def test_a_worker_with_wrong_settings_ends_up_with_a_clear_error(tmp_path: Path) -> None:
@@ -62,13 +72,12 @@ def test_a_process_that_keeps_ending_is_given_up() -> None:
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_up_stops_both_processes_and_cleans_up(tmp_path: Path, number: signal.Signals) -> None:
+def test_up_stops_both_processes_and_cleans_up(tmp_path: Path) -> None:
     with running_service(tmp_path) as running:
         children = _children(running.process.pid)
         assert len(children) == 2
         assert httpx.get(f"{running.url}/v1/health", timeout=60.0).json()["status"] == "ok"
-        running.process.send_signal(number)
+        running.process.send_signal(signal.SIGINT)
         assert running.process.wait(60) == 0
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
     assert not (tmp_path / "data" / "service.url").exists()
@@ -82,17 +91,6 @@ def test_killed_up_leaves_no_process_behind(tmp_path: Path) -> None:
         running.process.kill()
         running.process.wait(60)
     _wait_until(lambda: not any(map(_alive, children)))
-
-
-def test_port_is_written_to_its_file_and_a_second_service_is_refused(tmp_path: Path) -> None:
-    port_file = tmp_path / "port"
-    with running_service(tmp_path, "--no-worker", "--port-file", str(port_file)) as running:
-        _wait_until(port_file.exists)
-        port = port_file.read_text().strip()
-        assert running.url.endswith(f":{port}")
-        again = permille_up("--data-dir", str(tmp_path / "other"), "--port", port, "--no-worker")
-        assert again.returncode == 1
-        assert "in use" in again.stderr
 
 
 def test_open_bind_without_tls_is_wrong_usage(tmp_path: Path) -> None:
@@ -124,23 +122,14 @@ def test_port_file_of_an_earlier_service_is_gone_when_one_starts(tmp_path: Path)
     assert not port_file.exists()
 
 
-def test_tls_service_is_reached_with_its_certificate(tmp_path: Path) -> None:
-    certificate, key = _self_signed(tmp_path, "IP:127.0.0.1")
-    options = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--no-worker")
-    with running_service(tmp_path, *options) as running:
-        assert running.url.startswith("https://")
-        listed = running.permille("--ca-file", str(certificate), "models", "list", "--json")
-        assert (listed.returncode, json.loads(listed.stdout)) == (0, [])
-        assert running.permille("models", "list").returncode == 5
-
-
-def test_service_on_every_address_is_reached_by_its_name(tmp_path: Path) -> None:
+def test_tls_service_on_every_address_is_reached_by_its_name_with_its_certificate(tmp_path: Path) -> None:
     certificate, key = _self_signed(tmp_path, "DNS:localhost")
     options = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--no-worker")
     with running_service(tmp_path, *options, "--host", "0.0.0.0", "--allow-host", "localhost") as running:
         assert running.url.startswith("https://localhost:")
         listed = running.permille("--ca-file", str(certificate), "models", "list", "--json")
-        assert (listed.returncode, listed.stderr) == (0, "")
+        assert (listed.returncode, json.loads(listed.stdout), listed.stderr) == (0, [], "")
+        assert running.permille("models", "list").returncode == 5
 
 
 def _self_signed(folder: Path, name: str) -> tuple[Path, Path]:
