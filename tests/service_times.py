@@ -38,7 +38,6 @@ from permille_lab.measuring.cells import RESULTS, Cells
 from permille_lab.measuring.machine import machine
 from tests.api_service import running_api
 from tests.artifacts import add_package
-from tests.attacks.test_full_disk import api_process
 from tests.fleet_site import RELEASE, publish_versions
 from tests.packages import tiny_package
 from tests.ports import free_port
@@ -117,7 +116,7 @@ def _reads(folder: Path, url: str | None) -> dict[str, Any]:
             job_id = session.scalar(select(JobRow.id).limit(1))
         with running.client() as client:
             record = client.get(f"/v1/jobs/{job_id}").text
-        own = (api_process(running),)
+        own = (running.api_pid,)
         asked = {
             "job": (running.token, f"/v1/jobs/{job_id}"),
             "package": (running.token, f"/v1/packages/{package}"),
@@ -147,8 +146,8 @@ def _downloads(folder: Path) -> dict[str, Any]:
         with _nginx(folder, blobs, asking.url) as (url, processes):
             ways = {
                 "nginx": (url, f"- {plain}", processes),
-                "accel": (url, f"{asking.token} {passed}", (*processes, api_process(asking))),
-                "uvicorn": (serving.url, f"{serving.token} {own}", (api_process(serving),)),
+                "accel": (url, f"{asking.token} {passed}", (*processes, asking.api_pid)),
+                "uvicorn": (serving.url, f"{serving.token} {own}", (serving.api_pid,)),
             }
             targets = {
                 name: Target(url=where, lines=_lines(folder, name, [line]), processes=ids)
@@ -163,7 +162,7 @@ def _polls(folder: Path, url: str | None) -> dict[str, Any]:
         _stock(running, database)
         tokens = _add_devices(database, DEVICES)
         left, seen, loads = tokens, 0, []
-        own = (api_process(running),)
+        own = (running.api_pid,)
         begun, used = time.monotonic(), _processor_s(own)
         for number in range(MOST_POLLS):
             # Each polls once at least: who was not seen is asked for again.

@@ -38,10 +38,11 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def test_commands_make_list_and_show(up: Running) -> None:
-    model = up.answer("models", "add", "tiny", "--folder", "tiny")
+    model = up.answer("models", "add", "listed", "--folder", "tiny")
     corpus = up.answer("corpora", "add", "texts", "--file", "texts.jsonl")
     assert model["family"] == "llama"
-    assert [item["id"] for item in up.answer("models", "list")] == [model["id"]]
+    listed = up.answer("models", "list")  # beside those of other tests
+    assert [item["id"] for item in listed if item["name"] == "listed"] == [model["id"]]
     mask = ("masks", "create", "--model", model["id"], "--corpus", corpus["id"], "--sequences", "4")
     job = up.answer(*mask, "--no-wait")
     assert job["state"] == "queued"
@@ -54,8 +55,8 @@ def test_commands_make_list_and_show(up: Running) -> None:
     assert kinds[0] == "state"
     table = up.permille("models", "list").stdout
     assert model["id"][: len("model_") + 10] in table
-    assert up.answer("preflight", "--model", "tiny", "--method", "random")["accepted"] is True
-    build = ("builds", "create", "--model", "tiny", "--corpus", "texts", "--sequences", "4")
+    assert up.answer("preflight", "--model", "listed", "--method", "random")["accepted"] is True
+    build = ("builds", "create", "--model", "listed", "--corpus", "texts", "--sequences", "4")
     job = up.answer(*build, "--fisher-exponents", "--no-wait")
     assert up.answer("builds", "show", job["id"])["package_digest"] is None
     assert up.permille(*build, "--method", "random", "--fisher-exponents").returncode == 3
