@@ -9,7 +9,7 @@ import pytest
 from permille.models.checkpoint import Checkpoint
 from permille.sparse_tuning.iterative import IterativeText
 from permille_lab.measuring.cells import Cells
-from permille_lab.sparse.__main__ import CASES, Material, measured, measured_forward, planned, settings_of
+from permille_lab.sparse.__main__ import CASES, Material, measured, planned, settings_of
 from permille_lab.sparse.page import tables, verdict
 from permille_lab.sparse.ways import ABLATED, ABLATIONS, STEPS, TABLE, Rates, Way, plan_of
 from tests.unit.engines.tiny import tiny_model
@@ -18,12 +18,11 @@ RATES = Rates(lora=0.01, pooling=0.03)
 ROWS = np.random.default_rng(0).integers(0, 60, (3, 8, 12))
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", (*TABLE, *ABLATIONS))
 def test_every_way_has_as_many_steps(way: Way) -> None:
     plan = plan_of(way, ABLATED, 1, RATES)
     assert plan.recovery.steps * (plan.rounds - 1 + plan.longer) == STEPS
     assert plan.recovery.rate == RATES.of(plan.adapter) / (3 if way is Way.SLOWER else 1)
-    assert (way in TABLE) != (way in ABLATIONS)
 
 
 def test_the_plan_names_each_cell_once_and_each_target() -> None:
@@ -67,18 +66,6 @@ def test_rows_are_paired_by_seed(tmp_path: Path) -> None:
     assert "+0.500" in found["merging"] and "2.00" in found["merging"]
     assert "20.09 → 7.39" in found["rounds"]
     assert "+0.190" in found["ablations"]
-
-
-def test_a_forward_only_cell_has_the_better_of_its_step_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("permille_lab.sparse.forward_only.STEPS", 2)
-    tiny_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "model")
-    text = IterativeText(calibration_NT=ROWS[0], recovery_MT=ROWS[1], evaluation_ET=ROWS[2][:2])
-    material = Material(work=text, judged={"a": ROWS[2][:2]})
-    plan = plan_of(Way.FORWARD, "0.5", 0, RATES)
-    found = measured_forward(Checkpoint(tmp_path / "model"), tmp_path / "work", material, plan)
-    assert found["recovered"]["a"] == pytest.approx(min(found["searched"].values()), abs=1e-5)
 
 
 def test_gains_of_people_are_paired(tmp_path: Path) -> None:

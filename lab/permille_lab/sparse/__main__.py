@@ -30,7 +30,6 @@ from permille.sparse_tuning.iterative import IterativeText, iterate
 from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
 from permille_lab.measuring.model_packages import Sources, sources_from_environment
 from permille_lab.quantization.__main__ import texts
-from permille_lab.sparse.forward_only import FACTORS, forward_only
 from permille_lab.sparse.ways import (
     ABLATED,
     ABLATIONS,
@@ -167,26 +166,6 @@ def measured(
     return result
 
 
-def measured_forward(source: Checkpoint, work: Path, found: Material, plan: IterativePlan) -> Result:
-    """A one-shot cell whose adapters follow differences of losses, by the better of some step sizes.
-
-    `searched` has the loss of the selection windows by step size.
-    """
-    begun = time.process_time()
-    shutil.rmtree(work, ignore_errors=True)
-    alone = PruningPlan(method=plan.method, rates=plan.rate, pattern=plan.pattern)
-    prune_model(source, work, PruningText(calibration_NT=found.work.calibration_NT), alone)
-    ended = {factor: forward_only(Checkpoint(work), found.work, plan, factor) for factor in FACTORS}
-    shutil.rmtree(work)
-    best = min(ended, key=lambda factor: ended[factor].loss)
-    return {
-        "recovered": losses(ended[best].model, found.judged),
-        "rounds": [],
-        "searched": {str(factor): round(each.loss, 6) for factor, each in ended.items()},
-        "cpu_seconds": round(time.process_time() - begun, 1),
-    }
-
-
 def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
     """The best of the rates tried for each kind of adapter, by the loss of the selection windows."""
     best = {}
@@ -252,8 +231,6 @@ class Bench:
             plan = plan_of(way, target, seed, rates)
             plan = replace(plan, recovery=replace(plan.recovery, rows=case.rows))
             rows = material(self.sources, case, seed)
-            if way is Way.FORWARD:
-                return measured_forward(source, self.work, rows, plan)
             return measured(source, self.work, rows, plan, one_shot=way in ONE_SHOT)
 
         self.cells.once(DENSE, {"model": case.model, "windows": JUDGED}, dense)

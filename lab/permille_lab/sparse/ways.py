@@ -25,7 +25,7 @@ class Way(StrEnum):
     MAGNITUDE = "magnitude"
     WANDA_DENSE = "Wanda, dense LoRA"
     WANDA_POOLING = "Wanda, pooling"
-    FORWARD = "Wanda, pooling, forward-only"
+    FORWARD = "Wanda, pooling, forward-only"  # measured once, a loser: its code is gone
     ITERATIVE = "iterative"
     SPARSEGPT_ITERATIVE = "iterative, SparseGPT"
     ONE_ROUND = "iterative, 1 round"
@@ -47,10 +47,9 @@ ONE_SHOT: Mapping[Way, PruningMethod] = {
     Way.MAGNITUDE: PruningMethod.MAGNITUDE,
     Way.WANDA_DENSE: PruningMethod.WANDA,
     Way.WANDA_POOLING: PruningMethod.WANDA,
-    Way.FORWARD: PruningMethod.WANDA,
 }
 TABLE = (Way.WANDA, Way.SPARSEGPT, Way.MAGNITUDE, Way.ITERATIVE)
-ABLATIONS = tuple(way for way in Way if way not in TABLE)
+ABLATIONS = tuple(way for way in Way if way not in (*TABLE, Way.FORWARD))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
         recovery=RecoveryPlan(steps=0, rows=1, rate=0.0, l2=L2, seed=100 * seed, recomputed=False),
     )
     if way in ONE_SHOT:
-        kind = AdapterKind.POOLING if way in (Way.WANDA_POOLING, Way.FORWARD) else AdapterKind.LORA
+        kind = AdapterKind.POOLING if way is Way.WANDA_POOLING else AdapterKind.LORA
         plan = replace(plan, method=ONE_SHOT[way], adapter=kind, rounds=1, by_loss=False, spread=0.0)
         plan = replace(plan, masked=way is not Way.WANDA_DENSE, recovery=replace(plan.recovery, l2=0.0))
     match way:
