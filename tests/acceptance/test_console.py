@@ -6,7 +6,6 @@
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Locator, Page, Request, Route, sync_playwright
+from playwright.sync_api import Locator, Page, Request, Route
 
+from tests.page_site import chromium
 from tests.running_service import Running, running_service
 from tests.tiny_model import write_corpus, write_model
 
 FINISH_S = 240.0
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +52,11 @@ def page(up: Running, foreign: list[str]) -> Iterator[Page]:
             foreign.append(request.url)
             route.abort()
 
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
-        browser = playwright.chromium.launch(executable_path=find_chromium(), args=arguments)
+    with chromium() as browser:
         opened = browser.new_page(viewport={"width": 1280, "height": 1600})
         opened.route("**/*", only_home)
         opened.set_default_timeout(60_000)
         yield opened
-        browser.close()
-
-
-def find_chromium() -> str:
-    named = os.environ.get("PERMILLE_CHROMIUM")
-    found = named or next((path for name in NAMES if (path := shutil.which(name))), None)
-    assert found, f"expected PERMILLE_CHROMIUM or one of {', '.join(NAMES)}; try: apt install chromium"
-    return found
 
 
 def open_operation(page: Page, name: str) -> Locator:

@@ -1,13 +1,12 @@
-"""The same jobs on Celery over a real Redis, with real workers, killed in earnest."""
+"""Jobs on Celery over a real Redis, with real workers; `test_jobs_local` kills these, too."""
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from permille.store.jobs.dispatch import CeleryDispatcher
-from tests.integration.job_site import Redis, Site, is_alive, job_site, redis_server, wait_until
+from tests.integration.job_site import Redis, Site, job_site, redis_server
 
 
 def dispatcher_of(site: Site) -> CeleryDispatcher:
@@ -51,35 +50,6 @@ def test_a_message_that_comes_twice_runs_the_job_once(site: Site) -> None:
     assert len(site.results()) == 2
 
 
-def test_a_killed_worker_takes_its_child_along_and_another_attempt_finishes(site: Site) -> None:
-    site.settings["LEASE_S"] = "2"
-    job = site.submit(steps=40, step_s=0.05, max_attempts=20)
-    worker = site.start_worker()
-    [[_, _, _, child]] = site.wait_for_attempts(1)
-    worker.send_signal(signal.SIGKILL)
-    worker.wait()
-    wait_until(lambda: not is_alive(int(child)), site.explain)
-    site.start_worker()
-    after = site.wait_for_state(job, "succeeded")
-    assert after.fence >= 2
-    assert [row.k for row in site.results()] == [after.fence]
-
-
-def test_a_stalled_worker_that_wakes_up_cannot_publish(site: Site) -> None:
-    site.settings["LEASE_S"] = "2"
-    job = site.submit(steps=20, step_s=0.2, deaf=True, max_attempts=20)
-    stalled = site.start_worker()
-    [[_, _, _, child]] = site.wait_for_attempts(1)
-    site.stall(stalled, int(child))
-    site.start_worker()
-    wait_until(lambda: site.read(job).fence >= 2, site.explain)
-    site.wake(stalled, int(child))
-    after = site.wait_for_state(job, "succeeded")
-    wait_until(lambda: not is_alive(int(child)), site.explain)
-    assert after.fence >= 2
-    assert [row.k for row in site.results()] == [after.fence]
-
-
 def test_a_broker_that_dies_and_forgets_loses_no_job(site: Site, redis: Redis) -> None:
     made = [site.submit(steps=10, step_s=0.1) for _ in range(3)]
     site.start_worker()
@@ -101,25 +71,3 @@ def test_a_worker_that_is_told_nothing_looks_for_jobs_itself(site: Site, redis: 
     redis.kill()
     for job in [site.submit() for _ in range(3)]:
         assert site.wait_for_state(job, "succeeded").attempt == 1
-
-
-def test_cancel_stops_a_running_job(site: Site) -> None:
-    job = site.submit(steps=1, step_s=600, deaf=True)
-    site.start_worker()
-    [[_, _, _, child]] = site.wait_for_attempts(1)
-    site.cancel(job)
-    site.wait_for_state(job, "cancelled")
-    wait_until(lambda: not is_alive(int(child)), site.explain)
-    assert site.results() == []
-
-
-def test_sigterm_gives_a_long_job_back_unharmed(site: Site) -> None:
-    site.settings["DRAIN_S"] = "0.2"
-    job = site.submit(steps=1, step_s=600)
-    worker = site.start_worker()
-    [[_, _, _, child]] = site.wait_for_attempts(1)
-    worker.terminate()
-    worker.wait(60)
-    after = site.read(job)
-    assert (after.state, after.attempt) == ("queued", 0)
-    assert not is_alive(int(child))

@@ -1,4 +1,4 @@
-"""The embedded default: local workers over SQLite, as processes, killed in earnest."""
+"""The embedded default: local workers over SQLite, as processes, killed in earnest; some on Celery, too."""
 
 import os
 import random
@@ -11,13 +11,20 @@ import pytest
 
 from permille.store import rows
 from permille.store.tables import Job
-from tests.integration.job_site import Site, is_alive, job_site, wait_until
+from tests.integration.job_site import Site, is_alive, job_site, redis_server, wait_until
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    with job_site(tmp_path) as place:
-        yield place
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
+    if getattr(request, "param", "local") == "local":
+        with job_site(tmp_path) as place:
+            yield place
+    else:
+        with redis_server(tmp_path) as redis, job_site(tmp_path, broker_url=redis.url) as place:
+            yield place
+
+
+anywhere = pytest.mark.parametrize("site", ["local", "celery"], indirect=True)
 
 
 def test_jobs_finish_and_leave_no_work_folder(site: Site) -> None:
@@ -29,6 +36,7 @@ def test_jobs_finish_and_leave_no_work_folder(site: Site) -> None:
     wait_until(lambda: not list((site.root / "work" / "jobs").iterdir()), site.explain)
 
 
+@anywhere
 def test_a_killed_worker_takes_its_child_along_and_another_attempt_resumes(site: Site) -> None:
     site.settings["LEASE_S"] = "2"
     job = site.submit(steps=40, step_s=0.05, max_attempts=20)
@@ -47,6 +55,7 @@ def test_a_killed_worker_takes_its_child_along_and_another_attempt_resumes(site:
     assert resumed_from > 0
 
 
+@anywhere
 def test_a_stalled_worker_that_wakes_up_cannot_publish(site: Site) -> None:
     site.settings["LEASE_S"] = "2"
     job = site.submit(steps=20, step_s=0.2, deaf=True, max_attempts=20)
@@ -100,6 +109,7 @@ def test_cancel_stops_a_job_that_listens(site: Site) -> None:
     assert site.results() == []
 
 
+@anywhere
 def test_cancel_kills_a_job_that_does_not_listen(site: Site) -> None:
     job = site.submit(steps=1, step_s=600, deaf=True)
     site.start_worker()
@@ -120,6 +130,7 @@ def test_sigterm_lets_a_short_job_finish(site: Site) -> None:
     assert site.read(job).state == "succeeded"
 
 
+@anywhere
 def test_sigterm_gives_a_long_job_back_unharmed(site: Site) -> None:
     site.settings["DRAIN_S"] = "0.2"
     job = site.submit(steps=1, step_s=600)
