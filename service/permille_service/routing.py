@@ -12,12 +12,15 @@ go on. `Database.look` and `first` know that; what writes goes `in_thread`.
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 from anyio import to_thread
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.dependencies.models import Dependant
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.util.concurrency import await_only, greenlet_spawn, in_greenlet
@@ -64,7 +67,10 @@ async def blocking(
 
 
 class Route(APIRoute):
-    """A route whose endpoint is a plain function: it and its dependencies run in one thread, or in none."""
+    """A route whose endpoint is a plain function: it and its dependencies run in one thread, or in none.
+
+    A parameter of its query that comes twice is refused: FastAPI would take the last and look at no other.
+    """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         self._plain = not asyncio.iscoroutinefunction(endpoint)
@@ -73,6 +79,18 @@ class Route(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As the base class."""
+        handler, names = self._handler(), _query_names(self.dependant)
+        if not names:
+            return handler
+
+        async def check_and_handle(request: Request) -> Response:
+            if b"&" in request.scope["query_string"]:
+                _check_given_once(request, names)
+            return await handler(request)
+
+        return check_and_handle
+
+    def _handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
         if not self._plain:
             return handler
@@ -114,6 +132,23 @@ async def _handle_in_loop(
     except OperationalError:
         # Busy, or a connection that broke: there is time to wait, and to make another, in a thread.
         return await run_in_threadpool(_finish, handler(request))
+
+
+def _query_names(dependant: Dependant) -> frozenset[str]:
+    """The names of all parameters of a route's query, those of its dependencies too."""
+    own = frozenset(field.alias for field in dependant.query_params)
+    return own.union(*map(_query_names, dependant.dependencies))
+
+
+def _check_given_once(request: Request, names: frozenset[str]) -> None:
+    counts = Counter(name for name, _ in request.query_params.multi_items() if name in names)
+    errors = [
+        {"loc": ("query", name), "msg": f"expected one value, got {count}"}
+        for name, count in counts.items()
+        if count > 1
+    ]
+    if errors:
+        raise RequestValidationError(errors)
 
 
 def _as_coroutine(endpoint: Callable[..., Answer]) -> Callable[..., Coroutine[Any, Any, Answer]]:

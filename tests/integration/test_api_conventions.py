@@ -57,6 +57,14 @@ def test_wrong_body_names_the_field_and_hides_the_value(api: Api) -> None:
     assert "SECRET" not in answer.text
 
 
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/federations"])
+def test_a_parameter_that_comes_twice_is_refused(api: Api, path: str) -> None:
+    answer = api.get(f"{path}?limit=no&limit=0&limit=5&other=1&other=2")
+    assert answer.status_code == 422
+    errors = [{"location": "query.limit", "message": "expected one value, got 3"}]
+    assert problem_of(answer)["errors"] == errors
+
+
 @pytest.mark.parametrize("content", [b"{", b"\xff", b'{"name": "\\ud800"}', b"[]", b"NaN"])
 def test_unreadable_body_is_refused(api: Api, content: bytes) -> None:
     headers = api.auth() | {"Content-Type": "application/json"}
