@@ -96,8 +96,8 @@ def enrolled(device: Device, up: Running, certificate: Path, operator: Operator,
     return device
 
 
-def invite(operator: Operator) -> str:
-    return str(operator("invitations", "create", "--release", RELEASE)["invitation"])
+def invite(operator: Operator, release: str = RELEASE) -> str:
+    return str(operator("invitations", "create", "--release", release)["invitation"])
 
 
 def test_the_certificate_is_checked(device: Device, up: Running) -> None:
@@ -202,14 +202,17 @@ def test_unenroll_is_known_to_the_service(enrolled: Device, operator: Operator) 
 
 
 def test_a_new_version_replaces_and_a_yanked_one_is_refused(
-    enrolled: Device, up: Running, operator: Operator
+    device: Device, up: Running, certificate: Path, operator: Operator, package: Package
 ) -> None:
-    assert enrolled("pull")[0] == 0
+    publish = ("releases", "publish", "renewed", "--alias", "stable", "--package")
+    operator(*publish, package.digest)
+    assert device("enroll", up.url, invite(operator, "renewed"), "--ca-file", str(certificate))[0] == 0
+    assert device("pull")[0] == 0
     second = add_package(up, seed=1)
-    release = operator("releases", "publish", RELEASE, "--package", second.digest, "--alias", "stable")
-    code, answer = enrolled("pull")
+    release = operator(*publish, second.digest)
+    code, answer = device("pull")
     assert (code, answer["package"], answer["changed"]) == (0, second.digest, True)
-    operator("releases", "yank", RELEASE, str(release["version"]))
-    code, answer = enrolled("pull")
+    operator("releases", "yank", "renewed", str(release["version"]))
+    code, answer = device("pull")
     assert code in (4, 6), answer
-    assert enrolled("status")[1]["release"]["package"] == second.digest
+    assert device("status")[1]["release"]["package"] == second.digest
