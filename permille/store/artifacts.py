@@ -26,9 +26,21 @@ MANIFEST, SCORES, REPORT, PICTURE = "manifest", "scores", "report", "picture"
 """Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
 _EVIDENCE = frozenset({SCORES, REPORT, PICTURE})
 _COLUMNS, _BLOB_COLUMNS = Artifact.__table__, ArtifactBlob.__table__
+_SHOWN = (
+    "id",
+    "kind",
+    "job_id",
+    "model_id",
+    "request",
+    "digest",
+    "k",
+    "made_model_id",
+    "size_bytes",
+    "created_at",
+)
 _WITH_BLOBS = (
     select(
-        _COLUMNS,
+        *(_COLUMNS.c[name] for name in _SHOWN),
         *(
             _BLOB_COLUMNS.c[name].label(f"blob_{name}")
             for name in ("role", "media_type", "digest", "size_bytes", "path")
@@ -144,7 +156,7 @@ def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifac
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """The columns of an artifact, which belongs to no session, and its blobs."""
+    """The columns of an artifact (not its provenance), which belongs to no session, and its blobs."""
 
     row: Artifact
     blobs: tuple[Blob, ...]

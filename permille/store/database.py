@@ -14,13 +14,13 @@ last.
 Time is the database's: several workers' clocks may differ, leases may not. Tests hand in a clock instead.
 """
 
+import asyncio
 import os
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from functools import cached_property
 from typing import Any, TypeVar, TypeVarTuple
 
 from sqlalchemy import (
@@ -38,13 +38,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.pool import NullPool
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
-from sqlalchemy.util.concurrency import in_greenlet
+from sqlalchemy.util.concurrency import await_only, in_greenlet
 
 from permille.store.errors import ChangedError
 from permille.store.tables import Instant, Probe
@@ -58,6 +57,8 @@ BUSY_TIMEOUT_MS = 30_000
 _PROBE_BYTES = 16 * 1024
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
+_INTERVAL_S = 0.1
+"""After so long the driver looks again whether a server has answered."""
 _CONNECTIONS, _MORE_CONNECTIONS, _LOOP_CONNECTIONS = 16, 8, 8
 """As many are kept, and so many more are opened while they are needed: an API has 40 threads. As many are the
 event loop's."""
@@ -104,6 +105,7 @@ class Database:
         self._engine = make_engine(url)
         self._writer = self._engine.execution_options(permille_begin="IMMEDIATE")
         self._reader = self._engine.execution_options(**_ALONE[self._engine.dialect.name])
+        self._looping = _Looping(url)
 
     @contextmanager
     def write(self) -> Iterator[Session]:
@@ -144,7 +146,7 @@ class Database:
         can be locked or written in it. It may also be made in a greenlet of an event loop, where nothing else
         here may: the loop goes on while a server is waited for. It waits for no lock of SQLite there.
         """
-        with (self._looping if in_greenlet() else self._reader).connect() as connection:
+        with self._looping.connect() if in_greenlet() else self._reader.connect() as connection:
             yield connection
 
     def first(self, statement: Select[*Columns], **values: object) -> Row[*Columns] | None:
@@ -161,26 +163,6 @@ class Database:
         """The time of the clock that this was given; None: the database's counts."""
         return self._clock() if self._clock else None
 
-    @cached_property
-    def _looping(self) -> Engine:
-        """Connections for `look` in an event loop."""
-        options: dict[str, Any] = {"hide_parameters": True, "pool_reset_on_return": None}
-        parsed = make_url(self.url)
-        if parsed.get_backend_name() != "sqlite":
-            # No ping, which would cost as much as a read: whoever meets a broken connection asks again.
-            return create_async_engine(
-                parsed,
-                isolation_level="AUTOCOMMIT",
-                pool_size=_LOOP_CONNECTIONS,
-                max_overflow=0,
-                pool_use_lifo=True,
-                **options,
-            ).sync_engine
-        # A file is read at once: a row by its key takes some microseconds, of pages that the system keeps in
-        # memory, and going to a thread takes ten times as many. A page that it does not keep is one read of
-        # the disk; from one that is as slow as a network, who has many rows has moved to PostgreSQL.
-        return _sqlite_engine(parsed, busy_timeout_ms=0, poolclass=StaticPool, **options)
-
     def _session(self, engine: Engine) -> Session:
         if in_greenlet():
             raise RuntimeError(
@@ -190,10 +172,74 @@ class Database:
         return Session(engine, expire_on_commit=False, info=info)
 
     def close(self) -> None:
-        """Close all pooled connections; those of an event loop in a greenlet of it."""
+        """Close all pooled connections."""
         self._engine.dispose()
-        if "_looping" in self.__dict__:
-            self._looping.dispose()
+        self._looping.close()
+
+
+class _Looping:
+    """Connections for `look` in the greenlets of an event loop; each is opened in a thread, and kept open.
+
+    A file of SQLite is read at once: a row by its key takes some microseconds, of pages that the system keeps
+    in memory, and going to a thread takes ten times as many. A page that it does not keep is one read of the
+    disk; from one that is as slow as a network, who has many rows has moved to PostgreSQL.
+
+    None is pinged, which would cost as much as a read: who meets a broken one asks again. SQLAlchemy's
+    asyncio engines wait as well, through adapters that cost a third of a read.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._engine = _alone_engine(url)
+        self._slots: asyncio.LifoQueue[Connection | None] = asyncio.LifoQueue()  # None: one may be opened
+        for _ in range(_LOOP_CONNECTIONS):
+            self._slots.put_nowait(None)
+
+    @contextmanager
+    def connect(self) -> Iterator[Connection]:
+        """A connection of this greenlet's alone, as long as the block lasts."""
+        slots = self._slots
+        kept = await_only(slots.get()) if slots.empty() else slots.get_nowait()
+        connection = None
+        try:
+            connection = kept or await_only(asyncio.to_thread(self._engine.connect))
+            yield connection
+        finally:
+            usable = connection is not None and not connection.invalidated
+            slots.put_nowait(connection if usable else None)
+
+    def close(self) -> None:
+        """Close those that nobody uses."""
+        for connection in [self._slots.get_nowait() for _ in range(self._slots.qsize())]:
+            if connection is not None:
+                connection.close()
+            self._slots.put_nowait(None)
+
+
+def _alone_engine(url: str) -> Engine:
+    """An engine whose connections are in no transaction, wait in the event loop, and for no lock."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return _sqlite_engine(parsed, busy_timeout_ms=0, hide_parameters=True, poolclass=NullPool)
+    from psycopg import Connection as Driver
+    from psycopg import waiting
+
+    class Waiting(Driver[Any]):
+        """A connection that lets the event loop go on in a greenlet of it."""
+
+        def wait(self, gen: Any, interval: float = _INTERVAL_S, timeout: float | None = None) -> Any:
+            if not in_greenlet():
+                return super().wait(gen, interval, timeout)
+            try:
+                return await_only(waiting.wait_async(gen, self.pgconn.socket, interval, timeout))
+            except asyncio.CancelledError:
+                self.pgconn.finish()  # in the middle of a statement: it is of no use any more
+                raise
+
+    engine = create_engine(parsed, isolation_level="AUTOCOMMIT", hide_parameters=True, poolclass=NullPool)
+    event.listen(
+        engine, "do_connect", lambda _dialect, _record, given, named: Waiting.connect(*given, **named)
+    )
+    return engine
 
 
 def now(session: Session) -> datetime:

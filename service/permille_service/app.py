@@ -11,7 +11,6 @@ from typing import Any, Final
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from sqlalchemy.util.concurrency import greenlet_spawn
 
 import permille
 from permille.schemas.kinds import WORK
@@ -142,7 +141,7 @@ def _closing(service: Service) -> Callable[[FastAPI], AbstractAsyncContextManage
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await greenlet_spawn(service.close)
+        service.close()
 
     return lifespan
 

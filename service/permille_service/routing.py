@@ -35,9 +35,9 @@ Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 Given = TypeVarTuple("Given")
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
-ANSWER_S = 20.0
-"""As long a read in the event loop waits for the database. The driver may take ten seconds more to cancel."""
-_WITHOUT_BODY = frozenset({"GET", "HEAD"})
+ANSWER_S = 30.0
+"""As long a read in the event loop waits for the database: a thread waits as long for a lock of SQLite."""
+WITHOUT_BODY = frozenset({"GET", "HEAD"})
 
 
 def in_loop(endpoint: Endpoint) -> Endpoint:
@@ -98,7 +98,7 @@ class Route(APIRoute):
             return functools.partial(_handle_in_loop, handler)
 
         async def handle(request: Request) -> Response:
-            if request.method not in _WITHOUT_BODY:
+            if request.method not in WITHOUT_BODY:
                 try:
                     await request.body()  # kept by the request: nothing in the thread waits for it
                 except ClientDisconnect as exc:

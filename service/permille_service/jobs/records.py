@@ -19,6 +19,11 @@ from permille.schemas.kinds import result_path
 from permille.store import tables
 from permille.store.jobs import queue
 
+SHOWN = (
+    *("id", "kind", "state", "parent_id", "attempt", "progress", "message", "eta_at", "error", "result_id"),
+    *("cancel_requested_at", "created_at", "started_at", "ended_at"),
+)
+"""The columns of which `present` makes a record."""
 _TOLD = set(EventData.model_fields) - {"error"}
 
 

@@ -54,7 +54,9 @@ def list_jobs(
 def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
     """Read one job: its state, progress, and what it made."""
     with service.database.look() as connection:
-        row = rows.look(connection, tables.Job, tenant_id=operator.tenant_id, row_id=job_id)
+        row = rows.look(
+            connection, tables.Job, tenant_id=operator.tenant_id, row_id=job_id, columns=records.SHOWN
+        )
         return records.present(connection, row)
 
 
