@@ -71,6 +71,7 @@ def test_views_are_readable_without_scripts(looking: tuple[Running, Stocked, Bro
     expect(page.locator("svg.curve polyline")).to_have_count(1)
     page.goto(running.url + "/ui/fleet")
     expect(page.locator("details table")).to_be_attached()
+    stocked.progress(0.42, "scoring sequence 42 of 100")
     page.goto(running.url + views(stocked)["job"])
     expect(page.locator("progress")).to_have_attribute("value", "0.42")
     page.click("text=Sign out")

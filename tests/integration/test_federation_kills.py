@@ -22,7 +22,7 @@ from tests.federations import Site, make_site
 from tests.running_service import environment
 from tests.unit.store import postgres
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 @contextmanager
