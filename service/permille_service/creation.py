@@ -24,6 +24,7 @@ from permille.schemas.fields import Closed
 from permille.schemas.inputs import Corpus, Model
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
+from permille.schemas.releases import Release
 from permille.store import artifacts, audit, inputs, tables
 from permille.store.database import now
 from permille.store.errors import ConflictError
@@ -55,8 +56,6 @@ JOB_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 _KEPT_FOR = timedelta(hours=24)
-_NAMES = ("id", "version", "name")
-"""What a record is called, by the first of these fields that it has."""
 _REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
     Model: tables.Model,
     Corpus: tables.Corpus,
@@ -114,8 +113,7 @@ class Creation:
 
     def _noted(self, session: Session, answer: Answer, body: BaseModel) -> Answer:
         """The answer, once the audit log says what was made."""
-        names = [str(getattr(answer, name)) for name in _NAMES if hasattr(answer, name)]
-        change = self.operator.change(made=names[0] if names else "", body=body)
+        change = self.operator.change(made=_path_below(answer), body=body)
         audit.append(session, tenant_id=self.operator.tenant_id, change=change)
         return answer
 
@@ -228,6 +226,14 @@ class Creation:
             )
         )
         session.flush()
+
+
+def _path_below(answer: BaseModel) -> str:
+    """What follows the path of a list in the path of this thing of it."""
+    if isinstance(answer, Release):
+        return f"{answer.name}/versions/{answer.version}"
+    name = getattr(answer, "id", None) or getattr(answer, "name", None)
+    return "" if name is None else str(name)
 
 
 def _creation_by(role: Role) -> Callable[..., Coroutine[Any, Any, Creation]]:

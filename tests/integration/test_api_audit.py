@@ -53,7 +53,7 @@ def test_changes_are_noted_with_who_what_and_the_request(api: Api) -> None:
     api.delete(f"/v1/tokens/{token['id']}")
     noted = entries(api)[before:]
     assert [(one.action, one.subject) for one in noted] == [
-        ("create_release", "/v1/releases/1"),
+        ("create_release", "/v1/releases/tiny/versions/1"),
         ("put_alias", "/v1/releases/tiny/aliases/canary"),
         ("delete_alias", "/v1/releases/tiny/aliases/canary"),
         ("create_token", f"/v1/tokens/{token['id']}"),
