@@ -78,7 +78,16 @@ def test_a_build_goes_with_its_parts_once_their_results_are_gone(api: Api) -> No
             session, job=claim, made=Made(model_id=model_id, digest="sha256:x", provenance={}, blobs=())
         )
         claims.fail(session, claim, error={"type": "InputError", "message": "no"}, retryable=False)
-    assert f"remove mask {mask.id}" in api.delete(path).json()["detail"]
+    quantization = make(api, JobKind.QUANTIZATION)
+    package = make(api, JobKind.PACKAGE, mask_id=mask.id, quantization_id=quantization.id)
+    with api.service.database.write() as session:
+        for seconds, one in enumerate((quantization, package), 1):
+            row = session.get_one(Artifact, one.id)
+            row.job_id, row.created_at = part.id, mask.created_at + timedelta(seconds=seconds)
+    left = f"remove package {package.digest}, then quantization {quantization.id}, then mask {mask.id}"
+    assert left in api.delete(path).json()["detail"], "none names one that goes before it"
+    assert api.delete(f"/v1/packages/{package.digest}").status_code == 204
+    assert api.delete(f"/v1/quantizations/{quantization.id}").status_code == 204
     assert f"mask {mask.id} is made of it" in api.delete(f"/v1/models/{model_id}").json()["detail"]
     assert api.delete(f"/v1/masks/{mask.id}").status_code == 204
     assert api.delete(path).status_code == 204

@@ -183,7 +183,8 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
     family = [job_id]
     for one in family:  # grows as it goes
         family += session.scalars(select(Job.id).where(Job.parent_id == one))
-    made = session.scalars(select(Artifact).where(Artifact.job_id.in_(family)).order_by(Artifact.id.desc()))
+    newest_first = Artifact.created_at.desc(), Artifact.id.desc()  # what was made of others before these
+    made = session.scalars(select(Artifact).where(Artifact.job_id.in_(family)).order_by(*newest_first))
     if left := ", then ".join(f"{one.kind} {artifacts.key_of(one)}" for one in made):
         raise ConflictError(f"expected a job whose results were removed, got {job_id}: remove {left}")
     session.execute(delete(JobEvent).where(JobEvent.job_id.in_(family)))
