@@ -25,7 +25,7 @@ from permille.store.database import Database, check_writable
 from permille.telemetry import Outage
 from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
-from permille_service.problems import OPEN, UNANSWERED, ApiError, documented, words_of_database, words_of_disk
+from permille_service.problems import OPEN, ApiError, documented, words_of_database, words_of_disk
 from permille_service.routing import Router
 
 STATIC: Final = Path(__file__).parent / "static"
@@ -71,11 +71,12 @@ async def get_health(request: Request, service: Served) -> Health:
     """
     # In threads of its own: the others may all be busy. One that a server keeps waiting for ever is left.
     writes: WriteCheck = request.app.state.writes
-    problem: str | None = UNANSWERED
-    with move_on_after(ANSWER_S):
+    with move_on_after(ANSWER_S) as limit:
         problem = await to_thread.run_sync(
             writes.problem, limiter=service.health_threads, abandon_on_cancel=True
         )
+    if limit.cancelled_caught:
+        problem = f"{writes.asked} did not answer in time"
     if problem is not None:
         raise ApiError(ProblemType.UNAVAILABLE, problem)
     return Health(status="ok", version=permille.__version__)
@@ -102,6 +103,7 @@ class WriteCheck:
     database: Database
     blobs: BlobFolder
     clock: Callable[[], float] = time.monotonic
+    asked: str = "the store of blobs"
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _looked_at: float | None = None
     _problem: str | None = None
@@ -117,8 +119,10 @@ class WriteCheck:
             return self._problem
 
     def _look(self) -> str | None:
+        self.asked = "the store of blobs"
         try:
             self.blobs.check_writable(PROBE_BYTES)
+            self.asked = "the database"
             check_writable(self.database)
         except OSError as exc:
             return words_of_disk(exc)

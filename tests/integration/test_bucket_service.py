@@ -145,7 +145,7 @@ def test_what_a_bucket_refuses_is_said_and_health_knows(
 
 
 def test_a_bucket_that_does_not_answer_leaves_threads_for_others(
-    api: Api, site: Gate, tmp_path: Path
+    api: Api, site: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = blob_of(api, tmp_path / "made")
     site.faults = [Fault("^HEAD", times=999, stall=True)]
@@ -154,6 +154,8 @@ def test_a_bucket_that_does_not_answer_leaves_threads_for_others(
         answer = next(as_completed(asked)).result()
         assert answer.status_code == 503 and "for which many wait" in answer.json()["detail"]
         assert api.get("/v1/fleet").status_code == 200
+        monkeypatch.setattr(console, "ANSWER_S", 0.1)
+        assert api.get("/readyz").json()["detail"] == "the store of blobs did not answer in time"
         site.closed.set()
 
 
