@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final
 
-from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
@@ -130,7 +129,6 @@ def _opened(settings: Settings) -> Service:
         seal=keys.Seal(settings.keys_dir),
         sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),
         streams=Slots(settings.max_streams, of_one=settings.max_streams_per_token),
-        health_threads=CapacityLimiter(2),
         trust_keys=keys.TrustKeys(settings.keys_dir),
         round_keys=keys.RoundKeys(settings.keys_dir),
         dispatcher=CeleryDispatcher(broker.get_secret_value()) if broker else None,

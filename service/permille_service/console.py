@@ -2,19 +2,20 @@
 network. And whether the service is well, which anybody may ask: whether it can write, for a database that
 reads and a folder that lists may stand on a full disk."""
 
+import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from anyio import move_on_after, to_thread
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as NoConnectionError
 
 import permille
 from permille.errors import PermilleError
@@ -25,7 +26,7 @@ from permille.store.database import Database, check_writable
 from permille.telemetry import Outage
 from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
-from permille_service.problems import OPEN, ApiError, documented, words_of_database, words_of_disk
+from permille_service.problems import OPEN, UNANSWERED, ApiError, documented, words_of_database, words_of_disk
 from permille_service.routing import Router
 
 STATIC: Final = Path(__file__).parent / "static"
@@ -64,19 +65,13 @@ def console() -> HTMLResponse:
 
 
 @health.get("")
-async def get_health(request: Request, service: Served) -> Health:
+async def get_health(request: Request) -> Health:
     """Whether the service can read and write its database and its blobs.
 
     It looks at most every two seconds.
     """
-    # In threads of its own: the others may all be busy. One that a server keeps waiting for ever is left.
     writes: WriteCheck = request.app.state.writes
-    with move_on_after(ANSWER_S) as limit:
-        problem = await to_thread.run_sync(
-            writes.problem, limiter=service.health_threads, abandon_on_cancel=True
-        )
-    if limit.cancelled_caught:
-        problem = f"{writes.asked} did not answer in time"
+    problem = await writes.problem()
     if problem is not None:
         raise ApiError(ProblemType.UNAVAILABLE, problem)
     return Health(status="ok", version=permille.__version__)
@@ -93,41 +88,54 @@ async def readyz(request: Request, service: Served) -> Health:
     """Whether to send requests here: as health, and not while the process stops."""
     if service.draining.is_set():
         raise ApiError(ProblemType.UNAVAILABLE, "the process is stopping")
-    return await get_health(request, service)
+    return await get_health(request)
 
 
 @dataclass(slots=True)
 class WriteCheck:
-    """Looks whether blobs and rows can be written: every two seconds at most, one caller at a time."""
+    """Looks whether blobs and rows can be written: every two seconds at most, one look at a time.
+
+    All who ask wait for that one: a server that hangs for hours holds one thread, however many ask. It is not
+    one of the threads of requests, which may all be busy.
+    """
 
     database: Database
     blobs: BlobFolder
     clock: Callable[[], float] = time.monotonic
-    asked: str = "the store of blobs"
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _looked_at: float | None = None
-    _problem: str | None = None
+    _asked: str = "the store of blobs"
+    _looking: "asyncio.Future[str | None] | None" = None
+    _looked_at: float = 0.0
     _outage: Outage = field(default_factory=lambda: Outage(logger, "not well", logging.ERROR))
 
-    def problem(self) -> str | None:
+    async def problem(self) -> str | None:
         """What keeps the service from writing, in words; None: nothing."""
-        with self._lock:
-            if self._looked_at is None or self.clock() - self._looked_at >= EVERY_S:
-                self._problem = self._look()
-                self._looked_at = self.clock()
-                self._outage.note(self._problem)
-            return self._problem
+        looking = self._looking
+        if looking is None or (looking.done() and self.clock() - self._looked_at >= EVERY_S):
+            looking = self._looking = asyncio.ensure_future(self._look_in_thread())
+        if not looking.done():
+            await asyncio.wait([looking], timeout=ANSWER_S)
+        problem = looking.result() if looking.done() else f"{self._asked} did not answer in time"
+        self._outage.note(problem)
+        return problem
+
+    async def _look_in_thread(self) -> str | None:
+        try:
+            return await to_thread.run_sync(self._look, limiter=CapacityLimiter(1))
+        finally:
+            self._looked_at = self.clock()
 
     def _look(self) -> str | None:
-        self.asked = "the store of blobs"
+        self._asked = "the store of blobs"
         try:
             self.blobs.check_writable(PROBE_BYTES)
-            self.asked = "the database"
+            self._asked = "the database"
             check_writable(self.database)
         except OSError as exc:
             return words_of_disk(exc)
         except DBAPIError as exc:
             return words_of_database(exc)
+        except NoConnectionError:
+            return UNANSWERED
         except PermilleError as exc:  # of the bucket
             return str(exc)
         return None

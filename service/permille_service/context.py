@@ -8,7 +8,6 @@ import threading
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from anyio import CapacityLimiter
 from fastapi import Depends, Request
 
 from permille.package.blobs import BlobFolder
@@ -29,7 +28,6 @@ class Service:
     seal: keys.Seal
     sign_ins: RateLimit
     streams: Slots
-    health_threads: CapacityLimiter
     trust_keys: keys.TrustKeys
     round_keys: keys.RoundKeys
     dispatcher: CeleryDispatcher | None  # None: local workers find a job's row by themselves

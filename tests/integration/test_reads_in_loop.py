@@ -95,7 +95,11 @@ def test_a_server_that_hangs_stops_neither_the_loop_nor_health(
             answers = [pool.submit(api.get, path) for _ in range(READS)]
             assert {answer.result(LONG_S).json()["type"] for answer in answers} == {unavailable}
             assert api.client.get("/livez").status_code == 200
+            asked = [pool.submit(api.client.get, "/readyz") for _ in range(READS)]
+            assert {answer.result(LONG_S).json()["type"] for answer in asked} == {unavailable}
+            threads = threading.active_count()
             assert api.client.get("/readyz").json()["type"] == unavailable
+            assert threading.active_count() <= threads, "expected all who ask to wait for one look"
         monkeypatch.setattr(routing, "ANSWER_S", LONG_S)
         monkeypatch.setattr(console, "ANSWER_S", LONG_S)
         assert api.get(path).status_code == 200
