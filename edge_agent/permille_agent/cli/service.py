@@ -143,7 +143,8 @@ def report(context: typer.Context, as_json: JsonOption = False) -> None:
         collect_reports(home)
         queue_again(home)
         delivered = deliver(home, api)
-    show({"delivered": delivered.sent, "refused": delivered.refused}, as_json=as_json)
+    then = "permille-agent status" if delivered.refused else ""
+    show({"delivered": delivered.sent, "refused": delivered.refused}, as_json=as_json, then=then)
 
 
 @share_log.command("on")

@@ -116,7 +116,8 @@ class Status:
 
     def _rows(self) -> list[tuple[str, str]]:
         enrolment, release, daemon = self.enrolment, self.release, self.daemon
-        refused = sum(bool(report.reason) for report in self.reports)
+        # After the request, which has the run's id.
+        refused = [one.reason.partition(": ")[2] or one.reason for one in self.reports if one.reason]
         rows = [
             ("home", str(self.home)),
             ("enrolled", f"{enrolment.server} as {enrolment.name}" if enrolment else "no"),
@@ -130,7 +131,8 @@ class Status:
             ("data", "\n".join(map(str, self.data)) or "no files added"),
             ("training", self.progress.line() if self.progress else ""),
             ("last run", self._run_words()),
-            ("reports", f"{self._pending()} waiting, {refused} refused"),
+            ("reports", f"{self._pending()} waiting, {len(refused)} refused"),
+            ("refused because", "\n".join(dict.fromkeys(refused))),  # the same words once
             ("rounds", "\n".join(map(_round_words, self.federations))),
             ("shares logs", "yes" if self.share_log else "no"),
             ("daemon", f"asked the service last {daemon.last_poll}" if daemon.last_poll else "has not run"),

@@ -20,6 +20,7 @@ import typer
 from permille import __version__
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.package.reader import Package
+from permille.schemas.problems import ProblemType
 from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of
 from permille_agent.cli.daemon import JsonLines
 from permille_agent.cli.main import app, main
@@ -162,6 +163,16 @@ def test_share_log_is_switched_shown_withdrawn_and_deleted(
     assert enrolled("share-log", "off", "--json").document == {"share_log": False, "withdrawn_logs": 2}
     assert not waiting.exists()
     assert enrolled("share-log", "delete", "no-such-run").code == ExitCode.INPUT_REFUSED
+
+
+def test_a_report_that_was_refused_says_why(enrolled: Agent, home: Home, service: DeviceService) -> None:
+    for last in "12":
+        enqueue(home, RUN_ID[:-1] + last, metrics(), shared_log=None)
+    told = json.dumps({"type": ProblemType.QUOTA_SPENT.uri, "detail": "too many"}).encode()
+    service.faults = [Fault(path="/v1/runs", status=409, body=told, times=2)]
+    assert "next: permille-agent status" in enrolled("report").output
+    shown = enrolled("status").output
+    assert "0 waiting, 2 refused" in shown and shown.count("409 too many") == 1
 
 
 def test_data_is_added_listed_and_removed_by_reference(agent: Agent, tmp_path: Path, home: Home) -> None:
