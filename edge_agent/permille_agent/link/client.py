@@ -26,7 +26,6 @@ from email.utils import parsedate_to_datetime
 from http.cookiejar import DefaultCookiePolicy
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpcore
 import httpx
@@ -44,6 +43,7 @@ WAIT_LIMIT_S = 60.0
 LONGEST_RETRY_AFTER_S = 24 * 3600.0
 _TRANSPORT_ERRORS = (
     httpx.TransportError,
+    UnicodeError,  # httpx on the name of a host that a redirect writes wrongly
     httpcore.TimeoutException,
     httpcore.NetworkError,
     httpcore.ProtocolError,
@@ -90,13 +90,18 @@ def check_server(server: str) -> str:
     Raises:
         InputError: no http(s) URL, credentials or a query in it, or http to another machine.
     """
-    parts = urlsplit(server.strip())
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError(f"expected a server like https://models.example.org, got {server!r}")
-    if parts.username or parts.password or parts.query or parts.fragment:
+    try:
+        url = httpx.URL(server.strip())
+        host = url.host
+    except (httpx.InvalidURL, UnicodeError):
+        host = ""
+    if not host or url.scheme not in ("http", "https"):
+        shown = server.rpartition("@")[2]
+        raise InputError(f"expected a server like https://models.example.org, got {shown!r}")
+    if url.userinfo or url.query or url.fragment:
         raise InputError("expected a server without user, password, query and fragment")
-    if parts.scheme == "http" and not is_loopback(parts.hostname):
-        raise InputError(f"expected https for {parts.hostname}: http is for this machine itself only")
+    if url.scheme == "http" and not is_loopback(host):
+        raise InputError(f"expected https for {host}: http is for this machine itself only")
     return server.strip().rstrip("/")
 
 

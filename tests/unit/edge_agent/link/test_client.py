@@ -79,6 +79,9 @@ def test_https_and_loopback_are_servers(server: str) -> None:
         "https://user:secret@models.example.org",
         "https://models.example.org/?tenant=1",
         "models.example.org",
+        "https://user:secret@[",
+        "http://[::1]evil",
+        "https://xn--99999999",
         "https://",
         "",
     ],
@@ -179,6 +182,14 @@ def test_bytes_come_from_elsewhere_by_https_or_not_at_all(
 ) -> None:
     service.faults = [Fault(path="blobs", status=307, headers={"location": location})]
     with pytest.raises(OperatorError, match="sent to https://"), connection.stream(BLOB, {}):
+        pass
+
+
+def test_an_address_that_cannot_be_is_an_answer_that_did_not_come(
+    service: DeviceService, connection: Connection
+) -> None:
+    service.faults = [Fault(path="blobs", status=307, headers={"location": "https://xn--99999999/"})]
+    with pytest.raises(ServiceUnavailableError, match="A-label"), connection.stream(BLOB, {}):
         pass
 
 
