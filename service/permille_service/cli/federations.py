@@ -27,7 +27,7 @@ def create_federation(session: Session, body: dict[str, Any], key: Key = None) -
 
       permille federations create readers --release chat --rounds 50 --target 100 --minimum 30
       permille federations create quiet --release chat --queries 64 --target 500 --clip 2000 \
-        --dp-epsilon 4 --participations 10
+--dp-epsilon 4 --participations 10
     """
     session.output.show(session.client.post("/v1/federations", body, key=key))
     session.output.say_next(f"permille federations start {body['name']}")
