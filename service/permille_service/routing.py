@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.dependencies.models import Dependant
@@ -50,7 +50,7 @@ def in_thread(call: Callable[[*Given], Answer], *arguments: *Given) -> Answer:
     """Call what writes or takes long: here, or in a thread where here is the event loop."""
     if not in_greenlet():
         return call(*arguments)
-    return await_only(to_thread.run_sync(call, *arguments, abandon_on_cancel=True))
+    return await_only(_in_counted_thread(functools.partial(call, *arguments)))
 
 
 async def blocking(
@@ -132,6 +132,18 @@ async def _handle_in_loop(
     except OperationalError:
         # Busy, or a connection that broke: there is time to wait, and to make another, in a thread.
         return await run_in_threadpool(_finish, handler(request))
+
+
+async def _in_counted_thread(call: Callable[[], Answer]) -> Answer:
+    """Call in one of the threads of requests, which stays one of them until the call ends.
+
+    Who asked may have left long before: a database that hangs would get one more thread from each.
+    """
+    threads, borrower = to_thread.current_default_thread_limiter(), object()
+    await threads.acquire_on_behalf_of(borrower)
+    running = asyncio.ensure_future(to_thread.run_sync(call, limiter=CapacityLimiter(1)))
+    running.add_done_callback(lambda _: threads.release_on_behalf_of(borrower))
+    return await asyncio.shield(running)
 
 
 def _query_names(dependant: Dependant) -> frozenset[str]:

@@ -1,5 +1,6 @@
 """Reads that run in the event loop: what they use, and what a database does to them that is slow or gone."""
 
+import asyncio
 import os
 import signal
 import sqlite3
@@ -12,7 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+from anyio import to_thread
 from fastapi.concurrency import run_in_threadpool
+from sqlalchemy.util.concurrency import greenlet_spawn
 
 from permille.schemas.problems import ProblemType
 from permille.store.database import Database
@@ -106,6 +109,27 @@ def test_a_server_that_hangs_stops_neither_the_loop_nor_health(
         assert api.client.get("/readyz").status_code == 200
         server.crash()
         assert api.get(path).status_code == 200, "expected a new connection in place of the broken one"
+
+
+def test_a_thread_that_nobody_waits_for_counts_until_it_ends() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        end.wait(LONG_S)
+
+    async def leave() -> None:
+        threads = to_thread.current_default_thread_limiter()
+        asked = asyncio.create_task(greenlet_spawn(routing.in_thread, hang))
+        assert await asyncio.to_thread(begun.wait, LONG_S)
+        asked.cancel()
+        await asyncio.wait([asked])
+        assert asked.cancelled() and threads.borrowed_tokens == 1
+        end.set()
+        while threads.borrowed_tokens:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(leave())
 
 
 def job_path(api: Api) -> str:
