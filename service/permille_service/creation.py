@@ -172,11 +172,13 @@ class Creation:
 
     def _find_repeated(self, session: Session, new: NewJob, digest: str) -> tables.Job | None:
         """The key's job. Raises ApiError: the key made something else, or a job that was removed."""
+        # This before the job: both may be committed between the two looks, and be no job that was removed.
+        kept = None if self.key is None else self._find_kept(session, digest)
         try:
             row = queue.find_submitted(session, new)
         except ConflictError as exc:
             raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, str(exc)) from exc
-        if row is None and self.key is not None and self._find_kept(session, digest) is not None:
+        if row is None and kept is not None:
             raise self._gone("job")
         return row
 

@@ -1,12 +1,15 @@
 """What every route keeps to: problems, hosts, limits, headers, idempotency, pages, the OpenAPI document."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from permille.schemas.problems import MEDIA_TYPE, TYPE_BASE
+from permille.store.jobs import queue
+from permille_service.creation import Creation
 from tests.api_fuzz import empty_database
 from tests.api_service import Api, running_api
 from tests.tiny_model import write_model
@@ -138,7 +141,9 @@ def test_same_key_with_another_body_is_a_conflict(api: Api) -> None:
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
-def test_a_key_is_refused_once_what_it_made_was_removed(tmp_path: Path, database: str) -> None:
+def test_a_key_is_refused_once_what_it_made_was_removed(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_model(tmp_path / "models" / "tiny")
     corpus = {"name": "c", "source": {"kind": "streamed", "dataset": "c4"}}
     model = {"name": "tiny", "source": {"kind": "folder", "path": "tiny"}}
@@ -166,6 +171,23 @@ def test_a_key_is_refused_once_what_it_made_was_removed(tmp_path: Path, database
             anew = api.post(f"/v1/{name}", body, key=f"l-{name}")
             assert anew.status_code == made[name].status_code
             assert anew.json()["id"] != ids[name]
+        looks: list[object] = []
+        first: list[Any] = []
+
+        def meeting(look: Callable[..., Any]) -> Callable[..., Any]:
+            """The same request, sent before, is stored between two looks of this one."""
+
+            def met(*arguments: object) -> Any:
+                looks.append(look)
+                if len(looks) == 2:
+                    first.append(api.post("/v1/builds", build, key="m"))
+                return look(*arguments)
+
+            return met
+
+        monkeypatch.setattr(queue, "find_submitted", meeting(queue.find_submitted))
+        monkeypatch.setattr(Creation, "_find_kept", meeting(Creation._find_kept))
+        assert api.post("/v1/builds", build, key="m").json()["id"] == first[0].json()["id"]
 
 
 def test_repeated_invitation_shows_the_same_code_and_the_database_holds_it_sealed(api: Api) -> None:
