@@ -1,36 +1,46 @@
-"""Tenants and operators' tokens."""
+"""Tenants, operators' tokens; who calls, found by its token, and what it asks for beside it.
 
-from dataclasses import dataclass
+That is one statement: one for the token and one for the row cost half as much again, most of it the way to a
+server.
+"""
+
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
+from typing import Any, Generic, TypeVar, cast
 
-from sqlalchemy import bindparam, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, bindparam, func, or_, select, true, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
-from permille.store import rows
+from permille.store import devices, rows
 from permille.store.database import NOW, Database, moment, now
 from permille.store.errors import ConflictError, NotFoundError
-from permille.store.ids import Prefix, hash_secret, new_id, new_operator_token
+from permille.store.ids import (
+    DEVICE_TOKEN_PREFIX,
+    OPERATOR_TOKEN_PREFIX,
+    Prefix,
+    hash_secret,
+    new_id,
+    new_operator_token,
+)
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import OperatorToken, Tenant
 
-_FOUND = select(
-    OperatorToken.id, OperatorToken.tenant_id, OperatorToken.role, OperatorToken.last_used_at
+_OPERATOR = select(
+    OperatorToken.id.label("caller_id"),
+    OperatorToken.tenant_id.label("caller_tenant_id"),
+    OperatorToken.role.label("caller_role"),
+    OperatorToken.last_used_at.label("caller_seen_at"),
 ).where(
     OperatorToken.token_hash == bindparam("token_hash"),
     OperatorToken.revoked_at.is_(None),
     or_(OperatorToken.expires_at.is_(None), OperatorToken.expires_at > NOW),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Authenticated:
-    """The token of a secret."""
-
-    id: str
-    tenant_id: str
-    role: str
-    last_used_at: datetime | None
+"""The token of a secret (`token_hash`), unless it is unknown, expired or revoked."""
+MAX_TOKEN_CHARACTERS = 200
+AskedRow = TypeVar("AskedRow")
+_Rows = Select[*tuple[Any, ...]]
+_FOUND: dict[str, _Rows] = {OPERATOR_TOKEN_PREFIX: _OPERATOR, DEVICE_TOKEN_PREFIX: devices.FOUND}
 
 
 def create_tenant(session: Session, *, name: str) -> Tenant:
@@ -88,12 +98,6 @@ def create_token(
     return token, secret
 
 
-def authenticate_operator(database: Database, secret: str) -> Authenticated | None:
-    """The token of this secret, unless it is unknown, expired or revoked."""
-    found = database.first(_FOUND, token_hash=hash_secret(secret))
-    return None if found is None else Authenticated(*found)
-
-
 def touch_token(session: Session, *, token_id: str) -> None:
     """Note that a token is used now."""
     used = update(OperatorToken).where(OperatorToken.id == token_id).values(last_used_at=moment(session))
@@ -112,3 +116,41 @@ def revoke_token(session: Session, *, tenant_id: str, token_id: str) -> None:
     """Revoke a token, with effect on the next request. Idempotent. Raises NotFoundError."""
     token = rows.get(session, OperatorToken, tenant_id=tenant_id, row_id=token_id)
     token.revoked_at = token.revoked_at or now(session)
+
+
+class Asked(Generic[AskedRow]):
+    """What callers ask for: rows of their tenant. Made once: making a statement costs more than running it.
+
+    Args:
+        statement: reads rows of the tenant that it is given, in no order; their first column is never NULL.
+    """
+
+    def __init__(self, statement: Callable[[ColumnElement[str]], _Rows]) -> None:
+        self._statements = {prefix: self._beside(found, statement) for prefix, found in _FOUND.items()}
+
+    def find(self, database: Database, secret: str, **values: str) -> tuple[Any, list[AskedRow]] | None:
+        """The caller, as `find_caller`, and the rows that there are; `values` are the statement's."""
+        statement = _of(secret, self._statements)
+        found = statement is not None and database.rows(statement, token_hash=hash_secret(secret), **values)
+        if not found:
+            return None
+        return found[0], [cast(AskedRow, row) for row in found if getattr(row, self._first) is not None]
+
+    def _beside(self, found: _Rows, statement: Callable[[ColumnElement[str]], _Rows]) -> _Rows:
+        caller = found.cte()
+        part = statement(select(caller.c.caller_tenant_id).scalar_subquery()).subquery()
+        self._first = part.c[0].name
+        return select(caller, part).select_from(caller.outerjoin(part, true()))
+
+
+def find_caller(database: Database, secret: str) -> Any | None:
+    """The row of a token's operator or device, its columns named `caller_...`; None: the token is no good."""
+    statement = _of(secret, _FOUND)
+    return None if statement is None else database.first(statement, token_hash=hash_secret(secret))
+
+
+def _of(secret: str, statements: Mapping[str, _Rows]) -> _Rows | None:
+    """The statement that knows such a token, if it can be one."""
+    if len(secret) > MAX_TOKEN_CHARACTERS or not secret.isascii():
+        return None
+    return statements.get(secret[: len(OPERATOR_TOKEN_PREFIX)])

@@ -4,11 +4,12 @@ A worker adds an artifact in the transaction that completes its job; the blobs a
 that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
-from sqlalchemy import Connection, Select, bindparam, delete, exists, select
+from sqlalchemy import ColumnElement, Connection, Select, String, bindparam, delete, exists, select
 from sqlalchemy.orm import Session, aliased
 
 from permille.digests import JSON
@@ -19,11 +20,17 @@ from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.jobs.claims import Claim
-from permille.store.rows import FIRST, Page, Window, fetch_page
+from permille.store.rows import FIRST, Page, Window, fetch_page, one
 from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Federation, Job, Release
 
 MANIFEST, SCORES, REPORT, PICTURE = "manifest", "scores", "report", "picture"
 """Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
+_PREFIXES = {
+    JobKind.SPARSIFICATION: Prefix.SPARSIFICATION,
+    JobKind.MASK: Prefix.MASK,
+    JobKind.QUANTIZATION: Prefix.QUANTIZATION,
+    JobKind.PACKAGE: Prefix.PACKAGE,
+}
 _EVIDENCE = frozenset({SCORES, REPORT, PICTURE})
 _COLUMNS, _BLOB_COLUMNS = Artifact.__table__, ArtifactBlob.__table__
 _SHOWN = (
@@ -38,21 +45,25 @@ _SHOWN = (
     "size_bytes",
     "created_at",
 )
-_WITH_BLOBS = (
-    select(
-        *(_COLUMNS.c[name] for name in _SHOWN),
-        *(
-            _BLOB_COLUMNS.c[name].label(f"blob_{name}")
-            for name in ("role", "media_type", "digest", "size_bytes", "path")
-        ),
+_WITH_BLOBS = select(
+    *(_COLUMNS.c[name] for name in _SHOWN),
+    *(
+        _BLOB_COLUMNS.c[name].label(f"blob_{name}")
+        for name in ("role", "media_type", "digest", "size_bytes", "path", "position")
+    ),
+).join(_BLOB_COLUMNS, _BLOB_COLUMNS.c.artifact_id == _COLUMNS.c.id)
+
+
+def statement_of(kind: JobKind, tenant: ColumnElement[str]) -> Select[Any]:
+    """A row for each blob of an artifact, by its `key`: its id, or the digest of a package. See `looked`."""
+    key = _COLUMNS.c.digest if kind is JobKind.PACKAGE else _COLUMNS.c.id
+    return _WITH_BLOBS.where(
+        _COLUMNS.c.tenant_id == tenant, _COLUMNS.c.kind == kind.value, key == bindparam("key")
     )
-    .join(_BLOB_COLUMNS, _BLOB_COLUMNS.c.artifact_id == _COLUMNS.c.id)
-    .where(_COLUMNS.c.tenant_id == bindparam("tenant_id"))
-    .order_by(_BLOB_COLUMNS.c.position)
-)
-_MADE = _WITH_BLOBS.where(_COLUMNS.c.kind == bindparam("kind"), _COLUMNS.c.id == bindparam("key"))
-_PACKAGE = _WITH_BLOBS.where(_COLUMNS.c.kind == JobKind.PACKAGE.value, _COLUMNS.c.digest == bindparam("key"))
-_PUBLISHED = _PACKAGE.where(
+
+
+_OWN = {kind: statement_of(kind, bindparam("tenant_id", type_=String())) for kind in _PREFIXES}
+_PUBLISHED = _OWN[JobKind.PACKAGE].where(
     exists().where(
         Release.package_id == _COLUMNS.c.id,
         Release.tenant_id == _COLUMNS.c.tenant_id,
@@ -60,12 +71,6 @@ _PUBLISHED = _PACKAGE.where(
         Release.yanked_at.is_(None),
     )
 )
-_PREFIXES = {
-    JobKind.SPARSIFICATION: Prefix.SPARSIFICATION,
-    JobKind.MASK: Prefix.MASK,
-    JobKind.QUANTIZATION: Prefix.QUANTIZATION,
-    JobKind.PACKAGE: Prefix.PACKAGE,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,15 +169,12 @@ class Looked:
 
 def look(connection: Connection, *, tenant_id: str, kind: JobKind, key: str) -> Looked:
     """As `get`, in one statement and without objects: for who shows it. Raises NotFoundError."""
-    if kind is JobKind.PACKAGE:
-        return _looked(connection, _PACKAGE, tenant_id=tenant_id, key=key)
-    return _looked(connection, _MADE, tenant_id=tenant_id, kind=kind.value, key=key)
+    return looked(connection.execute(_OWN[kind], {"tenant_id": tenant_id, "key": key}).all(), kind, key)
 
 
-def _looked(connection: Connection, statement: Select[Any], **values: str) -> Looked:
-    found = connection.execute(statement, values).all()
-    if not found:
-        raise NotFoundError(f"no {values.get('kind', JobKind.PACKAGE)} {values['key']!r}")
+def looked(found: Sequence[Any], kind: JobKind, key: str) -> Looked:
+    """The artifact of such rows. Raises NotFoundError: there are none."""
+    first = one(found, kind, key)
     blobs = (
         Blob(
             role=row.blob_role,
@@ -181,9 +183,9 @@ def _looked(connection: Connection, statement: Select[Any], **values: str) -> Lo
             size_bytes=row.blob_size_bytes,
             path=row.blob_path,
         )
-        for row in found
+        for row in sorted(found, key=attrgetter("blob_position"))
     )
-    return Looked(cast(Artifact, found[0]), tuple(blobs))
+    return Looked(cast(Artifact, first), tuple(blobs))
 
 
 def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None:
@@ -269,7 +271,8 @@ def package_for_device(connection: Connection, *, tenant_id: str, release: str, 
     Raises:
         NotFoundError: no such package, another release's, or only yanked versions of it.
     """
-    return _looked(connection, _PUBLISHED, tenant_id=tenant_id, release=release, key=digest)
+    values = {"tenant_id": tenant_id, "release": release, "key": digest}
+    return looked(connection.execute(_PUBLISHED, values).all(), JobKind.PACKAGE, digest)
 
 
 def blob_with(artifact: Looked, *, digest: str) -> Blob:

@@ -18,7 +18,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TypeVar, TypeVarTuple
@@ -148,6 +148,11 @@ class Database:
         """
         with self._looping.connect() if in_greenlet() else self._reader.connect() as connection:
             yield connection
+
+    def rows(self, statement: Select[*Columns], **values: object) -> Sequence[Row[*Columns]]:
+        """All rows of one statement, as `first`."""
+        with self.look() as connection:
+            return connection.execute(statement, {"clock": self.clock_value, **values}).all()
 
     def first(self, statement: Select[*Columns], **values: object) -> Row[*Columns] | None:
         """The first row of one statement that reads, without a transaction around it: the cheapest look.

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.store import rows
-from permille.store.database import NOW, Database, moment, now
+from permille.store.database import NOW, moment, now
 from permille.store.errors import NotFoundError
 from permille.store.ids import Prefix, hash_secret, new_code, new_device_token, new_id
 from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
@@ -20,8 +20,15 @@ from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
 INVITATION_LIFE = timedelta(hours=24)
 NONCE_LIFE = timedelta(minutes=5)
 TOKEN_LIFE = timedelta(hours=1)
-_FOUND = (
-    select(Device.id, Device.tenant_id, Device.release, Device.alias, Device.version, Device.last_seen_at)
+FOUND = (
+    select(
+        Device.id.label("caller_id"),
+        Device.tenant_id.label("caller_tenant_id"),
+        Device.release.label("caller_release"),
+        Device.alias.label("caller_alias"),
+        Device.version.label("caller_version"),
+        Device.last_seen_at.label("caller_seen_at"),
+    )
     .join(DeviceToken, DeviceToken.device_id == Device.id)
     .where(
         DeviceToken.token_hash == bindparam("token_hash"),
@@ -30,6 +37,7 @@ _FOUND = (
         Device.unenrolled_at.is_(None),
     )
 )
+"""The device of an access token (`token_hash`), unless that is no good or the device revoked or gone."""
 
 
 class InvitationError(InputError):
@@ -227,24 +235,6 @@ def issue_token(session: Session, *, device: Device) -> tuple[str, datetime]:
     )
     session.flush()
     return secret, at + TOKEN_LIFE
-
-
-@dataclass(frozen=True, slots=True)
-class Authenticated:
-    """The device of an access token."""
-
-    id: str
-    tenant_id: str
-    release: str
-    alias: str
-    version: int | None
-    last_seen_at: datetime | None
-
-
-def authenticate_device(database: Database, secret: str) -> Authenticated | None:
-    """The device of this access token; None when the token is no good or the device revoked or gone."""
-    found = database.first(_FOUND, token_hash=hash_secret(secret))
-    return None if found is None else Authenticated(*found)
 
 
 def purge_expired(session: Session) -> None:

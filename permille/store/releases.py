@@ -1,17 +1,16 @@
 """Releases (named, numbered) and their aliases, as rows; what devices may believe of them is `trust`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from sqlalchemy import and_, bindparam, func, select
+from sqlalchemy import ColumnElement, Select, and_, bindparam, func, select
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts
-from permille.store.database import Database, now
+from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.rows import FIRST, Page, Window, fetch_page
@@ -142,35 +141,16 @@ def list_aliases(session: Session, *, tenant_id: str, name: str) -> Sequence[Ali
     return session.scalars(query.order_by(Alias.alias)).all()
 
 
-@dataclass(frozen=True, slots=True)
-class Meant:
-    """What an alias points at."""
-
-    version: int
-    package_digest: str
-    size_bytes: int
-    yanked_at: datetime | None
-
-
-_MEANT = (
-    select(Release.version, Release.package_digest, Artifact.size_bytes, Release.yanked_at)
-    .join(Alias, and_(Alias.tenant_id == Release.tenant_id, Alias.name == Release.name))
-    .join(Artifact, Artifact.id == Release.package_id)
-    .where(
-        Alias.tenant_id == bindparam("tenant_id"),
-        Alias.name == bindparam("name"),
-        Alias.alias == bindparam("alias"),
-        Release.version == Alias.version,
+def meant(tenant: ColumnElement[str]) -> Select[int, str, int, datetime | None]:
+    """What an alias (`name`, `alias`) points at: every device asks it at every poll."""
+    return (
+        select(Release.version, Release.package_digest, Artifact.size_bytes, Release.yanked_at)
+        .join(Alias, and_(Alias.tenant_id == Release.tenant_id, Alias.name == Release.name))
+        .join(Artifact, Artifact.id == Release.package_id)
+        .where(
+            Alias.tenant_id == tenant,
+            Alias.name == bindparam("name"),
+            Alias.alias == bindparam("alias"),
+            Release.version == Alias.version,
+        )
     )
-)
-
-
-def resolve_alias(database: Database, *, tenant_id: str, name: str, alias: str) -> Meant:
-    """What an alias points at: asked by every device at every poll, so in one statement.
-
-    Raises NotFoundError.
-    """
-    found = database.first(_MEANT, tenant_id=tenant_id, name=name, alias=alias)
-    if found is None:
-        raise NotFoundError(f"no alias {alias!r} of release {name!r}")
-    return Meant(*found)

@@ -4,12 +4,13 @@ A page is cut by id, or by time and id where others made the ids. So rows added 
 hide others. A cursor is the key of a page's last row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Connection, Select, and_, bindparam, or_, select
+from sqlalchemy import ColumnElement, Select, and_, bindparam, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.errors import InputError
@@ -60,33 +61,18 @@ def lock(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str
     return row
 
 
-def look(
-    connection: Connection,
-    table: type[NamedRow],
-    *,
-    tenant_id: str,
-    row_id: str,
-    columns: tuple[str, ...] | None = None,
-) -> NamedRow:
-    """Read the columns of one row, for the least price: it belongs to no session, and has no relations.
-
-    Args:
-        columns: those that are read; None: all. Each of them costs.
-
-    Raises NotFoundError.
-    """
-    values = {"tenant_id": tenant_id, "row_id": row_id}
-    row = connection.execute(_columns_of(table, columns), values).first()
-    if row is None:
-        raise NotFoundError(f"no {table.noun} {row_id!r}")
-    return cast(NamedRow, row)
+def one(found: Sequence[Row], noun: str, key: str) -> Row:
+    """The one row that was asked for by a key. Raises NotFoundError."""
+    if not found:
+        raise NotFoundError(f"no {noun} {key!r}")
+    return found[0]
 
 
-@cache
-def _columns_of(table: type[NamedRow], names: tuple[str, ...] | None) -> Select[Any]:
+def columns_of(table: type[Named], tenant: ColumnElement[str], *names: str) -> Select[Any]:
+    """Some columns of one row (`row_id`); each costs. Without names: all."""
     columns = table.__table__.c
-    return select(*(columns if names is None else (columns[name] for name in names))).where(
-        columns.tenant_id == bindparam("tenant_id"), columns.id == bindparam("row_id")
+    return select(*((columns[name] for name in names) if names else columns)).where(
+        columns.tenant_id == tenant, columns.id == bindparam("row_id")
     )
 
 

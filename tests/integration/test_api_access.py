@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from permille.schemas.access import Role
-from permille.store import access
+from permille.store.access import find_caller
 from tests.api_service import Api, new_run_id, run_metrics, running_api
 from tests.federations import SMALL, make_site
 
@@ -263,7 +263,7 @@ def test_token_is_stored_hashed_and_its_file_is_private(api: Api) -> None:
     secret = path.read_text().strip().encode()
     for file in api.service.settings.data_dir.glob("permille.db*"):
         assert secret not in file.read_bytes()
-    assert access.authenticate_operator(api.service.database, secret.decode()) is not None
+    assert find_caller(api.service.database, secret.decode()) is not None
 
 
 def test_private_keys_are_readable_by_their_owner_alone(api: Api) -> None:

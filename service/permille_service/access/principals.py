@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
@@ -24,15 +24,15 @@ from sqlalchemy.orm import Session
 from permille.schemas.access import Role
 from permille.schemas.problems import ProblemType
 from permille.store import access, audit, devices
+from permille.store.access import Asked, find_caller
 from permille.store.audit import Change
-from permille.store.ids import DEVICE_TOKEN_PREFIX, OPERATOR_TOKEN_PREFIX
+from permille.store.ids import Prefix
 from permille_service.context import Service, service_of
 from permille_service.problems import ApiError
 from permille_service.routing import WITHOUT_BODY, blocking, in_thread
 
 logger = logging.getLogger(__name__)
 RANK = {Role.WATCHER: 0, Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
-MAX_TOKEN_CHARACTERS = 200
 _SEEN_EVERY = timedelta(minutes=1)
 
 bearer = HTTPBearer(
@@ -77,21 +77,13 @@ class DevicePrincipal:
 
 Principal = Operator | DevicePrincipal
 Allowed = TypeVar("Allowed")
+Row = TypeVar("Row")
 
 
-def find_principal(service: Service, secret: str, *, noting: bool = True) -> Principal | None:
-    """The principal of a bearer token, or None: unknown, expired or revoked.
-
-    Args:
-        noting: note when a device was seen; else the caller does.
-    """
-    if len(secret) > MAX_TOKEN_CHARACTERS or not secret.isascii():
-        return None
-    if secret.startswith(OPERATOR_TOKEN_PREFIX):
-        return _find_operator(service, secret)
-    if secret.startswith(DEVICE_TOKEN_PREFIX):
-        return _find_device(service, secret, noting=noting)
-    return None
+def find_principal(service: Service, secret: str) -> Principal | None:
+    """The principal of a bearer token, or None: unknown, expired or revoked."""
+    found = find_caller(service.database, secret)
+    return None if found is None else _principal_of(service, found, noting=True)
 
 
 class Authenticated(SecurityBase, Generic[Allowed]):
@@ -100,33 +92,75 @@ class Authenticated(SecurityBase, Generic[Allowed]):
     One dependency and not one for each step: each costs FastAPI as much as a statement.
     """
 
-    def __init__(self, check: Callable[[Principal], Allowed], *, noting: bool = True) -> None:
+    def __init__(self, check: Callable[[Principal], Allowed]) -> None:
         self.model, self.scheme_name = bearer.model, bearer.scheme_name  # what the document says of it
-        self._check, self._noting = check, noting
+        self._check = check
 
     async def __call__(self, request: Request) -> Allowed:
         """Find it by its token. Raises ApiError (`unauthenticated`, `forbidden`)."""
-        return self._check(await _authenticate(request, noting=self._noting))
+        service, secret = await service_of(request), await _secret(request)
+        principal = await blocking(find_principal, service, secret)
+        if principal is None:
+            raise _invalid_token()
+        if isinstance(principal, Operator) and request.method not in WITHOUT_BODY:  # reads are not audited
+            principal = replace(principal, action=request.scope["route"].name, path=request.scope["path"])
+        return self._check(principal)
 
 
-async def _authenticate(request: Request, *, noting: bool) -> Principal:
-    service, credentials = await service_of(request), await bearer(request)
+@dataclass(frozen=True, slots=True)
+class Asking(Generic[Allowed]):
+    """A caller that is found when it asks: a route that takes one and does not `ask` would answer anybody."""
+
+    service: Service
+    secret: str
+    check: Callable[[Principal], Allowed]
+    noting: bool
+
+    def ask(self, asked: Asked[Row], **values: str) -> tuple[Allowed, list[Row]]:
+        """Who it is, and what there is of what it asks for, in its tenant.
+
+        Raises ApiError (`unauthenticated`, `forbidden`).
+        """
+        found = asked.find(self.service.database, self.secret, **values)
+        if found is None:
+            raise _invalid_token()
+        caller, rows = found
+        return self.check(_principal_of(self.service, caller, noting=self.noting)), rows
+
+
+class Asks(SecurityBase, Generic[Allowed]):
+    """A dependency: who `Asking` finds, where `check` lets it pass.
+
+    Args:
+        noting: note when a device was seen; else the route does.
+    """
+
+    def __init__(self, check: Callable[[Principal], Allowed], *, noting: bool = True) -> None:
+        self.model, self.scheme_name = bearer.model, bearer.scheme_name
+        self._check, self._noting = check, noting
+
+    async def __call__(self, request: Request) -> Asking[Allowed]:
+        """Look at nothing but whether there is a token. Raises ApiError (`unauthenticated`)."""
+        return Asking(await service_of(request), await _secret(request), self._check, self._noting)
+
+
+async def _secret(request: Request) -> str:
+    credentials = await bearer(request)
     if credentials is None:
         raise ApiError(
             ProblemType.UNAUTHENTICATED,
             "expected an Authorization header with a bearer token, got none",
             headers={"WWW-Authenticate": 'Bearer realm="permille"'},
         )
-    principal = await blocking(find_principal, service, credentials.credentials, noting=noting)
-    if principal is None:
-        raise ApiError(
-            ProblemType.UNAUTHENTICATED,
-            "expected a token that is valid, got one that is unknown, expired or revoked",
-            headers={"WWW-Authenticate": 'Bearer realm="permille", error="invalid_token"'},
-        )
-    if isinstance(principal, Operator) and request.method not in WITHOUT_BODY:  # what reads is not audited
-        return replace(principal, action=request.scope["route"].name, path=request.scope["path"])
-    return principal
+    return credentials.credentials
+
+
+def _invalid_token() -> ApiError:
+    return ApiError(
+        ProblemType.UNAUTHENTICATED,
+        "expected a token that is valid, got one that is unknown, expired or revoked",
+        headers={"WWW-Authenticate": 'Bearer realm="permille", error="invalid_token"'},
+    )
 
 
 @contextmanager
@@ -177,32 +211,28 @@ Admin = Annotated[Operator, Depends(operator_with(Role.ADMIN))]
 CallingDevice = Annotated[DevicePrincipal, Depends(Authenticated(_require_device))]
 Anyone = Annotated[Principal, Depends(Authenticated(_require_reader))]
 """A device, or an operator who may read single rows."""
-Polling = Annotated[Principal, Depends(Authenticated(_require_reader, noting=False))]
+AskingViewer = Annotated[Asking[Operator], Depends(Asks(partial(require_role, role=Role.VIEWER)))]
+Polling = Annotated[Asking[Principal], Depends(Asks(_require_reader, noting=False))]
 """As `Anyone`, of the route that notes itself that a device was seen."""
 
 
-def _find_operator(service: Service, secret: str) -> Operator | None:
-    token = access.authenticate_operator(service.database, secret)
-    if token is None:
-        return None
-    if _is_stale(token.last_used_at):
-        in_thread(note, service, lambda session: access.touch_token(session, token_id=token.id))
-    return Operator(tenant_id=token.tenant_id, token_id=token.id, role=Role(token.role))
-
-
-def _find_device(service: Service, secret: str, *, noting: bool) -> DevicePrincipal | None:
-    device = devices.authenticate_device(service.database, secret)
-    if device is None:
-        return None
-    if noting and _is_stale(device.last_seen_at):
-        in_thread(note, service, lambda session: devices.touch(session, device_id=device.id))
+def _principal_of(service: Service, found: Any, *, noting: bool) -> Principal:
+    """Of the row that `find_caller` found."""
+    if not found.caller_id.startswith(f"{Prefix.DEVICE}_"):
+        if _is_stale(found.caller_seen_at):
+            in_thread(note, service, partial(access.touch_token, token_id=found.caller_id))
+        return Operator(
+            tenant_id=found.caller_tenant_id, token_id=found.caller_id, role=Role(found.caller_role)
+        )
+    if noting and _is_stale(found.caller_seen_at):
+        in_thread(note, service, partial(devices.touch, device_id=found.caller_id))
     return DevicePrincipal(
-        tenant_id=device.tenant_id,
-        device_id=device.id,
-        release=device.release,
-        alias=device.alias,
-        version=device.version,
-        seen_at=device.last_seen_at,
+        tenant_id=found.caller_tenant_id,
+        device_id=found.caller_id,
+        release=found.caller_release,
+        alias=found.caller_alias,
+        version=found.caller_version,
+        seen_at=found.caller_seen_at,
     )
 
 

@@ -17,13 +17,16 @@ from permille.schemas.jobs import (
 )
 from permille.schemas.kinds import result_path
 from permille.store import tables
+from permille.store.access import Asked
 from permille.store.jobs import queue
+from permille.store.rows import columns_of
 
-SHOWN = (
+_SHOWN = (
     *("id", "kind", "state", "parent_id", "attempt", "progress", "message", "eta_at", "error", "result_id"),
     *("cancel_requested_at", "created_at", "started_at", "ended_at"),
 )
-"""The columns of which `present` makes a record."""
+ROW: Asked[tables.Job] = Asked(lambda tenant: columns_of(tables.Job, tenant, *_SHOWN))
+"""The columns of which `present` makes a record, of the job `row_id`."""
 _TOLD = set(EventData.model_fields) - {"error"}
 
 

@@ -12,7 +12,14 @@ from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
 from permille.store.jobs import queue
 from permille.store.jobs.dispatch import dispatch
-from permille_service.access.principals import Maker, Viewer, bearer, changing, find_principal
+from permille_service.access.principals import (
+    AskingViewer,
+    Maker,
+    Viewer,
+    bearer,
+    changing,
+    find_principal,
+)
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs.stream import EventStream, stream_events
@@ -51,12 +58,11 @@ def list_jobs(
 
 @router.get("/{job_id}")
 @in_loop
-def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
+def get_job(job_id: JobId, service: Served, caller: AskingViewer) -> Job:
     """Read one job: its state, progress, and what it made."""
+    _, found = caller.ask(records.ROW, row_id=job_id)
+    row = rows.one(found, tables.Job.noun, job_id)
     with service.database.look() as connection:
-        row = rows.look(
-            connection, tables.Job, tenant_id=operator.tenant_id, row_id=job_id, columns=records.SHOWN
-        )
         return records.present(connection, row)
 
 

@@ -1,5 +1,7 @@
 """Routes of releases: operators publish, yank and alias; devices ask what their alias means."""
 
+from typing import Any
+
 from sqlalchemy.orm import Session
 
 from permille.package.limits import MAX_MANIFEST_BYTES
@@ -17,6 +19,8 @@ from permille.schemas.releases import (
     ReleaseYanked,
 )
 from permille.store import artifacts, devices, releases, tables
+from permille.store.access import Asked
+from permille.store.errors import NotFoundError
 from permille.store.fleet.comparison import compare
 from permille.trust.repository import Repository
 from permille_service.access.principals import DevicePrincipal, Maker, Polling, Viewer, note_poll
@@ -30,6 +34,9 @@ from permille_service.trust import repositories
 router = Router(
     prefix="/v1/releases", tags=["releases"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
 )
+
+
+_MEANT: Asked[Any] = Asked(releases.meant)
 
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
@@ -105,11 +112,14 @@ def list_aliases(name: ReleaseName, service: Served, operator: Viewer) -> list[A
 
 @router.get("/{name}/aliases/{alias}")
 @in_loop
-def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principal: Polling) -> Release:
+def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, caller: Polling) -> Release:
     """What an alias means now: the signed release that a device checks and installs."""
+    principal, found = caller.ask(_MEANT, name=name, alias=alias)
     if isinstance(principal, DevicePrincipal) and (principal.release, principal.alias) != (name, alias):
         raise ApiError(ProblemType.NOT_FOUND, f"no alias {alias!r} of release {name!r} for this device")
-    meant = releases.resolve_alias(service.database, tenant_id=principal.tenant_id, name=name, alias=alias)
+    if not found:
+        raise NotFoundError(f"no alias {alias!r} of release {name!r}")
+    meant = found[0]
     if isinstance(principal, DevicePrincipal):
         note_poll(service, principal, meant.version)
     return Release(

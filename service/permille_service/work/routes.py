@@ -4,6 +4,7 @@ A kind's request, record, path and words are in `permille.schemas.kinds`; what i
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Body, Query, Request, Response
@@ -15,9 +16,10 @@ from permille.schemas.kinds import WORK, WorkKind
 from permille.schemas.packages import Build
 from permille.schemas.problems import ProblemType
 from permille.store import artifacts, rows, tables
+from permille.store.access import Asked
 from permille.store.artifacts import PICTURE, REPORT, Blob
 from permille.store.jobs import queue
-from permille_service.access.principals import Maker, Viewer, changing
+from permille_service.access.principals import AskingViewer, Maker, Viewer, changing
 from permille_service.content import blob_response, content_responses
 from permille_service.context import Served
 from permille_service.creation import JOB_RESPONSES, Creating
@@ -80,12 +82,11 @@ def _add_artifacts(router: Router, work: WorkKind) -> None:
             )
         return page_of(page, lambda row: present_artifact(work, row, row.blobs))
 
+    asked: Asked[Any] = Asked(partial(artifacts.statement_of, work.kind))
+
     @in_loop
-    def read_row(
-        key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Viewer
-    ) -> Closed:
-        with service.database.look() as connection:
-            found = artifacts.look(connection, tenant_id=operator.tenant_id, kind=work.kind, key=key)
+    def read_row(key: Annotated[str, key_of(work.prefix, alias=work.key)], caller: AskingViewer) -> Closed:
+        found = artifacts.looked(caller.ask(asked, key=key)[1], work.kind, key)
         return present_artifact(work, found.row, found.blobs)
 
     def remove(

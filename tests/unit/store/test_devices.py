@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 
 from permille.store import devices, rows
+from permille.store.access import find_caller
 from permille.store.database import Database
 from permille.store.devices import Enrolment, InvitationError
 from permille.store.errors import NotFoundError
@@ -31,8 +32,8 @@ def token_of(db: Database, device: Device) -> str:
 
 
 def authenticated(db: Database, secret: str) -> str | None:
-    device = devices.authenticate_device(db, secret)
-    return None if device is None else device.id
+    found = find_caller(db, secret)
+    return None if found is None else found.caller_id
 
 
 def test_an_invitation_enrols_one_device_and_a_failed_enrolment_leaves_none(
