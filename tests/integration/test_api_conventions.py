@@ -172,7 +172,7 @@ def test_a_key_is_refused_once_what_it_made_was_removed(
             assert anew.status_code == made[name].status_code
             assert anew.json()["id"] != ids[name]
         looks: list[object] = []
-        first: list[Any] = []
+        stored: list[Any] = []
 
         def meeting(look: Callable[..., Any]) -> Callable[..., Any]:
             """The same request, sent before, is stored between two looks of this one."""
@@ -180,14 +180,14 @@ def test_a_key_is_refused_once_what_it_made_was_removed(
             def met(*arguments: object) -> Any:
                 looks.append(look)
                 if len(looks) == 2:
-                    first.append(api.post("/v1/builds", build, key="m"))
+                    stored.append(api.post("/v1/builds", build, key="m"))
                 return look(*arguments)
 
             return met
 
         monkeypatch.setattr(queue, "find_submitted", meeting(queue.find_submitted))
         monkeypatch.setattr(Creation, "_find_kept", meeting(Creation._find_kept))
-        assert api.post("/v1/builds", build, key="m").json()["id"] == first[0].json()["id"]
+        assert api.post("/v1/builds", build, key="m").json()["id"] == stored[0].json()["id"]
 
 
 def test_repeated_invitation_shows_the_same_code_and_the_database_holds_it_sealed(api: Api) -> None:
