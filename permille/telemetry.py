@@ -28,7 +28,7 @@ _FIELDS: Final = "%(asctime)s %(levelname)s %(name)s %(message)s %(request_id)s 
 # No message looks like two lines of the log, or paints a terminal: paths and messages come from anyone.
 _PLAIN: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
 _PLAIN[ord("\n")] = "\n    "
-_QUIET: Final = ("alembic", "botocore", "opentelemetry")
+_QUIET: Final = ("alembic", "botocore", "opentelemetry", "tuf")
 
 
 class LogFormat(StrEnum):
