@@ -27,7 +27,7 @@ from permille.schemas.problems import ProblemType
 from permille.schemas.releases import Release
 from permille.store import artifacts, audit, inputs, tables
 from permille.store.database import now
-from permille.store.errors import ConflictError
+from permille.store.errors import ChangedError, ConflictError
 from permille.store.jobs import queue
 from permille.store.jobs.dispatch import dispatch
 from permille.store.jobs.transitions import NewJob, request_digest
@@ -103,7 +103,15 @@ class Creation:
                 earlier = answer_type.model_validate_json(seal.open(kept.sealed, context))
                 self._check_is_there(session, earlier)
                 return earlier
-            answer = self._noted(session, make(session), body)
+            try:
+                made = make(session)
+            except ConflictError as exc:
+                if key is None or self._find_kept(session, digest) is None:
+                    raise
+                raise ChangedError(
+                    "expected a name that is free, but this request's first sending has it"
+                ) from exc
+            answer = self._noted(session, made, body)
             if key is not None:
                 self._keep(session, digest, seal.close(answer.model_dump_json().encode(), context))
             return answer

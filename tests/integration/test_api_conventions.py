@@ -188,6 +188,19 @@ def test_a_key_is_refused_once_what_it_made_was_removed(
         monkeypatch.setattr(queue, "find_submitted", meeting(queue.find_submitted))
         monkeypatch.setattr(Creation, "_find_kept", meeting(Creation._find_kept))
         assert api.post("/v1/builds", build, key="m").json()["id"] == stored[0].json()["id"]
+        if database == "postgresql":  # SQLite has one writer at a time
+            monkeypatch.undo()
+            find_kept = Creation._find_kept
+
+            def meet(*arguments: Any) -> Any:
+                found = find_kept(*arguments)
+                monkeypatch.undo()
+                stored.append(api.post("/v1/corpora", {**corpus, "name": "d"}, key="n"))
+                return found
+
+            monkeypatch.setattr(Creation, "_find_kept", meet)
+            again = api.post("/v1/corpora", {**corpus, "name": "d"}, key="n")
+            assert again.json() == stored[-1].json(), "expected no conflict with its own first sending"
 
 
 def test_repeated_invitation_shows_the_same_code_and_the_database_holds_it_sealed(api: Api) -> None:
