@@ -18,7 +18,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TypeVar, TypeVarTuple
@@ -54,6 +54,8 @@ Answer = TypeVar("Answer")
 Columns = TypeVarTuple("Columns")
 
 BUSY_TIMEOUT_MS = 30_000
+LEFT_MS = 40_000
+"""PostgreSQL ends what was read in the event loop after so long; nobody waits for it any more then."""
 _PROBE_BYTES = 16 * 1024
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
@@ -240,10 +242,14 @@ def _alone_engine(url: str) -> Engine:
                 self.pgconn.finish()  # in the middle of a statement: it is of no use any more
                 raise
 
+    def connect(_dialect: object, _record: object, given: Sequence[Any], named: Mapping[str, Any]) -> Waiting:
+        connection = Waiting.connect(*given, **{**named, "autocommit": True})
+        # A server that waits for a lock does not see that we have left: each would keep it one process more.
+        connection.execute(f"SET statement_timeout = {LEFT_MS}")
+        return connection
+
     engine = create_engine(parsed, isolation_level="AUTOCOMMIT", hide_parameters=True, poolclass=NullPool)
-    event.listen(
-        engine, "do_connect", lambda _dialect, _record, given, named: Waiting.connect(*given, **named)
-    )
+    event.listen(engine, "do_connect", connect)
     return engine
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import psycopg
 import pytest
 from anyio import to_thread
 from fastapi.concurrency import run_in_threadpool
 from sqlalchemy.util.concurrency import greenlet_spawn
 
 from permille.schemas.problems import ProblemType
+from permille.store import database
 from permille.store.database import Database
 from permille_service import console, routing
 from tests.api_service import Api, running_api
@@ -87,6 +90,7 @@ def test_a_read_that_meets_a_lock_waits_for_it_in_a_thread(api: Api, monkeypatch
 def test_a_server_that_hangs_stops_neither_the_loop_nor_health(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(database, "LEFT_MS", 1000)
     with postgres_server() as server, running_api(tmp_path, database_url=server.url) as api:
         path, unavailable = job_path(api), ProblemType.UNAVAILABLE.uri
         assert api.get(path).status_code == 200
@@ -103,6 +107,15 @@ def test_a_server_that_hangs_stops_neither_the_loop_nor_health(
             threads = threading.active_count()
             assert api.client.get("/readyz").json()["type"] == unavailable
             assert threading.active_count() <= threads, "expected all who ask to wait for one look"
+        with ThreadPoolExecutor(READS) as pool, psycopg.connect(server.url.replace("+psycopg", "")) as other:
+            other.execute("LOCK TABLE jobs IN ACCESS EXCLUSIVE MODE")
+            answers = [pool.submit(api.get, path) for _ in range(READS)]
+            assert {answer.result(LONG_S).json()["type"] for answer in answers} == {unavailable}
+            begun, waits = time.monotonic(), "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            while other.execute(waits).fetchone():
+                assert time.monotonic() - begun < LONG_S, "expected the server to leave what nobody waits for"
+                other.execute("SELECT pg_stat_clear_snapshot()")
+                time.sleep(0.05)
         monkeypatch.setattr(routing, "ANSWER_S", LONG_S)
         monkeypatch.setattr(console, "ANSWER_S", LONG_S)
         assert api.get(path).status_code == 200
