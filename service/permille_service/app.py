@@ -49,6 +49,7 @@ Turn a pre-trained language model into a package of which a device trains one we
 * A `POST` that makes something takes an `Idempotency-Key`: sent again within a day, it makes nothing twice,
   and nothing anew of what was removed since.
 * Lists are pages: pass `next_cursor` as `cursor`.
+* A parameter of a query comes once; of two, neither is taken.
 """
 TAGS: Final = [
     {"name": "models", "description": "Base models: a folder, or a hub repository at a commit."},

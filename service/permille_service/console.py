@@ -68,7 +68,7 @@ def console() -> HTMLResponse:
 async def get_health(request: Request) -> Health:
     """Whether the service can read and write its database and its blobs.
 
-    It looks at most every two seconds.
+    It looks at most every two seconds, and answers within four.
     """
     writes: WriteCheck = request.app.state.writes
     problem = await writes.problem()
