@@ -14,9 +14,11 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 from anyio import CapacityLimiter, to_thread
+from anyio.lowlevel import RunVar
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.dependencies.models import Dependant
@@ -37,6 +39,8 @@ Given = TypeVarTuple("Given")
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 ANSWER_S = 30.0
 """As long a read in the event loop waits for the database: a thread waits as long for a lock of SQLite."""
+TRY_S, FEW = 1.0, 4
+_few: RunVar[CapacityLimiter] = RunVar("few")
 WITHOUT_BODY = frozenset({"GET", "HEAD"})
 
 
@@ -50,7 +54,16 @@ def in_thread(call: Callable[[*Given], Answer], *arguments: *Given) -> Answer:
     """Call what writes or takes long: here, or in a thread where here is the event loop."""
     if not in_greenlet():
         return call(*arguments)
-    return await_only(_in_counted_thread(functools.partial(call, *arguments)))
+    threads = to_thread.current_default_thread_limiter()
+    return await_only(_in_counted_thread(functools.partial(call, *arguments), threads))
+
+
+def try_in_thread(call: Callable[[*Given], object], *arguments: *Given) -> None:
+    """Call what an answer does not need: where here is the event loop, it is waited for a second at most."""
+    if in_greenlet():
+        await_only(_try_in_thread(functools.partial(call, *arguments)))
+    else:
+        call(*arguments)
 
 
 async def blocking(
@@ -134,12 +147,25 @@ async def _handle_in_loop(
         return await run_in_threadpool(_finish, handler(request))
 
 
-async def _in_counted_thread(call: Callable[[], Answer]) -> Answer:
-    """Call in one of the threads of requests, which stays one of them until the call ends.
+async def _try_in_thread(call: Callable[[], object]) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(TRY_S):
+            await _in_counted_thread(call, _few_threads())
+
+
+def _few_threads() -> CapacityLimiter:
+    """Threads of this event loop for what no answer needs: while it hangs, requests have all others."""
+    if _few.get(None) is None:
+        _few.set(CapacityLimiter(FEW))
+    return _few.get()
+
+
+async def _in_counted_thread(call: Callable[[], Answer], threads: CapacityLimiter) -> Answer:
+    """Call in one of these threads, which stays one of them until the call ends.
 
     Who asked may have left long before: a database that hangs would get one more thread from each.
     """
-    threads, borrower = to_thread.current_default_thread_limiter(), object()
+    borrower = object()
     await threads.acquire_on_behalf_of(borrower)
     running = asyncio.ensure_future(to_thread.run_sync(call, limiter=CapacityLimiter(1)))
     running.add_done_callback(lambda _: threads.release_on_behalf_of(borrower))

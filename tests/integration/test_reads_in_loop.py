@@ -120,6 +120,14 @@ def test_a_server_that_hangs_stops_neither_the_loop_nor_health(
         monkeypatch.setattr(console, "ANSWER_S", LONG_S)
         assert api.get(path).status_code == 200
         assert api.client.get("/readyz").status_code == 200
+        monkeypatch.setattr(routing, "TRY_S", 0.1)
+        with psycopg.connect(server.url.replace("+psycopg", "")) as other:
+            other.execute("UPDATE operator_tokens SET last_used_at = NULL")
+            other.commit()
+            other.execute("SELECT 1 FROM operator_tokens FOR UPDATE")
+            assert api.get(path).status_code == 200, (
+                "expected a read that does not wait for the caller's note"
+            )
         server.crash()
         assert api.get(path).status_code == 200, "expected a new connection in place of the broken one"
 

@@ -29,7 +29,7 @@ from permille.store.audit import Change
 from permille.store.ids import Prefix
 from permille_service.context import Service, service_of
 from permille_service.problems import ApiError
-from permille_service.routing import WITHOUT_BODY, blocking, in_thread
+from permille_service.routing import WITHOUT_BODY, blocking, try_in_thread
 
 logger = logging.getLogger(__name__)
 RANK = {Role.WATCHER: 0, Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
@@ -220,12 +220,12 @@ def _principal_of(service: Service, found: Any, *, noting: bool) -> Principal:
     """Of the row that `find_caller` found."""
     if not found.caller_id.startswith(f"{Prefix.DEVICE}_"):
         if _is_stale(found.caller_seen_at):
-            in_thread(note, service, partial(access.touch_token, token_id=found.caller_id))
+            try_in_thread(note, service, partial(access.touch_token, token_id=found.caller_id))
         return Operator(
             tenant_id=found.caller_tenant_id, token_id=found.caller_id, role=Role(found.caller_role)
         )
     if noting and _is_stale(found.caller_seen_at):
-        in_thread(note, service, partial(devices.touch, device_id=found.caller_id))
+        try_in_thread(note, service, partial(devices.touch, device_id=found.caller_id))
     return DevicePrincipal(
         tenant_id=found.caller_tenant_id,
         device_id=found.caller_id,
@@ -240,11 +240,11 @@ def note_poll(service: Service, device: DevicePrincipal, version: int) -> None:
     """Note that a device was seen and which version it was told: one write, where either is news."""
     if device.version != version or _is_stale(device.seen_at):
         touch = partial(devices.touch, device_id=device.device_id, version=version)
-        in_thread(note, service, touch)
+        try_in_thread(note, service, touch)
 
 
 def note(service: Service, touch: Callable[[Session], None]) -> None:
-    """Note that a principal was seen, where that can be written: on a full disk reading goes on."""
+    """Note that a principal was seen, where it can be: on a full disk or behind a lock reading goes on."""
     try:
         with service.database.write() as session:
             touch(session)
