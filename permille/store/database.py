@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TypeVar, TypeVarTuple
 
+from anyio import Semaphore, WouldBlock
 from sqlalchemy import (
     ColumnElement,
     Connection,
@@ -197,29 +198,31 @@ class _Looping:
 
     def __init__(self, url: str) -> None:
         self._engine = _alone_engine(url)
-        self._slots: asyncio.LifoQueue[Connection | None] = asyncio.LifoQueue()  # None: one may be opened
-        for _ in range(_LOOP_CONNECTIONS):
-            self._slots.put_nowait(None)
+        self._free = Semaphore(_LOOP_CONNECTIONS)  # fair: who waits is not passed by who comes later
+        self._kept: list[Connection] = []
 
     @contextmanager
     def connect(self) -> Iterator[Connection]:
         """A connection of this greenlet's alone, as long as the block lasts."""
-        slots = self._slots
-        kept = await_only(slots.get()) if slots.empty() else slots.get_nowait()
+        try:
+            self._free.acquire_nowait()
+        except WouldBlock:
+            await_only(self._free.acquire())
         connection = None
         try:
-            connection = kept or await_only(asyncio.to_thread(self._engine.connect))
+            connection = (
+                self._kept.pop() if self._kept else await_only(asyncio.to_thread(self._engine.connect))
+            )
             yield connection
         finally:
-            usable = connection is not None and not connection.invalidated
-            slots.put_nowait(connection if usable else None)
+            if connection is not None and not connection.invalidated:
+                self._kept.append(connection)
+            self._free.release()
 
     def close(self) -> None:
         """Close those that nobody uses."""
-        for connection in [self._slots.get_nowait() for _ in range(self._slots.qsize())]:
-            if connection is not None:
-                connection.close()
-            self._slots.put_nowait(None)
+        while self._kept:
+            self._kept.pop().close()
 
 
 def _alone_engine(url: str) -> Engine:
