@@ -71,17 +71,19 @@ class Faults:
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def run(self, planned: list[str], jobs: int, accepted: Callable[[], int]) -> None:
-        """One fault after the other, each once so many jobs were accepted; returns when told to stop."""
+        """One fault after the other, each once so many jobs were accepted; told to stop, wait for no more."""
         self._rng = random.Random(f"fault {self.seed}")
         before = accepted()
         for number, fault in enumerate(planned):
             if number * jobs < before * len(planned):
                 continue  # of the run that this one goes on with
-            while accepted() * len(planned) < number * jobs:
-                if self._closing.wait(0.1):
+            while True:
+                closing = self._closing.is_set()
+                if accepted() * len(planned) >= number * jobs:
+                    break
+                if closing:
                     return
-            if self._closing.is_set():
-                return
+                self._closing.wait(0.1)
             self.say(f"fault {number + 1} of {len(planned)}: {fault}")
             if self._do(number, fault):
                 self.done[fault] += 1
