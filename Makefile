@@ -81,7 +81,7 @@ test-executorch: $(VENV)/.native $(EXECUTORCH)/.installed  ## Export programs an
 	PYTHONPATH=$(EXECUTORCH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m executorch tests/unit/engines
 
 JOBS ?= 1000
-chaos: $(VENV)/.native $(EXECUTORCH)/.installed system-packages  ## JOBS jobs while processes, broker, database and store fail; then count what is lost (an hour)
+chaos: $(VENV)/.native $(EXECUTORCH)/.installed system-packages  ## JOBS jobs while processes, broker, database and store fail; then count what is lost (a quarter of an hour where nothing else runs)
 	@PYTHONPATH=$(EXECUTORCH) OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --jobs $(JOBS)
 
 attack: $(VENV)/.native system-packages  ## Every attack of docs/security.md, on real processes (ten minutes)
