@@ -131,7 +131,9 @@ class Asked(Generic[AskedRow]):
     def find(self, database: Database, secret: str, **values: str) -> tuple[Any, list[AskedRow]] | None:
         """The caller, as `find_caller`, and the rows that there are; `values` are the statement's."""
         statement = _of(secret, self._statements)
-        found = statement is not None and database.rows(statement, token_hash=hash_secret(secret), **values)
+        if statement is None:
+            return None
+        found = database.rows(statement, token_hash=hash_secret(secret), **values)
         if not found:
             return None
         return found[0], [cast(AskedRow, row) for row in found if getattr(row, self._first) is not None]

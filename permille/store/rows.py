@@ -46,19 +46,17 @@ FIRST = Window()
 
 def get(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str) -> NamedRow:
     """Read one row. Raises NotFoundError."""
-    row: NamedRow | None = session.scalar(_row_of(table), {"tenant_id": tenant_id, "row_id": row_id})
-    if row is None:
-        raise NotFoundError(f"no {table.noun} {row_id!r}")
-    return row
+    found: Sequence[NamedRow] = session.scalars(
+        _row_of(table), {"tenant_id": tenant_id, "row_id": row_id}
+    ).all()
+    return one(found, table.noun, row_id)
 
 
 def lock(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str) -> NamedRow:
     """Read one row, to remove it: who comes at the same time waits, and finds none. Raises NotFoundError."""
     query = _row_of(table).with_for_update()
-    row: NamedRow | None = session.scalar(query, {"tenant_id": tenant_id, "row_id": row_id})
-    if row is None:
-        raise NotFoundError(f"no {table.noun} {row_id!r}")
-    return row
+    found: Sequence[NamedRow] = session.scalars(query, {"tenant_id": tenant_id, "row_id": row_id}).all()
+    return one(found, table.noun, row_id)
 
 
 def one(found: Sequence[Row], noun: str, key: str) -> Row:

@@ -40,6 +40,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 ANSWER_S = 30.0
 """As long a read in the event loop waits for the database: a thread waits as long for a lock of SQLite."""
 TRY_S, FEW = 1.0, 4
+"""So long an answer waits for what it does not need, in one of so few threads."""
 _few: RunVar[CapacityLimiter] = RunVar("few")
 WITHOUT_BODY = frozenset({"GET", "HEAD"})
 
