@@ -1,5 +1,6 @@
 """Commands that use the model on this device: compare, generate, chat, serve, export."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -302,9 +303,11 @@ def export(
         document |= {"bytes": export_executorch(package, values_K, folder)}
     else:
         with _needing("gguf"):
-            from permille.engines.gguf.export import export_gguf
+            from permille.engines.gguf.export import MODELFILE, export_gguf
         exported = export_gguf(package, values_K, folder, kind=kind)
         document |= {"type": kind, "bytes": exported.size_bytes}
+        use = shlex.quote(str(folder / MODELFILE))
+        document["ollama"] = f"ollama create {shlex.quote(folder.name)} --file {use}"
         if personal:
             document["change_kept"] = round(exported.kept, 6)
     show(document, as_json=as_json)
