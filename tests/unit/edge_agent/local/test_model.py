@@ -218,6 +218,8 @@ def test_the_guides_lines_export_for_other_programs(
     assert len(answers) == len(lines) == 2
     assert answers[1]["type"] == "q8_0"
     assert answers[1]["bytes"] == (tmp_path / "mine-gguf" / "model.gguf").stat().st_size
+    modelfile = tmp_path / "mine-gguf" / "Modelfile"
+    assert answers[1]["ollama"] == f"ollama create mine-gguf --file {modelfile}"
     assert 0.999 < answers[1]["change_kept"] < 1
     refused = ["export", "four", "--format", "gguf", "--type", "q4_0", "--json"]
     assert cli.main(["--home", str(trained.root), *refused]) == 3
