@@ -60,6 +60,13 @@ def sentences(count: int, *, seed: int = 0) -> list[str]:
     return result
 
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template of many instruct models."""
+
+
 def tiny_tokenizer(vocabulary: int = 320) -> Tokenizer:
     """A byte-level BPE tokenizer of some sentences, with `SPECIAL_TOKENS` as ids 0, 1, 2."""
     tokenizer = Tokenizer(models.BPE())

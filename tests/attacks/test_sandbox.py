@@ -23,7 +23,7 @@ from permille_agent.text.chat_template import ChatTemplate
 from permille_agent.text.documents import Conversation, Document, PlainText
 from permille_agent.text.preparation import tokenize
 from permille_agent.text.tokens import TextTokenizer
-from tests.packages import tiny_package, tiny_tokenizer
+from tests.packages import CHATML, tiny_package, tiny_tokenizer
 
 SLOW = (
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -163,7 +163,8 @@ def test_special_tokens_are_looked_for_within_the_limits(monkeypatch: pytest.Mon
         tokens = ({**known, "id": 1000 + n, "content": f"<|{n:x}|>", "special": True} for n in range(200_000))
         document["added_tokens"].extend(tokens)
 
-    tokenizer = TextTokenizer({"tokenizer.json": hostile(change)}.get)
+    files = {"tokenizer.json": hostile(change), "chat_template.jinja": CHATML.encode()}
+    tokenizer = TextTokenizer(files.get)
     talk = (("user", "<|no|>" * 20_000), ("assistant", "you"))
     spent_s = time.process_time()  # of this process: the child's is limited
     with pytest.raises(PackageError, match="sandbox-limit"):

@@ -1,5 +1,6 @@
 """Commands that use the model on this device: compare, generate, chat, serve, export."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -106,8 +107,11 @@ def show_page(
 
 def generate(
     context: typer.Context,
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue, or the message to answer.")],
     base: BaseOption = False,
+    as_chat: Annotated[
+        bool, typer.Option("--chat", help="Answer the prompt as a user's message, by the chat template.")
+    ] = False,
     max_tokens: TokensOption = 128,
     temperature: TemperatureOption = 0.8,
     top_p: TopPOption = 0.95,
@@ -116,24 +120,29 @@ def generate(
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a text.
+    """Continue a text, or with --chat answer a message.
 
     [bold]Examples[/bold]
 
       permille-agent generate "Once upon a time"
 
       permille-agent generate "Dear Anna," --temperature 0 --base --json
+
+      permille-agent generate --chat "What is the capital of France?" --temperature 0
     """
     from permille_agent.local.model import Sampling
 
     sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with _open_model(context, threads, engine) as model:
         variant = _variant(model, base)
-        generated, pieces = model.complete(prompt, variant, sampling)
+        if as_chat:
+            generated, pieces = model.reply([("user", prompt)], variant, sampling)
+        else:
+            generated, pieces = model.complete(prompt, variant, sampling)
         if as_json:
             text = "".join(pieces)
         else:
-            typer.echo(prompt, nl=False)
+            typer.echo("" if as_chat else prompt, nl=False)
             for piece in pieces:
                 typer.echo(piece, nl=False)
             typer.echo()
@@ -174,6 +183,7 @@ def chat(
     beginning = [("system", system)] if system else []
     messages = list(beginning)
     with _open_model(context, threads, engine) as model:
+        model.tokenizer.require_chat()
         variant = _variant(model, base)
         typer.echo(f"{variant.value} model; /reset, /exit", err=True)
         while (line := _read_line()) is not None:
@@ -293,9 +303,11 @@ def export(
         document |= {"bytes": export_executorch(package, values_K, folder)}
     else:
         with _needing("gguf"):
-            from permille.engines.gguf.export import export_gguf
+            from permille.engines.gguf.export import MODELFILE, export_gguf
         exported = export_gguf(package, values_K, folder, kind=kind)
         document |= {"type": kind, "bytes": exported.size_bytes}
+        use = shlex.quote(str(folder / MODELFILE))
+        document["ollama"] = f"ollama create {shlex.quote(folder.name)} --file {use}"
         if personal:
             document["change_kept"] = round(exported.kept, 6)
     show(document, as_json=as_json)

@@ -26,10 +26,11 @@ from permille_agent.state.models import (
     installed_release,
     read_manifest,
 )
+from permille_agent.text.documents import Learn
 from permille_agent.training.decision import Decision
 from permille_agent.training.outcome import RunOutcome, outcome_words
 from permille_agent.training.progress import Standing, read_progress
-from permille_agent.training.run import RunFolder, list_runs
+from permille_agent.training.run import BegunRun, RunFolder, list_runs
 
 Found = TypeVar("Found")
 
@@ -55,6 +56,7 @@ class Status:
     daemon: DaemonState
     run_id: str | None
     decision: Decision | None
+    learn: Learn | None
     damaged: tuple[str, ...]
 
     def document(self) -> dict[str, object]:
@@ -86,6 +88,7 @@ class Status:
                 "run": self.run.name,
                 "run_id": self.run_id,
                 "outcome": self._outcome(),
+                "learn": self.learn and self.learn.value,
                 "metrics": self.outcome and as_json(self.outcome.metrics),
             },
             "reports": {
@@ -131,6 +134,7 @@ class Status:
             ("data", "\n".join(map(str, self.data)) or "no files added"),
             ("training", self.progress.line() if self.progress else ""),
             ("last run", self._run_words()),
+            ("learns", f"of conversations: {self.learn.value}" if self.learn else ""),
             ("reports", f"{self._pending()} waiting, {len(refused)} refused"),
             ("refused because", "\n".join(dict.fromkeys(refused))),  # the same words once
             ("rounds", "\n".join(map(_round_words, self.federations))),
@@ -207,6 +211,7 @@ def read_status(home: Home) -> Status:
         progress=read_progress(home),
         run=run,
         run_id=read(lambda: run.run_id, None) if run else None,
+        learn=read(lambda: run.require("run", BegunRun).definition.options.learn, None) if run else None,
         outcome=read(lambda: run.load("outcome", RunOutcome), None) if run else None,
         decision=read(lambda: run.load("decision", Decision), None) if run else None,
         reports=tuple(report for report in reports if report is not None),

@@ -73,6 +73,13 @@ def train(
             "begin at the base.",
         ),
     ] = "active",
+    learn: Annotated[
+        str,
+        typer.Option(
+            help="Whose turns of a conversation the loss counts: assistant (what a chat lets the model say), "
+            "user (your own voice) or all. Other text is learned whole."
+        ),
+    ] = "assistant",
     share_log: Annotated[
         bool | None,
         typer.Option(
@@ -107,10 +114,13 @@ def train(
       permille-agent train mail.jsonl --steps 500 --seed 1 --share-log
 
       permille-agent train ~/notes --estimator one-sided --from base
+
+      permille-agent train conversations.json --learn user
     """
     from permille.choices import choice_of
     from permille_agent.state.home import as_json as json_of
     from permille_agent.state.models import active_model
+    from permille_agent.text.documents import Learn
     from permille_agent.training.options import (
         DEFAULT_MINUTES,
         Start,
@@ -129,6 +139,7 @@ def train(
         steps=steps,
         minutes=DEFAULT_MINUTES if minutes is None and steps is None else minutes,
         start=choice_of(Start, start, "a start"),
+        learn=choice_of(Learn, learn, "whose turns to learn"),
     )
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
     told = LiveProgress(home, None if as_json else Console(stderr=True))

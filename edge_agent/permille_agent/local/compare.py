@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from permille.errors import InputError
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.state.home import Home
-from permille_agent.text.documents import PlainText
+from permille_agent.text.documents import Content, Conversation, PlainText
 from permille_agent.text.preparation import prepare, tokenize
 from permille_agent.text.reading import read_documents, survey
 from permille_agent.text.rows import document_rows
@@ -19,6 +20,7 @@ from permille_agent.training.outcome import TextSource
 from permille_agent.training.run import BegunRun, LearnedText, RunFolder, find_run, finite_or_none
 
 PROMPT_WORDS = 6
+QUESTION_CHARACTERS = 200
 DEFAULT_SAMPLES = 2
 
 
@@ -130,14 +132,15 @@ def _measured(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLosses:
 
 
 def _sample(model: LocalModel, prompt: str, sampling: Sampling) -> Sample:
-    written = {
-        variant.value: "".join(model.complete(prompt, variant, sampling)[1]) for variant in model.variants
-    }
+    written = {variant.value: model.write(prompt, variant, sampling) for variant in model.variants}
     return Sample(prompt=prompt, **written)
 
 
 def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMPLES) -> list[str]:
-    """Take first words of texts of the run's test split, where the user's files are still there."""
+    """Take prompts from the run's test split, where the user's files are still there.
+
+    Of a text the first words, of a conversation the user's first question where the model can chat.
+    """
     options = folder.require("run", BegunRun).definition.options
     paths = (folder.load("data", TextSource) or TextSource()).paths
     if not paths:
@@ -147,5 +150,16 @@ def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMP
         test = prepare(documents, model.tokenizer, row_tokens=options.row_tokens).test_documents
     except InputError:
         return []  # what is left of the text is too little
-    texts = [document.content.text for document in test if isinstance(document.content, PlainText)]
-    return [" ".join(text.split()[:PROMPT_WORDS]) for text in texts[:count]]
+    return list(islice(filter(None, (_prompt(one.content, model) for one in test)), count))
+
+
+def _prompt(content: Content, model: LocalModel) -> str:
+    """Take the prompt of a sample from a document; empty where it has none."""
+    match content:
+        case PlainText(text):
+            return " ".join(text.split()[:PROMPT_WORDS])
+        case Conversation(messages) if model.tokenizer.can_chat:
+            asked = (said.strip() for role, said in messages if role == "user")
+            short = (said for said in asked if said.endswith("?") and len(said) <= QUESTION_CHARACTERS)
+            return next(short, "")
+    return ""

@@ -19,8 +19,10 @@ from permille.package.reader import Package
 from permille.zo.lattice import values
 from permille_agent.state.home import Home
 from permille_agent.state.models import Active, opening, require_active
+from permille_agent.text.documents import Learn
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.personal import model_values, pooled_start
+from permille_agent.training.run import BegunRun, RunFolder
 
 
 class Variant(StrEnum):
@@ -66,7 +68,7 @@ class LocalModel:
         self.active = active = active or require_active(home)
         with opening(home, active.package):
             self.package = Package.open(BlobFolder(home.blobs), active.package)
-            self.tokenizer: TextTokenizer = package_tokenizer(self.package)
+            self.tokenizer: TextTokenizer = package_tokenizer(self.package, _learned(home, active))
             self.engine = engine_of(self.package)
         base_K = self.package.values()
         self._values: dict[Variant, NDArray[np.float32]] = {Variant.BASE: base_K}
@@ -110,11 +112,22 @@ class LocalModel:
         """The assistant's next turn; the text comes piece by piece.
 
         Raises:
-            InputError: as `complete`, or a message contains a special token.
+            InputError: as `complete`, or there is no chat template, or a message contains a special token.
             PackageError: the chat template fails.
         """
         template = self.tokenizer.chat_template()
         return self._generate(self.tokenizer.chat_prompt(template, messages), variant, sampling)
+
+    def write(self, prompt: str, variant: Variant, sampling: Sampling) -> str:
+        """Write a sample: a chat model answers a prompt that ends in a question mark, all else is continued.
+
+        Raises:
+            InputError: as `complete` and `reply`.
+            PackageError: the chat template fails.
+        """
+        if self.tokenizer.can_chat and prompt.rstrip().endswith("?"):
+            return "".join(self.reply([("user", prompt)], variant, sampling)[1])
+        return "".join(self.complete(prompt, variant, sampling)[1])
 
     def close(self) -> None:
         """End the tokenizer's child."""
@@ -139,6 +152,12 @@ class LocalModel:
         )
         pieces = self.tokenizer.stream(_counted(ids, generated, limit))
         return generated, until_stop(pieces, sampling.stop, generated)
+
+
+def _learned(home: Home, active: Active) -> Learn:
+    """Find whose turns the active model's run has learned."""
+    begun = None if active.run is None else RunFolder(home.runs / active.run).load("run", BegunRun)
+    return begun.definition.options.learn if begun else Learn.ASSISTANT
 
 
 def until_stop(pieces: Iterator[str], stop: Sequence[str], generated: Generated) -> Iterator[str]:

@@ -143,6 +143,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         tokens=_parts(metrics.train_tokens, metrics.select_tokens, metrics.test_tokens),
         work=f"{metrics.steps} steps{_of_what(home, folder)}, {metrics.seconds:.0f} s, "
         f"{metrics.peak_rss_bytes >> 20} MiB at most",
+        learn=folder.require("run", BegunRun).definition.options.learn.value,
         left=_left_the_device(home, folder),
         rounds=_rounds(home),
         run=folder.name,
@@ -262,11 +263,7 @@ def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Writ
 def _texts(model: LocalModel, prompts: Sequence[str], variant: Variant, seeds: range) -> list[str]:
     """What a model writes after each prompt: those of the first seed first."""
     return [
-        "".join(
-            model.complete(
-                prompt, variant, Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, seed=seed)
-            )[1]
-        )
+        model.write(prompt, variant, Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, seed=seed))
         for seed in seeds
         for prompt in prompts
     ]

@@ -1,8 +1,8 @@
-"""Chat messages to text by the package's template, and which characters of it the assistant said.
+"""Chat messages to text by the package's template, and the characters of it that the wanted roles said.
 
 The template is foreign code and is rendered in the package's child process, with limits of time, memory and
 size (`permille.sandbox`); a template that breaks them is an error of the package, never a hang. Packages
-without a template get `DEFAULT_TEMPLATE`.
+without a template learn conversations as the plain text of `DEFAULT_TEMPLATE`; they do not chat.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,31 +53,34 @@ class ChatTemplate:
         """
         return str(self._render(messages, add_generation_prompt, ())["text"])
 
-    def render_with_targets(self, messages: Messages) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The text of a whole conversation and the character spans of the assistant's turns in it.
+    def render_with_targets(
+        self, messages: Messages, roles: Sequence[str] = ("assistant",)
+    ) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """The text of a whole conversation and the character spans of the turns of `roles` in it.
 
-        A turn starts where the prompt for it ends and goes on to where the conversation up to it ends, so
-        that the end of turn is learnt, too. Templates that rewrite earlier turns do not keep those prefixes:
-        there, the turn is looked for. A long conversation is the text of its windows, one after the other,
-        each with the system's message before it.
+        An assistant's turn starts where the prompt for it ends, another's where its content does; both go on
+        to where the conversation up to them ends, so that the end of turn is learnt, too. Templates that
+        rewrite earlier turns do not keep those prefixes: there, the turn is looked for. A long conversation
+        is the text of its windows, one after the other, each with the system's message before it.
 
         Raises:
-            InputError: an assistant's turn does not appear in the rendered text.
+            InputError: a turn that counts does not appear in the rendered text.
             PackageError: as `render`.
         """
         texts: list[str] = []
         spans: list[tuple[int, int]] = []
         length = 0
         for window in _windows(messages):
-            text, found = self._window(window)
+            text, found = self._window(window, roles)
             spans += [(length + start, length + end) for start, end in found]
             texts.append(text)
             length += len(text)
         return "".join(texts), tuple(spans)
 
-    def _window(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        turns = [i for i, (role, said) in enumerate(messages) if role == "assistant" and said.strip()]
-        asked = [prefix for i in turns for prefix in ((i, True), (i + 1, False))]
+    def _window(self, messages: Messages, roles: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+        turns = [i for i, (role, said) in enumerate(messages) if role in roles and said.strip()]
+        answers = {i for i in turns if messages[i][0] == "assistant"}
+        asked = [prefix for i in turns for prefix in ((i, i in answers), (i + 1, False))]
         # Before the first message there is no prompt; some templates refuse to render nothing.
         answer = self._render(messages, False, [prefix for prefix in asked if prefix[0]])
         text, lengths = str(answer["text"]), list(answer["prefixes"])
@@ -87,11 +90,14 @@ class ChatTemplate:
         position = 0
         for i, before, through in zip(turns, lengths[::2], lengths[1::2], strict=True):
             content = messages[i][1].strip()
-            start = before
-            if before is None or before < position or text.find(content, before) < 0:
+            start = text.find(content, max(before or 0, position))
+            if start < 0:
                 start = text.find(content, position)
             if start < 0:
-                raise InputError("an assistant message does not appear in what the chat template renders")
+                role = messages[i][0]
+                raise InputError(f"a message of the {role} does not appear in what the chat template renders")
+            if i in answers and before is not None and position <= before <= start:
+                start = before
             position = through if through is not None and through > start else 0
             position = position or text.index(content, start) + len(content)
             spans.append((start, position))

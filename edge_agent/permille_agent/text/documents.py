@@ -1,11 +1,29 @@
 """What a document of the user can be, and what a row of a `.jsonl` file must look like to be one."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from permille.errors import InputError
 
 ROLES = ("system", "user", "assistant")
+
+
+class Learn(StrEnum):
+    """The roles whose turns of a conversation count in the loss; the system's message never does.
+
+    The default is `ASSISTANT`, because that is all that a chat lets the model say: what is judged is what it
+    answers. `USER` is for the user's own voice, where the answers came from another model.
+    """
+
+    USER = "user"
+    ASSISTANT = "assistant"
+    ALL = "all"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles whose turns count."""
+        return ("user", "assistant") if self is Learn.ALL else (self.value,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +43,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Chat messages as (role, content); only the assistant's turns count in the loss."""
+    """Chat messages as (role, content); the turns of the roles that `Learn` names count in the loss."""
 
     messages: tuple[tuple[str, str], ...]
 

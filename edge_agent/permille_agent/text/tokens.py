@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.chat_tokens import ends_of_turn
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
 from permille.sandbox.process import MAX_TOKENS_A_CHARACTER, Sandbox
 from permille.token_bytes import token_bytes
 from permille_agent.text.chat_template import ChatTemplate, answered
-from permille_agent.text.documents import Completion, Content, Conversation, PlainText
+from permille_agent.text.documents import Completion, Content, Conversation, Learn, PlainText
 
 ReadFile = Callable[[str], bytes | None]
 
@@ -55,13 +56,18 @@ class TokenizedDocument:
 
 
 class TextTokenizer:
-    """The tokenizer of one package, with its special tokens and chat template."""
+    """The tokenizer of one package, with its special tokens and chat template.
 
-    def __init__(self, read_file: ReadFile) -> None:
+    Attributes:
+        stop_ids: all `eos_token_id` of the package's files, and the template's end of a turn.
+    """
+
+    def __init__(self, read_file: ReadFile, *, learn: Learn = Learn.ASSISTANT) -> None:
         """Read `tokenizer.json` and, where there are any, the configurations beside it.
 
         Args:
             read_file: content of a file of the package by its name; None where the package has none.
+            learn: whose turns of a conversation count in the loss.
 
         Raises:
             PackageError: no tokenizer, or one that cannot be read.
@@ -78,20 +84,39 @@ class TextTokenizer:
         self.eos = _token(names.get("eos_token"))
         self._add_bos = bool(config.get("add_bos_token")) and self.bos is not None
         self._template = _template(read_file("chat_template.jinja"), config)
-        self.stop_ids = _stop_ids(_json(read_file("generation_config.json")), _json(read_file("config.json")))
-        self._sandbox = Sandbox(load, tokens=(self.bos or "", self.eos or ""))
+        self._learn = learn
+        named = _stop_ids(_json(read_file("generation_config.json")), _json(read_file("config.json")))
+        ends = ends_of_turn(self._template)
+        self._sandbox = Sandbox(load, tokens=(self.bos or "", self.eos or "", *ends))
         known = answered(self._sandbox.start, "tokenizer")
         self._bos_id: int | None = known["ids"][0] if self.bos else None
         self._eos_id: int | None = known["ids"][1] if self.eos else None
-        if self._eos_id is not None:
-            self.stop_ids = tuple(sorted({*self.stop_ids, self._eos_id}))
+        found = known["ids"][1:] if self.eos else known["ids"][2:]
+        self.stop_ids = tuple(sorted({*named, *(number for number in found if number is not None)}))
 
     def close(self) -> None:
         """End the child now; it ends with this object anyway."""
         self._sandbox.close()
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether the package has a chat template of its own."""
+        return self._template is not None
+
+    def require_chat(self) -> None:
+        """Refuse to chat without a template.
+
+        Raises:
+            InputError: the package has no chat template.
+        """
+        if not self.can_chat:
+            raise InputError(
+                "this model has no chat template, so it cannot chat: let it continue a text with "
+                "`permille-agent generate`, or install a package made from an instruct model"
+            )
+
     def chat_template(self) -> ChatTemplate:
-        """The package's chat template, or the default one."""
+        """The package's chat template, or the plain one that conversations are learned by without."""
         variables = {"bos_token": self.bos or "", "eos_token": self.eos or ""}
         return ChatTemplate(self._template, variables, self._sandbox)
 
@@ -112,9 +137,10 @@ class TextTokenizer:
         """The ids of a conversation up to the start of the assistant's next turn.
 
         Raises:
-            InputError: a message contains a special token.
+            InputError: the package has no chat template, or a message contains a special token.
             PackageError: the template fails.
         """
+        self.require_chat()
         self._refuse_special(messages)
         text = template.render(messages, add_generation_prompt=True)
         return self._encode(text, rendered=True).ids_T
@@ -180,7 +206,7 @@ class TextTokenizer:
 
     def _conversation(self, messages: Sequence[tuple[str, str]], template: ChatTemplate) -> TokenizedDocument:
         self._refuse_special(messages)
-        text, spans = template.render_with_targets(messages)
+        text, spans = template.render_with_targets(messages, self._learn.roles)
         return _document(self._encode(text, rendered=True), text, spans)
 
     def _encode_literal(self, text: str) -> "_Encoding":
@@ -277,7 +303,7 @@ def _stop_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def package_tokenizer(package: Package) -> TextTokenizer:
-    """Open the tokenizer in a package."""
+def package_tokenizer(package: Package, learn: Learn = Learn.ASSISTANT) -> TextTokenizer:
+    """Open the tokenizer in a package; of a conversation the turns count that `learn` names."""
     names = package.manifest.files()
-    return TextTokenizer(lambda name: package.file(name) if name in names else None)
+    return TextTokenizer(lambda name: package.file(name) if name in names else None, learn=learn)

@@ -220,7 +220,7 @@ def _losses_beside_active(
         active = _losses(run, "active", lambda _: active_K())
         new_D = np.concatenate([part.unlearned(documents, incumbent.learned) for part in _parts(run)])
         return active.of(new_D), personal.of(new_D)
-    tokenizer, row_tokens = package_tokenizer(run.package), run.options.row_tokens
+    tokenizer, row_tokens = package_tokenizer(run.package, run.options.learn), run.options.row_tokens
     own = [
         OpenModel(engine=run.engine, values_K=values_K, tokenizer=tokenizer, row_tokens=row_tokens)
         for values_K in judges

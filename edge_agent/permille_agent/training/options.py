@@ -9,6 +9,7 @@ from permille.choices import EstimatorKind
 from permille.digests import JSON
 from permille.errors import InputError
 from permille.zo.header import MAX_GROUPS
+from permille_agent.text.documents import Learn
 from permille_agent.training.engines import ANY_ENGINE, EXECUTORCH, OpenEngine
 from permille_agent.training.progress import SILENT, RunProgress
 
@@ -60,6 +61,7 @@ class TrainOptions:
         scaling: scale directions by the package's exponents, where it has some.
         batch_rows: rows a step.
         row_tokens: longest row.
+        learn: whose turns of a conversation count in the loss; other documents are learned whole.
     """
 
     seed: int = 0
@@ -71,6 +73,7 @@ class TrainOptions:
     batch_rows: int = DEFAULT_ROWS[DEFAULT_ESTIMATOR]
     row_tokens: int = 128
     start: Start = Start.ACTIVE
+    learn: Learn = Learn.ASSISTANT
 
     def __post_init__(self) -> None:
         """Refuse what no run can have.
@@ -130,7 +133,11 @@ class TrainOptions:
         Canonical JSON has no fractions, so minutes are text.
         """
         minutes = None if self.minutes is None else repr(self.minutes)
-        names = {"estimator": self.estimator.value, "start": self.start.value}
+        names = {
+            "estimator": self.estimator.value,
+            "start": self.start.value,
+            "learn": self.learn.value,
+        }
         return {**asdict(self), **names, "minutes": minutes}
 
 

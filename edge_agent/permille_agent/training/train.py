@@ -100,7 +100,7 @@ def run_training(
     try:
         prepared = prepare(
             documents,
-            package_tokenizer(package),
+            package_tokenizer(package, options.learn),
             row_tokens=options.row_tokens,
             report=report,
         )
@@ -296,7 +296,7 @@ class _Task:
         return OpenModel(
             engine=engine,
             values_K=model_values(self.home, active, package),
-            tokenizer=package_tokenizer(package),
+            tokenizer=package_tokenizer(package, self.options.learn),
             row_tokens=self.options.within(_positions(package)).row_tokens,
         )
 

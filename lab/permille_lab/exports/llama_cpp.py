@@ -3,7 +3,7 @@
 Its cache of keys and values is float32 here, so that a difference is the file's and not the cache's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -49,6 +49,12 @@ class LlamaCpp:
         """The template that the file holds."""
         found = self._model.metadata.get("tokenizer.chat_template")
         return None if found is None else str(found)
+
+    def answer(self, messages: Sequence[tuple[str, str]], count: int) -> str:
+        """The most likely answer of at most `count` tokens, by the template that the file holds."""
+        talk = [{"role": role, "content": said} for role, said in messages]
+        found = self._model.create_chat_completion(talk, max_tokens=count, temperature=0.0)
+        return str(found["choices"][0]["message"]["content"])
 
     def logits(self, ids_T: NDArray[np.int64]) -> NDArray[np.float32]:
         """Of one sequence from its beginning: float32 [T, D]."""

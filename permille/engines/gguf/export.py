@@ -15,7 +15,8 @@ from permille.choices import choice_of
 from permille.engines.export import checked_values, new_folder
 from permille.engines.gguf.blocks import OWN_CODES, BlockType, decode, encode, fits, row_bytes
 from permille.engines.gguf.description import ROPE_FACTORS, Description, describe
-from permille.engines.gguf.tokenizer import vocabulary_of
+from permille.engines.gguf.modelfile import modelfile
+from permille.engines.gguf.tokenizer import Vocabulary, vocabulary_of
 from permille.errors import InputError
 from permille.files import write_atomic
 from permille.models.families import expected_tensors, shape_of
@@ -26,7 +27,6 @@ from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTe
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
 LEAST_KEPT = 0.95
 """Share of the personal change below which an export is refused."""
-_OLLAMA_CONTEXT = 4096
 _TYPES = {
     BlockType.F32: (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     BlockType.F16: (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
@@ -53,7 +53,7 @@ class GgufExport:
 def export_gguf(
     package: Package, values_K: NDArray[np.float32] | None, folder: Path, *, kind: BlockType | str
 ) -> GgufExport:
-    """Write a folder that unmodified llama.cpp loads.
+    """Write a folder that unmodified llama.cpp loads; the model is named as the folder is.
 
     Linear layers are of `kind`; embeddings and head too, but Q8_0 where that is Q4_0; all else is float32.
 
@@ -80,35 +80,36 @@ def export_gguf(
         raise InputError(
             f"expected an int4 package for q4_0, got {scheme}, whose levels it lacks: export q8_0"
         )
-    description = describe(package.config)
+    description, vocabulary = describe(package.config), None
+    if "tokenizer.json" in package.manifest.files():
+        vocabulary = vocabulary_of(package, shape_of(package.config).vocabulary)
     with new_folder(folder) as temporary:
-        exported = _write_model(package, values_K, description, temporary / GGUF_FILE, kind)
+        weights = _Weights(package, values_K, description, kind)
+        exported = _write_model(weights, vocabulary, temporary / GGUF_FILE, folder.name)
         if exported.kept < LEAST_KEPT:
             raise InputError(
                 f"expected {LEAST_KEPT:.0%} of the personal change to fit into {kind}, got"
                 f" {exported.kept:.1%}: export q8_0"
             )
-        context = min(description.positions, _OLLAMA_CONTEXT)
-        write_atomic(temporary / MODELFILE, f"FROM ./{GGUF_FILE}\nPARAMETER num_ctx {context}\n".encode())
+        use = modelfile(GGUF_FILE, vocabulary, description.positions)
+        write_atomic(temporary / MODELFILE, use.encode())
     return exported
 
 
-def _write_model(
-    package: Package, values_K: NDArray[np.float32], description: Description, path: Path, kind: BlockType
-) -> GgufExport:
-    writer = GGUFWriter(path, description.name)
+def _write_model(weights: "_Weights", vocabulary: Vocabulary | None, path: Path, name: str) -> GgufExport:
+    writer = GGUFWriter(path, weights.description.name)
     try:
-        description.write(writer)
-        if "tokenizer.json" in package.manifest.files():
-            vocabulary_of(package, shape_of(package.config).vocabulary).write(writer)
+        writer.add_name(name)
+        weights.description.write(writer)
+        if vocabulary is not None:
+            vocabulary.write(writer)
         else:
             writer.add_tokenizer_model("none")
-        writer.add_file_type(_TYPES[kind][1])
+        writer.add_file_type(_TYPES[weights.kind][1])
         writer.add_quantization_version(2)
-        weights = _Weights(package, values_K, description, kind)
-        for name, (stored, shape) in weights.layout().items():
+        for tensor, (stored, shape) in weights.layout().items():
             size = int(np.prod(shape[:-1])) * row_bytes(stored, shape[-1])
-            writer.add_tensor_info(name, shape, np.dtype(np.float32), size, _TYPES[stored][0])
+            writer.add_tensor_info(tensor, shape, np.dtype(np.float32), size, _TYPES[stored][0])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -128,8 +129,8 @@ class _Weights:
     ) -> None:
         self._package = package
         self._values_K = values_K
-        self._description = description
-        self._kind = kind
+        self.description = description
+        self.kind = kind
         self._names = get_tensor_name_map(description.arch, len(description.decoder.layers))
         self._lost = 0.0
         self._changed = float(((values_K - package.values()) ** 2).sum(dtype=np.float64))
@@ -144,16 +145,16 @@ class _Weights:
         """Type and shape by the name in the file."""
         shapes = expected_tensors(self._package.config)
         found: dict[str, tuple[BlockType, tuple[int, ...]]] = {
-            self._name(info.name): (fits(self._kind, info.shape[1]), info.shape)
+            self._name(info.name): (fits(self.kind, info.shape[1]), info.shape)
             for info in self._package.manifest.tensors
         }
-        self.as_float16 = sum(stored is not self._kind for stored, _ in found.values())
+        self.as_float16 = sum(stored is not self.kind for stored, _ in found.values())
         for name in self._package.plain_names:
             found[self._name(name)] = (self._plain_type(shapes[name]), shapes[name])
-        if self._description.head_copied:
-            embedding = shapes[f"{self._description.decoder.embedding}.weight"]
+        if self.description.head_copied:
+            embedding = shapes[f"{self.description.decoder.embedding}.weight"]
             found["output.weight"] = (self._plain_type(embedding), embedding)
-        factor_E = self._description.rope_factor_E
+        factor_E = self.description.rope_factor_E
         return found if factor_E is None else found | {ROPE_FACTORS: (BlockType.F32, factor_E.shape)}
 
     def encoded(self) -> Iterator[NDArray[np.uint8]]:
@@ -161,10 +162,10 @@ class _Weights:
         yield from self._linear()
         for name in self._package.plain_names:
             yield self._plain(name)
-        if self._description.head_copied:
-            yield self._plain(f"{self._description.decoder.embedding}.weight")
-        if self._description.rope_factor_E is not None:
-            yield self._description.rope_factor_E.astype("<f4").view(np.uint8)
+        if self.description.head_copied:
+            yield self._plain(f"{self.description.decoder.embedding}.weight")
+        if self.description.rope_factor_E is not None:
+            yield self.description.rope_factor_E.astype("<f4").view(np.uint8)
 
     def _linear(self) -> Iterator[NDArray[np.uint8]]:
         start = 0
@@ -174,7 +175,7 @@ class _Weights:
             mask_k, codes = self._package.mask(info.name), self._package.quantized(info.name)
             weight_NK = dequantize(codes)
             weight_NK.reshape(-1)[mask_k] = value_k
-            kind, columns = fits(self._kind, info.shape[1]), info.shape[1]
+            kind, columns = fits(self.kind, info.shape[1]), info.shape[1]
             own = OWN_CODES.get(kind) is self._package.manifest.scheme.name
             data_NR = encode(
                 kind,
@@ -189,7 +190,7 @@ class _Weights:
 
     def _plain(self, name: str) -> NDArray[np.uint8]:
         tensor = self._package.plain(name)
-        number = tensor.float32() + np.float32(self._description.adds_one(name))
+        number = tensor.float32() + np.float32(self.description.adds_one(name))
         kind = self._plain_type(tensor.shape)
         return self._ordered(name, encode(kind, number.reshape(-1, tensor.shape[-1]), name=name))
 
@@ -197,12 +198,12 @@ class _Weights:
         """Biases and norms are float32, which llama.cpp asks for."""
         if len(shape) == 1:
             return BlockType.F32
-        return fits(BlockType.Q8_0 if self._kind is BlockType.Q4_0 else self._kind, shape[-1])
+        return fits(BlockType.Q8_0 if self.kind is BlockType.Q4_0 else self.kind, shape[-1])
 
     def _ordered(self, name: str, data_NR: NDArray[np.uint8]) -> NDArray[np.uint8]:
         bias = name.endswith(".bias")
         data_NR = data_NR.reshape(-1, 4) if bias else data_NR
-        order_N = self._description.row_order(name, len(data_NR))
+        order_N = self.description.row_order(name, len(data_NR))
         return data_NR if order_N is None else np.ascontiguousarray(data_NR[order_N])
 
     def _name(self, name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
+from permille.chat_tokens import ends_of_turn
 from permille.errors import InputError
 from permille.package.reader import Package
 
@@ -124,7 +125,9 @@ def _read(package: Package, rows: int) -> Vocabulary:
     special = {name: number for name, number in found.items() if number is not None}
     if cut is None and "unk" in special:
         types[special["unk"]] = TokenType.UNKNOWN
-    special |= _end_of_turn(package, special.get("eos"))
+    template = _chat_template(package, settings)
+    known = [ids[end] for end in ends_of_turn(template) if end in ids]
+    special |= _end_of_turn(package, special.get("eos"), known)
     first, last = _around(document)
     return Vocabulary(
         tokens=tokens,
@@ -136,7 +139,7 @@ def _read(package: Package, rows: int) -> Vocabulary:
         special=special,
         add_bos="bos" in special and (first or bool(settings.get("add_bos_token"))),
         add_eos="eos" in special and last,
-        chat_template=_chat_template(package, settings),
+        chat_template=template,
     )
 
 
@@ -237,10 +240,11 @@ def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
     return False, False
 
 
-def _end_of_turn(package: Package, eos: int | None) -> dict[str, int]:
-    """The other token at which generation ends, if there is one."""
+def _end_of_turn(package: Package, eos: int | None, known: list[int]) -> dict[str, int]:
+    """The other token at which generation ends, if there is one: named by the files, or known by its name."""
     value = _json(package, "generation_config.json").get("eos_token_id")
-    others = [one for one in value if isinstance(one, int) and one != eos] if isinstance(value, list) else []
+    named = [one for one in value if isinstance(one, int)] if isinstance(value, list) else []
+    others = [one for one in named or known if one != eos]
     return {"eot": others[-1]} if others else {}
 
 

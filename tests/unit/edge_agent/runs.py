@@ -37,9 +37,9 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-def home_with_package(root: Path) -> tuple[Home, Package]:
+def home_with_package(root: Path, *, chat_template: str | None = None) -> tuple[Home, Package]:
     home = open_home(root)
-    package = tiny_package(home.blobs)
+    package = tiny_package(home.blobs, chat_template=chat_template)
     record_installed(home, InstalledRelease(name="tiny", version=1, manifest_digest=package.digest))
     return home, package
 

@@ -120,7 +120,11 @@ def test_the_folder_is_its_users_alone_and_has_a_modelfile(tmp_path: Path) -> No
     export_gguf(package, None, tmp_path / "out", kind="q8_0")
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [MODELFILE, GGUF_FILE]
-    assert (tmp_path / "out" / MODELFILE).read_text() == "FROM ./model.gguf\nPARAMETER num_ctx 64\n"
+    lines = (tmp_path / "out" / MODELFILE).read_text().splitlines()
+    assert lines[0] == "FROM ./model.gguf"
+    assert lines[1].startswith('TEMPLATE """{{ range')
+    assert lines[2:] == ['PARAMETER stop "</s>"', "PARAMETER num_ctx 64"]
+    assert field(tmp_path / "out", "general.name") == "out"
     with pytest.raises(InputError, match="holds files"):
         export_gguf(package, None, tmp_path / "out", kind="q8_0")
 

@@ -17,6 +17,7 @@ from permille_agent.link.report import Delivery, read_reports
 from permille_agent.state.home import Home
 from permille_agent.state.lock import hold_lock
 from tests.bigram_engine import BigramEngine
+from tests.packages import CHATML
 from tests.unit.edge_agent.runs import home_with_package, user_text
 
 
@@ -238,8 +239,9 @@ def test_generate_prints_text_or_json(home: Home, capsys: pytest.CaptureFixture[
 
 
 def test_chat_keeps_the_conversation_until_it_is_reset(
-    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    home, _ = home_with_package(tmp_path / "chatting", chat_template=CHATML)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nbad </s>\nagain\n/reset\nnew\n/exit\nnever\n"))
     assert _run(home, "chat", "--max-tokens", "3", "--system", "Be brief.") == 0
     captured = capsys.readouterr()

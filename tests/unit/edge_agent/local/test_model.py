@@ -12,10 +12,15 @@ import pytest
 
 from permille.errors import InputError, OperatorError
 from permille_agent.cli import main as cli
+from permille_agent.cli.status import read_status
 from permille_agent.local.compare import compare
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant, until_stop
+from permille_agent.local.show import show_run
 from permille_agent.state.home import Home
+from permille_agent.text.documents import Learn
+from permille_agent.training.options import TrainOptions
 from tests.bigram_engine import BigramEngine, bigram_engine
+from tests.packages import CHATML, sentences
 from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
 TEXT = "one two three"
@@ -57,12 +62,71 @@ def test_the_personal_model_writes_otherwise_than_the_base(trained: Home) -> Non
         assert texts[Variant.BASE] != texts[Variant.PERSONAL]
 
 
-def test_a_reply_goes_through_the_chat_template(trained: Home) -> None:
-    with LocalModel(trained, bigram_engine) as model:
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """A home whose package has a chat template, trained on conversations of which the user's turns count."""
+    folder = tmp_path_factory.mktemp("chatting")
+    home, _ = home_with_package(folder / "home", chat_template=CHATML)
+    talks = folder / "talks.jsonl"
+    with talks.open("w") as lines:
+        for number, text in enumerate(sentences(320, seed=3)):
+            turns = [
+                {"role": "user", "content": f"{text} Why?"},
+                {"role": "assistant", "content": f"rain {number}"},
+            ]
+            lines.write(json.dumps({"messages": turns}) + "\n")
+    train_quickly(home, [talks], learn=Learn.USER)
+    return home
+
+
+def test_a_reply_goes_through_the_chat_template(chatting: Home) -> None:
+    with LocalModel(chatting, bigram_engine) as model:
         generated, pieces = model.reply([("user", "hello")], Variant.BASE, GREEDY)
         assert isinstance("".join(pieces), str)
-        prompt = model.tokenizer.prompt("<s>User: hello\nAssistant:")
-        assert 0 < generated.prompt_tokens < len(prompt)
+        written = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        assert generated.prompt_tokens == len(model.tokenizer.prompt(written))
+
+
+def test_a_sample_answers_a_question_and_continues_all_else(chatting: Home, trained: Home) -> None:
+    question = "Where is the river?"
+    with LocalModel(chatting, bigram_engine) as model:
+        answer = "".join(model.reply([("user", question)], Variant.BASE, GREEDY)[1])
+        assert model.write(question, Variant.BASE, GREEDY) == answer
+        continued = "".join(model.complete("On day 3 the", Variant.BASE, GREEDY)[1])
+        assert model.write("On day 3 the", Variant.BASE, GREEDY) == continued
+    with LocalModel(trained, bigram_engine) as model:
+        continued = "".join(model.complete(question, Variant.BASE, GREEDY)[1])
+        assert model.write(question, Variant.BASE, GREEDY) == continued
+
+
+def test_samples_of_conversations_are_the_users_questions(chatting: Home) -> None:
+    with LocalModel(chatting, bigram_engine) as model:
+        samples = compare(chatting, model, data_paths=[], prompts=[], sampling=GREEDY).samples
+    assert len(samples) == 2
+    assert all(sample.prompt.endswith("Why?") for sample in samples)
+
+
+def test_another_choice_of_turns_is_another_run_and_is_told(chatting: Home) -> None:
+    definitions = [TrainOptions(steps=5, learn=learn).definition() for learn in Learn]
+    assert all(definitions.count(definition) == 1 for definition in definitions)
+    last_run = read_status(chatting).document()["last_run"]
+    assert isinstance(last_run, dict)
+    assert last_run["learn"] == "user"
+    page = show_run(chatting, None, bigram_engine)
+    assert "the user&#39;s turns count" in page.read_text()
+
+
+def test_generate_and_chat_say_what_a_model_without_a_template_can_do(
+    trained: Home, chatting: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["generate", "--chat", "Hello?", "--max-tokens", "4"]
+    for command in (asked, ["chat"]):
+        assert cli.main(["--home", str(trained.root), *command]) == 3
+        assert "no chat template" in capsys.readouterr().err
+    assert cli.main(["--home", str(chatting.root), *asked, "--json"]) == 0
+    with LocalModel(chatting, bigram_engine) as model:
+        generated, _ = model.reply([("user", "Hello?")], Variant.PERSONAL, GREEDY)
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == generated.prompt_tokens
 
 
 class _FewPositions(BigramEngine):
@@ -154,6 +218,8 @@ def test_the_guides_lines_export_for_other_programs(
     assert len(answers) == len(lines) == 2
     assert answers[1]["type"] == "q8_0"
     assert answers[1]["bytes"] == (tmp_path / "mine-gguf" / "model.gguf").stat().st_size
+    modelfile = tmp_path / "mine-gguf" / "Modelfile"
+    assert answers[1]["ollama"] == f"ollama create mine-gguf --file {modelfile}"
     assert 0.999 < answers[1]["change_kept"] < 1
     refused = ["export", "four", "--format", "gguf", "--type", "q4_0", "--json"]
     assert cli.main(["--home", str(trained.root), *refused]) == 3

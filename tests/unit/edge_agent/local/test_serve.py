@@ -16,6 +16,7 @@ from permille_agent.local.model import LocalModel
 from permille_agent.local.serve import LocalServer, read_or_make_token
 from permille_agent.state.home import open_home
 from tests.bigram_engine import bigram_engine
+from tests.packages import CHATML
 from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
 TOKEN = "a-token-of-the-test"
@@ -24,7 +25,7 @@ TOKEN = "a-token-of-the-test"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     folder = tmp_path_factory.mktemp("served")
-    home, _ = home_with_package(folder / "home")
+    home, _ = home_with_package(folder / "home", chat_template=CHATML)
     train_quickly(home, [user_text(folder)])
     with LocalModel(home, bigram_engine) as model:
         server = LocalServer(("127.0.0.1", 0), model, TOKEN)

@@ -8,11 +8,8 @@ import pytest
 from permille.errors import InputError, PackageError
 from permille.sandbox.process import Sandbox
 from permille_agent.text.chat_template import WINDOW_MESSAGES, ChatTemplate
+from tests.packages import CHATML
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 TALK = (
     ("system", "Be brief."),
     ("user", "Hi"),

@@ -9,9 +9,9 @@ import pytest
 from permille.errors import InputError, PackageError
 from permille.sandbox.process import Sandbox
 from permille_agent.text.chat_template import ChatTemplate
-from permille_agent.text.documents import Completion, Conversation, PlainText
+from permille_agent.text.documents import Completion, Conversation, Learn, PlainText
 from permille_agent.text.tokens import TextTokenizer
-from tests.packages import SPECIAL_TOKENS, sentences, tiny_tokenizer
+from tests.packages import CHATML, SPECIAL_TOKENS, sentences, tiny_tokenizer
 
 NO_TEMPLATE = ChatTemplate(None, {}, Sandbox())
 
@@ -93,8 +93,54 @@ def test_only_the_assistants_turns_count() -> None:
     assert document.ids_T.tolist().count(0) == 1
 
 
-def test_a_message_with_a_special_token_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("learn", "wanted"),
+    [
+        (Learn.ASSISTANT, ["the", "engine", "rain"]),
+        (Learn.USER, ["who", "lost", "the", "bread?", "why?"]),
+        (Learn.ALL, ["who", "lost", "the", "bread?", "the", "engine", "why?", "rain"]),
+    ],
+)
+def test_the_turns_that_are_wanted_count_with_their_ends(learn: Learn, wanted: list[str]) -> None:
+    tokenizer = TextTokenizer(_files(chat_template=CHATML), learn=learn)
+    messages = (
+        ("system", "be brief"),
+        ("user", "who lost the bread?"),
+        ("assistant", "the engine"),
+        ("user", "why?"),
+        ("assistant", "rain"),
+    )
+    document = tokenizer.tokenize(Conversation(messages), tokenizer.chat_template(), row_tokens=64)
+    counted = tokenizer.decode(document.ids_T[document.target_T].tolist())
+    assert counted.replace("<|im_end|>", " ").split() == wanted
+    assert counted.count("<|im_end|>") == len(messages[1:]) // (1 if learn is Learn.ALL else 2)
+
+
+@pytest.mark.parametrize("learn", Learn)
+def test_a_document_is_learned_whole_whoever_is_learned_from(learn: Learn) -> None:
+    document = TextTokenizer(_files(), learn=learn).tokenize(PlainText("a b c"), NO_TEMPLATE, row_tokens=64)
+    assert document.target_T.tolist() == [False] + [True] * (len(document.ids_T) - 1)
+
+
+def test_the_templates_end_of_turn_is_a_stop_though_no_file_names_it() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    end = tokenizer.token_to_id("<|im_end|>")
+    files = _files(chat_template=CHATML)
+    opened = TextTokenizer(
+        lambda name: tokenizer.to_str().encode() if name == "tokenizer.json" else files(name)
+    )
+    assert opened.stop_ids == (1, 2, end)
+
+
+def test_a_model_without_a_template_does_not_chat() -> None:
     tokenizer = TextTokenizer(_files())
+    with pytest.raises(InputError, match=r"no chat template.*permille-agent generate"):
+        tokenizer.chat_prompt(tokenizer.chat_template(), (("user", "hi"),))
+
+
+def test_a_message_with_a_special_token_is_refused() -> None:
+    tokenizer = TextTokenizer(_files(chat_template=CHATML))
     messages = (("user", f"end {SPECIAL_TOKENS[1]} here"), ("assistant", "ok"))
     template = tokenizer.chat_template()
     with pytest.raises(InputError, match="special token"):

@@ -1,0 +1,201 @@
+"""The `Modelfile` beside an exported file: how Ollama is to use it.
+
+Ollama never runs the Jinja template in a file. It recognises some templates by how they are spelled and
+sends bare text to all other models. So the template is taken apart here: it renders marked messages, and what
+stands around the marks becomes a template of Go's, with the system's default message and all. The parts must
+render other conversations as the template does. Where they do not, the choice is left to Ollama, and a
+comment in the file says so.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from permille.chat_tokens import ends_of_turn
+from permille.engines.gguf.tokenizer import Vocabulary
+from permille.sandbox.process import Sandbox, SandboxError
+
+Messages = Sequence[tuple[str, str]]
+Render = Callable[[Messages, bool], str | None]
+
+_MAX_CONTEXT = 4096
+_MAX_CHARACTERS = 1 << 20
+_UNKNOWN = "# The chat template is of an unknown form. If Ollama does not recognise it, add a TEMPLATE.\n"
+_TRIED: tuple[Messages, ...] = (
+    (("user", "Why?"),),
+    (("user", "One."), ("assistant", "Two, three."), ("user", "Four")),
+    (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")),
+)
+_WITH_SYSTEM = tuple((("system", "Be brief."), *messages) for messages in _TRIED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatParts:
+    """A chat template in pieces of text around what is said.
+
+    Attributes:
+        first: before the user's message where that is the first of all; a default system message is in it.
+        system: before the system's message; None where the template refuses one, and it is left out.
+        after_system: before the user's message that comes after the system's.
+        user, user_end: around every later message of the user.
+        answer, answer_end: around every answer.
+        prompt: after the last message, before the answer that is wanted.
+    """
+
+    first: str
+    system: str | None
+    after_system: str
+    user: str
+    user_end: str
+    answer: str
+    answer_end: str
+    prompt: str
+
+    def render(self, messages: Messages) -> str:
+        """Return the text of messages, up to the answer that is wanted."""
+        pieces = []
+        for place, (role, said) in enumerate(messages):
+            match role:
+                case "system":
+                    pieces.append("" if self.system is None else f"{self.system}{said}")
+                case "user":
+                    after_system = place == 1 and messages[0][0] == "system"
+                    before = self.first if not place else self.after_system if after_system else self.user
+                    pieces.append(f"{before}{said}{self.user_end}")
+                case _:
+                    pieces.append(f"{self.answer}{said}{self.answer_end}")
+        return "".join([*pieces, self.prompt])
+
+    def go(self) -> str:
+        """Return the same as a template of Go's, in one line without text of its own."""
+        system = "" if self.system is None else f"{_text(self.system)}{{{{ .Content }}}}"
+        return (
+            "{{ range $i, $_ := .Messages }}"
+            f'{{{{ if eq .Role "system" }}}}{system}'
+            '{{ else if eq .Role "user" }}'
+            f"{{{{ if eq $i 0 }}}}{_text(self.first)}"
+            f"{{{{ else if and (eq $i 1) $.System }}}}{_text(self.after_system)}"
+            f"{{{{ else }}}}{_text(self.user)}{{{{ end }}}}"
+            f"{{{{ .Content }}}}{_text(self.user_end)}"
+            '{{ else if eq .Role "assistant" }}'
+            f"{_text(self.answer)}{{{{ .Content }}}}{_text(self.answer_end)}"
+            "{{ end }}{{ end }}"
+            f"{_text(self.prompt)}"
+        )
+
+
+def modelfile(file: str, vocabulary: Vocabulary | None, positions: int) -> str:
+    """Return the `Modelfile` of an exported file.
+
+    Args:
+        file: its name.
+        vocabulary: None where the package has no tokenizer.
+        positions: of the model; more than 4,096 are not asked for, since Ollama reserves memory for them.
+
+    Example:
+        FROM ./model.gguf
+        TEMPLATE \"\"\"{{ range $i, $_ := .Messages }}...\"\"\"
+        PARAMETER stop "<|im_end|>"
+        PARAMETER num_ctx 4096
+    """
+    lines = [f"FROM ./{file}\n"]
+    if vocabulary is not None and vocabulary.chat_template is not None:
+        parts = chat_parts(vocabulary.chat_template, _variables(vocabulary))
+        if parts is None:
+            lines.append(_UNKNOWN)
+        else:
+            parts = _without_beginning(parts, vocabulary)
+            lines.append(f'TEMPLATE """{parts.go()}"""\n')
+        lines += [f"PARAMETER stop {json.dumps(stop)}\n" for stop in _stops(vocabulary)]
+    lines.append(f"PARAMETER num_ctx {min(positions, _MAX_CONTEXT)}\n")
+    return "".join(lines)
+
+
+def chat_parts(template: str, variables: Mapping[str, str]) -> ChatParts | None:
+    """Take a chat template apart; None where it is more than text around what is said."""
+    sandbox = Sandbox()
+
+    def render(messages: Messages, prompt: bool) -> str | None:
+        request = {
+            "do": "render",
+            "template": template,
+            "variables": dict(variables),
+            "messages": [{"role": role, "content": said} for role, said in messages],
+            "prompt": prompt,
+            "prefixes": [],
+            "limit": _MAX_CHARACTERS,
+        }
+        try:
+            answer = sandbox.ask(request, characters=len(template))
+        except SandboxError:
+            return None
+        return answer.get("text")
+
+    try:
+        parts = _taken_apart(render)
+        if parts is None:
+            return None
+        tried = _TRIED if parts.system is None else (*_TRIED, *_WITH_SYSTEM)
+        same = all(parts.render(messages) == render(messages, True) for messages in tried)
+        return parts if same else None
+    finally:
+        sandbox.close()
+
+
+def _taken_apart(render: Render) -> ChatParts | None:
+    said = ("SAID-1", "SAID-2", "SAID-3")
+    talk = tuple(zip(("user", "assistant", "user"), said, strict=True))
+    whole = _around(render(talk, True), said)
+    answered = _around(render(talk[:2], False), said[:2])
+    if whole is None or answered is None or not whole[2].startswith(answered[2]):
+        return None
+    first, between, following, last = whole
+    shared = next((n for n in range(len(last), 0, -1) if between.startswith(last[:n])), 0)
+    before = _around(render((("system", "SAID-0"), *talk[:1]), True), ("SAID-0", said[0]))
+    return ChatParts(
+        first=first,
+        system=before[0] if before else None,
+        after_system=before[1] if before else first,
+        user=following[len(answered[2]) :],
+        user_end=last[:shared],
+        answer=between[shared:],
+        answer_end=answered[2],
+        prompt=last[shared:],
+    )
+
+
+def _around(text: str | None, said: Sequence[str]) -> list[str] | None:
+    """Return the pieces between what is said; None unless each comes once, in order."""
+    pieces = []
+    for one in said:
+        if text is None or text.count(one) != 1:
+            return None
+        before, _, text = text.partition(one)
+        pieces.append(before)
+    return [*pieces, text or ""]
+
+
+def _without_beginning(parts: ChatParts, vocabulary: Vocabulary) -> ChatParts:
+    """Leave out the beginning token that the file already has put before every text."""
+    begin = _variables(vocabulary)["bos_token"]
+    if not vocabulary.add_bos or not begin:
+        return parts
+    system = parts.system and parts.system.removeprefix(begin)
+    after_system = parts.after_system if parts.system is not None else parts.after_system.removeprefix(begin)
+    return replace(parts, first=parts.first.removeprefix(begin), system=system, after_system=after_system)
+
+
+def _variables(vocabulary: Vocabulary) -> dict[str, str]:
+    special, tokens = vocabulary.special, vocabulary.tokens
+    return {f"{name}_token": tokens[special[name]] if name in special else "" for name in ("bos", "eos")}
+
+
+def _stops(vocabulary: Vocabulary) -> list[str]:
+    special = vocabulary.special
+    named = [vocabulary.tokens[special[name]] for name in ("eos", "eot") if name in special]
+    return list(dict.fromkeys([*named, *ends_of_turn(vocabulary.chat_template)]))
+
+
+def _text(text: str) -> str:
+    """Return an action that writes a text as it is; JSON's strings are Go's."""
+    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""
