@@ -1,4 +1,4 @@
-"""Where a base model comes from: a folder below a root, or a hub repository at one commit. No torch.
+"""Where a base model comes from: a folder or GGUF file below a root, or a hub repository. No torch.
 
 The hub is asked for files of an allow-list only, at a full commit, so that neither code nor a moved branch
 can come in.
@@ -31,21 +31,32 @@ class HubRef:
     commit: str
 
 
-ModelRef = FolderRef | HubRef
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufRef:
+    """`path` of a GGUF file relative to the root, with "/" between parts."""
+
+    path: str
+
+
+ModelRef = FolderRef | HubRef | GgufRef
 
 
 def resolve_model(ref: ModelRef, root: Path) -> Path:
-    """The model's folder on this machine; a hub model is downloaded below `root` first, or found there.
+    """The model's folder on this machine; a hub model is downloaded below `root` first, a GGUF file converted
+    there, or either is found there.
 
     Raises:
-        InputError: the path leads out of the root or is no folder; the repository or commit has another
-        form, or the hub does
-            not know it.
+        InputError: the path leads out of the root, or is no folder or file; the repository or commit has
+            another form, or the hub does not know it; a GGUF file that cannot be read.
         RetryableError: the hub cannot be reached.
         OSError: as the file system reports it.
     """
     if isinstance(ref, FolderRef):
         return resolve_inside(root, ref.path, what="folder")
+    if isinstance(ref, GgufRef):
+        from permille.models.gguf.folder import model_folder
+
+        return model_folder(resolve_inside(root, ref.path, what="file"), root)
     return _download(ref, root)
 
 

@@ -1,6 +1,6 @@
 """What operators register: base models, and corpora to measure sensitivity and perplexity on.
 
-A model is a folder below the configured root, or a hub repository pinned to a commit.
+A model is a folder or a GGUF file below the configured root, or a hub repository pinned to a commit.
 """
 
 from typing import Annotated, Literal
@@ -47,6 +47,13 @@ class HubModel(Closed):
     ]
 
 
+class GgufModel(Closed):
+    """A GGUF file below the service's model root, as llama.cpp has it. The first job converts it."""
+
+    kind: Literal["gguf"]
+    path: RelativePath
+
+
 class SparsifiedModel(Closed):
     """What a sparsification made. Its files lie below the model root, under their digest."""
 
@@ -54,7 +61,7 @@ class SparsifiedModel(Closed):
     sparsification_id: Id
 
 
-ModelSource = Annotated[FolderModel | HubModel, Field(discriminator="kind")]
+ModelSource = Annotated[FolderModel | HubModel | GgufModel, Field(discriminator="kind")]
 
 
 class ModelCreate(Closed):
@@ -69,7 +76,7 @@ class Model(Closed):
 
     id: Id
     name: Name
-    source: Annotated[FolderModel | HubModel | SparsifiedModel, Field(discriminator="kind")]
+    source: Annotated[FolderModel | HubModel | GgufModel | SparsifiedModel, Field(discriminator="kind")]
     family: str | None = Field(examples=["llama"])
     parameters: Count | None
     scoped_parameters: Count | None = Field(description="weights of the decoder blocks' linear layers")

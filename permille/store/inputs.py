@@ -12,7 +12,14 @@ from typing import Final
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from permille.schemas.inputs import FileCorpus, FolderModel, HubModel, SparsifiedModel, StreamedCorpus
+from permille.schemas.inputs import (
+    FileCorpus,
+    FolderModel,
+    GgufModel,
+    HubModel,
+    SparsifiedModel,
+    StreamedCorpus,
+)
 from permille.schemas.jobs import ENDED, JobKind
 from permille.schemas.kinds import WORK
 from permille.store import access, rows
@@ -65,7 +72,7 @@ def add_model(
     *,
     tenant_id: str,
     name: str,
-    source: FolderModel | HubModel | SparsifiedModel,
+    source: FolderModel | HubModel | GgufModel | SparsifiedModel,
     facts: ModelFacts | None = None,
 ) -> Model:
     """Register a model: a folder below the model root, a hub repository at a commit, or what a job made.

@@ -16,23 +16,9 @@ from permille.errors import InputError
 from permille.models.architecture import Activation, Architecture, architecture_of
 from permille.models.descriptions import BlockKind, Family, NormKind
 from permille.models.families import expected_tensors, shape_of
+from permille.models.gguf.config import ARCHITECTURES, PATTERNS, adds_one, row_order
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor by which llama.cpp divides the frequencies of a Llama."""
-
-_ARCHITECTURES = {
-    Family.LLAMA: MODEL_ARCH.LLAMA,
-    Family.MISTRAL: MODEL_ARCH.LLAMA,
-    Family.QWEN2: MODEL_ARCH.QWEN2,
-    Family.QWEN3: MODEL_ARCH.QWEN3,
-    Family.GEMMA: MODEL_ARCH.GEMMA,
-    Family.GEMMA2: MODEL_ARCH.GEMMA2,
-    Family.GEMMA3_TEXT: MODEL_ARCH.GEMMA3,
-    Family.GPT_NEOX: MODEL_ARCH.GPTNEOX,
-}
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
-_PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
-"""llama.cpp's own: all layers but every n-th have a window."""
 _SCALED_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
 """The 27B models, known to it by their layers: scores are scaled by hidden size by heads."""
 _BIASED = (Family.LLAMA, Family.QWEN2, Family.GPT_NEOX)
@@ -88,26 +74,16 @@ class Description:
             writer.add_attn_logit_softcapping(decoder.attention_softcap)
         if decoder.final_softcap is not None:
             writer.add_final_logit_softcapping(decoder.final_softcap)
-        if decoder.family in _PATTERNS:
+        if decoder.family in PATTERNS:
             writer.add_sliding_window(next((each.window for each in decoder.layers if each.window), 0))
 
     def row_order(self, name: str, rows: int) -> NDArray[np.int64] | None:
-        """Where llama.cpp wants a tensor's rows from; None: they stay.
-
-        It rotates neighbours in a Llama's heads where transformers rotates halves, and has a NeoX's queries,
-        keys and values one after the other where transformers has them head by head.
-        """
-        heads, head = self.decoder.heads, self.decoder.head
-        order = np.arange(rows)
-        if self.arch is MODEL_ARCH.LLAMA and any(part in name for part in (".q_proj.", ".k_proj.")):
-            return order.reshape(-1, 2, head // 2).swapaxes(1, 2).reshape(-1)
-        if self.arch is MODEL_ARCH.GPTNEOX and ".query_key_value." in name:
-            return order.reshape(heads, 3, head).swapaxes(0, 1).reshape(-1)
-        return None
+        """Where llama.cpp wants a tensor's rows from; None: they stay."""
+        return row_order(self.decoder.family, self.config, name, rows)
 
     def adds_one(self, name: str) -> bool:
         """Whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
-        return self.decoder.norm is NormKind.RMS_PLUS_ONE and name.endswith("norm.weight")
+        return adds_one(self.decoder.family, name)
 
     @property
     def head_copied(self) -> bool:
@@ -123,19 +99,19 @@ def describe(config: Mapping[str, Any]) -> Description:
     """
     decoder = architecture_of(config)
     family = decoder.family
-    if family not in _ARCHITECTURES:
-        raise _unknown(f"a family of {', '.join(_ARCHITECTURES)}", family)
+    if family not in ARCHITECTURES:
+        raise _unknown(f"a family of {', '.join(ARCHITECTURES)}", family)
     _check(decoder, config)
     positions, windows = decoder.positions, [each.window for each in decoder.layers]
-    if family in _PATTERNS:
-        pattern = [bool((layer + 1) % _PATTERNS[family]) for layer in range(len(windows))]
+    if family in PATTERNS:
+        pattern = [bool((layer + 1) % PATTERNS[family]) for layer in range(len(windows))]
         if [window is not None for window in windows] != pattern:
-            raise _unknown(f"a window in all layers but every {_PATTERNS[family]}th", windows)
+            raise _unknown(f"a window in all layers but every {PATTERNS[family]}th", windows)
     else:
         positions = min([positions, *(window for window in windows if window is not None)])
     theta, linear, factor_E = _rope(decoder, config)
     return Description(
-        arch=_ARCHITECTURES[family],
+        arch=ARCHITECTURES[family],
         decoder=decoder,
         config=config,
         positions=positions,
@@ -185,7 +161,7 @@ def _rope(
     theta = float(f"{theta:.6g}")
     if np.allclose(rope.frequency_E * linear, _plain(theta, rope.rotated), rtol=1e-5):
         return theta, linear, None
-    if _ARCHITECTURES[decoder.family] is not MODEL_ARCH.LLAMA:
+    if ARCHITECTURES[decoder.family] is not MODEL_ARCH.LLAMA:
         raise _unknown("rope of types default, linear or dynamic", config.get("rope_scaling"))
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 1e4)

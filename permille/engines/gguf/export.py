@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from permille.choices import choice_of
 from permille.engines.export import checked_values, new_folder
 from permille.engines.gguf.blocks import OWN_CODES, BlockType, decode, encode, fits, row_bytes
-from permille.engines.gguf.description import ROPE_FACTORS, Description, describe
+from permille.engines.gguf.description import Description, describe
 from permille.engines.gguf.modelfile import modelfile
 from permille.engines.gguf.tokenizer import Vocabulary, vocabulary_of
 from permille.errors import InputError
 from permille.files import write_atomic
 from permille.models.families import expected_tensors, shape_of
+from permille.models.gguf.config import ROPE_FACTORS
 from permille.package.reader import Package
 from permille.quantization import dequantize, whole_int4
 from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor

@@ -15,31 +15,11 @@ from gguf import GGUFWriter, TokenType
 
 from permille.chat_tokens import ends_of_turn
 from permille.errors import InputError
+from permille.models.gguf.tokenizer import DIGITS, GPT2, SPACE, SPLITS
 from permille.package.reader import Package
 
-_SPACE = "▁"
 _LONGEST = 256
 """Letters of a token of sentencepiece's: they are looked at pair by pair, and the file is a stranger's."""
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SPLITS = {
-    # As in the files of these models: (patterns or kinds that cut, whether whole words are not merged).
-    "gpt-2": ((_GPT2,), False),
-    "smollm": (("digits", _GPT2), False),
-    "qwen2": (
-        (
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-            r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ),
-        False,
-    ),
-    "llama-bpe": (
-        (
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-            r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ),
-        True,
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,12 +138,12 @@ def _space_first(document: Mapping[str, Any]) -> bool:
     first = False
     for step in before:
         kind = step["type"]
-        if kind == "Prepend" and step["prepend"] == _SPACE:
+        if kind == "Prepend" and step["prepend"] == SPACE:
             first = True
-        elif kind == "Metaspace" and step.get("replacement") == _SPACE and not step.get("split", True):
+        elif kind == "Metaspace" and step.get("replacement") == SPACE and not step.get("split", True):
             first = first or step.get("prepend_scheme", "always") != "never"
         elif not (
-            (kind == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _SPACE)
+            (kind == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE)
             or (kind == "Split" and step["pattern"] == {"String": " "})  # none is left after Replace
         ):
             raise InputError(f"expected sentencepiece's steps {', '.join(kinds)}, got {kind!r:.60}")
@@ -182,18 +162,18 @@ def _cut(document: Mapping[str, Any]) -> str:
         if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
             found.append(step["pattern"].get("Regex"))
         elif kind == "Digits" and step.get("individual_digits"):
-            found.append("digits")
+            found.append(DIGITS)
         elif kind == "ByteLevel" and not step.get("add_prefix_space"):
-            found += [_GPT2] if step.get("use_regex", True) else []
+            found += [GPT2] if step.get("use_regex", True) else []
         else:
             found.append(kind)
     words = bool(document["model"].get("ignore_merges"))
     normalized = {step["type"] for step in _steps(document.get("normalizer"), "normalizers")}
     if any(step["type"] == "ByteLevel" for step in steps) and not normalized - {"NFC"}:
-        for name, (patterns, whole_words) in _SPLITS.items():
+        for name, (patterns, whole_words) in SPLITS.items():
             if tuple(found) == patterns and words == whole_words:
                 return name
-    raise InputError(f"expected a tokenizer that cuts text as {', '.join(_SPLITS)} do, got {found!r:.200}")
+    raise InputError(f"expected a tokenizer that cuts text as {', '.join(SPLITS)} do, got {found!r:.200}")
 
 
 def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> list[float]:

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from permille.errors import InputError
+from permille.models.ollama import ollama_file
 from permille_service.cli.commands import Key, add_deletion, add_list, add_show, command
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.session import Session
@@ -19,6 +21,11 @@ def add_model(
     folder: Annotated[str | None, typer.Option(help="Folder below the model root.")] = None,
     hub: Annotated[str | None, typer.Option(help="Hub repository, as owner/name.")] = None,
     commit: Annotated[str | None, typer.Option(help="Full commit of the repository (40 hex digits).")] = None,
+    gguf: Annotated[str | None, typer.Option(help="GGUF file below the model root.")] = None,
+    ollama: Annotated[
+        str | None,
+        typer.Option(help="Model of Ollama's store, as NAME or NAME:TAG; the model root is the store."),
+    ] = None,
     key: Key = None,
 ) -> None:
     """Register a base model.
@@ -27,15 +34,29 @@ def add_model(
 
       permille models add tiny --folder tiny-llama
 
+      permille models add chat --gguf model-Q4_1.gguf
+
       permille models add chat --hub owner/name --commit 0123456789abcdef0123456789abcdef01234567
     """
-    if (folder is None) == (hub is None) or (hub is None) != (commit is None):
-        raise CommandError("expected --folder, or --hub with --commit", Exit.USAGE)
+    given = [option for option in (folder, hub, gguf, ollama) if option is not None]
+    if len(given) != 1 or (hub is None) != (commit is None):
+        raise CommandError("Name one of --folder, --gguf, --ollama, or --hub with --commit.", Exit.USAGE)
     source = {"kind": "hub", "repository": hub, "commit": commit}
     if folder is not None:
         source = {"kind": "folder", "path": folder}
+    elif gguf is not None or ollama is not None:
+        source = {"kind": "gguf", "path": gguf or _ollama_path(ollama or "")}
     session.output.show(session.client.post("/v1/models", {"name": name, "source": source}, key=key))
     session.output.say_next(f"permille builds create --model {name} --corpus CORPUS")
+
+
+def _ollama_path(name: str) -> str:
+    """Find the file of a model in Ollama's store, relative to that."""
+    try:
+        store, path = ollama_file(name)
+    except InputError as exc:
+        raise CommandError(str(exc), Exit.USAGE) from exc
+    return path.relative_to(store).as_posix()
 
 
 @command(corpora, "add")

@@ -1,13 +1,16 @@
 """Routes of base models. Before anything is made of a folder it is looked at: its family, its tensors by
 their headers."""
 
+import math
+from pathlib import Path
+
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.sources import resolve_inside
 from permille.schemas.fields import Page
-from permille.schemas.inputs import FolderModel, Model, ModelCreate
+from permille.schemas.inputs import FolderModel, GgufModel, HubModel, Model, ModelCreate
 from permille.schemas.problems import ProblemType
 from permille.store import inputs, rows, tables
 from permille.store.access import Asked
@@ -26,9 +29,10 @@ _ROW: Asked[tables.Model] = Asked(lambda tenant: rows.columns_of(tables.Model, t
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_model(body: ModelCreate, creating: Creating) -> Model:
-    """Register a base model: a folder below the tenant's model root, or a hub repository at a commit."""
+    """Register a base model: a folder or a GGUF file below the tenant's model root, or a hub repository at a
+    commit."""
     source = body.source
-    facts = _facts(creating, source.path) if isinstance(source, FolderModel) else None
+    facts = None if isinstance(source, HubModel) else _facts(creating, source)
 
     def make(session: Session) -> Model:
         row = inputs.add_model(
@@ -80,28 +84,50 @@ def present(row: tables.Model) -> Model:
     )
 
 
-def _facts(creating: Creation, path: str) -> ModelFacts:
-    """What is stored of a model's folder; the digest of its weights is left to the first job.
+def _facts(creating: Creation, source: FolderModel | GgufModel) -> ModelFacts:
+    """What is stored of a model's folder or file; the digest of its weights is left to the first job.
 
     Raises:
         ApiError: `not-found`: none there, or a path out of the root, which are told alike; `conflict`: an
-            unknown family, missing files.
+            unknown family, missing files, a file that cannot be read.
     """
     with creating.service.database.read() as session:
         roots = inputs.roots_of(session, creating.service.settings, tenant_id=creating.operator.tenant_id)
+    what = "folder" if isinstance(source, FolderModel) else "file"
     try:
-        folder = resolve_inside(roots.models, path, what="folder")
+        path = resolve_inside(roots.models, source.path, what=what)
     except InputError as exc:
         raise ApiError(ProblemType.NOT_FOUND, str(exc)) from exc
     try:
-        checkpoint = Checkpoint(folder)
-        sizes = sizes_of(checkpoint.config)
+        return _facts_of_folder(path) if isinstance(source, FolderModel) else _facts_of_gguf(path)
     except InputError as exc:
         raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
+
+
+def _facts_of_folder(folder: Path) -> ModelFacts:
+    checkpoint = Checkpoint(folder)
     return ModelFacts(
         family=checkpoint.family.value,
         config=dict(checkpoint.config),
         size_bytes=checkpoint.size_bytes,
         parameter_count=checkpoint.parameters,
-        scoped_parameter_count=sizes.scoped,
+        scoped_parameter_count=sizes_of(checkpoint.config).scoped,
+    )
+
+
+def _facts_of_gguf(path: Path) -> ModelFacts:
+    from permille.models.gguf.config import read_model
+    from permille.models.gguf.file import GgufFile
+    from permille.models.gguf.tokenizer import tokenizer_files
+
+    model = read_model(GgufFile(path))
+    tokenizer_files(model.file)  # refuses what the first job would
+    shapes = [model.file.tensors[name].shape for name in model.names.values()]
+    parameters = sum(math.prod(shape) for shape in shapes)
+    return ModelFacts(
+        family=model.family.value,
+        config=dict(model.config),
+        size_bytes=4 * parameters,  # of the folder that the first job makes
+        parameter_count=parameters,
+        scoped_parameter_count=sizes_of(model.config).scoped,
     )

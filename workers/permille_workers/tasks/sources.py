@@ -21,11 +21,12 @@ from permille.digests import JSON, digest_of_file
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
-from permille.models.sources import FolderRef, HubRef, ModelRef, resolve_inside, resolve_model
+from permille.models.sources import FolderRef, GgufRef, HubRef, ModelRef, resolve_inside, resolve_model
 from permille.schemas.inputs import (
     CorpusSource,
     FileCorpus,
     FolderModel,
+    GgufModel,
     HubModel,
     SparsifiedModel,
     StreamedCorpus,
@@ -36,7 +37,7 @@ from permille.store.inputs import ModelFacts
 from permille.store.tables import Corpus, Model
 from permille_workers.runtime.context import TaskContext
 
-AnyModel = FolderModel | HubModel | SparsifiedModel
+AnyModel = FolderModel | HubModel | GgufModel | SparsifiedModel
 _MODEL_SOURCE: TypeAdapter[AnyModel] = TypeAdapter(Annotated[AnyModel, Field(discriminator="kind")])
 _CORPUS_SOURCE: TypeAdapter[FileCorpus | StreamedCorpus] = TypeAdapter(CorpusSource)
 
@@ -153,6 +154,8 @@ def _model_ref(session: Session, tenant_id: str, source: AnyModel) -> tuple[Mode
         return FolderRef(path=inputs.sparsified_path(made.digest)), {"kind": "sparsified", "made_of": made_of}
     if isinstance(source, FolderModel):
         return FolderRef(path=source.path), {"kind": "folder", "location": source.path}
+    if isinstance(source, GgufModel):
+        return GgufRef(path=source.path), {"kind": "gguf", "location": source.path}
     return HubRef(repository=source.repository, commit=source.commit), {
         "kind": "hub",
         "location": source.repository,

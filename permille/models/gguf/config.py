@@ -1,0 +1,240 @@
+"""The `config.json` of a GGUF file's model, and where its tensors are by our names.
+
+The inverse of `permille.engines.gguf.description`, which writes such files: a test sends every family there
+and back. Metadata is foreign; what a config cannot say is refused by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+from numpy.typing import NDArray
+
+from permille.models.descriptions import Family
+from permille.models.families import expected_tensors, shape_of
+from permille.models.gguf.file import GgufFile
+from permille.models.rope import rope_of
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor by which llama.cpp divides the frequencies of a Llama."""
+
+ARCHITECTURES = {
+    Family.LLAMA: MODEL_ARCH.LLAMA,
+    Family.MISTRAL: MODEL_ARCH.LLAMA,
+    Family.QWEN2: MODEL_ARCH.QWEN2,
+    Family.QWEN3: MODEL_ARCH.QWEN3,
+    Family.GEMMA: MODEL_ARCH.GEMMA,
+    Family.GEMMA2: MODEL_ARCH.GEMMA2,
+    Family.GEMMA3_TEXT: MODEL_ARCH.GEMMA3,
+    Family.GPT_NEOX: MODEL_ARCH.GPTNEOX,
+}
+"""llama.cpp's names. A Mistral's file says `llama`, which computes the same."""
+
+PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
+"""llama.cpp's own: all layers but every n-th have a window."""
+
+_FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
+_GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
+_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
+_LLAMA3_FACTORS = (8.0, 32.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufModel:
+    """A file's model.
+
+    Attributes:
+        names: the file's name of each of our tensors.
+    """
+
+    file: GgufFile
+    family: Family
+    config: Mapping[str, Any]
+    names: Mapping[str, str]
+
+    def float32(self, name: str) -> NDArray[np.float32]:
+        """A tensor of ours, as transformers has its rows and norms."""
+        found = self.file.float32(self.names[name])
+        order_N = row_order(self.family, self.config, name, len(found))
+        if order_N is not None:
+            restored = np.empty_like(found)
+            restored[order_N] = found
+            found = restored
+        return found - np.float32(1) if adds_one(self.family, name) else found
+
+
+def read_model(file: GgufFile) -> GgufModel:
+    """Find the config and the tensors of a file.
+
+    Raises:
+        InputError: an architecture or a setting that is not supported, or tensors of other names or shapes
+            than the config asks for.
+    """
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise file.refused("is a part of a split model. Join the parts first (llama-gguf-split --merge)")
+    arch = file.text("general.architecture")
+    family = _FAMILIES.get(arch)
+    if family is None:
+        known = ", ".join(sorted(_FAMILIES))
+        raise file.refused(f"holds a model of architecture {arch!r:.60}; supported are {known}")
+    if int(_number(file, f"{arch}.expert_count", 0)):
+        raise file.refused("holds a mixture of experts, which is not supported")
+    config = _config(file, arch, family)
+    names = get_tensor_name_map(ARCHITECTURES[family], shape_of(config).layers)
+    found: dict[str, str] = {}
+    for name, shape in expected_tensors(config).items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if stored is None or stored not in file.tensors:
+            raise file.refused(f"lacks the tensor {stored or name!r}")
+        if file.tensors[stored].shape != shape:
+            got = file.tensors[stored].shape
+            raise file.refused(f"has {stored!r} of shape {list(got)}, not {list(shape)}")
+        found[name] = stored
+    others = file.tensors.keys() - set(found.values()) - {ROPE_FACTORS, "output.weight"}
+    if others:
+        raise file.refused(f"has {len(others)} tensors that its architecture lacks: {sorted(others)[:3]}")
+    return GgufModel(file=file, family=family, config=config, names=found)
+
+
+def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -> NDArray[np.int64] | None:
+    """Where llama.cpp wants a tensor's rows from; None: they stay.
+
+    It rotates neighbours in a Llama's heads where transformers rotates halves, and has a NeoX's queries, keys
+    and values one after the other where transformers has them head by head.
+    """
+    shape = shape_of(config)
+    order = np.arange(rows)
+    if ARCHITECTURES.get(family) is MODEL_ARCH.LLAMA and any(
+        part in name for part in (".q_proj.", ".k_proj.")
+    ):
+        return order.reshape(-1, 2, shape.head // 2).swapaxes(1, 2).reshape(-1)
+    if family is Family.GPT_NEOX and ".query_key_value." in name:
+        return order.reshape(shape.heads, 3, shape.head).swapaxes(0, 1).reshape(-1)
+    return None
+
+
+def adds_one(family: Family, name: str) -> bool:
+    """Whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
+    return family in _GEMMAS and name.endswith("norm.weight")
+
+
+def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
+    def whole(key: str, default: int | None = None) -> int:
+        found = _number(file, f"{arch}.{key}", default)
+        if found != int(found):
+            raise file.refused(f"names {arch}.{key} as {found!r}, which is no whole number")
+        return int(found)
+
+    if "token_embd.weight" not in file.tensors:
+        raise file.refused("lacks the tensor 'token_embd.weight'")
+    layers, hidden = whole("block_count"), whole("embedding_length")
+    heads = whole("attention.head_count")
+    if heads < 1:
+        raise file.refused("has no attention heads")
+    head = whole("attention.key_length", hidden // heads)
+    if whole("attention.value_length", head) != head:
+        raise file.refused("has values of another width than keys, which is not supported")
+    positions = whole("context_length")
+    config: dict[str, Any] = {
+        "model_type": family.value,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": whole("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": _rope(file, arch, family, head, positions),
+    }
+    for name in ("bos", "eos"):
+        token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        config |= {f"{name}_token_id": token} if isinstance(token, int) else {}
+    if family is Family.GPT_NEOX:
+        return config | {
+            "layer_norm_eps": _rounded(_number(file, f"{arch}.attention.layer_norm_epsilon", 1e-5)),
+            "use_parallel_residual": bool(file.metadata.get(f"{arch}.use_parallel_residual", True)),
+            "rotary_pct": whole("rope.dimension_count", head) / head,
+            "hidden_act": "gelu",
+        }
+    if whole("rope.dimension_count", head) != head:
+        raise file.refused("rotates a part of each head, which is not supported for this architecture")
+    config |= {
+        "num_key_value_heads": whole("attention.head_count_kv", heads),
+        "head_dim": head,
+        "rms_norm_eps": _rounded(_number(file, f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)),
+        "hidden_act": "gelu_pytorch_tanh" if family in _GEMMAS else "silu",
+    }
+    if family is Family.LLAMA:
+        config |= {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+        config |= {"mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
+    if family in _GEMMAS:
+        config["hidden_activation"] = config["hidden_act"]
+    if family in PATTERNS:
+        width = hidden // heads if (family, layers) in _BY_WIDTH else head
+        every = PATTERNS[family]
+        kinds = [
+            "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)
+        ]
+        config |= {
+            "query_pre_attn_scalar": width,
+            "sliding_window": whole("attention.sliding_window", 4096),
+            "layer_types": kinds,
+        }
+        for key, name in (("attn", "attn_logit_softcapping"), ("final", "final_logit_softcapping")):
+            cap = file.metadata.get(f"{arch}.{key}_logit_softcapping")
+            config[name] = None if cap is None else _rounded(_number(file, f"{arch}.{name}"))
+    return config
+
+
+def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) -> dict[str, Any]:
+    theta = _rounded(_number(file, f"{arch}.rope.freq_base", 10_000.0))
+    kind = file.metadata.get(f"{arch}.rope.scaling.type", "none")
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if kind == "linear":
+        factor = _rounded(_number(file, f"{arch}.rope.scaling.factor"))
+        found |= {"rope_type": "linear", "factor": factor}
+    elif kind != "none":
+        raise file.refused(f"scales its positions by {kind!r:.40}, which is not supported")
+    if ROPE_FACTORS in file.tensors:
+        found = _llama3(file, theta, head, positions)
+    if family is Family.GEMMA3_TEXT:
+        near = {"rope_type": "default", "rope_theta": 10_000.0}
+        return {"full_attention": found, "sliding_attention": near}
+    return found
+
+
+def _llama3(file: GgufFile, theta: float, head: int, positions: int) -> dict[str, Any]:
+    """Find the `llama3` scaling that gives the file's divisors: it names divisors alone."""
+    divisor_E = file.float32(ROPE_FACTORS).reshape(-1)
+    plain_E = theta ** -(np.arange(0, head, 2) / head)
+    for factor in _LLAMA3_FACTORS:
+        scaling = {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        wanted_E = plain_E / rope_of(scaling, head=head, positions=positions).frequency_E
+        if wanted_E.shape == divisor_E.shape and np.allclose(divisor_E, wanted_E, rtol=1e-4):
+            return scaling
+    raise file.refused(
+        "scales its positions by divisors that are not those of Llama 3, which is not supported"
+    )
+
+
+def _number(file: GgufFile, key: str, default: float | None = None) -> float:
+    value = file.metadata.get(key, default)
+    if isinstance(value, list):
+        raise file.refused(f"names {key} layer by layer: layers of different shapes are not supported")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        raise file.refused(f"has no number {key!r}")
+    return value
+
+
+def _rounded(number: float) -> float:
+    """A float32 of the file as the decimal that it was: 9.999999747378752e-06 is 1e-05."""
+    return float(f"{number:.7g}")

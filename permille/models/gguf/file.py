@@ -1,0 +1,211 @@
+"""A GGUF file's header, read strictly: metadata, and where each tensor lies.
+
+The file is foreign input and may be truncated, or claim anything. Every count, length and offset is held
+against a limit and the file's size before it is used; nothing is allocated for a number that the file merely
+names. Tensors are mapped. `gguf`'s own reader trusts the counts, so only its tables and its dequantizers are
+used.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+
+TYPES = tuple(
+    GGMLQuantizationType[name]
+    for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+)
+"""The types of tensors that are read; others are refused by name."""
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_MOST_KEYS, _MOST_TENSORS, _MOST_ITEMS = 4096, 1 << 16, 4 << 20
+_MOST_BYTES = 8 << 20  # of one text
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """One tensor of the file.
+
+    Attributes:
+        shape: as numpy has it: rows first.
+        begin: of its bytes in the file.
+        size: in bytes.
+    """
+
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+class GgufFile:
+    """A mapped file whose header was checked."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the header.
+
+        Raises:
+            InputError: no GGUF file of version 2 or 3, a truncated one, or a number in it that is out of
+                range.
+            OSError: the file cannot be opened.
+        """
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24:
+                raise InputError(f"{path.name} is no GGUF file: it has {size} bytes.")
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        reader = _Reader(self._map, path.name)
+        if reader.take(4) != _MAGIC:
+            raise InputError(f"{path.name} is no GGUF file: it does not begin with GGUF.")
+        version = reader.number("I")
+        if version not in _VERSIONS:
+            raise InputError(f"{path.name} is GGUF version {version}; versions 2 and 3 are read.")
+        tensors = reader.count("tensors", _MOST_TENSORS)
+        keys = reader.count("keys of metadata", _MOST_KEYS)
+        self.name = path.name
+        self.metadata: Mapping[str, Any] = reader.metadata(keys)
+        self.tensors: Mapping[str, TensorPlace] = self._places(reader, tensors)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A text of the metadata.
+
+        Raises:
+            InputError: it is missing, where there is no default, or no text.
+        """
+        value = self.metadata.get(key, default)
+        if not isinstance(value, str):
+            raise self.refused(f"has no text {key!r}")
+        return value
+
+    def refused(self, why: str) -> InputError:
+        """An error about this file."""
+        return InputError(f"{self.name} {why}.")
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor, [rows, bytes of a row], mapped."""
+        place = self.tensors[name]
+        found: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, place.size, place.begin)
+        return found.reshape(-1, place.size // max(1, int(np.prod(place.shape[:-1]))))
+
+    def float32(self, name: str) -> NDArray[np.float32]:
+        """A tensor's numbers, exactly; not checked to be finite."""
+        place = self.tensors[name]
+        with np.errstate(all="ignore"):
+            found = dequantize(self.raw(name), place.type).astype(np.float32, copy=False)
+        return found.reshape(place.shape)
+
+    def _places(self, reader: "_Reader", tensors: int) -> dict[str, TensorPlace]:
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16 or alignment & (alignment - 1):
+            raise self.refused(f"names an alignment of {alignment!r:.40}")
+        found: dict[str, TensorPlace] = {}
+        for _ in range(tensors):
+            name = reader.text(1 << 10)
+            shape, kind, offset = reader.tensor_info(name)
+            if name in found:
+                raise self.refused(f"has the tensor {name!r:.80} twice")
+            found[name] = self._place(name, shape, kind, offset)
+        start = -(-reader.at // alignment) * alignment
+        placed: dict[str, TensorPlace] = {}
+        for name, place in found.items():
+            if place.begin % alignment or start + place.begin + place.size > len(self._map):
+                raise self.refused(f"is truncated or damaged: {name!r:.80} lies outside of it")
+            placed[name] = TensorPlace(
+                type=place.type, shape=place.shape, begin=start + place.begin, size=place.size
+            )
+        return placed
+
+    def _place(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorPlace:
+        known = {each.value: each for each in GGMLQuantizationType}
+        if kind not in known:
+            raise self.refused(f"has {name!r:.80} in a type that GGUF does not name: {kind}")
+        type_ = known[kind]
+        if type_ not in TYPES:
+            names = ", ".join(each.name for each in TYPES)
+            raise self.refused(f"has {name!r:.80} as {type_.name}, which is not read. Use one of {names}")
+        items, item_bytes = GGML_QUANT_SIZES[type_]
+        if shape[-1] % items:
+            raise self.refused(f"has {name!r:.80} with rows of {shape[-1]}, which are no whole blocks")
+        elements = 1
+        for length in shape:
+            elements *= length
+            if elements > 1 << 40:
+                raise self.refused(f"has {name!r:.80} of more than 2^40 weights")
+        return TensorPlace(type=type_, shape=shape, begin=offset, size=elements // items * item_bytes)
+
+
+class _Reader:
+    """Takes numbers and texts from a buffer, never beyond its end."""
+
+    def __init__(self, data: mmap.mmap, name: str) -> None:
+        self._data = data
+        self._name = name
+        self.at = 0
+
+    def take(self, size: int) -> bytes:
+        if size > len(self._data) - self.at:
+            raise self._refused("is truncated")
+        found = self._data[self.at : self.at + size]
+        self.at += size
+        return found
+
+    def number(self, form: str) -> Any:
+        return struct.unpack("<" + form, self.take(struct.calcsize(form)))[0]
+
+    def count(self, what: str, most: int) -> int:
+        found: int = self.number("Q")
+        if found > most:
+            raise self._refused(f"names {found} {what}, more than {most}")
+        return found
+
+    def text(self, most: int = _MOST_BYTES) -> str:
+        # Tokens of some vocabularies are no UTF-8; those are refused where they matter.
+        return self.take(self.count("bytes of a text", most)).decode("utf-8", "surrogateescape")
+
+    def metadata(self, keys: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self.text(1 << 10)
+            if key in found:
+                raise self._refused(f"has the key {key!r:.80} twice")
+            found[key] = self._value(self.number("I"), key)
+        return found
+
+    def tensor_info(self, name: str) -> tuple[tuple[int, ...], int, int]:
+        dimensions = self.number("I")
+        if not 1 <= dimensions <= 4:
+            raise self._refused(f"has {name!r:.80} of {dimensions} dimensions")
+        shape = tuple(self.count("rows of a tensor", 1 << 32) for _ in range(dimensions))[::-1]
+        if 0 in shape:
+            raise self._refused(f"has {name!r:.80} without weights")
+        return shape, self.number("I"), self.number("Q")
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise self._refused(f"has {key!r:.80} of a type that GGUF does not name: {kind}")
+        items, number = self.number("I"), self.count("items of a list", _MOST_ITEMS)
+        if items == _STRING:
+            return [self.text() for _ in range(number)]
+        if items not in _SCALARS:
+            raise self._refused(f"has {key!r:.80} as a list of lists")
+        form = np.dtype({"?": "?"}.get(_SCALARS[items], "<" + _SCALARS[items]))
+        return np.frombuffer(self.take(number * form.itemsize), form).tolist()
+
+    def _refused(self, why: str) -> InputError:
+        return InputError(f"{self._name} {why}.")

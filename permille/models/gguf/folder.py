@@ -1,0 +1,101 @@
+"""A GGUF file as a model folder: what transformers saves, made once and kept by the file's digest.
+
+    folder = model_folder(Path("model.gguf"), Path("models"))
+
+Tensor by tensor, so a model never has to fit into memory. The folder appears whole or not at all.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.digests import digest_of_file
+from permille.errors import InputError
+from permille.files import fsync_folder
+from permille.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint
+from permille.models.gguf.config import GgufModel, read_model
+from permille.models.gguf.file import GgufFile
+from permille.models.gguf.tokenizer import chat_template, tokenizer_files
+
+FOLDERS = "gguf"
+"""Below the model root, where converted files go."""
+
+
+def model_folder(path: Path, root: Path) -> Path:
+    """Convert a file to a folder below `root`, or find the one that was made of the same bytes.
+
+    Raises:
+        InputError: the file is malformed, of another family or type, or holds numbers that are not finite.
+        OSError: as the file system reports it; no folder is left.
+    """
+    digest = digest_of_file(path).removeprefix("sha256:")
+    folder = root / FOLDERS / digest
+    if folder.exists():
+        return folder
+    temporary = folder.with_name(f".{digest[:16]}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        convert(path, temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.exists():  # another process made the same folder meanwhile
+                raise
+        fsync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def convert(path: Path, folder: Path) -> None:
+    """Write the files of a model folder.
+
+    Args:
+        folder: exists, and is empty.
+
+    Raises:
+        InputError, OSError: as `model_folder`.
+    """
+    file = GgufFile(path)
+    model = read_model(file)
+    documents: dict[str, Any] = {CONFIG_FILE: model.config, **tokenizer_files(file)}
+    for name, document in documents.items():
+        (folder / name).write_text(json.dumps(document, ensure_ascii=False))
+    if (template := chat_template(file)) is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    _write_weights(model, folder / WEIGHTS_FILE)
+    Checkpoint(folder)
+
+
+def _write_weights(model: GgufModel, path: Path) -> None:
+    """A safetensors file of float32; the library's own writer wants all tensors in memory."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, stored in model.names.items():
+        shape = model.file.tensors[stored].shape
+        end = begin + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb") as out:
+        out.write(len(head).to_bytes(8, "little") + head)
+        for number in _tensors(model):
+            out.write(number.data)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _tensors(model: GgufModel) -> Iterator[NDArray[np.float32]]:
+    for name in model.names:
+        found = np.ascontiguousarray(model.float32(name), dtype="<f4")
+        if not np.isfinite(found).all():
+            raise InputError(f"{model.file.name} has numbers in {model.names[name]!r} that are not finite.")
+        yield found

@@ -1,0 +1,221 @@
+"""The `tokenizer.json` of a GGUF file: the two kinds of byte pair encoding that both sides know.
+
+The inverse of `permille.engines.gguf.tokenizer`. `gpt2`: bytes as letters, merges by rank, and a name for how
+a text is cut before. `llama`: sentencepiece's, where the best token is merged first; its list of merges is
+made of the scores, as transformers makes it. Other kinds, and ways to cut a text that we do not know, are
+refused: wrong token ids would train and answer nonsense without a word.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gguf import TokenType
+
+from permille.models.gguf.file import GgufFile
+
+SPACE = "▁"
+DIGITS = "digits"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SPLITS = {
+    # As in the files of these models: (patterns or kinds that cut, whether whole words are not merged).
+    "gpt-2": ((GPT2,), False),
+    "smollm": ((DIGITS, GPT2), False),
+    "qwen2": (
+        (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ),
+        False,
+    ),
+    "llama-bpe": (
+        (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ),
+        True,
+    ),
+}
+"""How a text is cut, by llama.cpp's names: patterns that cut, and whether whole words are not merged."""
+
+_NORMALIZED = frozenset({"qwen2"})
+_MOST_LETTERS = 256
+"""Letters of a token of sentencepiece's: they are looked at pair by pair, and the file is a stranger's."""
+
+
+def tokenizer_files(file: GgufFile) -> dict[str, Any]:
+    """Make `tokenizer.json`, `tokenizer_config.json` and the like, as JSON values by file name.
+
+    Raises:
+        InputError: no tokenizer in the file, or one of another kind.
+    """
+    kind = file.text("tokenizer.ggml.model", "none")
+    if kind not in ("gpt2", "llama"):
+        raise file.refused(f"holds a tokenizer of kind {kind!r:.60}; supported are gpt2 and llama")
+    tokens = _texts(file, "tokens")
+    types = file.metadata.get("tokenizer.ggml.token_type", [TokenType.NORMAL.value] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise file.refused("has another number of token types than of tokens")
+    if len(set(tokens)) != len(tokens):
+        raise file.refused("has a token twice in its vocabulary")
+    special = {name: _special(file, key, tokens) for name, key in _SPECIAL.items()}
+    add_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(file, kind)))
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(tokens, types),
+        "post_processor": _begun(special["bos"], tokens) if add_bos and special["bos"] else None,
+    }
+    document |= _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens)
+    named = {f"{name}_token": token for name, token in special.items() if token is not None}
+    found: dict[str, Any] = {
+        "tokenizer.json": document,
+        "tokenizer_config.json": {
+            **named,
+            "add_bos_token": add_bos,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        },
+    }
+    ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ids = list(dict.fromkeys(end for end in ends if isinstance(end, int) and 0 <= end < len(tokens)))
+    return found | ({"generation_config.json": {"eos_token_id": ids}} if ids else {})
+
+
+def chat_template(file: GgufFile) -> str | None:
+    """The chat template of a file; None: it has none."""
+    return file.text("tokenizer.chat_template") if "tokenizer.chat_template" in file.metadata else None
+
+
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def _texts(file: GgufFile, key: str) -> list[str]:
+    found = file.metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
+        raise file.refused(f"has no list of texts tokenizer.ggml.{key}")
+    try:
+        for text in found:
+            text.encode()
+    except UnicodeEncodeError as exc:
+        raise file.refused(f"has texts in tokenizer.ggml.{key} that are not UTF-8") from exc
+    return found
+
+
+def _special(file: GgufFile, key: str, tokens: list[str]) -> str | None:
+    number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if number is None:
+        return None
+    if not isinstance(number, int) or not 0 <= number < len(tokens):
+        raise file.refused(f"names {number!r:.40} as its {key} token, of {len(tokens)} tokens")
+    return tokens[number]
+
+
+def _adds_bos(file: GgufFile, kind: str) -> bool:
+    """llama.cpp's default."""
+    return kind == "llama" or file.metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+
+
+def _added(tokens: list[str], types: list[Any]) -> list[dict[str, Any]]:
+    kept = (TokenType.CONTROL.value, TokenType.USER_DEFINED.value, TokenType.UNKNOWN.value)
+    return [
+        {
+            "id": number,
+            "content": tokens[number],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": type_ != TokenType.USER_DEFINED.value,
+        }
+        for number, type_ in enumerate(types)
+        if type_ in kept
+    ]
+
+
+def _begun(bos: str | None, tokens: list[str]) -> Mapping[str, Any]:
+    number = tokens.index(bos or "")
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    pieces = [{"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB")]
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, pieces[0]],
+        "pair": [first, pieces[0], {"SpecialToken": {"id": bos, "type_id": 1}}, pieces[1]],
+        "special_tokens": {bos: {"id": bos, "ids": [number], "tokens": [bos]}},
+    }
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
+    name = file.text("tokenizer.ggml.pre", "default")
+    if name not in SPLITS:
+        raise file.refused(f"cuts text by the rules {name!r:.60}; supported are {', '.join(SPLITS)}")
+    patterns, whole_words = SPLITS[name]
+    merges = [pair.split(" ") for pair in _texts(file, "merges")]
+    if any(len(pair) != 2 for pair in merges):
+        raise file.refused("has a merge that is not of two tokens")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    for left, right in merges:
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise file.refused(f"merges {left!r:.40} and {right!r:.40}, which make no token")
+    steps: list[dict[str, Any]] = []
+    for pattern in patterns:
+        if pattern == DIGITS:
+            steps.append({"type": "Digits", "individual_digits": True})
+        elif pattern != GPT2:
+            split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+            steps.append(split | {"invert": False})
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps.append({**byte_level, "use_regex": GPT2 in patterns})
+    return {
+        "normalizer": {"type": "NFC"} if name in _NORMALIZED else None,
+        "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
+        "decoder": {**byte_level, "add_prefix_space": True, "use_regex": True},
+        "model": _bpe(vocabulary, merges) | {"ignore_merges": whole_words},
+    }
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
+    scores = file.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise file.refused("has another number of scores than of tokens")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    ranked: list[tuple[float, int, int, list[str]]] = []
+    for token, score in zip(tokens, scores, strict=True):
+        if len(token) > _MOST_LETTERS:
+            raise file.refused(f"has a token of {len(token)} letters, more than {_MOST_LETTERS}")
+        pairs = ([token[:place], token[place:]] for place in range(1, len(token)))
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        ranked += [
+            (-float(score), vocabulary[left], vocabulary[right], [left, right]) for left, right in known
+        ]
+    merges = [pair for *_, pair in sorted(ranked, key=lambda item: item[:3])]
+    spaces: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+    after: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, {"type": "Prepend", "prepend": SPACE})
+        after.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = _special(file, "unknown", tokens)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": spaces},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": after},
+        "model": _bpe(vocabulary, merges) | {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True},
+    }
+
+
+def _bpe(vocabulary: Mapping[str, int], merges: list[list[str]]) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": vocabulary,
+        "merges": merges,
+    }

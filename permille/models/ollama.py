@@ -1,0 +1,57 @@
+"""Models in Ollama's local store: which file a name stands for.
+
+    store, path = ollama_file("smollm2:135m")
+
+The store keeps a manifest for each name and tag, and the files by their digests. Nothing is downloaded, and
+no server is asked.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+from permille.errors import InputError
+
+_NAME = re.compile(r"(?:([a-z0-9][\w.-]*)/)?([a-z0-9][\w.-]*)(?::([\w.-]+))?", re.ASCII | re.IGNORECASE)
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_MODEL = "application/vnd.ollama.image.model"
+
+
+def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
+    """Find the GGUF file of a model.
+
+    Args:
+        name: as Ollama lists it: `smollm2`, `smollm2:135m` or `user/model:tag`.
+        store: Ollama's folder of models; None takes OLLAMA_MODELS, else `.ollama/models` of the home folder.
+
+    Returns:
+        The store, and the file in it.
+
+    Raises:
+        InputError: a name of another form, a model that is not in the store, or a damaged manifest.
+    """
+    if store is None:
+        store = Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama/models")
+    parts = _NAME.fullmatch(name)
+    if parts is None:
+        raise InputError(f"expected an Ollama model as NAME or NAME:TAG, got {name!r:.80}")
+    owner, model, tag = parts[1] or "library", parts[2], parts[3] or "latest"
+    manifest = store / "manifests/registry.ollama.ai" / owner / model / tag
+    try:
+        layers = json.loads(manifest.read_bytes())["layers"]
+        digests = [layer["digest"] for layer in layers if layer["mediaType"] == _MODEL]
+        found = [match[1] for digest in digests if (match := _DIGEST.fullmatch(digest))]
+    except FileNotFoundError as exc:
+        raise InputError(
+            f"Ollama's store {store} has no model {model}:{tag}. Fetch it with `ollama pull {name}`, or name "
+            "the store with OLLAMA_MODELS."
+        ) from exc
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise InputError(f"The manifest {manifest} of {name} is damaged: {exc!r:.200}") from exc
+    path = store / "blobs" / f"sha256-{found[0]}" if len(found) == 1 else manifest
+    if path == manifest or not path.is_file():
+        raise InputError(
+            f"Ollama's store {store} lacks the file of {name}. Fetch it with `ollama pull {name}`."
+        )
+    return store, path

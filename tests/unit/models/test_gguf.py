@@ -1,0 +1,316 @@
+"""GGUF files as models: there and back by our exporter, beside transformers' own loader, and forged files."""
+
+import json
+import struct
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import quantize
+
+from permille.engines.gguf.export import export_gguf
+from permille.errors import InputError
+from permille.models.architecture import architecture_of
+from permille.models.checkpoint import Checkpoint
+from permille.models.gguf.config import read_model
+from permille.models.gguf.file import GgufFile
+from permille.models.gguf.folder import convert, model_folder
+from permille.models.ollama import ollama_file
+from permille.models.sources import GgufRef, resolve_model
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from permille.quantization import dequantize
+from tests.unit.engines.gguf_packages import (
+    FAMILIES,
+    TEMPLATE,
+    TEXTS,
+    exported_package,
+    sentencepiece_tokenizer,
+)
+
+
+def written(package: Package, folder: Path) -> Path:
+    """The package as a GGUF file of float32."""
+    export_gguf(package, None, folder, kind="f32")
+    return folder / "model.gguf"
+
+
+def converted(path: Path, folder: Path) -> Checkpoint:
+    folder.mkdir()
+    convert(path, folder)
+    return Checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    return written(exported_package(folder / "blobs", "llama"), folder / "export")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_comes_back_as_it_went(family: str, tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", family)
+    checkpoint = converted(written(package, tmp_path / "export"), tmp_path / "folder")
+    ours, theirs = architecture_of(package.config), architecture_of(checkpoint.config)
+    same = "llama" if family == "mistral" else family
+    assert checkpoint.config["model_type"] == same
+    for name in ("heads", "kv_heads", "head", "norm", "block", "activation", "attention_scale", "tied"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for first, second in zip(ours.layers, theirs.layers, strict=True):
+        assert family == "mistral" or first.window == second.window
+        assert first.rope is not None and second.rope is not None
+        np.testing.assert_allclose(first.rope.frequency_E, second.rope.frequency_E, rtol=1e-6)
+    for name in checkpoint.names:
+        if name in package.plain_names:
+            expected = package.plain(name).float32()
+        else:
+            expected = dequantize(package.quantized(name))
+            expected.reshape(-1)[package.mask(name)] = values_of(package, name)
+        np.testing.assert_allclose(checkpoint.float32(name), expected, rtol=0, atol=2e-7)
+
+
+def values_of(package: Package, name: str) -> Any:
+    start = 0
+    for tensor in package.manifest.tensors:
+        if tensor.name == name:
+            return package.values()[start : start + tensor.count]
+        start += tensor.count
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_tokenizer_and_template_come_back(kind: str, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    own = sentencepiece_tokenizer() if kind == "sentencepiece" else None
+    package = exported_package(tmp_path / "blobs", "llama", tokenizer=own)
+    folder = tmp_path / "folder"
+    converted(written(package, tmp_path / "export"), folder)
+    before = Tokenizer.from_buffer(package.file("tokenizer.json"))
+    after = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in TEXTS:
+        assert after.encode(text).ids == before.encode(text).ids, text
+        assert after.decode(after.encode(text).ids) == before.decode(before.encode(text).ids)
+    assert (folder / "chat_template.jinja").read_text() == TEMPLATE
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert (settings["bos_token"], settings["eos_token"]) == ("<s>", "</s>")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_tensors_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # transformers' loader leaves a Llama's biases out.
+    changes = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
+    package = exported_package(tmp_path / "blobs", family, changes=changes)
+    path, folder = written(package, tmp_path / "export"), tmp_path / "folder"
+    converted(path, folder)
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = theirs.state_dict()
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+    if family != "llama":  # there transformers cuts text as Qwen does, whatever the file says
+        return
+    tokenizers = [AutoTokenizer.from_pretrained(folder)]
+    tokenizers.append(AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
+    first, second = (each(TEXTS[0], add_special_tokens=False).input_ids for each in tokenizers)
+    assert first == second
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"])
+def test_every_type_is_decoded(name: str, llama: Path, tmp_path: Path) -> None:
+    reader, kind = GGUFReader(llama), GGMLQuantizationType[name]
+    rows = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    data = quantize(rows, kind)
+    path = rewritten(reader, tmp_path / "other.gguf", {"blk.0.attn_output.weight": (data, kind)})
+    model = read_model(GgufFile(path))
+    found = model.float32("model.layers.0.self_attn.o_proj.weight")
+    np.testing.assert_allclose(found, rows, atol=0.3)
+    from gguf.quants import dequantize as decode
+
+    np.testing.assert_array_equal(found, decode(data, kind).reshape(64, 64))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+def test_blocks_of_256_are_decoded(name: str, tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", "llama", changes={"hidden_size": 256, "head_dim": 64})
+    reader = GGUFReader(written(package, tmp_path / "export"))
+    kind = GGMLQuantizationType[name]
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize as decode
+
+    rows = {t.name: t for t in reader.tensors}["blk.0.ffn_gate.weight"]
+    number = int(rows.shape[1])
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(1).integers(0, 255, (number, block_bytes), dtype=np.uint8)
+    halves = slice(208, 210) if name == "Q6_K" else slice(0, 4)
+    data[:, halves] = np.frombuffer(np.full(2, 0.01, "<f2").tobytes(), np.uint8)[: halves.stop - halves.start]
+    path = rewritten(reader, tmp_path / "other.gguf", {"blk.0.ffn_gate.weight": (data, kind)})
+    found = read_model(GgufFile(path)).float32("model.layers.0.mlp.gate_proj.weight")
+    np.testing.assert_array_equal(found, decode(data, kind).reshape(number, 256))
+    assert np.isfinite(found).all()
+
+
+def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path) -> None:
+    data = np.zeros((64, 64 // 32 * 24), np.uint8)  # as large as the bytes of Q5_1 blocks
+    kind = GGMLQuantizationType.IQ4_NL
+    data = np.zeros((64, 64 // 32 * 18), np.uint8)
+    path = rewritten(GGUFReader(llama), tmp_path / "o.gguf", {"blk.0.attn_output.weight": (data, kind)})
+    with pytest.raises(InputError, match="IQ4_NL, which is not read"):
+        GgufFile(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("general.architecture", "mamba", "architecture 'mamba'"),
+        ("llama.expert_count", 8, "mixture of experts"),
+        ("llama.block_count", 3, "lacks the tensor"),
+        ("llama.embedding_length", 128, "of shape"),
+        ("llama.attention.head_count", 0, "no attention heads"),
+        ("llama.rope.scaling.type", "yarn", "scales its positions"),
+        ("llama.context_length", float("nan"), "no number"),
+        ("split.count", 2, "part of a split model"),
+        ("tokenizer.ggml.model", "bert", "tokenizer of kind 'bert'"),
+        ("tokenizer.ggml.pre", "unheard-of", "cuts text by the rules"),
+        ("tokenizer.ggml.bos_token_id", 1 << 20, "as its bos token"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    key: str, value: Any, words: str, llama: Path, tmp_path: Path
+) -> None:
+    path = rewritten(GGUFReader(llama), tmp_path / "other.gguf", {}, {key: value})
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(InputError, match=words):
+        convert(path, folder)
+
+
+@pytest.mark.parametrize("size", [0, 3, 23, 24, 400, 5000, -1])
+def test_truncated_file_is_refused(size: int, llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(llama.read_bytes()[:size])
+    with pytest.raises(InputError, match=r"truncated|no GGUF file"):
+        model_folder(path, tmp_path)
+    assert not list((tmp_path / "gguf").glob("*"))
+
+
+@pytest.mark.parametrize("place", [8, 16])
+def test_huge_counts_are_refused_before_anything_is_made(place: int, llama: Path, tmp_path: Path) -> None:
+    data = bytearray(llama.read_bytes())
+    data[place : place + 8] = struct.pack("<Q", (1 << 63) + 1)
+    path = tmp_path / "huge.gguf"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match="more than"):
+        GgufFile(path)
+
+
+def test_numbers_that_are_not_finite_are_refused(llama: Path, tmp_path: Path) -> None:
+    rows = np.full((64, 64), np.nan, np.float32)
+    changed = {"blk.0.attn_output.weight": (rows.view(np.uint8), GGMLQuantizationType.F32)}
+    path = rewritten(GGUFReader(llama), tmp_path / "nan.gguf", changed)
+    with pytest.raises(InputError, match="not finite"):
+        model_folder(path, tmp_path)
+
+
+def test_damaged_files_are_refused_or_read_and_never_crash(llama: Path, tmp_path: Path) -> None:
+    data, random = llama.read_bytes(), Random(7)
+    header = GgufFile(llama)
+    end = min(place.begin for place in header.tensors.values())
+    path = tmp_path / "damaged.gguf"
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(data)
+        for _ in range(random.randint(1, 4)):
+            damaged[random.randrange(end)] = random.choice((0, 1, 255, random.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            read_model(GgufFile(path))
+        except InputError:
+            refused += 1
+    assert refused > 30
+
+
+def test_same_file_is_converted_once(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(llama.read_bytes())
+    folder = resolve_model(GgufRef(path="model.gguf"), tmp_path)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    (tmp_path / "again.gguf").write_bytes(llama.read_bytes())
+    assert resolve_model(GgufRef(path="again.gguf"), tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(InputError):
+        resolve_model(GgufRef(path="../model.gguf"), tmp_path)
+
+
+def test_ollama_names_are_found_in_its_store(tmp_path: Path) -> None:
+    digest = "ab" * 32
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}"}
+    manifest = tmp_path / "manifests/registry.ollama.ai/library/smollm2/135m"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(
+        json.dumps({"layers": [layer, {"mediaType": "other", "digest": "sha256:" + "0" * 64}]})
+    )
+    with pytest.raises(InputError, match="ollama pull smollm2:135m"):
+        ollama_file("smollm2:135m", tmp_path)
+    blob = tmp_path / "blobs" / f"sha256-{digest}"
+    blob.parent.mkdir()
+    blob.write_bytes(b"GGUF")
+    assert ollama_file("smollm2:135m", tmp_path) == (tmp_path, blob)
+    with pytest.raises(InputError, match="has no model smollm2:latest"):
+        ollama_file("smollm2", tmp_path)
+    with pytest.raises(InputError, match="NAME:TAG"):
+        ollama_file("../../etc/passwd", tmp_path)
+    manifest.write_text("[]")
+    with pytest.raises(InputError, match="damaged"):
+        ollama_file("smollm2:135m", tmp_path)
+
+
+def rewritten(
+    reader: GGUFReader,
+    path: Path,
+    tensors: dict[str, tuple[Any, GGMLQuantizationType]],
+    keys: dict[str, Any] | None = None,
+) -> Path:
+    """The same file with some tensors and keys in place of its own."""
+    own = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    own |= keys or {}
+    writer = GGUFWriter(path, own.pop("general.architecture"))
+    for name, value in own.items():
+        match value:
+            case bool():
+                writer.add_bool(name, value)
+            case int():
+                writer.add_uint32(name, value)
+            case float():
+                writer.add_float32(name, value)
+            case str():
+                writer.add_string(name, value)
+            case list():
+                writer.add_array(name, value)
+    for tensor in reader.tensors:
+        data, kind = tensors.get(tensor.name, (tensor.data, tensor.tensor_type))
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_packages_of_a_converted_model_can_be_made(llama: Path, tmp_path: Path) -> None:
+    from permille.package.build import ChosenMask, pack_model
+
+    folder = tmp_path / "folder"
+    checkpoint = converted(llama, folder)
+    indices = {"model.layers.0.self_attn.q_proj.weight": np.arange(5, dtype=np.uint32)}
+    blobs = BlobFolder(tmp_path / "blobs")
+    digest = pack_model(blobs, checkpoint, ChosenMask(indices=indices, method="random", density=0.1))
+    assert Package.open(blobs, digest).k == 5
