@@ -73,6 +73,16 @@ def train(
             "begin at the base.",
         ),
     ] = "active",
+    rate_scale: Annotated[
+        float,
+        typer.Option(help="Multiplies the learning rate: 0.5 where training diverges or costs too much."),
+    ] = 1.0,
+    keep_general: Annotated[
+        float,
+        typer.Option(
+            help="How much the loss on the package's reference of general text may rise, nats a token."
+        ),
+    ] = 0.1,
     share_log: Annotated[
         bool | None,
         typer.Option(
@@ -129,6 +139,8 @@ def train(
         steps=steps,
         minutes=DEFAULT_MINUTES if minutes is None and steps is None else minutes,
         start=choice_of(Start, start, "a start"),
+        rate_scale=rate_scale,
+        keep_general=keep_general,
     )
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
     told = LiveProgress(home, None if as_json else Console(stderr=True))

@@ -30,7 +30,7 @@ from permille_agent.text.reading import survey
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import OpenEngine
 from permille_agent.training.outcome import RunOutcome, TextSource, outcome_words
-from permille_agent.training.run import BegunRun, Evaluation, LearnedText, RunFolder, list_runs, named_run
+from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_runs, named_run
 
 PAGE = "show.html"
 PROMPTS = 2
@@ -128,6 +128,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
             no_samples = str(exc)
     metrics, active = end.metrics, active_model(home)
     source = folder.load("data", TextSource) or TextSource()
+    by_parts = gain is not None and gain.by_parts  # what is evaluated there selects nothing
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
         Path(__file__).with_name("show.html.jinja").read_text(encoding="utf-8")
     )
@@ -136,7 +137,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         message=end.message,
         in_use=active is not None and active.run == folder.name,
         gain=gain,
-        curve=decision and _curve(folder.evaluations(decision.descent), decision.step),
+        curve=None if decision is None or by_parts else _curve(folder, decision),
         written=written,
         no_samples=no_samples,
         text=end.data.summary(),
@@ -199,7 +200,8 @@ def _gain(decision: Decision | None, *, by_parts: bool) -> Gain | None:
     )
 
 
-def _curve(evaluations: Sequence[Evaluation], kept: int) -> Curve | None:
+def _curve(folder: RunFolder, decision: Decision) -> Curve | None:
+    evaluations, kept = folder.evaluations(decision.descent), decision.step
     found = [(evaluation.step, evaluation.loss) for evaluation in evaluations if evaluation.loss is not None]
     if len(found) < 2:
         return None

@@ -38,6 +38,8 @@ from permille_agent.training.evidence import GROUP_TOKENS, Comparison, compare_l
 from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_none
 from permille_agent.training.steps import SelectedState, Stop
 
+_LOWER_RATE = "lower the rate with --rate-scale 0.1, or add more text"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenModel:
@@ -337,7 +339,7 @@ def _finite(comparison: Comparison) -> Comparison | None:
 def _no_step(stopped: Stop) -> str:
     match stopped:
         case Stop.REJECTED:
-            return "too many steps had a loss that is not finite, with every step size that was tried"
+            return f"too many steps had no finite loss, with every rate that was tried; {_LOWER_RATE}"
         case Stop.DIVERGED:
-            return "the loss grew with every step size that was tried"
+            return f"training diverged with every rate that was tried; {_LOWER_RATE}"
     return "no state was better than where training began, on the select split"

@@ -60,6 +60,8 @@ class TrainOptions:
         scaling: scale directions by the package's exponents, where it has some.
         batch_rows: rows a step.
         row_tokens: longest row.
+        rate_scale: multiplies the learning rate; less than 1 where training diverges.
+        keep_general: how much the loss on the package's reference may rise, nats a token.
     """
 
     seed: int = 0
@@ -71,6 +73,8 @@ class TrainOptions:
     batch_rows: int = DEFAULT_ROWS[DEFAULT_ESTIMATOR]
     row_tokens: int = 128
     start: Start = Start.ACTIVE
+    rate_scale: float = 1.0
+    keep_general: float = 0.1
 
     def __post_init__(self) -> None:
         """Refuse what no run can have.
@@ -98,6 +102,10 @@ class TrainOptions:
             raise InputError(f"expected a multiple of {SPLIT_QUERIES} queries of a split, got {self.queries}")
         if not 8 <= self.row_tokens <= 8192:
             raise InputError(f"expected rows of 8 to 8,192 tokens, got {self.row_tokens}")
+        if not 0 < self.rate_scale <= 16:
+            raise InputError(f"expected a rate scale above 0 and at most 16, got {self.rate_scale}")
+        if not 0 <= self.keep_general <= 100:
+            raise InputError(f"expected keep-general from 0 to 100 nats a token, got {self.keep_general}")
 
     @classmethod
     def of(
@@ -127,11 +135,15 @@ class TrainOptions:
     def definition(self) -> JSON:
         """Name the choices for the digest of a run: all of them decide its results.
 
-        Canonical JSON has no fractions, so minutes are text.
+        Canonical JSON has no fractions, so these are text.
         """
-        minutes = None if self.minutes is None else repr(self.minutes)
+        fractions = {
+            "minutes": None if self.minutes is None else repr(self.minutes),
+            "rate_scale": repr(float(self.rate_scale)),
+            "keep_general": repr(float(self.keep_general)),
+        }
         names = {"estimator": self.estimator.value, "start": self.start.value}
-        return {**asdict(self), **names, "minutes": minutes}
+        return {**asdict(self), **names, **fractions}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
