@@ -106,7 +106,8 @@ def train(
     The text is divided into three parts: one trains, one selects the state, one judges it at the end. The
     result is adopted only if it is better on the third part, beyond chance; otherwise what you have is kept
     (exit code 7). Text of 1,000 to 5,400 tokens is judged part by part, each by what the parts before it
-    taught; less is refused. Stop it with Ctrl-C; the same command goes on where it ended.
+    taught; less is refused. Where the package carries a reference of general text, only as much of what was
+    trained is kept as raises the loss on it by no more than --keep-general. Stop it with Ctrl-C; the same command goes on where it ended.
 
     [bold]Examples[/bold]
 
@@ -218,6 +219,7 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 
 
 def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool) -> None:
+    from permille_agent.training.general import strength_words
     from permille_agent.training.outcome import outcome_words
 
     if result.known:
@@ -236,14 +238,21 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
         console.print(f"  {example}", markup=False, highlight=False)
     decision, metrics = result.decision, result.metrics
-    if decision is None or metrics is None or decision.against_base is None:
+    if decision is None or metrics is None:
         return
     table = Table(show_header=False, box=None)
-    table.add_row("held-out loss", f"{decision.loss_base:.4f} of the base -> {decision.loss_personal:.4f}")
-    table.add_row("against the base", str(decision.against_base))
+    if decision.against_base is not None:
+        lost = f"{decision.loss_base:.4f} of the base -> {decision.loss_personal:.4f}"
+        table.add_row("held-out loss", lost)
+        table.add_row("against the base", str(decision.against_base))
     if decision.against_active is not None:
         active = "the pooled model" if decision.pooled else "the active model"
         table.add_row(f"against {active}", str(decision.against_active))
+    if decision.general is not None:
+        table.add_row("general loss", str(decision.general))
+        table.add_row("strength", strength_words(decision.strength))
+    elif decision.against_base is not None:
+        table.add_row("general loss", "not measured: the package carries no reference")
     table.add_row("steps", f"{decision.step} of {decision.steps} used")
     table.add_row("time", f"{metrics.seconds:.0f} s")
     table.add_row("peak memory", f"{metrics.peak_rss_bytes / 2**20:.0f} MiB")

@@ -17,7 +17,7 @@ from permille.choices import EstimatorKind
 from permille.training.adam import learning_rate
 from permille_agent.text.rows import Row
 from permille_agent.training.evaluation import mean_loss
-from permille_agent.training.gradient_steps import gradient_engine
+from permille_agent.training.gradient_steps import pulled_gradient
 from permille_agent.training.run import Run, finite_or_none
 from permille_agent.training.step_size import LossFound, SearchFailed, find_epsilon, find_step_size
 
@@ -189,10 +189,10 @@ def _trainings(run: Run) -> float:
 
 
 def _gradient_pace(run: Run, start_K: NDArray[np.float32]) -> Pace:
-    engine, durations = gradient_engine(run), []
+    durations = []
     for step in range(2):  # the first reads the model from the disk
         start = run.clock.seconds()
-        engine.gradient(start_K, run.batches(step))
+        pulled_gradient(run, start_K, step)
         durations.append(run.clock.seconds() - start)
     return Pace(step_s=max(1e-6, min(durations)), token_s=_token_s(run))
 

@@ -52,6 +52,7 @@ from permille_agent.training.outcome import (
 )
 from permille_agent.training.personal import find_start, model_values, start_state, store_state
 from permille_agent.training.plan import Plan, make_plan
+from permille_agent.training.reference import reference_of
 from permille_agent.training.run import (
     AgreedTo,
     LearnedText,
@@ -186,6 +187,7 @@ class _Task:
             options=self.options,
             progress=self.context.progress,
             start=start_state(self.home, self.package, start),
+            reference=reference_of(self.package),
         )
         return self._run_to_end(run)
 
