@@ -107,7 +107,8 @@ def train(
     result is adopted only if it is better on the third part, beyond chance; otherwise what you have is kept
     (exit code 7). Text of 1,000 to 5,400 tokens is judged part by part, each by what the parts before it
     taught; less is refused. Where the package carries a reference of general text, only as much of what was
-    trained is kept as raises the loss on it by no more than --keep-general. Stop it with Ctrl-C; the same command goes on where it ended.
+    trained is kept as raises the loss on it by no more than --keep-general. Stop it with Ctrl-C; the same
+    command goes on where it ended.
 
     [bold]Examples[/bold]
 
