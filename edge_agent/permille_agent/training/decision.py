@@ -30,7 +30,7 @@ from permille_agent.state.models import Active
 from permille_agent.text.documents import Document
 from permille_agent.text.preparation import LITTLE_GROUP_TOKENS, tokenize
 from permille_agent.text.reading import passages
-from permille_agent.text.rows import Row, document_rows, rows_as_documents, rows_in_groups
+from permille_agent.text.rows import Row, document_rows, rows_in_groups, rows_in_pieces
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.evaluation import (
     DocumentLosses,
@@ -43,6 +43,8 @@ from permille_agent.training.general import GeneralLoss, keep_general
 from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_none
 from permille_agent.training.steps import SelectedState, Stop
 
+PIECE_TOKENS = 64
+"""Targets of a row that are judged as one group: 2,000 tokens are some 30 groups, of which 20 are needed."""
 _LOWER_RATE = "lower the rate with --rate-scale 0.1, or add more text"
 
 
@@ -292,7 +294,7 @@ def _parts(run: Run) -> list[_Part]:
     """What is judged: the test split, or each part of little text."""
     test, stages = run.prepared.test, run.prepared.stages
     if not stages:
-        return [_Part(test, rows_as_documents(test))]
+        return [_Part(test, rows_in_pieces(test, PIECE_TOKENS))]
     parts = [test[stage.rows] for stage in stages]
     return [_Part(rows, rows_in_groups(rows, LITTLE_GROUP_TOKENS)) for rows in parts]
 
@@ -325,7 +327,7 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
 
 
 def _losses(run: Run, name: str, values_of: Callable[[int], NDArray[np.float32]]) -> DocumentLosses:
-    """Losses on the test split by row, a passage of one document; `values_of` what judges each part."""
+    """Losses on the test split by piece of a row of one document; `values_of` what judges each part."""
 
     def measure() -> DocumentLosses:
         return joined(
