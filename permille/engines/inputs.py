@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.zo.estimators import Batch
+from permille.zo.estimators import Batch, SoftTargets
+
+_MOST_NAMED = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +68,22 @@ def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
         )
 
 
-def check_batch(batch: Batch, limits: ModelLimits) -> Batch:
+def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Batch:
     """The batch without the columns that are padding in every row: they change no loss.
+
+    Args:
+        soft: whether the engine has soft targets.
 
     Raises:
         InputError: shapes or dtypes that disagree, ids outside the vocabulary, padding that is not on the
-            right, an empty row, a target at position 0 or in the padding, no target at all, or more positions
-            than the model has.
+            right, an empty row, a target at position 0 or in the padding, no target at all, more positions
+            than the model has, or soft targets that are no distributions or that the engine does not have.
     """
     _check_layout(batch)
+    if batch.soft is not None:
+        if not soft:
+            raise InputError("This engine has no soft targets. Use the light or the torch engine.")
+        _check_soft(batch.soft, int(batch.target_BT.sum()), limits)
     length_B = batch.attention_BT.sum(axis=1)
     if (batch.attention_BT != (np.arange(batch.attention_BT.shape[1]) < length_B[:, None])).any():
         raise InputError("expected attention to be true from the left, then false (right padding)")
@@ -94,7 +103,30 @@ def check_batch(batch: Batch, limits: ModelLimits) -> Batch:
         input_ids_BT=ids_BT,
         attention_BT=batch.attention_BT[:, :columns],
         target_BT=batch.target_BT[:, :columns],
+        soft=batch.soft,
     )
+
+
+def _check_soft(soft: SoftTargets, targets: int, limits: ModelLimits) -> None:
+    ids_RN, probability_RN = soft.ids_RN, soft.probability_RN
+    shape = ids_RN.shape
+    if (
+        ids_RN.dtype != np.int64
+        or ids_RN.ndim != 2
+        or shape[0] != targets
+        or not 1 <= shape[1] <= _MOST_NAMED
+    ):
+        wanted = f"int64 [{targets}, 1 to {_MOST_NAMED}]"
+        raise InputError(f"expected ids of soft targets {wanted}, got {ids_RN.dtype} {list(shape)}")
+    if probability_RN.dtype != np.float32 or probability_RN.shape != shape:
+        got = f"{probability_RN.dtype} {list(probability_RN.shape)}"
+        raise InputError(f"expected probabilities float32 {list(shape)}, got {got}")
+    _check_ids(ids_RN, limits)
+    if (np.diff(np.sort(ids_RN, axis=1), axis=1) == 0).any():
+        raise InputError("The ids of a soft target must be distinct.")
+    # A NaN fails every comparison.
+    if not (probability_RN >= 0).all() or not (probability_RN.sum(axis=1) <= 1.001).all():
+        raise InputError("The probabilities of a soft target must be at least 0 and add up to at most 1.")
 
 
 def _check_layout(batch: Batch) -> None:

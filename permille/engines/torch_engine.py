@@ -28,7 +28,11 @@ from permille.engines.sampling import TokenSampling, next_token
 from permille.engines.torch_model import load_torch_model
 from permille.errors import InputError, OperatorError
 from permille.package.reader import Package
-from permille.zo.estimators import Batch
+from permille.zo.estimators import Batch, SoftTargets
+
+_Sequence = tuple[Tensor, Tensor, SoftTargets | None]
+# Below it a share of all tokens that are not named is rounding.
+_LEAST_REST = 1e-6
 
 
 class ComputeDtype(StrEnum):
@@ -97,7 +101,7 @@ class TorchEngine:
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """Loss of each target token, float32 [targets], in row-major order of the batch."""
         check_values(values_K[None], self._limits)
-        batch = check_batch(batch, self._limits)
+        batch = check_batch(batch, self._limits, soft=True)
         with self._lock, torch.no_grad():
             value_K = self._tensor(values_K)
             parts = [self._sequence_losses(value_K, *sequence) for sequence in self._sequences(batch)]
@@ -110,13 +114,13 @@ class TorchEngine:
         """`grad f . z_i` by forward mode, direction by direction."""
         check_values(values_K[None], self._limits)
         directions_QK = check_directions(directions_QK, self._limits)
-        batch = check_batch(batch, self._limits)
+        batch = check_batch(batch, self._limits, soft=True)
         loss_sum, slope_Q = 0.0, np.zeros(len(directions_QK))
         with self._lock, torch.no_grad():
             value_K = self._tensor(values_K)
             for sequence in self._sequences(batch):
 
-                def loss_of(value_K: Tensor, sequence: tuple[Tensor, Tensor] = sequence) -> Tensor:
+                def loss_of(value_K: Tensor, sequence: _Sequence = sequence) -> Tensor:
                     return self._sequence_losses(value_K, *sequence).double().sum()
 
                 for query, direction_K in enumerate(directions_QK):
@@ -129,7 +133,7 @@ class TorchEngine:
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         """The mean loss and its gradient by the sparse values, by reverse mode, sequence by sequence."""
         check_values(values_K[None], self._limits)
-        batch = check_batch(batch, self._limits)
+        batch = check_batch(batch, self._limits, soft=True)
         loss_sum, sum_K = 0.0, np.zeros(self.k)
         with self._lock, torch.enable_grad():
             value_K = self._tensor(values_K).clone().requires_grad_()
@@ -169,18 +173,26 @@ class TorchEngine:
             yield token
             ids = np.array([token], dtype=np.int64)
 
-    def _sequences(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    def _sequences(self, batch: Batch) -> Iterator[_Sequence]:
         """The tokens of each sequence up to its last target, and the places of its targets. Attention is
         causal, so what comes later changes no loss."""
+        first = 0
         for ids_T, target_T in zip(batch.input_ids_BT, batch.target_BT, strict=True):
             place_R = np.flatnonzero(target_T)
             if len(place_R):
-                yield self._tensor(ids_T[: place_R[-1] + 1]), self._tensor(place_R)
+                part = slice(first, first + len(place_R))
+                soft = None if batch.soft is None else batch.soft.rows(part)
+                first = part.stop
+                yield self._tensor(ids_T[: place_R[-1] + 1]), self._tensor(place_R), soft
 
-    def _sequence_losses(self, value_K: Tensor, ids_T: Tensor, place_R: Tensor) -> Tensor:
-        """[R]: `-log p(token | tokens before it)` of the target tokens."""
+    def _sequence_losses(
+        self, value_K: Tensor, ids_T: Tensor, place_R: Tensor, soft: SoftTargets | None
+    ) -> Tensor:
+        """[R]: `-log p(token | tokens before it)` of the target tokens, or the divergence from soft ones."""
         logits_RD = self._logits(value_K, ids_T, place_R - 1)
-        return functional.cross_entropy(logits_RD, ids_T[place_R], reduction="none")
+        if soft is None:
+            return functional.cross_entropy(logits_RD, ids_T[place_R], reduction="none")
+        return _divergence(logits_RD, self._tensor(soft.ids_RN), self._tensor(soft.probability_RN))
 
     def _logits(self, value_K: Tensor, ids_T: Tensor, keep: Tensor | int, **options: Any) -> Tensor:
         """Logits float32 of one sequence at the positions to keep, or of so many last ones."""
@@ -192,6 +204,15 @@ class TorchEngine:
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _divergence(logits_RD: Tensor, ids_RN: Tensor, p_RN: Tensor) -> Tensor:
+    """[R]: `sum_i p_i log(p_i / q_i)` over the named tokens and all others as one class."""
+    log_q_RN = functional.log_softmax(logits_RD, dim=1).gather(1, ids_RN)
+    named_R = (torch.xlogy(p_RN, p_RN) - p_RN * log_q_RN).sum(dim=1)
+    rest_R = (1 - p_RN.sum(dim=1)).clamp(min=_LEAST_REST)
+    rest_q_R = (1 - log_q_RN.exp().sum(dim=1)).clamp(min=_LEAST_REST)
+    return named_R + rest_R * torch.log(rest_R / rest_q_R)
 
 
 def _device(name: str) -> torch.device:

@@ -11,6 +11,7 @@ MEDIA_TYPE = "application/vnd.permille.manifest+json"
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_HEADER_BYTES = 8 << 20
 MAX_FILE_BYTES = 64 << 20
+MAX_REFERENCE_BYTES = 8 << 20  # FORMAT 4.12
 MAX_LAYER_BYTES = 1 << 42
 MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
@@ -56,6 +57,7 @@ class Role(StrEnum):
     ADAPTER = "adapter"
     VALUES = "values"
     EXPONENTS = "exponents"
+    REFERENCE = "reference"
     POOLED = "pooled"
     PROGRAM = "program"
     FILE = "file"
@@ -69,12 +71,14 @@ MEDIA_TYPES = {
     Role.ADAPTER: "application/vnd.permille.adapter+safetensors",
     Role.VALUES: "application/vnd.permille.values+safetensors",
     Role.EXPONENTS: "application/vnd.permille.exponents+safetensors",
+    Role.REFERENCE: "application/vnd.permille.reference+safetensors",
     Role.POOLED: "application/vnd.permille.state",
     Role.PROGRAM: "application/vnd.permille.program",
     Role.FILE: "application/vnd.permille.file",
 }
 
-# FORMAT 3.3: one of each; a pooled state, a program and files besides, with a mask also exponents.
+# FORMAT 3.3: one of each; a reference, a pooled state, a program and files besides; with a mask also
+# exponents.
 REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS)
 MASK_ROLES, ADAPTER_ROLES = (Role.MASK, Role.VALUES), (Role.ADAPTER,)
 # FORMAT 4.9: what a package's parent lacks, by the key of provenance that goes with it.

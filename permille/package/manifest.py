@@ -32,6 +32,7 @@ from permille.package.limits import (
     MAX_LAYER_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_RANK,
+    MAX_REFERENCE_BYTES,
     MAX_TENSORS,
     MAX_WEIGHTS_OF_A_TENSOR,
     MEDIA_TYPES,
@@ -270,6 +271,11 @@ class Manifest:
         provenance = {**rest.provenance, ADDITIONS[layer.role]: dict(made)}
         return replace(rest, layers=sort_layers([*rest.layers, layer]), provenance=provenance)
 
+    def with_reference(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
+        """This package with a reference, and how that was made. It is a part of the package, no addition."""
+        layers = sort_layers([*(x for x in self.layers if x.role is not Role.REFERENCE), layer])
+        return replace(self, layers=layers, provenance={**self.provenance, "reference": dict(made)})
+
     def parent(self) -> "Manifest":
         """This package without additions (FORMAT 4.9): what they are bound to, and were made from."""
         return self._without(ADDITIONS)
@@ -379,6 +385,7 @@ class Manifest:
             Role.ADAPTER: (2 * frozen, 4 * frozen + overhead),
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.EXPONENTS: (k, k + overhead),
+            Role.REFERENCE: (0, MAX_REFERENCE_BYTES),
             Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),
             # Every weight in 4 bytes, those of 2 bytes and a tied head twice, a mask's places in 8 bytes
             Role.PROGRAM: (

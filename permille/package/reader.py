@@ -1,10 +1,10 @@
 """Opening a package: nothing is returned that was not checked (FORMAT 4.8).
 
 `Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, blocks, mask,
-adapter, values, exponents), and holds the structure of all layers against the manifest and the config. The
-big layers (dense, plain) are mapped. All their blocks are hashed when the first tensor of them is asked for,
-so opening stays quick and nothing computes with damaged bytes. Scales and plain numbers are checked as they
-are read.
+adapter, values, exponents, reference), and holds the structure of all layers against the manifest and the
+config. The big layers (dense, plain) are mapped. All their blocks are hashed when the first tensor of them is
+asked for, so opening stays quick and nothing computes with damaged bytes. Scales and plain numbers are
+checked as they are read.
 """
 
 import math
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from permille.choices import AdapterKind
 from permille.errors import InputError, PackageError
+from permille.models.families import shape_of
+from permille.package import reference_rows
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
@@ -56,6 +58,7 @@ _DTYPES = {
     Role.ADAPTER: FLOATS,
     Role.VALUES: FLOATS,
     Role.EXPONENTS: frozenset({"I8"}),
+    Role.REFERENCE: reference_rows.DTYPES,
 }
 
 
@@ -89,6 +92,7 @@ class Package:
         for tensor in manifest.tensors if manifest.adapter is None else ():
             check_indices(tensor.name, self.mask(tensor.name), tensor.shape[0] * tensor.shape[1])
         self.exponents()
+        self.reference_rows()
 
     @classmethod
     def open(cls, blobs: BlobFolder, digest: str) -> "Package":
@@ -253,6 +257,17 @@ class Package:
                 "exponents-range", f"expected exponents from exactly 0 to {MAX_EXPONENT}, got {got}"
             )
         return exponents_K
+
+    def reference_rows(self) -> reference_rows.ReferenceRows | None:
+        """The rows that pull and measure a training (FORMAT 4.12); None: the package has none.
+
+        Raises:
+            PackageError: `reference`.
+        """
+        layer = self._layers.get(Role.REFERENCE)
+        if layer is None:
+            return None
+        return reference_rows.read_reference(layer, shape_of(self.config).vocabulary)
 
     def pooled(self) -> bytes | None:
         """The bytes of the pooled state, hashed, for `permille.zo.packed_state` to read; None: it has none.

@@ -31,6 +31,33 @@ from permille.zo.header import DirectionKind, LogHeader
 from permille.zo.lattice import Directions, perturbed, perturbed_pairs, values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SoftTargets:
+    """The distributions that another model predicts at the targets of a batch, coarsened to n + 1 classes.
+
+    A row names n tokens and their probabilities; what is left of 1 belongs to all other tokens together. With
+    soft targets a token's loss is the divergence `sum_i p_i log(p_i / q_i)` over these n + 1 classes (q the
+    model's own probabilities), so it is 0 where the model predicts the same distribution.
+
+    Attributes:
+        ids_RN: int64 [R, n], one row a target of the batch in row-major order; ids of a row are distinct.
+        probability_RN: float32 [R, n], from 0 to 1, a row's sum at most 1 (up to rounding).
+    """
+
+    ids_RN: NDArray[np.int64]
+    probability_RN: NDArray[np.float32]
+
+    def rows(self, part: slice) -> "SoftTargets":
+        """Return the distributions of some of the targets."""
+        return SoftTargets(ids_RN=self.ids_RN[part], probability_RN=self.probability_RN[part])
+
+    def repeated(self, times: int) -> "SoftTargets":
+        """Return the distributions of all targets, `times` times over."""
+        return SoftTargets(
+            ids_RN=np.tile(self.ids_RN, (times, 1)), probability_RN=np.tile(self.probability_RN, (times, 1))
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Right-padded sequences.
@@ -40,11 +67,13 @@ class Batch:
         attention_BT: bool, False at padding.
         target_BT: bool; `target[b, t]` counts the prediction OF token t from the tokens before it, so
             column 0 is False.
+        soft: what is to be predicted at the targets; None: the tokens themselves.
     """
 
     input_ids_BT: NDArray[np.int64]
     attention_BT: NDArray[np.bool_]
     target_BT: NDArray[np.bool_]
+    soft: SoftTargets | None = None
 
 
 class LossEngine(Protocol):

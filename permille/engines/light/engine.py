@@ -37,7 +37,7 @@ from permille.engines.sampling import TokenSampling, next_token
 from permille.errors import InputError
 from permille.native.library import cpu_path
 from permille.package.reader import Package
-from permille.zo.estimators import Batch
+from permille.zo.estimators import Batch, SoftTargets
 
 Array = NDArray[np.float32]
 
@@ -114,7 +114,7 @@ class LightEngine:
     def losses(self, values_VK: Array, batch: Batch) -> Array:
         """Mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._model.limits)
-        token_losses_VR = self._token_losses(values_VK, check_batch(batch, self._model.limits))
+        token_losses_VR = self._token_losses(values_VK, check_batch(batch, self._model.limits, soft=True))
         with np.errstate(invalid="ignore", over="ignore"):
             losses_V: Array = token_losses_VR.mean(axis=1, dtype=np.float64).astype(np.float32)
         return losses_V
@@ -122,8 +122,30 @@ class LightEngine:
     def token_losses(self, values_K: Array, batch: Batch) -> Array:
         """Loss of each target token, float32 [targets], in row-major order of the batch."""
         check_values(values_K[None], self._model.limits)
-        losses_R: Array = self._token_losses(values_K[None], check_batch(batch, self._model.limits))[0]
+        losses_R: Array = self._token_losses(
+            values_K[None], check_batch(batch, self._model.limits, soft=True)
+        )[0]
         return losses_R
+
+    def top_tokens(self, values_K: Array, batch: Batch, number: int) -> SoftTargets:
+        """The most probable tokens at each target of a batch, and their probabilities.
+
+        Args:
+            number: of tokens at a target.
+        """
+        check_values(values_K[None], self._model.limits)
+        batch = check_batch(batch, self._model.limits, soft=True)
+        found = []
+        with self._lock, np.errstate(all="ignore"):
+            for joined in join_sequences(batch, min(self._max_tokens, _FEW_TOKENS)):
+                states_VRH = self._states(np.ascontiguousarray(values_K)[None], joined)
+                for state_H in states_VRH[0]:
+                    logit_D = self._model.head.logits(state_H[None])[0].astype(np.float64)
+                    id_S = np.argsort(-logit_D, kind="stable")[:number]
+                    total = np.logaddexp.reduce(logit_D)
+                    found.append((id_S, np.exp(logit_D[id_S] - total)))
+        ids_RS, probability_RS = (np.stack(column) for column in zip(*found, strict=True))
+        return SoftTargets(ids_RN=ids_RS, probability_RN=probability_RS.astype(np.float32))
 
     def directional_derivatives(
         self, values_K: Array, directions_QK: Array, batch: Batch
@@ -132,7 +154,7 @@ class LightEngine:
         check_values(values_K[None], self._model.limits)
         values_K = np.ascontiguousarray(values_K)  # parts of it go to kernels
         z_QK = check_directions(directions_QK, self._model.limits)
-        batch = check_batch(batch, self._model.limits)
+        batch = check_batch(batch, self._model.limits, soft=True)
         most = max(1, self._max_tokens // _FEW_TANGENT_TOKENS - 1)
         queries = -(-len(z_QK) // -(-len(z_QK) // most))
         sums_Q, loss_sum = np.zeros(len(z_QK)), 0.0
@@ -151,7 +173,7 @@ class LightEngine:
         """The loss and its gradient by a reverse pass: some three times the work of a loss, whatever k is."""
         check_values(values_K[None], self._model.limits)
         values_K = np.ascontiguousarray(values_K)
-        batch = check_batch(batch, self._model.limits)
+        batch = check_batch(batch, self._model.limits, soft=True)
         targets, tokens = int(batch.target_BT.sum()), int(batch.attention_BT.sum())
         loss_sum, gradient_K = 0.0, np.zeros(self.k, np.float32)
         with self._lock, np.errstate(all="ignore"):
@@ -211,17 +233,23 @@ class LightEngine:
 
     def _pass_losses(self, values_VK: Array, joined: JoinedSequences) -> Array:
         """[v, R] in one forward pass."""
+        states_VRH = self._states(values_VK, joined)
+        losses_N = self._model.head.losses(
+            states_VRH.reshape(-1, states_VRH.shape[2]),
+            np.tile(joined.target_R, len(values_VK)),
+            None if joined.soft is None else joined.soft.repeated(len(values_VK)),
+        )
+        return losses_N.reshape(len(values_VK), -1)
+
+    def _states(self, values_VK: Array, joined: JoinedSequences) -> Array:
+        """What the head reads before each target, [v, R, H]."""
         run = LossPass(self._tools, self._model.architecture, self._workspace, joined)
         run.set_values(values_VK)
         x_VMH = self._residual(len(values_VK), joined, self._tools)
         x_VMH[1:] = x_VMH[0]
         for layer in self._model.layers[self._model.first_masked :]:
             run_layer(run, self._model.architecture, layer, x_VMH)
-        states_VRH = finish(run, self._model, self._before_targets(x_VMH, joined))
-        losses_N = self._model.head.losses(
-            states_VRH.reshape(-1, states_VRH.shape[2]), np.tile(joined.target_R, len(values_VK))
-        )
-        return losses_N.reshape(len(values_VK), -1)
+        return finish(run, self._model, self._before_targets(x_VMH, joined))
 
     def _derivative_sums(
         self, value_K: Array, z_QK: Array, joined: JoinedSequences
@@ -237,7 +265,7 @@ class LightEngine:
             for layer in self._model.layers[self._model.first_masked :]:
                 run_layer(run, self._model.architecture, layer, x_QMH)
             states_QRH = finish(run, self._model, self._before_targets(x_QMH, joined))
-            loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], joined.target_R)
+            loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], joined.target_R, joined.soft)
             sums_Q = [
                 np.einsum("rh,rh->r", tangent_RH, gradient_RH).sum(dtype=np.float64)
                 for tangent_RH in states_QRH[1:]

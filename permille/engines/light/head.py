@@ -1,6 +1,7 @@
 """The output head and the tables it is read from: losses of target tokens, block by block of the vocabulary.
 
     loss(h, target) = logsumexp(W h) - (W h)[target]
+    loss(h, p)      = sum_i p_i log(p_i / q_i),  q = softmax(W h)       soft targets (`SoftTargets`)
 
 Logits exist for target positions only, and for one block of the vocabulary and some rows at a time; their
 maximum and sum are carried from block to block (Milakov and Gimelshein, "Online normalizer calculation for
@@ -9,7 +10,8 @@ softmax", algorithm 3).
 Embedding and head stay where the package mapped them, in the dtype of the package. Rows are widened to
 float32 when they are looked up or multiplied, a block at a time; a table is never converted as a whole.
 
-# Legend: R rows (target positions), H hidden size, D vocabulary, B a block of it.
+# Legend: R rows (target positions), H hidden size, D vocabulary, B a block of it, N tokens that a
+# row names: its target, or those of a soft target.
 """
 
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from permille.native.layers import product_bf16
 from permille.native.library import load
 from permille.native.weights import widen_bf16, widen_f16
 from permille.tensors import RawTensor
+from permille.zo.estimators import SoftTargets
 
 Array = NDArray[np.float32]
 
@@ -31,6 +34,8 @@ _LOOK_UP_ROWS = 64
 _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _BLOCK_WEIGHTS = 1 << 20
 _BLOCK_ROWS = 256
+# Below it a share of all tokens that are not named is rounding.
+_LEAST_REST = 1e-6
 
 
 class StoredMatrix:
@@ -84,12 +89,13 @@ class _Running:
     """What is known of some rows after the blocks so far. `gradient_RH` is not yet divided by `sum_R`."""
 
     hidden_RH: Array
-    target_R: NDArray[np.int64]
+    named_RN: NDArray[np.int64]
+    probability_RN: Array | None
     top_R: Array
     sum_R: Array
-    chosen_R: Array
+    chosen_RN: Array
     gradient_RH: Array | None
-    chosen_slope_R: Array
+    chosen_slope_RN: Array
 
 
 class LightHead:
@@ -102,23 +108,29 @@ class LightHead:
         self._softcap = softcap
         self._blocks = blocks(table.rows, max(64, _BLOCK_WEIGHTS // table.width))
 
-    def losses(self, hidden_RH: Array, target_R: NDArray[np.int64]) -> Array:
-        """Negative log-likelihood of each target, float32 [R]."""
-        return _losses(self._run(hidden_RH, target_R, gradients=False))
+    def losses(self, hidden_RH: Array, target_R: NDArray[np.int64], soft: SoftTargets | None = None) -> Array:
+        """Negative log-likelihood of each target, or the divergence from its soft one, float32 [R]."""
+        return _losses(self._run(hidden_RH, target_R, soft, gradients=False))
 
-    def gradients(self, hidden_RH: Array, target_R: NDArray[np.int64]) -> tuple[Array, Array]:
+    def gradients(
+        self, hidden_RH: Array, target_R: NDArray[np.int64], soft: SoftTargets | None = None
+    ) -> tuple[Array, Array]:
         """The losses [R], and `d loss / d hidden` [R, H]: `softmax(logits) W - W[target]`, through the soft
-        cap if any."""
-        parts = self._run(hidden_RH, target_R, gradients=True)
+        cap if any; of soft targets as `_pulls` has it."""
+        parts = self._run(hidden_RH, target_R, soft, gradients=True)
         gradient_RH = np.empty_like(hidden_RH)
         at = 0
         for part in parts:
-            rows = slice(at, at + len(part.target_R))
-            chosen_RH = np.empty_like(part.hidden_RH)
-            self._table.look_up(part.target_R, chosen_RH)
-            chosen_RH *= part.chosen_slope_R[:, None]
+            rows = slice(at, at + len(part.named_RN))
             np.divide(part.gradient_RH, part.sum_R[:, None], out=gradient_RH[rows])  # type: ignore[arg-type]
-            gradient_RH[rows] -= chosen_RH
+            whole_R, named_RN = _pulls(part)
+            gradient_RH[rows] *= whole_R[:, None]
+            named_RN *= part.chosen_slope_RN
+            chosen_RH = np.empty_like(part.hidden_RH)
+            for column in range(named_RN.shape[1]):
+                self._table.look_up(part.named_RN[:, column], chosen_RH)
+                chosen_RH *= named_RN[:, column, None]
+                gradient_RH[rows] += chosen_RH
             at = rows.stop
         return _losses(parts), gradient_RH
 
@@ -138,9 +150,12 @@ class LightHead:
         self._tools.threads.each(block, tasks if whole else self._blocks)
         return logit_RD
 
-    def _run(self, hidden_RH: Array, target_R: NDArray[np.int64], *, gradients: bool) -> list[_Running]:
+    def _run(
+        self, hidden_RH: Array, target_R: NDArray[np.int64], soft: SoftTargets | None, *, gradients: bool
+    ) -> list[_Running]:
         parts = [
-            _begin(hidden_RH[rows], target_R[rows], gradients) for rows in blocks(len(target_R), _BLOCK_ROWS)
+            _begin(hidden_RH[rows], target_R[rows], None if soft is None else soft.rows(rows), gradients)
+            for rows in blocks(len(target_R), _BLOCK_ROWS)
         ]
         for rows in self._blocks:
             weight_BH = self._shared_weight(rows)
@@ -150,14 +165,14 @@ class LightHead:
     def _step(self, weight_BH: Array, first: int) -> Callable[[_Running], None]:
         def step(part: _Running) -> None:
             width = len(weight_BH)
-            logit_RB = self._tools.threads.scratch("logits", len(part.target_R) * width).reshape(-1, width)
+            logit_RB = self._tools.threads.scratch("logits", len(part.named_RN) * width).reshape(-1, width)
             self._tools.blas.product(part.hidden_RH, weight_BH, logit_RB)
             slope_RB = self._cap(logit_RB)
-            row = np.flatnonzero((part.target_R >= first) & (part.target_R < first + width))
-            inside = part.target_R[row] - first
-            part.chosen_R[row] = logit_RB[row, inside]
+            row, column = np.nonzero((part.named_RN >= first) & (part.named_RN < first + width))
+            inside = part.named_RN[row, column] - first
+            part.chosen_RN[row, column] = logit_RB[row, inside]
             if slope_RB is not None:
-                part.chosen_slope_R[row] = slope_RB[row, inside]
+                part.chosen_slope_RN[row, column] = slope_RB[row, inside]
             self._accumulate(part, logit_RB, slope_RB, weight_BH)
 
         return step
@@ -208,19 +223,60 @@ class LightHead:
         return slope_RB
 
 
-def _begin(hidden_RH: Array, target_R: NDArray[np.int64], gradients: bool) -> _Running:
-    rows = len(target_R)
+def _begin(
+    hidden_RH: Array, target_R: NDArray[np.int64], soft: SoftTargets | None, gradients: bool
+) -> _Running:
+    named_RN = target_R[:, None] if soft is None else soft.ids_RN
+    rows = len(named_RN)
     return _Running(
         hidden_RH=hidden_RH,
-        target_R=target_R,
+        named_RN=named_RN,
+        probability_RN=None if soft is None else soft.probability_RN,
         top_R=np.full(rows, -np.inf, np.float32),
         sum_R=np.zeros(rows, np.float32),
-        chosen_R=np.zeros(rows, np.float32),
+        chosen_RN=np.zeros(named_RN.shape, np.float32),
         gradient_RH=np.zeros_like(hidden_RH) if gradients else None,
-        chosen_slope_R=np.ones(rows, np.float32),
+        chosen_slope_RN=np.ones(named_RN.shape, np.float32),
     )
 
 
 def _losses(parts: list[_Running]) -> Array:
     with np.errstate(all="ignore"):
-        return np.concatenate([part.top_R + np.log(part.sum_R) - part.chosen_R for part in parts])
+        return np.concatenate([_part_losses(part) for part in parts])
+
+
+def _part_losses(part: _Running) -> Array:
+    total_R = part.top_R + np.log(part.sum_R)
+    if part.probability_RN is None:
+        hard_R: Array = total_R - part.chosen_RN[:, 0]
+        return hard_R
+    p_RN, log_q_RN = part.probability_RN, part.chosen_RN - total_R[:, None]
+    # 0 log 0 is 0.
+    named_RN = np.where(p_RN > 0, p_RN * (np.log(np.maximum(p_RN, np.float32(1e-30))) - log_q_RN), 0)
+    rest_R, rest_q_R = _rest(p_RN), _rest(np.exp(log_q_RN))
+    losses_R: Array = named_RN.sum(axis=1) + rest_R * np.log(rest_R / rest_q_R)
+    return losses_R
+
+
+def _pulls(part: _Running) -> tuple[Array, Array]:
+    """How much a row's loss moves with the logits: `d loss / d logit_j = whole q_j + named_j`, the second for
+    named tokens alone.
+
+    With P the named tokens' mass, `rest` that of all others and `r = rest / q_rest`:
+    `whole = P + rest - r` and `named_j = r q_j - p_j`. A target is a distribution with P = 1.
+    """
+    if part.probability_RN is None:
+        return np.ones(len(part.named_RN), np.float32), np.full(part.named_RN.shape, -1, np.float32)
+    q_RN = np.exp(part.chosen_RN - (part.top_R + np.log(part.sum_R))[:, None])
+    rest_R, rest_q_R = _rest(part.probability_RN), _rest(q_RN)
+    # At the floor the loss does not depend on the other tokens' share.
+    moves_R = rest_q_R > np.float32(_LEAST_REST)
+    ratio_R = np.where(moves_R, rest_R / rest_q_R, np.float32(0))
+    whole_R = part.probability_RN.sum(axis=1) + np.where(moves_R, rest_R, np.float32(0)) - ratio_R
+    return whole_R, ratio_R[:, None] * q_RN - part.probability_RN
+
+
+def _rest(share_RN: Array) -> Array:
+    """What is left of 1 for all tokens that are not named, [R]."""
+    rest_R: Array = np.maximum(1 - share_RN.sum(axis=1), np.float32(_LEAST_REST))
+    return rest_R

@@ -69,7 +69,7 @@ class ReversePass:
         run.norm_or_copy(model.final_norm, states_RH, read_RH)
         project_EH = model.project_out_EH
         read_RE = read_RH if project_EH is None else read_RH @ project_EH.T
-        loss_R, d_RE = model.head.gradients(read_RE, joined.target_R)
+        loss_R, d_RE = model.head.gradients(read_RE, joined.target_R, joined.soft)
         d_RH = d_RE if project_EH is None else d_RE @ project_EH
         run.norm_back(model.final_norm, states_RH, d_RH, d_RH)
         x_MH[...] = 0

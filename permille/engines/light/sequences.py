@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.zo.estimators import Batch
+from permille.zo.estimators import Batch, SoftTargets
 
 Array = NDArray[np.float32]
 
@@ -25,6 +25,7 @@ class JoinedSequences:
         sequences: where each sequence lies.
         state_R: index in `id_M` of the token before each target, row-major in the batch.
         target_R: the target tokens.
+        soft: what is to be predicted in their place, if anything is.
     """
 
     id_M: NDArray[np.int64]
@@ -32,6 +33,7 @@ class JoinedSequences:
     sequences: tuple[slice, ...]
     state_R: NDArray[np.int64]
     target_R: NDArray[np.int64]
+    soft: SoftTargets | None = None
 
     def only(self, index: int) -> "JoinedSequences":
         """One of the sequences, without targets."""
@@ -79,16 +81,17 @@ class LowerLayerStates:
 def join_sequences(batch: Batch, most_tokens: int) -> Iterator[JoinedSequences]:
     """The batch in parts of at most `most_tokens` tokens, or of one sequence where that is longer."""
     length_B = _needed(batch.target_BT)
+    stop_B = np.cumsum(batch.target_BT.sum(axis=1))  # of the targets up to a row
     rows: list[int] = []
     tokens = 0
     for row in np.flatnonzero(length_B).tolist():
         length = int(length_B[row])
         if rows and tokens + length > most_tokens:
-            yield _joined(batch, rows, length_B)
+            yield _joined(batch, rows, length_B, stop_B)
             rows, tokens = [], 0
         rows.append(row)
         tokens += length
-    yield _joined(batch, rows, length_B)
+    yield _joined(batch, rows, length_B, stop_B)
 
 
 def _needed(target_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -98,11 +101,16 @@ def _needed(target_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
     return needed_B
 
 
-def _joined(batch: Batch, rows: list[int], length_B: NDArray[np.int64]) -> JoinedSequences:
+def _joined(
+    batch: Batch, rows: list[int], length_B: NDArray[np.int64], stop_B: NDArray[np.int64]
+) -> JoinedSequences:
     length_R = length_B[rows]
     stops = np.cumsum(length_R)
     starts = stops - length_R
     row_R, column_R = np.nonzero(batch.target_BT[rows])
+    # Rows between the first and the last that are left out have no targets, so these are all in between.
+    last = int(stop_B[rows[-1]])
+    soft = None if batch.soft is None else batch.soft.rows(slice(last - len(row_R), last))
     return JoinedSequences(
         id_M=np.concatenate([batch.input_ids_BT[row, : length_B[row]] for row in rows]),
         position_M=np.concatenate([np.arange(length) for length in length_R]),
@@ -111,4 +119,5 @@ def _joined(batch: Batch, rows: list[int], length_B: NDArray[np.int64]) -> Joine
         ),
         state_R=starts[row_R] + column_R - 1,
         target_R=batch.input_ids_BT[rows][row_R, column_R],
+        soft=soft,
     )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from permille.engines.interface import Engine, GradientEngine
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
-from permille.zo.estimators import Batch
+from permille.zo.estimators import Batch, SoftTargets
 from tests.unit.engines.tiny import (
     VOCABULARY,
     Tiny,
@@ -160,6 +160,66 @@ class Conformance:
         got = list(self.engine.generate(values_K, prompt, TokenSampling(max_new_tokens=6, stop_ids={stop})))
         assert got == free[: free.index(stop)]
 
+    def soft_targets_are_those_of_the_reference(self) -> None:
+        hard = tiny_batch()
+        base_K, moved_K = variants(self.tiny.package, 2, scale=0.05)
+        batch = replace(hard, soft=self._soft(base_K, hard))
+        got = self.engine.token_losses(moved_K, batch)
+        expected = self._divergences(moved_K, batch)
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, expected, rtol=0, atol=self.loss_tolerance)
+        assert expected.mean() > 0  # it is another distribution
+        # Nothing is lost where the model predicts what it is pulled to.
+        atol = self.loss_tolerance
+        np.testing.assert_allclose(self.engine.token_losses(base_K, batch), 0, rtol=0, atol=atol)
+        losses_V = self.engine.losses(np.stack([base_K, moved_K]), batch)
+        np.testing.assert_allclose(losses_V, [0, expected.mean()], rtol=0, atol=atol)
+
+    def soft_targets_have_the_derivatives_of_their_loss(self) -> None:
+        hard = tiny_batch()
+        base_K, moved_K = variants(self.tiny.package, 2, scale=0.05)
+        batch = replace(hard, soft=self._soft(base_K, hard))
+        loss, gradient_K = self._gradient_engine().gradient(moved_K, batch)
+        assert abs(loss - self._divergences(moved_K, batch).mean()) <= self.loss_tolerance
+        # Along the gradient itself the loss moves most, so the difference is well above rounding.
+        z_K = gradient_K / np.linalg.norm(gradient_K)
+        _, derivative_Q = self.engine.directional_derivatives(moved_K, z_K[None], batch)
+        atol = self.derivative_tolerance * np.linalg.norm(gradient_K)
+        np.testing.assert_allclose(derivative_Q, [gradient_K @ z_K], rtol=0, atol=atol)
+        step = np.float32(0.02)
+        up, down = (self._divergences(moved_K + sign * step * z_K, batch).mean() for sign in (1, -1))
+        np.testing.assert_allclose(
+            (up - down) / (2 * step), gradient_K @ z_K, rtol=0.02 + self.derivative_tolerance
+        )
+
+    def a_distribution_on_one_token_is_that_token(self) -> None:
+        hard, values_K = tiny_batch(), self.tiny.package.values()
+        ids_R = hard.input_ids_BT[hard.target_BT]
+        ids_RN = np.stack([ids_R, (ids_R + 1) % VOCABULARY], axis=1)
+        one_RN = np.tile(np.array([1, 0], np.float32), (len(ids_R), 1))
+        batch = replace(hard, soft=SoftTargets(ids_RN=ids_RN, probability_RN=one_RN))
+        got = self.engine.token_losses(values_K, batch)
+        expected = self.engine.token_losses(values_K, hard)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=10 * self.loss_tolerance + 2e-5)
+
+    def wrong_soft_targets_are_refused(self) -> None:
+        hard, values_K = tiny_batch(), self.tiny.package.values()
+        ids_RN = np.tile(np.array([1, 2]), (int(hard.target_BT.sum()), 1))
+        half_RN = np.full(ids_RN.shape, 0.5, np.float32)
+        for ids, probabilities in (
+            (ids_RN[1:], half_RN[1:]),
+            (ids_RN + VOCABULARY, half_RN),
+            (ids_RN * 0, half_RN),
+            (ids_RN, half_RN[:, :1]),
+            (ids_RN, half_RN.astype(np.float64)),
+            (ids_RN, half_RN * 2),
+            (ids_RN, -half_RN),
+            (ids_RN, half_RN * np.float32(np.nan)),
+        ):
+            batch = replace(hard, soft=SoftTargets(ids_RN=ids, probability_RN=probabilities))
+            with pytest.raises(InputError):
+                self.engine.losses(values_K[None], batch)
+
     def wrong_input_is_refused(self) -> None:
         batch, values_K = tiny_batch(), self.tiny.package.values()
         calls: tuple[Callable[[], object], ...] = (
@@ -184,6 +244,36 @@ class Conformance:
         ):
             with pytest.raises(InputError, match="expected"):
                 call()
+
+    def _soft(self, values_K: NDArray[np.float32], batch: Batch) -> SoftTargets:
+        """The five most probable tokens of the reference at each target."""
+        q_RD = self._probabilities(values_K, batch)
+        ids_RN = np.argsort(-q_RD, axis=1)[:, :5]
+        return SoftTargets(
+            ids_RN=ids_RN, probability_RN=np.take_along_axis(q_RD, ids_RN, axis=1).astype(np.float32)
+        )
+
+    def _divergences(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float64]:
+        """The loss of soft targets by its definition."""
+        assert batch.soft is not None
+        q_RD, p_RN = self._probabilities(values_K, batch), batch.soft.probability_RN.astype(np.float64)
+        q_RN = np.take_along_axis(q_RD, batch.soft.ids_RN, axis=1)
+        rest_R, rest_q_R = 1 - p_RN.sum(axis=1), 1 - q_RN.sum(axis=1)
+        found_R: NDArray[np.float64] = (p_RN * np.log(p_RN / q_RN)).sum(axis=1)
+        return found_R + rest_R * np.log(rest_R / rest_q_R)
+
+    def _probabilities(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float64]:
+        """What the reference predicts at each target, float64 [R, D]."""
+        set_values(self.tiny.package, self.tiny.reference, values_K)
+        found = []
+        for ids_T, target_T in zip(batch.input_ids_BT, batch.target_BT, strict=True):
+            place_R = np.flatnonzero(target_T)
+            if len(place_R):
+                ids = torch.from_numpy(ids_T[: place_R[-1] + 1])
+                with torch.no_grad():
+                    logits_TD = self.tiny.reference(ids[None]).logits[0].double()
+                found.append(torch.softmax(logits_TD[place_R - 1], dim=1).numpy())
+        return np.concatenate(found)
 
     def _gradient_engine(self) -> GradientEngine:
         return cast("GradientEngine", self.engine)
@@ -216,6 +306,10 @@ RULES = (
     *LOSS_RULES,
     Conformance.derivatives_are_those_of_reverse_mode,
     Conformance.derivatives_are_linear_in_the_direction,
+    Conformance.soft_targets_are_those_of_the_reference,
+    Conformance.soft_targets_have_the_derivatives_of_their_loss,
+    Conformance.a_distribution_on_one_token_is_that_token,
+    Conformance.wrong_soft_targets_are_refused,
     Conformance.infinite_values_give_a_gradient_that_is_not_finite,
     Conformance.greedy_text_is_that_of_the_reference,
     Conformance.sampling_depends_on_the_seed_alone,

@@ -27,6 +27,8 @@ from tests.unit.package.tiny import LLAMA, as_dtype, write_tiny
 
 ODD = LLAMA | {"hidden_size": 9, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}
 
+NOT_MADE_HERE = (Role.ADAPTER, Role.REFERENCE, Role.POOLED, Role.PROGRAM, Role.FILE)
+
 
 @pytest.fixture
 def blobs(tmp_path: Path) -> BlobFolder:
@@ -210,7 +212,7 @@ def test_exponents_come_back_in_flat_order_and_change_nothing_else(blobs: BlobFo
     found_K = package.exponents()
     assert found_K is not None and found_K.dtype == np.int8 and np.array_equal(found_K, EXPONENTS)
     assert [layer.role for layer in tiny.manifest.layers if layer.role is not Role.FILE] == [
-        *(role for role in Role if role not in (Role.ADAPTER, Role.POOLED, Role.PROGRAM, Role.FILE))
+        *(role for role in Role if role not in NOT_MADE_HERE)
     ]
     assert set(tiny.manifest.layers) - set(without.manifest.layers) == {tiny.manifest.layer(Role.EXPONENTS)}
     assert Manifest.from_bytes(tiny.manifest.to_bytes()) == tiny.manifest

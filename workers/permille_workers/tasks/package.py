@@ -14,7 +14,8 @@ from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.package.build import ChosenAdapter, ChosenMask, write_package
 from permille.package.limits import Role
-from permille.package.reader import verify_package
+from permille.package.manifest import Manifest
+from permille.package.reader import Package, verify_package
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
@@ -24,9 +25,20 @@ from permille.sensitivity.scores import fisher_exponents, load_scores
 from permille.store import artifacts
 from permille.store.artifacts import SCORES
 from permille.store.tables import Artifact
+from permille.training.reference import TEXT_ROWS, TEXT_TOKENS, make_reference
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import layer_of, publishes_package, quantization_of, read_mask
-from permille_workers.tasks.sources import SourceModel, open_model
+from permille_workers.tasks.sources import (
+    Sampling,
+    SourceModel,
+    evaluation_sequences,
+    open_corpus,
+    open_model,
+    versions,
+)
+
+# Other sequences than those whose gradients choose masks, in all but the smallest corpora.
+REFERENCE_SEED = 1 << 32
 
 
 def run(context: TaskContext, request: PackageCreate) -> Publish:
@@ -66,9 +78,41 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
             },
         ),
     )
-    context.progress(0.6, "verifying")
+    context.progress(0.4, "asking the model, for the reference")
+    manifest = _with_reference(context, model, manifest, _corpus_of(mask_row, coded))
+    context.progress(0.8, "verifying")
     verify_package(context.blobs, manifest.digest)
     return publishes_package(context, quantization.model_id, manifest)
+
+
+def _corpus_of(mask_row: Artifact | None, coded: QuantizationCreate) -> str | None:
+    """Find the public text of a build: what chose the mask, else what the quantization was measured on."""
+    if mask_row is not None:
+        asked: FisherMaskCreate | WeightMaskCreate = parse_request(JobKind.MASK, mask_row.request)
+        if isinstance(asked, FisherMaskCreate):
+            return asked.corpus_id
+    return coded.evaluation_corpus_id
+
+
+def _with_reference(
+    context: TaskContext, model: SourceModel, manifest: Manifest, corpus_id: str | None
+) -> Manifest:
+    """Add a reference: rows of the corpus, and answers of the model where it chats; without either none."""
+    from permille.models.loading import FileChat, FileTokenizer
+
+    folder, made = model.checkpoint.folder, dict[str, JSON](versions("tokenizers"))
+    chat = FileChat(folder) if FileChat.is_in(folder) else None
+    text_NT = np.empty((0, TEXT_TOKENS), np.int64)
+    if corpus_id is not None:
+        corpus = open_corpus(context, corpus_id)
+        length = min(TEXT_TOKENS, int(model.checkpoint.config.get("max_position_embeddings") or TEXT_TOKENS))
+        wanted = Sampling(number=TEXT_ROWS, length=length, seed=REFERENCE_SEED)
+        sequences, _ = evaluation_sequences(FileTokenizer(folder), corpus, wanted)
+        text_NT, made = sequences.tokens_NT, {**made, "corpus": corpus.provenance}
+    if chat is None and len(text_NT) < 2:
+        return manifest
+    package = Package(context.blobs, manifest)
+    return make_reference(package, text_NT=text_NT, chat=chat, made=made, threads=context.settings.threads)
 
 
 def _mask(context: TaskContext, model: SourceModel, mask_row: Artifact, request: PackageCreate) -> ChosenMask:

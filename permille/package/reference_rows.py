@@ -1,0 +1,134 @@
+"""The reference of a package: rows of public text and of the base's own answers (FORMAT 4.12).
+
+Some rows pull a training towards the base, and name for each target the base's most probable tokens; the
+other rows measure what a trained state costs. Writing and strict reading are here; what training makes of the
+rows is in `permille.training.reference`.
+
+Shapes: N rows, T tokens of a row, R targets of the rows that pull, S tokens named at a target.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import PackageError
+from permille.package.blobs import BlobFolder
+from permille.package.limits import Role
+from permille.package.manifest import Layer
+from permille.package.safetensors_io import SafetensorsFile, SafetensorsWriter
+
+NAMED_TOKENS = 16
+MOST_ROWS = 1024
+MOST_TOKENS = 1024
+DTYPES = frozenset({"U32", "U8", "F16"})
+_NAMES = ("ids", "spans", "kinds", "named_ids", "named_probabilities")
+# A half-precision probability is off by at most 2^-11 of itself.
+_LARGEST_SUM = 1.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReferenceRows:
+    """Rows, each with one span of targets.
+
+    Attributes:
+        ids_NT: int64 token ids; 0 behind a row's end.
+        begin_N: int64, the first target of a row, at least 1.
+        end_N: int64, where a row and its targets end.
+        chat_N: bool, a chat turn: the targets are the base's own answer.
+        pulls_N: bool, the row pulls; the others measure.
+        named_RS: int64, distinct ids of the base's most probable tokens at each target of the rows that pull,
+            row by row.
+        probability_RS: float32, the base's probabilities of them.
+    """
+
+    ids_NT: NDArray[np.int64]
+    begin_N: NDArray[np.int64]
+    end_N: NDArray[np.int64]
+    chat_N: NDArray[np.bool_]
+    pulls_N: NDArray[np.bool_]
+    named_RS: NDArray[np.int64]
+    probability_RS: NDArray[np.float32]
+
+    def targets(self) -> NDArray[np.int64]:
+        """Count the targets of each row, [N]."""
+        return self.end_N - self.begin_N
+
+
+def write_reference(blobs: BlobFolder, rows: ReferenceRows) -> Layer:
+    """Store the rows as a layer.
+
+    Raises:
+        PackageError: `reference`: a reader would refuse them.
+        OSError: as the file system reports it; no blob is left.
+    """
+    spans_N2 = np.stack([rows.begin_N, rows.end_N], axis=1)
+    kinds_N2 = np.stack([rows.chat_N, rows.pulls_N], axis=1)
+    with SafetensorsWriter(blobs) as writer:
+        writer.add("ids", "U32", rows.ids_NT.shape, rows.ids_NT.astype("<u4"))
+        writer.add("spans", "U32", spans_N2.shape, spans_N2.astype("<u4"))
+        writer.add("named_ids", "U32", rows.named_RS.shape, rows.named_RS.astype("<u4"))
+        writer.add("named_probabilities", "F16", rows.probability_RS.shape, rows.probability_RS.astype("<f2"))
+        writer.add("kinds", "U8", kinds_N2.shape, kinds_N2.astype(np.uint8))
+        digest, size = writer.finish()
+    return Layer(role=Role.REFERENCE, digest=digest, size_bytes=size)
+
+
+def read_reference(layer: SafetensorsFile, vocabulary: int) -> ReferenceRows:
+    """Read the rows of a layer, whose digest was checked.
+
+    Raises:
+        PackageError: `reference`: a tensor is missing, or of another shape or dtype; a span, an id or a
+            probability is out of range.
+    """
+    if set(layer.names) != set(_NAMES):
+        raise _refused(f"has the tensors {sorted(layer.names)!r:.200}, not {sorted(_NAMES)}")
+    ids_NT, spans_N2, kinds_N2, named_RS = (_whole(layer, name) for name in _NAMES[:4])
+    probabilities = layer.tensor("named_probabilities")
+    if probabilities.dtype != "F16" or len(probabilities.shape) != 2:
+        raise _refused("has probabilities that are not F16 [targets, tokens]")
+    probability_RS = probabilities.float32()
+    number, length = ids_NT.shape
+    if not (2 <= number <= MOST_ROWS and 2 <= length <= MOST_TOKENS):
+        raise _refused(f"has {number} rows of {length} tokens, not 2 to {MOST_ROWS} of 2 to {MOST_TOKENS}")
+    if spans_N2.shape != (number, 2) or kinds_N2.shape != (number, 2) or kinds_N2.max() > 1:
+        raise _refused("has spans or kinds of another number of rows")
+    begin_N, end_N = spans_N2.T
+    if not ((begin_N >= 1) & (begin_N < end_N) & (end_N <= length)).all():
+        raise _refused("has a span of targets outside its row")
+    chat_N, pulls_N = (column_N.astype(np.bool_) for column_N in kinds_N2.T)
+    if not pulls_N.any() or pulls_N.all():
+        raise _refused("lacks rows that pull, or rows that measure")
+    targets = int((end_N - begin_N)[pulls_N].sum())
+    wanted = (targets, min(NAMED_TOKENS, vocabulary))
+    if named_RS.shape != probability_RS.shape or named_RS.shape != wanted:
+        raise _refused(f"names tokens {list(named_RS.shape)}, not {list(wanted)}")
+    if max(int(ids_NT.max()), int(named_RS.max())) >= vocabulary:
+        raise _refused(f"has a token outside the vocabulary of {vocabulary}")
+    if (np.diff(np.sort(named_RS, axis=1), axis=1) == 0).any():
+        raise _refused("names a token twice at one target")
+    # A NaN fails every comparison.
+    if not (probability_RS >= 0).all() or not (probability_RS.sum(axis=1) <= _LARGEST_SUM).all():
+        raise _refused("has probabilities below 0, or of more than 1 together")
+    return ReferenceRows(
+        ids_NT=ids_NT,
+        begin_N=begin_N,
+        end_N=end_N,
+        chat_N=chat_N,
+        pulls_N=pulls_N,
+        named_RS=named_RS,
+        probability_RS=probability_RS,
+    )
+
+
+def _whole(layer: SafetensorsFile, name: str) -> NDArray[np.int64]:
+    tensor = layer.tensor(name)
+    wanted = "U8" if name == "kinds" else "U32"
+    if tensor.dtype != wanted or len(tensor.shape) != 2 or 0 in tensor.shape:
+        raise _refused(f"has {name} as {tensor.dtype} {list(tensor.shape)}, not {wanted} of two dimensions")
+    numbers: NDArray[np.int64] = tensor.data.view("u1" if wanted == "U8" else "<u4").astype(np.int64)
+    return numbers.reshape(tensor.shape)
+
+
+def _refused(why: str) -> PackageError:
+    return PackageError("reference", f"The reference of the package {why}.")
