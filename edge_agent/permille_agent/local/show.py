@@ -18,6 +18,7 @@ from jinja2 import Environment, StrictUndefined
 
 from permille.errors import OperatorError, PackageError, PermilleError
 from permille.files import write_atomic
+from permille.training.reference import Reference
 from permille_agent.federation.membership import memberships
 from permille_agent.link.report import Delivery, read_report
 from permille_agent.local.compare import Sample, continue_prompt, test_prompts
@@ -28,7 +29,6 @@ from permille_agent.training.decision import Decision
 from permille_agent.training.engines import OpenEngine
 from permille_agent.training.general import strength_words
 from permille_agent.training.outcome import RunOutcome, TextSource, outcome_words
-from permille_agent.training.reference import reference_of
 from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_runs, named_run
 
 PAGE = "show.html"
@@ -213,7 +213,7 @@ def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Writ
 
 def _questions(model: LocalModel) -> Sequence[str]:
     """Take the questions of the chat turns that the package measures with."""
-    reference = reference_of(model.package)
+    reference = Reference.of(model.package)
     return () if reference is None else reference.questions()
 
 

@@ -44,6 +44,7 @@ from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
 from permille.files import fsync_folder
 from permille.package.reader import Package
+from permille.training.reference import Reference
 from permille.zo.estimators import Descent, estimate
 from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
@@ -55,7 +56,6 @@ from permille_agent.text.preparation import Prepared
 from permille_agent.text.rows import TrainingBatches
 from permille_agent.training.options import SPLIT_QUERIES, TrainOptions
 from permille_agent.training.progress import SILENT, RunProgress
-from permille_agent.training.reference import Reference
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
+from permille.training.reference import Reference
 from permille_agent.state.home import Home
 from permille_agent.state.models import (
     NOTHING_INSTALLED,
@@ -52,7 +53,6 @@ from permille_agent.training.outcome import (
 )
 from permille_agent.training.personal import find_start, model_values, start_state, store_state
 from permille_agent.training.plan import Plan, make_plan
-from permille_agent.training.reference import reference_of
 from permille_agent.training.run import (
     AgreedTo,
     LearnedText,
@@ -187,7 +187,7 @@ class _Task:
             options=self.options,
             progress=self.context.progress,
             start=start_state(self.home, self.package, start),
-            reference=reference_of(self.package),
+            reference=Reference.of(self.package),
         )
         return self._run_to_end(run)
 

@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
 from permille_agent.cli import main as cli
 from permille_agent.federation.membership import join
-from permille_agent.local import show
 from permille_agent.local.show import Written, show_run
 from permille_agent.state.home import Home, write_record
-from permille_agent.training import train
+from permille_agent.state.models import installed_release
 from permille_agent.training.decision import DecisionCount
 from permille_agent.training.run import find_run
 from tests.bigram_engine import bigram_engine
 from tests.packages import sentences
 from tests.unit.edge_agent.runs import home_with_package, train_quickly
-from tests.unit.edge_agent.training.test_general import Pairs
+from tests.unit.edge_agent.training.test_general import measured_by
 from tests.unit.federation.federations import make_definition
 
 SCRIPT = "<script>alert(1)"
@@ -70,8 +71,9 @@ def test_an_adopted_run_shows_gain_curve_and_samples(home: Home, tmp_path: Path)
 def test_general_loss_stands_above_the_gain_and_questions_are_answered_before_and_after(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (train, show):
-        monkeypatch.setattr(module, "reference_of", lambda package: Pairs(first_K=package.values()))
+    release = installed_release(home)
+    assert release is not None
+    measured_by(monkeypatch, Package.open(BlobFolder(home.blobs), release.manifest_digest).values())
     result = train_quickly(home, [_text(tmp_path / "notes")])
     assert result.decision is not None and result.decision.general is not None
     page = _page(home)

@@ -1,7 +1,7 @@
 """The pull towards the base, and the strength at which a state keeps what the base knows."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from permille.choices import EstimatorKind
 from permille.engines.interface import Engine
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
+from permille.training.reference import Reference
 from permille.training.strength import scaled
 from permille.zo.estimators import Batch
 from permille.zo.lattice import state_digest, values
@@ -18,7 +19,6 @@ from permille.zo.log import decode_canonical
 from permille.zo.packed_state import decode_state
 from permille.zo.replay import replay
 from permille_agent.state.models import Active, reset
-from permille_agent.training import train
 from permille_agent.training.general import GeneralLoss, keep_general
 from permille_agent.training.gradient_steps import pulled_gradient
 from permille_agent.training.options import TrainOptions
@@ -66,6 +66,16 @@ class Pairs:
         return ("What is a day?",)
 
 
+def pairs(**fields: Any) -> Reference:
+    """A `Pairs` in a reference's place."""
+    return cast("Reference", Pairs(**fields))
+
+
+def measured_by(monkeypatch: pytest.MonkeyPatch, first_K: NDArray[np.float32]) -> None:
+    """Have packages carry a `Pairs` whose loss is 2 at `first_K`."""
+    monkeypatch.setattr(Reference, "of", lambda _package: pairs(first_K=first_K))
+
+
 def _distance(values_K: NDArray[np.float32], first_K: NDArray[np.float32]) -> float:
     return float(np.abs(values_K.astype(np.float64) - first_K).mean())
 
@@ -73,7 +83,7 @@ def _distance(values_K: NDArray[np.float32], first_K: NDArray[np.float32]) -> fl
 @pytest.fixture
 def rising(monkeypatch: pytest.MonkeyPatch, package: Package) -> None:
     """The general loss is the distance from the base, in units of that of a state which says nothing."""
-    monkeypatch.setattr(train, "reference_of", lambda _: Pairs(first_K=package.values()))
+    measured_by(monkeypatch, package.values())
 
 
 def _unit(device: Device, **options: Any) -> float:
@@ -87,7 +97,7 @@ def _unit(device: Device, **options: Any) -> float:
 
 def test_the_gradient_of_a_step_is_that_of_the_text_and_of_the_pull(begin: Begin) -> None:
     run = begin(PRIVATE)
-    pulled = replace(run, reference=Pairs())
+    pulled = replace(run, reference=pairs())
     loss, gradient_K = pulled_gradient(pulled, run.w_base_K, 3)
     own, own_K = pulled_gradient(run, run.w_base_K, 3)
     _, pull_K = run.engine.gradient(run.w_base_K, Pairs().pull(3))  # type: ignore[attr-defined]
@@ -100,7 +110,7 @@ def test_scalars_of_forward_passes_are_pulled_and_their_loss_is_the_users(begin:
     run = begin(QUICK)
     descent = with_step_unit(run.descent(seed=0, epsilon=0.01, learning_rate=0.1))
     s_K = np.zeros(run.package.k, np.int64)
-    own, pulled = (each.take_step(descent, s_K, 2) for each in (run, replace(run, reference=Pairs())))
+    own, pulled = (each.take_step(descent, s_K, 2) for each in (run, replace(run, reference=pairs())))
     assert pulled.loss == own.loss
     assert pulled.coefficients != own.coefficients
 
@@ -111,7 +121,7 @@ def test_a_pulled_run_that_is_killed_ends_in_the_same_bits(
     begin: Begin, options: TrainOptions, calls: int
 ) -> None:
     def pulled(folder: str, seed: int = 0) -> Run:
-        return replace(begin(options, folder), reference=Pairs(seed))
+        return replace(begin(options, folder), reference=pairs(seed=seed))
 
     expected = plan_and_train(pulled("whole"))[1]
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(Killed):
@@ -183,7 +193,7 @@ def test_the_strength_is_durable_and_measured_once(begin: Begin) -> None:
             calls.append(values_K)
             return super().loss(engine, values_K)
 
-    run = replace(run, reference=Counted(first_K=run.w_base_K))
+    run = replace(run, reference=cast("Reference", Counted(first_K=run.w_base_K)))
     first = keep_general(run, s_K, -13)  # 800 units are 0.0977 nats here
     assert first is not None and first.strength == 4
     measured = len(calls)
