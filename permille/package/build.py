@@ -163,7 +163,26 @@ def write_package(
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Write what is missing beside the dense and the plain layer.
+    """Write what is missing beside the dense and the plain layer, and the manifest.
+
+    Raises:
+        InputError, PackageError, OSError: as `pack_model`.
+    """
+    manifest = write_layers(blobs, model, chosen, layers, scheme, provenance=provenance)
+    write_manifest(blobs, manifest)
+    return manifest
+
+
+def write_layers(
+    blobs: BlobFolder,
+    model: SourceModel,
+    chosen: ChosenMask | ChosenAdapter,
+    layers: tuple[Layer, Layer],
+    scheme: Quantization,
+    *,
+    provenance: Mapping[str, JSON] | None = None,
+) -> Manifest:
+    """Write the layers of `write_package`, but no manifest: something is still to be added.
 
     Raises:
         InputError, PackageError, OSError: as `pack_model`.
@@ -173,7 +192,7 @@ def write_package(
     else:
         trainable, tensors, own = _write_adapter(blobs, model, chosen)
     config = write_file(blobs, "config.json", config_bytes(clean_config(model.config)))
-    manifest = Manifest(
+    return Manifest(
         model=ModelInfo(family=family_of(model.config).value, config=config.digest),
         scheme=scheme,
         trainable=trainable,
@@ -181,8 +200,6 @@ def write_package(
         layers=sort_layers([*layers, write_blocks(blobs, layers), *own, config, *_other_files(blobs, model)]),
         provenance=provenance or {},
     )
-    write_manifest(blobs, manifest)
-    return manifest
 
 
 def _kept(values: RawTensor, indices: NDArray[np.uint32], how: Quantization) -> RawTensor:

@@ -22,7 +22,6 @@ from permille.engines.interface import Engine
 from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
-from permille.package.build import write_manifest
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
 from permille.package.reference_rows import NAMED_TOKENS, ReferenceRows, write_reference
@@ -121,7 +120,7 @@ def make_reference(
     made: Mapping[str, JSON],
     threads: int | None = None,
 ) -> Manifest:
-    """Make the reference of a package with its own base, and store the package that carries it.
+    """Make the reference of a package with its own base, and store it as a layer.
 
     Args:
         package: without a reference; the light engine must have its mathematics.
@@ -130,7 +129,7 @@ def make_reference(
         made: where the text comes from, for people.
 
     Returns:
-        The manifest of the package with the reference, which was stored beside its layers.
+        The manifest of the package with the reference, for `write_manifest`.
 
     Raises:
         InputError: neither text nor chat, or mathematics that the light engine does not have.
@@ -148,10 +147,7 @@ def make_reference(
     pulling = _batch(found, np.flatnonzero(found.pulls_N), None)
     top = engine.top_tokens(values_K, pulling, NAMED_TOKENS)
     found = _rows_of(rows, top)
-    layer = write_reference(package.blobs, found)
-    manifest = package.manifest.with_reference(layer, made)
-    write_manifest(package.blobs, manifest)
-    return manifest
+    return package.manifest.with_reference(write_reference(package.blobs, found), made)
 
 
 @dataclass(frozen=True, slots=True)

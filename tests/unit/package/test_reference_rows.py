@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
+from permille.package.build import write_manifest
 from permille.package.reader import Package, verify_package
 from permille.package.reference_rows import NAMED_TOKENS, ReferenceRows, read_reference, write_reference
 from permille.package.safetensors_io import SafetensorsFile
@@ -32,7 +33,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     tiny = tiny_package(tmp_path_factory.mktemp("tiny"), "llama").package
     text_NT = np.random.default_rng(0).integers(0, VOCABULARY, (6, 10))
     manifest = make_reference(tiny, text_NT=text_NT, chat=NumberedChat(), made={"corpus": "numbers"})
-    return verify_package(tiny.blobs, manifest.digest)
+    return verify_package(tiny.blobs, write_manifest(tiny.blobs, manifest))
 
 
 def rows_of(package: Package) -> ReferenceRows:

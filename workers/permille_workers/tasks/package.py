@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from permille.digests import JSON
 from permille.errors import InputError
 from permille.models.families import scoped_tensors
-from permille.package.build import ChosenAdapter, ChosenMask, write_package
+from permille.package.build import ChosenAdapter, ChosenMask, write_layers, write_manifest
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package
@@ -63,7 +63,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
     chosen = _adapter(request) if mask_row is None else _mask(context, model, mask_row, request)
     context.progress(0.2, "writing what is trained")
     coded: QuantizationCreate = parse_request(JobKind.QUANTIZATION, quantization.request)
-    manifest = write_package(
+    manifest = write_layers(
         context.blobs,
         model.checkpoint,
         chosen,
@@ -80,6 +80,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
     )
     context.progress(0.4, "asking the model, for the reference")
     manifest = _with_reference(context, model, manifest, _corpus_of(mask_row, coded))
+    write_manifest(context.blobs, manifest)
     context.progress(0.8, "verifying")
     verify_package(context.blobs, manifest.digest)
     return publishes_package(context, quantization.model_id, manifest)
