@@ -55,12 +55,13 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int, *, fi
 
 
 def rows_in_pieces(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """The same rows, each cut into documents of `tokens` targets, what is left in its last one."""
+    """The same rows, each cut into equal documents of about `tokens` targets."""
     found, before = [], 0
     for row in rows:
-        pieces = max(1, int(row.target_T.sum()) // tokens)
-        number_T = np.cumsum(row.target_T) - row.target_T
-        found.append(replace(row, document_T=before + np.minimum(number_T // tokens, pieces - 1)))
+        targets = int(row.target_T.sum())
+        pieces = max(1, round(targets / tokens))
+        number_T = np.cumsum(row.target_T) - row.target_T  # what follows the last target has no document
+        found.append(replace(row, document_T=before + np.minimum(number_T * pieces // targets, pieces - 1)))
         before += pieces
     return found
 
