@@ -52,8 +52,8 @@ def pulled_gradient(run: Run, values_K: NDArray[np.float32], step: int) -> tuple
     """
     engine = gradient_engine(run)
     loss, gradient_K = engine.gradient(values_K, run.batches(step))
-    if run.reference is not None:
-        _, pull_K = engine.gradient(values_K, run.reference.pull(step))
+    if (pull := run.pull(step)) is not None:
+        _, pull_K = engine.gradient(values_K, pull)
         gradient_K = gradient_K + pull_K
     return loss, gradient_K
 

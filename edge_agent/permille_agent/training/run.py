@@ -45,7 +45,7 @@ from permille.errors import InputError, OperatorError
 from permille.files import fsync_folder
 from permille.package.reader import Package
 from permille.training.reference import Reference
-from permille.zo.estimators import Descent, estimate
+from permille.zo.estimators import Batch, Descent, estimate
 from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import values
@@ -54,6 +54,7 @@ from permille.zo.steps import rounded_step
 from permille_agent.state.home import Home, Record, encode_record, parse_record, read_record, write_record
 from permille_agent.text.preparation import Prepared
 from permille_agent.text.rows import TrainingBatches
+from permille_agent.training.engines import EXECUTORCH
 from permille_agent.training.options import SPLIT_QUERIES, TrainOptions
 from permille_agent.training.progress import SILENT, RunProgress
 
@@ -377,6 +378,15 @@ class Run:
         options = self.options
         return TrainingBatches(self.prepared.train, batch_rows=options.batch_rows, seed=options.seed)
 
+    def pull(self, step: int) -> Batch | None:
+        """Take the rows that pull a step towards the base; None where there are none.
+
+        Programs of ExecuTorch have no soft targets: there the strength alone keeps what the base knows.
+        """
+        if self.reference is None or self.engine.info()["name"] == EXECUTORCH:
+            return None
+        return self.reference.pull(step)
+
     @cached_property
     def exponents(self) -> Exponents | None:
         """The package's scale exponents, where the options ask for them and it has them."""
@@ -422,8 +432,8 @@ class Run:
         Scalars are linear in the losses, so those of both batches along the same directions are added.
         """
         loss, projected_grad_Q = estimate(self.engine, self.batches(step), descent, s_K, step)
-        if self.reference is not None:
-            _, pull_Q = estimate(self.engine, self.reference.pull(step), descent, s_K, step)
+        if (pull := self.pull(step)) is not None:
+            _, pull_Q = estimate(self.engine, pull, descent, s_K, step)
             projected_grad_Q = projected_grad_Q + pull_Q
         return rounded_step(loss, projected_grad_Q, descent.header, step, normalised=True)
 

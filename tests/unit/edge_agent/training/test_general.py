@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
-from permille.engines.interface import Engine
+from permille.engines.interface import Engine, EngineInfo
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from permille.training.reference import Reference
@@ -25,6 +25,7 @@ from permille_agent.training.options import TrainOptions
 from permille_agent.training.personal import canonical_log, personal_state
 from permille_agent.training.run import Run, find_run
 from permille_agent.training.step_size import with_step_unit
+from tests.bigram_engine import BigramEngine
 from tests.unit.edge_agent.runs import QUICK, TINY_RATE, Begin, Device, Killed, plan_and_train
 from tests.unit.edge_agent.training.test_gradient_steps import kill_after
 
@@ -113,6 +114,16 @@ def test_scalars_of_forward_passes_are_pulled_and_their_loss_is_the_users(begin:
     own, pulled = (each.take_step(descent, s_K, 2) for each in (run, replace(run, reference=pairs())))
     assert pulled.loss == own.loss
     assert pulled.coefficients != own.coefficients
+
+
+def test_an_engine_without_soft_targets_is_not_pulled(begin: Begin, package: Package) -> None:
+    class Program(BigramEngine):
+        def info(self) -> EngineInfo:
+            return {**super().info(), "name": "executorch"}
+
+    run = replace(begin(QUICK, engine=Program(package)), reference=pairs())
+    assert run.pull(0) is None
+    assert replace(run, engine=BigramEngine(package)).pull(0) is not None
 
 
 @KINDS
