@@ -51,7 +51,6 @@ class _Child:
             "encode": self.encode,
             "decode": self.decode,
             "step": self.step,
-            "words": self.words,
             "has_special": self.has_special,
             "render": self.render,
         }
@@ -109,11 +108,6 @@ class _Child:
         decoder = self._streams.setdefault(stream, DecodeStream(skip_special_tokens=True))
         pieces = (decoder.step(self._tokenizer, number) or "" for number in ids)
         return {"text": _bounded("".join(pieces), limit)}
-
-    def words(self) -> Answer:
-        """The tokens that begin a word, without their mark."""
-        tokens = self._tokenizer.get_vocab(with_added_tokens=False)
-        return {"words": [token[1:] for token in tokens if token[:1] in ("▁", "Ġ") and len(token) > 1]}
 
     def has_special(self, texts: list[str]) -> Answer:
         """Whether a special token is written in one of the texts; there may be as many as a file holds."""

@@ -96,12 +96,24 @@ class RunMetrics(Closed):
     k: Count
     peak_rss_bytes: Count
     personal_bytes: Count = Field(description="of the log, or where that is shorter of the packed state")
-    state_digest: Digest | None = Field(description="only with a shared log; null otherwise")
+    state_digest: Digest | None = Field(description="of what a shared log leads to; null without one")
     agent_version: AgentVersion
     engine: EngineName
     operating_system: OperatingSystem
     machine: Machine
     accelerator: Accelerator
+    general_loss_base: Finite | None = Field(
+        default=None, description="on the package's reference of general text; null where it has none"
+    )
+    general_loss_personal: Finite | None = Field(
+        default=None, description="the same of the state at its strength"
+    )
+    strength: Annotated[int, Field(strict=True, ge=0, le=8), WholeNumber] | None = Field(
+        default=None, description="eighths of the trained state that were judged; 0: none was"
+    )
+    scaled_digest: Digest | None = Field(
+        default=None, description="of a shared log's state at a strength below 8; null otherwise"
+    )
 
 
 class RunCreate(Closed):

@@ -59,10 +59,12 @@ def report(
 def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
     """What fleets are counted by: columns of a run, from its metrics."""
     base, personal = (_loss(metrics.get(name)) for name in ("loss_base", "loss_personal"))
+    general = [_loss(metrics.get(f"general_loss_{name}")) for name in ("base", "personal")]
     adopted = metrics.get("outcome") == Outcome.ADOPTED
     return {
         **{name: metrics.get(name) for name in ("release", "version", "outcome", "peak_rss_bytes")},
         "gain": None if base is None or personal is None else base - personal,
+        "rise": None if general[0] is None or general[1] is None else general[1] - general[0],
         "loss": personal if adopted else base,
     }
 

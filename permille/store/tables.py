@@ -399,6 +399,7 @@ class Run(_Owned, Base):
     outcome: Mapped[str | None]
     gain: Mapped[float | None]  # nats a token that the personal state takes off
     loss: Mapped[float | None]  # of what the device uses after the run
+    rise: Mapped[float | None]  # of the loss on general text that the personal state costs
     peak_rss_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_state: Mapped[str | None]
     log_form: Mapped[str | None]  # log, or state
@@ -416,7 +417,8 @@ class Run(_Owned, Base):
         Index("ix_runs_created_at", "tenant_id", "created_at", "outcome"),
         Index(
             "ix_runs_newest",
-            *("tenant_id", "release", "version", "gain", "outcome", "loss", "peak_rss_bytes", "device_id"),
+            *("tenant_id", "release", "version", "gain", "outcome", "loss", "rise", "peak_rss_bytes"),
+            "device_id",
             sqlite_where=text("newest = 1"),
             postgresql_where=text("newest"),
         ),

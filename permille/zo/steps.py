@@ -41,7 +41,13 @@ def take_step(
         PackageError: `log-binding`: the header needs exponents that are absent or other ones.
     """
     loss, projected_grad_Q = estimate(engine, batch, descent, s_K, step)
-    header = descent.header
+    return rounded_step(loss, projected_grad_Q, descent.header, step, normalised=normalised)
+
+
+def rounded_step(
+    loss: float, projected_grad_Q: NDArray[np.float64], header: LogHeader, step: int, *, normalised: bool
+) -> StepRecord:
+    """Make the record of one step from its scalars, as `take_step` does."""
     rejected = StepRecord(step=step, coefficients=(0,) * header.queries, loss=loss, flags=StepFlag.REJECTED)
     if not (math.isfinite(loss) and np.isfinite(projected_grad_Q).all()):
         return rejected

@@ -365,6 +365,9 @@ def _render_comparison(console: Console, result: "SideBySide") -> None:
         table.add_row(name, *(f"{number:.4f}" for number in measured if number is not None))
     console.print(table)
     console.print(f"improvement on the base: {losses.improvement}", highlight=False)
+    general = losses.general
+    told = "not measured, the package carries no reference" if general is None else str(general)
+    console.print(f"loss on general text: {told}", highlight=False)
     if losses.improvement_on_pooled is not None:
         console.print(f"improvement on the pooled model: {losses.improvement_on_pooled}", highlight=False)
     for sample in result.samples:

@@ -80,6 +80,16 @@ def train(
             "user (your own voice) or all. Other text is learned whole."
         ),
     ] = "assistant",
+    rate_scale: Annotated[
+        float,
+        typer.Option(help="Multiplies the learning rate: 0.5 where training diverges or costs too much."),
+    ] = 1.0,
+    keep_general: Annotated[
+        float,
+        typer.Option(
+            help="How much the loss on the package's reference of general text may rise, nats a token."
+        ),
+    ] = 0.1,
     share_log: Annotated[
         bool | None,
         typer.Option(
@@ -103,7 +113,9 @@ def train(
     The text is divided into three parts: one trains, one selects the state, one judges it at the end. The
     result is adopted only if it is better on the third part, beyond chance; otherwise what you have is kept
     (exit code 7). Text of 1,000 to 5,400 tokens is judged part by part, each by what the parts before it
-    taught; less is refused. Stop it with Ctrl-C; the same command goes on where it ended.
+    taught; less is refused. Where the package carries a reference of general text, only as much of what was
+    trained is kept as raises the loss on it by no more than --keep-general. Stop it with Ctrl-C; the same
+    command goes on where it ended.
 
     [bold]Examples[/bold]
 
@@ -140,6 +152,8 @@ def train(
         minutes=DEFAULT_MINUTES if minutes is None and steps is None else minutes,
         start=choice_of(Start, start, "a start"),
         learn=choice_of(Learn, learn, "whose turns to learn"),
+        rate_scale=rate_scale,
+        keep_general=keep_general,
     )
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
     told = LiveProgress(home, None if as_json else Console(stderr=True))
@@ -217,6 +231,7 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 
 
 def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool) -> None:
+    from permille_agent.training.general import strength_words
     from permille_agent.training.outcome import outcome_words
 
     if result.known:
@@ -235,14 +250,21 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
         console.print(f"  {example}", markup=False, highlight=False)
     decision, metrics = result.decision, result.metrics
-    if decision is None or metrics is None or decision.against_base is None:
+    if decision is None or metrics is None:
         return
     table = Table(show_header=False, box=None)
-    table.add_row("held-out loss", f"{decision.loss_base:.4f} of the base -> {decision.loss_personal:.4f}")
-    table.add_row("against the base", str(decision.against_base))
+    if decision.against_base is not None:
+        lost = f"{decision.loss_base:.4f} of the base -> {decision.loss_personal:.4f}"
+        table.add_row("held-out loss", lost)
+        table.add_row("against the base", str(decision.against_base))
     if decision.against_active is not None:
         active = "the pooled model" if decision.pooled else "the active model"
         table.add_row(f"against {active}", str(decision.against_active))
+    if decision.general is not None:
+        table.add_row("general loss", str(decision.general))
+        table.add_row("strength", strength_words(decision.strength))
+    elif decision.against_base is not None:
+        table.add_row("general loss", "not measured: the package carries no reference")
     table.add_row("steps", f"{decision.step} of {decision.steps} used")
     table.add_row("time", f"{metrics.seconds:.0f} s")
     table.add_row("peak memory", f"{metrics.peak_rss_bytes / 2**20:.0f} MiB")

@@ -47,6 +47,7 @@ class Delivery(StrEnum):
     DELETED = "deleted"
 
 
+_NO_DIGESTS = {"state_digest": None, "scaled_digest": None}
 WAITING = frozenset({Delivery.QUEUED, Delivery.DELETION_WANTED})
 
 
@@ -98,7 +99,7 @@ def enqueue(
     if (known := read_report(home, run_id)) is not None:
         return known
     if shared_log is None:
-        metrics = metrics.model_copy(update={"state_digest": None})
+        metrics = metrics.model_copy(update=_NO_DIGESTS)
     else:
         _write_log(home, run_id, shared_log)
     report = Report(
@@ -265,7 +266,7 @@ def want_deletion(home: Home, run_id: str | None) -> int:
 
 def _withdraw(home: Home, report: Report) -> Report:
     _log_path(home, report.run_id).unlink(missing_ok=True)
-    metrics = report.metrics and report.metrics.model_copy(update={"state_digest": None})
+    metrics = report.metrics and report.metrics.model_copy(update=_NO_DIGESTS)
     known = report.metrics_delivery is Delivery.SENT
     log = Delivery.DELETION_WANTED if known else Delivery.NONE
     return _save(home, replace(report, log_delivery=log, metrics=metrics))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from permille_agent.text.rows import document_rows
 from permille_agent.training.decision import Decision, known_losses
 from permille_agent.training.evaluation import DocumentLosses, document_losses
 from permille_agent.training.evidence import Comparison, compare_losses
+from permille_agent.training.general import GeneralLoss
 from permille_agent.training.outcome import TextSource
 from permille_agent.training.run import BegunRun, LearnedText, RunFolder, find_run, finite_or_none
 
@@ -26,8 +27,12 @@ DEFAULT_SAMPLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedLosses:
-    """Losses, nats a token, on the text that `text` describes; `pooled` where a state of the package's that
-    public text trained was measured, too."""
+    """Losses, nats a token, on the text that `text` describes.
+
+    Attributes:
+        general: on the package's reference of general text, at the run's end; None where it has none.
+        pooled: where a state of the package's that public text trained was measured, too.
+    """
 
     text: str
     base: float | None
@@ -35,6 +40,7 @@ class ComparedLosses:
     bits_per_byte_base: float | None
     bits_per_byte_personal: float | None
     improvement: Comparison | None
+    general: GeneralLoss | None = None
     pooled: float | None = None
     bits_per_byte_pooled: float | None = None
     improvement_on_pooled: Comparison | None = None
@@ -79,8 +85,9 @@ def compare(
     model.values(Variant.PERSONAL)  # refuses where there is none
     folder = find_run(home, model.active.run or "")
     losses = _measured(model, data_paths) if data_paths else _judged(folder)
+    losses = replace(losses, general=folder.require("decision", Decision).general)
     prompts = list(prompts) or test_prompts(folder, model) or ["The"]
-    samples = tuple(_sample(model, prompt, sampling) for prompt in prompts)
+    samples = tuple(continue_prompt(model, prompt, sampling) for prompt in prompts)
     return SideBySide(run=folder.name, package=model.active.package, losses=losses, samples=samples)
 
 
@@ -131,7 +138,8 @@ def _measured(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLosses:
     )
 
 
-def _sample(model: LocalModel, prompt: str, sampling: Sampling) -> Sample:
+def continue_prompt(model: LocalModel, prompt: str, sampling: Sampling) -> Sample:
+    """Have each model continue a prompt, or answer it where it is a question to a chat model."""
     written = {variant.value: model.write(prompt, variant, sampling) for variant in model.variants}
     return Sample(prompt=prompt, **written)
 

@@ -3,14 +3,13 @@
 The page is one file without a script and without an address of anything; it is personal data, like the run's
 folder in which it lies. Samples are written by both models once, and kept there too.
 
-Beside the loss it shows a check of free running: of the words that a model writes by itself, how many are in
-nobody's vocabulary. Known are the words of the user's text, the whole words of the tokenizer, and the words
-of other samples of the base model. It decides nothing: what a veto would catch is not known (docs/adr/0031).
+It shows what the personal model costs on general text before it shows what it gains on the user's own, and,
+for a model that chats, its answers to a few questions before and after: a model that lost its head has a low
+loss on the user's text, too.
 """
 
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,60 +18,43 @@ from jinja2 import Environment, StrictUndefined
 
 from permille.errors import OperatorError, PackageError, PermilleError
 from permille.files import write_atomic
+from permille.training.reference import Reference
 from permille_agent.federation.membership import memberships
 from permille_agent.link.report import Delivery, read_report
-from permille_agent.local.compare import Sample, test_prompts
+from permille_agent.local.compare import Sample, continue_prompt, test_prompts
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.state.home import Home
 from permille_agent.state.models import Active, active_model, read_manifest
-from permille_agent.text.documents import characters
-from permille_agent.text.reading import survey
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import OpenEngine
+from permille_agent.training.general import strength_words
 from permille_agent.training.outcome import RunOutcome, TextSource, outcome_words
-from permille_agent.training.run import BegunRun, Evaluation, LearnedText, RunFolder, list_runs, named_run
+from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_runs, named_run
 
 PAGE = "show.html"
 PROMPTS = 2
-SEEDS = range(4)
-OTHER_SEEDS = range(100, 104)
 TOKENS = 48
 TEMPERATURE = 0.7
-MANY_MORE_PERCENT = 10.0
-FEWEST_WORDS = 200
+ANSWER_TOKENS = 40
 SHOWN_EXAMPLES = 5
-_WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 630.0, 20.0, 190.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnknownWords:
-    """How many words were written, and how many of them nobody knows."""
+class Answer:
+    """What each model answers to a question, always the likeliest next piece."""
 
-    words: int
-    unknown: int
-
-    @property
-    def percent(self) -> float:
-        """The share of unknown words."""
-        return 100.0 * self.unknown / max(1, self.words)
+    question: str
+    base: str
+    personal: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What `samples.json` of a run holds. Words are None where the user's text is gone."""
+    """What `samples.json` of a run holds; no answers where the model has no chat template."""
 
     samples: tuple[Sample, ...]
-    base: UnknownWords | None = None
-    personal: UnknownWords | None = None
-
-    @property
-    def worse(self) -> bool:
-        """Whether the model makes up many more words than the base does."""
-        if self.base is None or self.personal is None:
-            return False
-        enough = min(self.base.words, self.personal.words) >= FEWEST_WORDS
-        return enough and self.personal.percent - self.base.percent > MANY_MORE_PERCENT
+    answers: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +110,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
             no_samples = str(exc)
     metrics, active = end.metrics, active_model(home)
     source = folder.load("data", TextSource) or TextSource()
+    by_parts = gain is not None and gain.by_parts  # what is evaluated there selects nothing
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
         Path(__file__).with_name("show.html.jinja").read_text(encoding="utf-8")
     )
@@ -136,7 +119,9 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         message=end.message,
         in_use=active is not None and active.run == folder.name,
         gain=gain,
-        curve=decision and _curve(folder.evaluations(decision.descent), decision.step),
+        general=decision.general if decision else None,
+        strength=strength_words(decision.strength) if decision else "",
+        curve=None if decision is None or by_parts else _curve(folder, decision),
         written=written,
         no_samples=no_samples,
         text=end.data.summary(),
@@ -160,17 +145,6 @@ def _of_what(home: Home, folder: RunFolder) -> str:
         return f" of {read_manifest(home, folder.require('run', BegunRun).definition.package).trains}"
     except PermilleError:
         return ""
-
-
-def unknown_words(texts: Sequence[str], known: set[str]) -> UnknownWords:
-    """Count the words of `texts` that are not in `known`."""
-    found = [word for text in texts for word in words(text)]
-    return UnknownWords(words=len(found), unknown=sum(word not in known for word in found))
-
-
-def words(text: str) -> Iterator[str]:
-    """Find the words of a text, without regard to case."""
-    return (match.group() for match in _WORD.finditer(text.casefold()))
 
 
 def _run(home: Home, name: str | None) -> RunFolder:
@@ -200,7 +174,8 @@ def _gain(decision: Decision | None, *, by_parts: bool) -> Gain | None:
     )
 
 
-def _curve(evaluations: Sequence[Evaluation], kept: int) -> Curve | None:
+def _curve(folder: RunFolder, decision: Decision) -> Curve | None:
+    evaluations, kept = folder.evaluations(decision.descent), decision.step
     found = [(evaluation.step, evaluation.loss) for evaluation in evaluations if evaluation.loss is not None]
     if len(found) < 2:
         return None
@@ -229,49 +204,27 @@ def _curve(evaluations: Sequence[Evaluation], kept: int) -> Curve | None:
 def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Written:
     package = folder.require("run", BegunRun).definition.package
     with LocalModel(home, engine_of, Active(package=package, run=folder.name)) as model:
+        sampling = Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, seed=0)
         prompts = test_prompts(folder, model, PROMPTS) or ["The"]
-        base = _texts(model, prompts, Variant.BASE, SEEDS)
-        personal = _texts(model, prompts, Variant.PERSONAL, SEEDS)
-        pooled = None
-        if Variant.POOLED in model.variants:
-            pooled = _texts(model, prompts, Variant.POOLED, SEEDS[:1])
-        samples = tuple(
-            Sample(
-                prompt=prompt,
-                base=base[place],
-                personal=personal[place],
-                pooled=pooled[place] if pooled else None,
-            )
-            for place, prompt in enumerate(prompts)
+        return Written(
+            samples=tuple(continue_prompt(model, prompt, sampling) for prompt in prompts),
+            answers=tuple(_answer(model, question) for question in _questions(model)),
         )
-        source = folder.load("data", TextSource) or TextSource()
-        documents = survey(source.paths)[0] if source.paths else []
-        if not documents:
-            return Written(samples=samples)
-        known = {word for document in documents for word in words(characters(document.content))}
-        known |= model.tokenizer.whole_words()
-        others = _texts(model, prompts, Variant.BASE, OTHER_SEEDS)
-        known |= {word for text in others for word in words(_whole_words(text))}
-    whole_base, whole_personal = ([_whole_words(text) for text in texts] for texts in (base, personal))
-    return Written(
-        samples=samples,
-        base=unknown_words(whole_base, known),
-        personal=unknown_words(whole_personal, known),
+
+
+def _questions(model: LocalModel) -> Sequence[str]:
+    """Take the questions of the chat turns that the package measures with."""
+    reference = Reference.of(model.package)
+    return () if reference is None else reference.questions()
+
+
+def _answer(model: LocalModel, question: str) -> Answer:
+    sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0.0)
+    base, personal = (
+        "".join(model.reply([("user", question)], variant, sampling)[1]).strip()
+        for variant in (Variant.BASE, Variant.PERSONAL)
     )
-
-
-def _texts(model: LocalModel, prompts: Sequence[str], variant: Variant, seeds: range) -> list[str]:
-    """What a model writes after each prompt: those of the first seed first."""
-    return [
-        model.write(prompt, variant, Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, seed=seed))
-        for seed in seeds
-        for prompt in prompts
-    ]
-
-
-def _whole_words(text: str) -> str:
-    """`text` without its first and last piece, which may be parts of words."""
-    return re.sub(r"^\S+|\S+$", "", text)
+    return Answer(question=question, base=base, personal=personal)
 
 
 def _parts(train: int, select: int, test: int) -> str:

@@ -25,12 +25,12 @@ from permille_agent.text.reading import DataReport, passages
 from permille_agent.text.rows import Row, document_rows, packed_rows, rows_digest
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument
 
-TEST_SHARE = 0.2
-SELECT_SHARE = 0.1
-MIN_TEST_TOKENS = 2_600
+TEST_SHARE = 0.15
+SELECT_SHARE = 0.05
+MIN_TEST_TOKENS = 2_000
 MIN_TEST_GROUPS = 5
-MIN_SELECT_TOKENS = 800
-MIN_TRAIN_TOKENS = 2_000
+MIN_SELECT_TOKENS = 400
+MIN_TRAIN_TOKENS = 3_000
 # More would make evaluations slower and hardly surer.
 MAX_TEST_TOKENS = 20_000
 MAX_SELECT_TOKENS = 4_000

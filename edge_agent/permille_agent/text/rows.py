@@ -54,9 +54,16 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int, *, fi
     return rows
 
 
-def rows_as_documents(rows: Sequence[Row]) -> list[Row]:
-    """The same rows, each a document of its own: losses by document are then losses by row."""
-    return [replace(row, document_T=np.full_like(row.document_T, index)) for index, row in enumerate(rows)]
+def rows_in_pieces(rows: Sequence[Row], tokens: int) -> list[Row]:
+    """The same rows, each cut into equal documents of about `tokens` targets."""
+    found, before = [], 0
+    for row in rows:
+        targets = int(row.target_T.sum())
+        pieces = max(1, round(targets / tokens))
+        number_T = np.cumsum(row.target_T) - row.target_T  # what follows the last target has no document
+        found.append(replace(row, document_T=before + np.minimum(number_T * pieces // targets, pieces - 1)))
+        before += pieces
+    return found
 
 
 def rows_in_groups(rows: Sequence[Row], tokens: int) -> list[Row]:

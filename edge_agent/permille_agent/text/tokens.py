@@ -150,10 +150,6 @@ class TextTokenizer:
         request = {"do": "decode", "ids": list(ids), "limit": MAX_DECODED_CHARACTERS}
         return str(self._ask(request, len(ids))["text"])
 
-    def whole_words(self) -> set[str]:
-        """The tokens that begin a word, without regard to case; most are whole words, some are beginnings."""
-        return {word.casefold() for word in self._ask({"do": "words"}, 1 << 20)["words"]}
-
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Decode `ids` as they come, piece by piece; a piece never ends inside a character."""
         request = {"do": "step", "stream": self._sandbox.new_stream(), "limit": MAX_DECODED_CHARACTERS}

@@ -5,6 +5,9 @@ Adopted means surely better than the base and, where another personalised model 
 active model that cannot be opened any more protects nothing. The active model may belong to another package
 with another tokenizer: it is judged under its own, on the same documents, by nats per byte of its targets.
 
+Before that the strength of the state is chosen (`general.py`), so that its loss on general text rises no more
+than it may; what is judged is the state at that strength.
+
 Little text is judged part by part, each by the state that the parts before it trained, and then trains the
 state that is adopted. So a model that little text made is compared only on text that came since.
 """
@@ -20,13 +23,14 @@ from numpy.typing import NDArray
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.limits import Role
+from permille.training.strength import EIGHTHS, scaled
 from permille.zo.lattice import state_digest, values
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.state.models import Active
 from permille_agent.text.documents import Document
 from permille_agent.text.preparation import LITTLE_GROUP_TOKENS, tokenize
 from permille_agent.text.reading import passages
-from permille_agent.text.rows import Row, document_rows, rows_as_documents, rows_in_groups
+from permille_agent.text.rows import Row, document_rows, rows_in_groups, rows_in_pieces
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.evaluation import (
     DocumentLosses,
@@ -35,8 +39,13 @@ from permille_agent.training.evaluation import (
     summed,
 )
 from permille_agent.training.evidence import GROUP_TOKENS, Comparison, compare_losses, merged
+from permille_agent.training.general import GeneralLoss, keep_general
 from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_none
 from permille_agent.training.steps import SelectedState, Stop
+
+PIECE_TOKENS = 64
+"""Targets of a row that are judged as one group: 2,000 tokens are some 30 groups, of which 20 are needed."""
+_LOWER_RATE = "lower the rate with --rate-scale 0.1, or add more text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +67,10 @@ class Decision:
         step: how many of its steps it is made of.
         steps: how many steps the descent made.
         stopped: why the last descent stopped.
-        state_digest: of the state.
+        state_digest: of the state that was judged, at its strength.
+        trained_digest: of the state at full strength, where it was judged at less.
+        strength: eighths of the trained state that were judged; 0: none keeps the general loss low.
+        general: what the state costs on general text; None where the package has no reference.
         incumbent: what was active when this was decided.
         adopted: whether the state replaces it.
         reason: why, for the user.
@@ -85,6 +97,14 @@ class Decision:
     against_base: Comparison | None = None
     against_active: Comparison | None = None
     pooled: bool = False
+    strength: int = EIGHTHS
+    trained_digest: str | None = None
+    general: GeneralLoss | None = None
+
+    @property
+    def log_digest(self) -> str:
+        """Digest of the state that the run's log leads to."""
+        return self.trained_digest or self.state_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +173,17 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     base_K = run.package.values()
     base = _losses(run, "base", lambda _: base_K)
     exponent = selected.header.step_unit_exponent
-    mask_digest = run.package.mask_digest
+
+    def digest_of(s_K: NDArray[np.int64]) -> str:
+        return state_digest(s_K, mask_digest=run.package.mask_digest, step_unit_exponent=exponent)
+
+    trained_digest = digest_of(selected.s_K)
     decision = Decision(
         descent=selected.descent,
         step=selected.step,
         steps=selected.steps,
         stopped=selected.stopped,
-        state_digest=state_digest(selected.s_K, mask_digest=mask_digest, step_unit_exponent=exponent),
+        state_digest=trained_digest,
         incumbent=incumbent.model,
         number=number,
         reason=_no_step(selected.stopped),
@@ -169,7 +193,16 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     )
     if selected.step == 0 and not run.judges_start:
         return decision
-    judges = [values(run.w_base_K, s_K, exponent) for s_K in selected.judges or (selected.s_K,)]
+    general = keep_general(run, selected.s_K, exponent)
+    strength = EIGHTHS if general is None else general.strength
+    decision = replace(decision, general=general, strength=strength)
+    if not strength:
+        return replace(decision, reason=_too_costly(run, general))
+    if strength < EIGHTHS:
+        state = digest_of(scaled(selected.s_K, strength))
+        decision = replace(decision, state_digest=state, trained_digest=trained_digest)
+    trained = [scaled(s_K, strength) for s_K in selected.judges or (selected.s_K,)]
+    judges = [values(run.w_base_K, s_K, exponent) for s_K in trained]
     personal = _losses(run, "personal", judges.__getitem__)
     least = LITTLE_GROUP_TOKENS if run.prepared.stages else GROUP_TOKENS
     where = "on text that was judged before it trained" if run.prepared.stages else "on held-out text"
@@ -261,7 +294,7 @@ def _parts(run: Run) -> list[_Part]:
     """What is judged: the test split, or each part of little text."""
     test, stages = run.prepared.test, run.prepared.stages
     if not stages:
-        return [_Part(test, rows_as_documents(test))]
+        return [_Part(test, rows_in_pieces(test, PIECE_TOKENS))]
     parts = [test[stage.rows] for stage in stages]
     return [_Part(rows, rows_in_groups(rows, LITTLE_GROUP_TOKENS)) for rows in parts]
 
@@ -294,7 +327,7 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
 
 
 def _losses(run: Run, name: str, values_of: Callable[[int], NDArray[np.float32]]) -> DocumentLosses:
-    """Losses on the test split by row, a passage of one document; `values_of` what judges each part."""
+    """Losses on the test split by piece of a row of one document; `values_of` what judges each part."""
 
     def measure() -> DocumentLosses:
         return joined(
@@ -334,10 +367,20 @@ def _finite(comparison: Comparison) -> Comparison | None:
     return comparison if math.isfinite(comparison.improvement) else None
 
 
+def _too_costly(run: Run, general: GeneralLoss | None) -> str:
+    rise = general.rise if general else None
+    told = "by too many" if rise is None else f"by {rise:.2f}"
+    return (
+        "it would lose general knowledge: even an eighth of what was trained raises the loss on general "
+        f"text {told} nats a token, and {run.options.keep_general:g} are allowed; {_LOWER_RATE}, or allow "
+        "more with --keep-general"
+    )
+
+
 def _no_step(stopped: Stop) -> str:
     match stopped:
         case Stop.REJECTED:
-            return "too many steps had a loss that is not finite, with every step size that was tried"
+            return f"too many steps had no finite loss, with every rate that was tried; {_LOWER_RATE}"
         case Stop.DIVERGED:
-            return "the loss grew with every step size that was tried"
+            return f"training diverged with every rate that was tried; {_LOWER_RATE}"
     return "no state was better than where training began, on the select split"

@@ -32,7 +32,7 @@ def take_gradient_step(run: Run, descent: Descent, moments: Moments, s_K: NDArra
     """
     header, step = descent.header, moments.step
     values_K = values(run.w_base_K, s_K, header.step_unit_exponent)
-    loss, gradient_K = gradient_engine(run).gradient(values_K, run.batches(step))
+    loss, gradient_K = pulled_gradient(run, values_K, step)
     if run.options.has_log:
         return sketched_step(moments, loss, gradient_K, descent)
     return unlogged_step(
@@ -42,6 +42,20 @@ def take_gradient_step(run: Run, descent: Descent, moments: Moments, s_K: NDArra
         rate=header.learning_rate_at(step),
         step_unit_exponent=header.step_unit_exponent,
     )
+
+
+def pulled_gradient(run: Run, values_K: NDArray[np.float32], step: int) -> tuple[float, NDArray[np.float32]]:
+    """Compute the loss of the step's batch, and its gradient plus that of the pull towards the base.
+
+    The pull is the divergence from the base's answers on two rows of the package's reference. It keeps what
+    the base knows: Li and Hoiem, "Learning without Forgetting" (arXiv 1606.09282).
+    """
+    engine = gradient_engine(run)
+    loss, gradient_K = engine.gradient(values_K, run.batches(step))
+    if (pull := run.pull(step)) is not None:
+        _, pull_K = engine.gradient(values_K, pull)
+        gradient_K = gradient_K + pull_K
+    return loss, gradient_K
 
 
 def gradient_engine(run: Run) -> GradientEngine:

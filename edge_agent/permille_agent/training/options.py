@@ -62,6 +62,8 @@ class TrainOptions:
         batch_rows: rows a step.
         row_tokens: longest row.
         learn: whose turns of a conversation count in the loss; other documents are learned whole.
+        rate_scale: multiplies the learning rate; less than 1 where training diverges.
+        keep_general: how much the loss on the package's reference may rise, nats a token.
     """
 
     seed: int = 0
@@ -74,6 +76,8 @@ class TrainOptions:
     row_tokens: int = 128
     start: Start = Start.ACTIVE
     learn: Learn = Learn.ASSISTANT
+    rate_scale: float = 1.0
+    keep_general: float = 0.1
 
     def __post_init__(self) -> None:
         """Refuse what no run can have.
@@ -101,6 +105,10 @@ class TrainOptions:
             raise InputError(f"expected a multiple of {SPLIT_QUERIES} queries of a split, got {self.queries}")
         if not 8 <= self.row_tokens <= 8192:
             raise InputError(f"expected rows of 8 to 8,192 tokens, got {self.row_tokens}")
+        if not 0 < self.rate_scale <= 16:
+            raise InputError(f"expected a rate scale above 0 and at most 16, got {self.rate_scale}")
+        if not 0 <= self.keep_general <= 100:
+            raise InputError(f"expected keep-general from 0 to 100 nats a token, got {self.keep_general}")
 
     @classmethod
     def of(
@@ -130,15 +138,15 @@ class TrainOptions:
     def definition(self) -> JSON:
         """Name the choices for the digest of a run: all of them decide its results.
 
-        Canonical JSON has no fractions, so minutes are text.
+        Canonical JSON has no fractions, so these are text.
         """
-        minutes = None if self.minutes is None else repr(self.minutes)
-        names = {
-            "estimator": self.estimator.value,
-            "start": self.start.value,
-            "learn": self.learn.value,
+        fractions = {
+            "minutes": None if self.minutes is None else repr(self.minutes),
+            "rate_scale": repr(float(self.rate_scale)),
+            "keep_general": repr(float(self.keep_general)),
         }
-        return {**asdict(self), **names, "minutes": minutes}
+        names = {"estimator": self.estimator.value, "start": self.start.value, "learn": self.learn.value}
+        return {**asdict(self), **names, **fractions}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

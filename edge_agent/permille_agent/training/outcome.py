@@ -86,7 +86,8 @@ class LogFacts:
 
     Attributes:
         personal_bytes: of its log, or where that is shorter of the packed state.
-        state_digest: only where that is shared.
+        state_digest: of what it leads to, only where that is shared.
+        scaled_digest: the same at the strength that was judged, where that is not full.
     """
 
     rejected_steps: int = 0
@@ -95,6 +96,7 @@ class LogFacts:
     step_unit_exponent: int = 0
     personal_bytes: int = 0
     state_digest: str | None = None
+    scaled_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,8 @@ def lay_out_log(run: Run, selected: SelectedState, decision: Decision, *, share_
         learning_rate=selected.header.learning_rate,
         step_unit_exponent=selected.header.step_unit_exponent,
         personal_bytes=len(data),
-        state_digest=decision.state_digest if shared else None,
+        state_digest=decision.log_digest if shared else None,
+        scaled_digest=decision.state_digest if shared and decision.trained_digest else None,
     )
 
 
@@ -180,6 +183,7 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         counts = {split: number.tokens for split, number in facts.prepared.counts.items()}
     decision, log = facts.decision, facts.log
     against_base = decision.against_base if decision else None
+    general = decision.general if decision else None
     perturbs = facts.options.estimator is not EstimatorKind.SKETCH
     device = facts.engine.device.partition(":")[0] if facts.engine else "cpu"
     return RunMetrics(
@@ -207,6 +211,10 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         peak_rss_bytes=peak_rss_bytes(),
         personal_bytes=log.personal_bytes,
         state_digest=log.state_digest,
+        general_loss_base=general.loss_base if general else None,
+        general_loss_personal=general.loss if general else None,
+        strength=general.strength if general else None,
+        scaled_digest=log.scaled_digest,
         agent_version=__version__,
         engine=EngineName(facts.engine.name) if facts.engine else EngineName.LIGHT,
         operating_system=_SYSTEMS.get(platform.system(), OperatingSystem.OTHER),

@@ -1,7 +1,8 @@
 """The personalised model of a run: its state from the journal, checked, as sparse values.
 
 `state.i64` is only a cache: it counts where its digest is the decision's, else the journal is replayed, and
-the replay has to have that digest. So a flipped bit in either is found before a model is used.
+the replay has to have that digest. So a flipped bit in either is found before a model is used. Journal, cache
+and packed state hold what was trained; the state that is used is that at the decision's strength.
 """
 
 import numpy as np
@@ -12,6 +13,7 @@ from permille.files import write_atomic
 from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
+from permille.training.strength import EIGHTHS, scaled
 from permille.zo.exponents import exponents_of
 from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
@@ -75,6 +77,19 @@ def personal_state(home: Home, run: str, package: Package) -> StartState:
     """
     folder = find_run(home, run)
     decision = folder.require("decision", Decision)
+    trained = _trained_state(folder, decision, package)
+    if decision.strength == EIGHTHS:
+        return trained
+    exponent = trained.step_unit_exponent
+    s_K = scaled(trained.s_K, decision.strength)
+    digest = state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
+    if digest != decision.state_digest:
+        raise PackageError("state-digest", f"expected the state {decision.state_digest}, got {digest}")
+    return StartState(s_K=s_K, step_unit_exponent=exponent)
+
+
+def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> StartState:
+    """Read the state at full strength."""
     if folder.best_state(decision.descent).exists():
         return _unlogged_state(folder, decision, package)
     header, records = _selected_log(folder, decision)
@@ -84,10 +99,10 @@ def personal_state(home: Home, run: str, package: Package) -> StartState:
     s_K = _cached_state(folder, decision, header)
     if s_K is None:
         s_K = replay(header, coefficients_of(records, header), exponents_of(package))
-        if (digest := _digest(s_K, header)) != decision.state_digest:
+        if (digest := _digest(s_K, header)) != decision.log_digest:
             raise PackageError(
                 "state-digest",
-                f"expected the state {decision.state_digest} from the log's replay, got {digest}",
+                f"expected the state {decision.log_digest} from the log's replay, got {digest}",
             )
         store_state(folder, s_K)
     return StartState(s_K=s_K, step_unit_exponent=header.step_unit_exponent)
@@ -100,8 +115,8 @@ def _unlogged_state(folder: RunFolder, decision: Decision, package: Package) -> 
     found.check_binding(package_digest=package.digest, mask_digest=package.mask_digest, k=package.k)
     exponent = found.header.step_unit_exponent
     digest = state_digest(found.s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
-    if digest != decision.state_digest:
-        raise PackageError("state-digest", f"expected the state {decision.state_digest}, got {digest}")
+    if digest != decision.log_digest:
+        raise PackageError("state-digest", f"expected the state {decision.log_digest}, got {digest}")
     return StartState(s_K=found.s_K, step_unit_exponent=exponent)
 
 
@@ -177,7 +192,8 @@ def _has_values_of(package: Package, other: str) -> bool:
 def shareable(folder: RunFolder) -> bytes:
     """Return what is uploaded of a run's selected state: its log, or where that is shorter its packed state.
 
-    Either is personal data, and with the package the personal model. A state that only the package's scale
+    Either is personal data, and with the package the personal model: it leads to the state as it was trained,
+    whose strength the report tells. A state that only the package's scale
     exponents could tell is not made.
 
     Raises:
@@ -224,7 +240,7 @@ def _cached_state(folder: RunFolder, decision: Decision, header: LogHeader) -> N
     if not path.exists() or path.stat().st_size != 8 * header.k:
         return None
     s_K = np.frombuffer(path.read_bytes(), dtype="<i8").astype(np.int64)
-    return s_K if _digest(s_K, header) == decision.state_digest else None
+    return s_K if _digest(s_K, header) == decision.log_digest else None
 
 
 def _digest(s_K: NDArray[np.int64], header: LogHeader) -> str:

@@ -3,7 +3,7 @@
 With a time limit, a step and an evaluation are timed once; from then on the budget is a function of those two
 numbers and the limit. A quarter of the time at most goes into the search, about a fifth of training into
 evaluations, and as much as judging the result takes is kept for that, within bounds. Little text has nothing
-to evaluate on the way: its steps are fixed.
+to select: its steps are fixed, and a few evaluations find out whether they diverge.
 """
 
 import math
@@ -17,7 +17,7 @@ from permille.choices import EstimatorKind
 from permille.training.adam import learning_rate
 from permille_agent.text.rows import Row
 from permille_agent.training.evaluation import mean_loss
-from permille_agent.training.gradient_steps import gradient_engine
+from permille_agent.training.gradient_steps import pulled_gradient
 from permille_agent.training.run import Run, finite_or_none
 from permille_agent.training.step_size import LossFound, SearchFailed, find_epsilon, find_step_size
 
@@ -170,14 +170,15 @@ def _gradient_plan(run: Run) -> Plan:
             judgement_s=pace.token_s * _tokens(run.prepared.test),
             most_steps=max(LEAST_STEPS, math.ceil(PASSES * len(run.prepared.train) / run.options.batch_rows)),
         )
+    evaluations = FEWEST_EVALUATIONS if run.prepared.stages else budget.evaluations
     return Plan(
         epsilon=NO_EPSILON,
         relative_error=0.0,
-        learning_rate=rate,
+        learning_rate=rate * run.options.rate_scale,
         losses={},
         base_loss=base.loss,
         total_steps=budget.steps,
-        evaluate_every=max(1, math.ceil(budget.steps / budget.evaluations)),
+        evaluate_every=max(1, math.ceil(budget.steps / evaluations)),
         limit_s=None if run.prepared.stages else budget.limit_s,
     )
 
@@ -188,10 +189,10 @@ def _trainings(run: Run) -> float:
 
 
 def _gradient_pace(run: Run, start_K: NDArray[np.float32]) -> Pace:
-    engine, durations = gradient_engine(run), []
+    durations = []
     for step in range(2):  # the first reads the model from the disk
         start = run.clock.seconds()
-        engine.gradient(start_K, run.batches(step))
+        pulled_gradient(run, start_K, step)
         durations.append(run.clock.seconds() - start)
     return Pace(step_s=max(1e-6, min(durations)), token_s=_token_s(run))
 
@@ -205,7 +206,7 @@ def _plan(run: Run) -> Plan:
     return Plan(
         epsilon=probe.epsilon,
         relative_error=probe.relative_error or 0.0,
-        learning_rate=step_size.learning_rate,
+        learning_rate=step_size.learning_rate * run.options.rate_scale,
         losses=step_size.losses,
         base_loss=step_size.base_loss,
         total_steps=budget.steps,

@@ -11,10 +11,11 @@
     descent-<n>.moments  what Adam remembers of descent n, where its steps follow a gradient
     descent-<n>.state    the best state of descent n, where its steps are no log (permille.zo.packed_state)
     descent-<n>.jsonl    losses on the select split, one line an evaluation
+    general.json         the loss on the package's reference, and the strength that keeps it low
     time.json, stop.json how long the run has worked, and where its time limit ended it
     losses-*.json        losses by document of the test split
-    decision.json        which step, which state, adopted or not, and why
-    state.i64            the selected state, a cache of the journal's replay
+    decision.json        which step, which state at which strength, adopted or not, and why
+    state.i64            the selected state as it was trained, a cache of the journal's replay
     shared.log           the log or the packed state, where the user shares it, until the report is queued
     outcome.json         the end: what the user is told, and the metrics of the report
 
@@ -43,15 +44,17 @@ from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
 from permille.files import fsync_folder
 from permille.package.reader import Package
-from permille.zo.estimators import Descent
+from permille.training.reference import Reference
+from permille.zo.estimators import Batch, Descent, estimate
 from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import values
 from permille.zo.records import StepRecord
-from permille.zo.steps import take_step
+from permille.zo.steps import rounded_step
 from permille_agent.state.home import Home, Record, encode_record, parse_record, read_record, write_record
 from permille_agent.text.preparation import Prepared
 from permille_agent.text.rows import TrainingBatches
+from permille_agent.training.engines import EXECUTORCH
 from permille_agent.training.options import SPLIT_QUERIES, TrainOptions
 from permille_agent.training.progress import SILENT, RunProgress
 
@@ -344,6 +347,7 @@ class Run:
         prepared: the rows of its text.
         w_base_K: the sparse values that the state is added to.
         start: the state that the first step begins from; None is the base.
+        reference: what the package carries of general text, to pull and to measure with.
     """
 
     folder: RunFolder
@@ -355,6 +359,7 @@ class Run:
     options: TrainOptions
     progress: RunProgress = SILENT
     start: StartState | None = None
+    reference: Reference | None = None
 
     @property
     def judges_start(self) -> bool:
@@ -372,6 +377,15 @@ class Run:
         """The batch of each step."""
         options = self.options
         return TrainingBatches(self.prepared.train, batch_rows=options.batch_rows, seed=options.seed)
+
+    def pull(self, step: int) -> Batch | None:
+        """Take the rows that pull a step towards the base; None where there are none.
+
+        Programs of ExecuTorch have no soft targets: there the strength alone keeps what the base knows.
+        """
+        if self.reference is None or self.engine.info()["name"] == EXECUTORCH:
+            return None
+        return self.reference.pull(step)
 
     @cached_property
     def exponents(self) -> Exponents | None:
@@ -413,8 +427,15 @@ class Run:
         return Descent(header=header, w_base_K=self.w_base_K, exponents=self.exponents)
 
     def take_step(self, descent: Descent, s_K: NDArray[np.int64], step: int) -> StepRecord:
-        """Compute one step from state `s_K` on its batch; the state does not change."""
-        return take_step(self.engine, self.batches(step), descent, s_K, step, normalised=True)
+        """Compute one step from state `s_K` on its batch, pulled by the reference; the state stays as it is.
+
+        Scalars are linear in the losses, so those of both batches along the same directions are added.
+        """
+        loss, projected_grad_Q = estimate(self.engine, self.batches(step), descent, s_K, step)
+        if (pull := self.pull(step)) is not None:
+            _, pull_Q = estimate(self.engine, pull, descent, s_K, step)
+            projected_grad_Q = projected_grad_Q + pull_Q
+        return rounded_step(loss, projected_grad_Q, descent.header, step, normalised=True)
 
 
 def widest_block(header: LogHeader) -> int:

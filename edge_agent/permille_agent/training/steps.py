@@ -7,8 +7,9 @@ there are at most `MAX_DESCENTS`. With a time limit a later descent has the step
 Every step is a function of what is durable before it, so a run that is killed goes on with the same bits.
 The state is selected on the select split, among those of all descents.
 
-Little text has no select split: a descent of a fixed number of steps for each part that is judged, and one on
-all of it, whose last state is the run's.
+Little text has no select split: an attempt is a descent of a fixed number of steps for each part that is
+judged, and one on all of it, whose last state is the run's. What is evaluated on the way are rows that train:
+they select nothing and tell whether the steps diverge. One part that does ends the attempt.
 """
 
 import math
@@ -32,6 +33,7 @@ from permille_agent.training.run import Evaluation, Run, finite_or_none
 from permille_agent.training.step_size import with_step_unit
 
 MAX_DESCENTS = 4
+WATCHED_ROWS = 8  # of little text
 
 DIVERGED = 1.10
 LONG_SHARE = 0.15
@@ -147,43 +149,48 @@ class SelectedState:
 
 
 def train(run: Run, plan: Plan) -> SelectedState:
-    """Make descents until one's steps prove short enough; resumes where the journals end.
+    """Make attempts until one's steps prove short enough; resumes where the journals end.
 
     Returns:
-        The best state of all descents, the later one of equals.
+        The best state of all attempts, the later one of equals.
     """
-    if run.prepared.stages:
-        return _train_by_parts(run, plan)
-    descents = [_DescentLoop(run, plan, 0, plan.total_steps).train()]
-    while descents[-1].stopped in TOO_LONG and len(descents) < MAX_DESCENTS:
-        number, steps = len(descents), _steps_left(plan, descents)
-        begun = run.folder.begun(number)
+    found = [_attempt(run, plan, 0, plan.total_steps)]
+    while found[-1].stopped in TOO_LONG and len(found) < MAX_DESCENTS:
+        number, steps = len(found), _steps_left(plan, found)
+        begun = run.folder.begun(number * _descents(run))
         if steps < 1 or (not begun and run.clock.passed(number, 0, plan.limit_s)):
             break
-        run.progress.phase(f"steps too long ({descents[-1].stopped}): starting again with steps half as long")
-        descents.append(_DescentLoop(run, plan, number, steps).train())
-    best = min(descents, key=lambda selected: (selected.loss, -selected.descent))
-    return replace(best, stopped=descents[-1].stopped)
+        run.progress.phase(f"steps too long ({found[-1].stopped}): starting again with steps half as long")
+        found.append(_attempt(run, plan, number, steps))
+    best = min(found, key=lambda selected: (selected.loss, -selected.descent))
+    return replace(best, stopped=found[-1].stopped)
 
 
-def _train_by_parts(run: Run, plan: Plan) -> SelectedState:
-    """Train what judges each part, and then on all parts."""
-    judges = []
-    for number, stage in enumerate(run.prepared.stages):
-        run.progress.phase(f"training to judge part {number + 2} of {len(run.prepared.stages) + 1}")
-        part = replace(run, prepared=replace(run.prepared, train=stage.train))
-        steps = math.ceil(plan.total_steps * len(stage.train) / len(run.prepared.train))
-        judges.append(_DescentLoop(part, plan, number, steps).train())
-    run.progress.phase("training on all of it")
-    last = _DescentLoop(run, plan, len(judges), plan.total_steps).train()
-    failed = next((judge for judge in judges if judge.stopped in FAILED), last)
-    last = replace(last, stopped=failed.stopped, step=failed.step and last.step)
+def _attempt(run: Run, plan: Plan, number: int, total_steps: int) -> SelectedState:
+    """Make one descent; of little text, those that judge its parts and the one on all parts."""
+    first, judges, prepared = number * _descents(run), list[SelectedState](), run.prepared
+    for place, stage in enumerate(prepared.stages):
+        run.progress.phase(f"training to judge part {place + 2} of {len(prepared.stages) + 1}")
+        part = replace(run, prepared=replace(prepared, train=stage.train))
+        steps = math.ceil(total_steps * len(stage.train) / len(prepared.train))
+        judge = _DescentLoop(part, plan, first + place, steps).train()
+        if judge.stopped in FAILED:
+            return judge
+        judges.append(judge)
+    if judges:
+        run.progress.phase("training on all of it")
+    last = _DescentLoop(run, plan, first + len(judges), total_steps).train()
     return replace(last, judges=tuple(judge.s_K for judge in judges))
 
 
+def _descents(run: Run) -> int:
+    """Count the descents of an attempt."""
+    return len(run.prepared.stages) + 1
+
+
 def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Descent:
-    """Describe descent `number`: with half the learning rate of the descent before, but of little text."""
-    rate = plan.learning_rate * (1.0 if run.prepared.stages else 0.5**number)
+    """Describe descent `number`: each attempt has half the learning rate of the one before."""
+    rate = plan.learning_rate * 0.5 ** (number // _descents(run))
     descent = run.descent(
         seed=run.options.seed,
         epsilon=plan.epsilon,
@@ -229,8 +236,6 @@ class _DescentLoop:
 
     def _train(self, steps: Steps) -> SelectedState:
         run, total_steps = self._run, self._descent.header.total_steps
-        if run.prepared.stages:
-            return self._train_all(steps)
         while True:
             step = steps.step
             out_of_time = run.clock.passed(self._number, step, self._plan.limit_s)
@@ -249,29 +254,14 @@ class _DescentLoop:
             loss = steps.take()
             run.progress.step(step + 1, total_steps, loss)
 
-    def _train_all(self, steps: Steps) -> SelectedState:
-        """Make all steps; nothing is selected."""
-        run, total_steps = self._run, self._descent.header.total_steps
-        while steps.step < total_steps:
-            step = steps.step
-            run.progress.step(step + 1, total_steps, steps.take())
-        run.clock.store()
-        steps.keep()
-        failed = steps.rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * total_steps)
-        return SelectedState(
-            descent=self._number,
-            step=0 if failed else total_steps,
-            loss=math.inf,
-            steps=total_steps,
-            rejected=steps.rejected,
-            s_K=steps.best(total_steps),
-            header=self._descent.header,
-            stopped=Stop.REJECTED if failed else Stop.STEPS,
-        )
-
     def _is_last(self) -> bool:
-        """Whether no shorter steps are tried after this descent. Along a gradient a level loss is the text's
-        end, not that of the step size."""
+        """Whether no shorter steps are tried after this descent where its loss is level.
+
+        Along a gradient that is the text's end, not that of the step size; of little text nothing is
+        selected.
+        """
+        if self._run.prepared.stages:
+            return True
         sketch = self._run.options.estimator is EstimatorKind.SKETCH
         return self._number + 1 == MAX_DESCENTS or (sketch and best_of(self._evaluations).step > 0)
 
@@ -283,27 +273,33 @@ class _DescentLoop:
         )
 
     def _evaluate(self, step: int, steps: Steps) -> None:
-        """Evaluate a state on the select split; durable on return, the best state before its loss."""
-        run = self._run
+        """Evaluate a state on the select split, or of little text on rows that train; durable on return, the
+        best state before its loss."""
+        run, selects = self._run, not self._run.prepared.stages
         loss: float | None = self._plan.base_loss
-        if step:
+        if step or not selects:
             values_K = values(run.w_base_K, steps.s_K, self._descent.header.step_unit_exponent)
-            loss = finite_or_none(mean_loss(run.engine, values_K, run.prepared.select))
+            rows = run.prepared.select if selects else run.prepared.train[:WATCHED_ROWS]
+            loss = finite_or_none(mean_loss(run.engine, values_K, rows))
         evaluation = Evaluation(step, loss, run.clock.seconds())
         self._evaluations.append(evaluation)
-        if (step or run.judges_start) and best_of(self._evaluations) is evaluation:
+        best = best_of(self._evaluations) if selects else evaluation
+        if (step or run.judges_start) and best is evaluation:
             steps.keep()
         run.folder.append_evaluation(self._number, evaluation)
         run.clock.store()
-        if loss is not None:
+        if loss is not None and selects:
             run.progress.evaluated(step, loss, self._plan.base_loss)
 
     def _select(self, steps: Steps, stopped: Stop) -> SelectedState:
-        best = self._evaluations[0] if stopped in FAILED else best_of(self._evaluations)
+        selects = not self._run.prepared.stages
+        best = best_of(self._evaluations) if selects else self._evaluations[-1]
+        if stopped in FAILED:
+            best = self._evaluations[0]
         return SelectedState(
             descent=self._number,
             step=best.step,
-            loss=math.inf if best.loss is None else best.loss,
+            loss=best.loss if selects and best.loss is not None else math.inf,
             steps=steps.step,
             rejected=steps.rejected,
             s_K=steps.best(best.step),

@@ -18,6 +18,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
+from permille.training.reference import Reference
 from permille_agent.state.home import Home
 from permille_agent.state.models import (
     NOTHING_INSTALLED,
@@ -186,6 +187,7 @@ class _Task:
             options=self.options,
             progress=self.context.progress,
             start=start_state(self.home, self.package, start),
+            reference=Reference.of(self.package),
         )
         return self._run_to_end(run)
 

@@ -49,7 +49,8 @@ def _results(
     shown = hide({outcome.value: found[outcome.value] for outcome in Outcome}, least)
     adopted, told_reported = shown[Outcome.ADOPTED], rounded(reported, least)
     improvement = median(session, row, Run.gain, least=least) if visible else None
-    memory = _median_memory(session, row, reported) if visible else None
+    memory = _middle(session, row, Run.peak_rss_bytes, least)
+    rise = _middle(session, row, Run.rise, least)
     return VersionResults(
         name=row.name,
         version=row.version,
@@ -61,6 +62,7 @@ def _results(
         outcomes=Outcomes(**shown),
         adopted_fraction=None if adopted is None or not told_reported else adopted / told_reported,
         improvement=None if improvement is None else _band(improvement, least),
+        general_rise=None if rise is None else coarse(rise, least),
         peak_rss_bytes=None if memory is None else int(coarse(memory, least)),
     )
 
@@ -91,11 +93,13 @@ def median(
     return Interval(float(middle or 0), low, high)
 
 
-def _median_memory(session: Session, row: Release, reported: int) -> int | None:
-    """The median of what devices needed; it is in no order, so only one rank is looked for."""
-    memory = Run.peak_rss_bytes
-    values = select(memory).where(*of_version(row), memory.is_not(None)).order_by(memory)
-    return session.scalar(values.limit(1).offset(reported // 2))
+def _middle(session: Session, row: Release, column: InstrumentedAttribute[Any], least: int) -> float | None:
+    """Find the median of a column that is in no order, so only one rank is looked for; None of too few."""
+    known = (*of_version(row), column.is_not(None))
+    n = session.scalar(select(func.count()).where(*known)) or 0
+    if n < max(least, 1):
+        return None
+    return session.scalar(select(column).where(*known).order_by(column).limit(1).offset(n // 2))
 
 
 def _devices_by_version(session: Session, tenant_id: str) -> dict[Version, int]:

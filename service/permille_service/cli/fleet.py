@@ -40,7 +40,10 @@ _VERSIONS = (
     *("name", "version", "aliases", "yanked", "devices", "reported", "adopted_fraction"),
     *("outcomes.refused_data", "outcomes.failed"),
 )
-_GAINS = ("name", "version", "improvement.median", "improvement.low", "improvement.high", "peak_rss_bytes")
+_GAINS = (
+    *("name", "version", "improvement.median", "improvement.low", "improvement.high"),
+    *("general_rise", "peak_rss_bytes"),
+)
 _CHANGES = ("measure", "before", "after", "difference", "low", "high", "verdict")
 _VERDICTS = {
     "worse": "version {new} makes devices worse than {old}: `permille releases rollback`",
@@ -51,7 +54,7 @@ _VERDICTS = {
 _ENTRIES = ("seq", "at", "token_id", "action", "subject")
 _RUNS = (
     *("run_id", "device_id", "metrics.outcome", "metrics.steps", "metrics.loss_base"),
-    *("metrics.loss_personal", "log.state"),
+    *("metrics.loss_personal", "metrics.general_loss_base", "metrics.general_loss_personal", "log.state"),
 )
 
 
@@ -331,7 +334,10 @@ def _show_versions(session: Session, versions: list[dict[str, Any]]) -> None:
     """Two tables, as one would be wider than terminals are."""
     session.output.show(versions, _VERSIONS)
     if any(one["improvement"] or one["peak_rss_bytes"] for one in versions):
-        session.output.say("\nimprovement in nats a token, low and high with 95 % confidence; peak memory")
+        session.output.say(
+            "\nimprovement in nats a token, low and high with 95 % confidence; rise of the loss "
+            "on general text; peak memory"
+        )
         session.output.show(versions, _GAINS)
 
 

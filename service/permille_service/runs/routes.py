@@ -80,7 +80,7 @@ def create_run(body: RunCreate, response: Response, service: Served, device: Cal
             tenant_id=device.tenant_id,
             device_id=device.device_id,
             run_id=body.run_id,
-            metrics=body.metrics.model_dump(mode="json"),
+            metrics=body.metrics.model_dump(mode="json", exclude_unset=True),
         )
         if created:
             uploads.check_runs(session, device_id=device.device_id, quota=service.settings.quota)

@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -61,12 +62,17 @@ def state_of(data: bytes) -> str:
 
 
 def queued_replay(
-    bench: Bench, package: Artifact, data: bytes, claimed: str | None, form: LogForm = LogForm.LOG
+    bench: Bench,
+    package: Artifact,
+    data: bytes,
+    claimed: str | None,
+    form: LogForm = LogForm.LOG,
+    **more: object,
 ) -> Job:
     with bench.db.write() as session:
         _, code = devices.invite(session, tenant_id=bench.tenant_id, release="r", alias="stable")
         device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="1.0.0").device
-        metrics: dict[str, object] = {"package_digest": package.digest, "state_digest": claimed}
+        metrics: dict[str, object] = {"package_digest": package.digest, "state_digest": claimed, **more}
         runs.report(session, tenant_id=bench.tenant_id, device_id=device.id, run_id=RUN_ID, metrics=metrics)
         upload_id = uploads.begin(
             session, tenant_id=bench.tenant_id, device_id=device.id, run_id=RUN_ID, quota=QUOTA
@@ -84,9 +90,14 @@ def queued_replay(
 
 
 def replayed(
-    bench: Bench, package: Artifact, data: bytes, claimed: str | None, form: LogForm = LogForm.LOG
+    bench: Bench,
+    package: Artifact,
+    data: bytes,
+    claimed: str | None,
+    form: LogForm = LogForm.LOG,
+    **more: object,
 ) -> Run:
-    job = queued_replay(bench, package, data, claimed, form)
+    job = queued_replay(bench, package, data, claimed, form, **more)
     bench.run_queued()
     succeeded(bench.read(job))
     with bench.db.read() as session:
@@ -111,6 +122,31 @@ def test_replay_reads_the_layers_that_a_log_needs(bench: Bench) -> None:
     run = replayed(bench, scaled, data, digest)
 
     assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, digest)
+
+
+def scaled_state_of(data: bytes, eighths: int) -> str:
+    log = decode_canonical(data, max_bytes=1 << 20, max_steps=100)
+    s_K = np.array([round(Fraction(int(s) * eighths, 8)) for s in replay(log.header, log.coefficients_TQ)])
+    return state_digest(s_K, mask_digest=log.header.mask_digest, step_unit_exponent=-20)
+
+
+def test_replay_leads_to_the_trained_state_and_at_its_strength_to_the_adopted_one(
+    bench: Bench, package: Artifact
+) -> None:
+    data = shared_log(bench, package)
+    adopted = scaled_state_of(data, 3)
+    run = replayed(bench, package, data, state_of(data), strength=3, scaled_digest=adopted)
+    assert adopted != state_of(data)
+    assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, state_of(data))
+
+
+@pytest.mark.parametrize(("strength", "words"), [(4, "at 4/8 of its strength"), (0, "1 to 8 eighths")])
+def test_replay_refuses_another_strength(bench: Bench, package: Artifact, strength: int, words: str) -> None:
+    data = shared_log(bench, package)
+    adopted = scaled_state_of(data, 3)
+    run = replayed(bench, package, data, state_of(data), strength=strength, scaled_digest=adopted)
+    assert (run.log_state, run.state_digest) == ("refused", state_of(data))
+    assert words in str(run.log_reason)
 
 
 def test_replay_refuses_another_state(bench: Bench, package: Artifact) -> None:

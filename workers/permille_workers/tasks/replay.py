@@ -1,10 +1,15 @@
 """The replay job: an uploaded log, replayed from its integers, compared with what the device says it reached.
 
-A packed state that came in a log's place is decoded instead, and compared the same way. What is malformed, of
-another package, or too large is refused with the reason; the job itself then succeeds. Log and state are
-foreign bytes: read with a limit, decoded by the strict reader, never executed.
+A packed state that came in a log's place is decoded instead, and compared the same way. Either leads to the
+state as it was trained; where the device keeps less than all of it, that state is compared, too. What is
+malformed, of another package, or too large is refused with the reason; the job itself then succeeds. Log and
+state are foreign bytes: read with a limit, decoded by the strict reader, never executed.
 """
 
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError, PackageError, RetryableError
@@ -18,6 +23,7 @@ from permille.store import artifacts, runs, uploads
 from permille.store.errors import NotFoundError
 from permille.store.runs import LogVerdict
 from permille.store.tables import Run
+from permille.training.strength import EIGHTHS, scaled
 from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import MAX_STEPS
 from permille.zo.lattice import state_digest
@@ -62,19 +68,48 @@ def verdict_of_replay(context: TaskContext, run_row: Run, data: bytes) -> LogVer
     Raises:
         RetryableError: the log or the exponents that it needs cannot be read from our own blobs.
     """
-    digest_of = _digest_of_state if run_row.log_form == LogForm.STATE else _digest_of_log
+    reached_by = _decoded_state if run_row.log_form == LogForm.STATE else _replayed_log
     try:
-        found = digest_of(context, data, _manifest(context, run_row))
+        reached = reached_by(context, data, _manifest(context, run_row))
     except (PackageError, InputError) as exc:
         return LogVerdict(state=LogState.REFUSED, reason=str(exc))
-    claimed = run_row.metrics.get("state_digest")
-    if claimed is not None and claimed != found:
-        reason = f"state-differs: expected the device's {claimed}, got {found} by replay"
+    metrics, found = run_row.metrics, reached.digest()
+    if (reason := _difference(metrics.get("state_digest"), found)) is not None:
         return LogVerdict(state=LogState.REFUSED, reason=reason, state_digest=found)
+    strength, claimed = metrics.get("strength"), metrics.get("scaled_digest")
+    if isinstance(strength, int) and claimed is not None:
+        try:
+            at_strength = reached.digest(strength)
+        except InputError as exc:
+            return LogVerdict(state=LogState.REFUSED, reason=str(exc), state_digest=found)
+        if (reason := _difference(claimed, at_strength)) is not None:
+            reason = f"{reason} at {strength}/{EIGHTHS} of its strength"
+            return LogVerdict(state=LogState.REFUSED, reason=reason, state_digest=found)
     return LogVerdict(state=LogState.VERIFIED, state_digest=found)
 
 
-def _digest_of_log(context: TaskContext, data: bytes, manifest: Manifest) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Reached:
+    """The state that a log leads to, or that was sent in its place."""
+
+    s_K: NDArray[np.int64]
+    mask_digest: str
+    step_unit_exponent: int
+
+    def digest(self, eighths: int = EIGHTHS) -> str:
+        """Compute the digest of the state at a strength."""
+        s_K = scaled(self.s_K, eighths)
+        return state_digest(s_K, mask_digest=self.mask_digest, step_unit_exponent=self.step_unit_exponent)
+
+
+def _difference(claimed: object, found: str) -> str | None:
+    """Say how the device's digest differs from ours; None where it does not, or where it named none."""
+    if claimed is None or claimed == found:
+        return None
+    return f"state-differs: expected the device's {claimed}, got {found} by replay"
+
+
+def _replayed_log(context: TaskContext, data: bytes, manifest: Manifest) -> _Reached:
     check_replay_work(data[:MAX_HEAD_BYTES], most=context.settings.max_replay_work)
     log = decode_canonical(data, max_bytes=MAX_LOG_BYTES, max_steps=MAX_STEPS)
     _check_bound_to(log, manifest)
@@ -82,17 +117,18 @@ def _digest_of_log(context: TaskContext, data: bytes, manifest: Manifest) -> str
     exponents = _exponents(context, manifest, log)
     s_K = replay(log.header, log.coefficients_TQ, exponents, threads=context.settings.threads or 1)
     header = log.header
-    return state_digest(s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent)
+    return _Reached(s_K=s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent)
 
 
-def _digest_of_state(_: TaskContext, data: bytes, manifest: Manifest) -> str:
+def _decoded_state(_: TaskContext, data: bytes, manifest: Manifest) -> _Reached:
     state = decode_state(data, max_bytes=MAX_LOG_BYTES, max_k=manifest.k)
     mask_digest = manifest.mask_digest
     state.check_binding(package_digest=manifest.digest, mask_digest=mask_digest, k=manifest.k)
     if state.header.origin is not StateOrigin.PERSONAL:
         raise PackageError("state-binding", f"expected a personal state, got {state.header.origin}")
-    exponent = state.header.step_unit_exponent
-    return state_digest(state.s_K, mask_digest=mask_digest, step_unit_exponent=exponent)
+    return _Reached(
+        s_K=state.s_K, mask_digest=mask_digest, step_unit_exponent=state.header.step_unit_exponent
+    )
 
 
 def _manifest(context: TaskContext, run_row: Run) -> Manifest:

@@ -255,6 +255,7 @@ def upgrade() -> None:
         sa.Column("outcome", TEXT),
         sa.Column("gain", sa.Double()),
         sa.Column("loss", sa.Double()),
+        sa.Column("rise", sa.Double()),
         sa.Column("peak_rss_bytes", BIG),
         sa.Column("log_state", TEXT),
         sa.Column("log_form", TEXT),
@@ -273,7 +274,7 @@ def upgrade() -> None:
     op.create_index(
         "ix_runs_newest",
         "runs",
-        ["tenant_id", "release", "version", "gain", "outcome", "loss", "peak_rss_bytes", "device_id"],
+        ["tenant_id", "release", "version", "gain", "outcome", "loss", "rise", "peak_rss_bytes", "device_id"],
         sqlite_where=sa.text("newest = 1"),
         postgresql_where=sa.text("newest"),
     )

@@ -18,7 +18,7 @@ from permille_agent.state.home import Home
 from permille_agent.state.lock import hold_lock
 from tests.bigram_engine import BigramEngine
 from tests.packages import CHATML
-from tests.unit.edge_agent.runs import home_with_package, user_text
+from tests.unit.edge_agent.runs import TINY_RATE, home_with_package, user_text
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,10 @@ def home(tmp_path: Path) -> Home:
 
 
 def _run(home: Home, *arguments: str) -> int:
-    return cli.main(["--home", str(home.root), *arguments])
+    """The command's exit code; along a gradient it trains at a rate that the tiny model learns by."""
+    gradient = arguments[0] == "train" and "--estimator" not in arguments
+    scale = ("--rate-scale", str(TINY_RATE)) if gradient else ()
+    return cli.main(["--home", str(home.root), *arguments, *scale])
 
 
 def _json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

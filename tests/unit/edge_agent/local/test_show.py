@@ -7,14 +7,19 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
 from permille_agent.cli import main as cli
 from permille_agent.federation.membership import join
-from permille_agent.local.show import UnknownWords, Written, show_run, unknown_words
+from permille_agent.local.show import Written, show_run
 from permille_agent.state.home import Home, write_record
+from permille_agent.state.models import installed_release
 from permille_agent.training.decision import DecisionCount
+from permille_agent.training.run import find_run
 from tests.bigram_engine import bigram_engine
 from tests.packages import sentences
 from tests.unit.edge_agent.runs import home_with_package, train_quickly
+from tests.unit.edge_agent.training.test_general import measured_by
 from tests.unit.federation.federations import make_definition
 
 SCRIPT = "<script>alert(1)"
@@ -52,7 +57,8 @@ def test_an_adopted_run_shows_gain_curve_and_samples(home: Home, tmp_path: Path)
     assert re.search(r"<strong>\d+ % more chance</strong>", page)
     assert '<polyline class="curve" points="60.0,' in page
     assert "<strong>&lt;script&gt;alert(1) On day" in page
-    assert re.search(r"base model \d+ % of \d+ words", page)
+    assert "this package carries no general text" in page
+    assert page.index("What it still knows") < page.index("more chance")
     assert "1 read, 1 skipped: 1 x not UTF-8" in page
     assert "&lt;script&gt;alert(1).txt: not UTF-8" in page
     assert "<td>nothing</td>" in page
@@ -60,6 +66,23 @@ def test_an_adopted_run_shows_gain_curve_and_samples(home: Home, tmp_path: Path)
     before = samples.read_bytes()
     assert _page(home, result.run[:6]) == page
     assert samples.read_bytes() == before
+
+
+def test_general_loss_stands_above_the_gain_and_questions_are_answered_before_and_after(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = installed_release(home)
+    assert release is not None
+    measured_by(monkeypatch, Package.open(BlobFolder(home.blobs), release.manifest_digest).values())
+    result = train_quickly(home, [_text(tmp_path / "notes")])
+    assert result.decision is not None and result.decision.general is not None
+    page = _page(home)
+    told = f"{result.decision.general.rise:+.4f} nats a token"
+    assert page.index("the base model's is\n2.0000") < page.index(told) < page.index("more chance")
+    assert "Kept is all of what was trained." in page
+    assert "<strong>What is a day?</strong>" in page[page.index("The same questions, before and after") :]
+    (answer,) = find_run(home, result.run).require("samples", Written).answers
+    assert answer.base and answer.personal
 
 
 def test_a_run_that_kept_the_base_says_so(home: Home, tmp_path: Path) -> None:
@@ -91,7 +114,7 @@ def test_refused_text_has_a_page_too_and_the_command_says_where(
     assert "<svg" not in page
 
 
-def test_without_the_text_there_are_samples_and_no_words_to_compare_with(home: Home, tmp_path: Path) -> None:
+def test_without_the_text_there_are_samples_after_another_word(home: Home, tmp_path: Path) -> None:
     folder = _text(tmp_path / "notes")
     train_quickly(home, [folder])
     for file in folder.iterdir():
@@ -100,21 +123,6 @@ def test_without_the_text_there_are_samples_and_no_words_to_compare_with(home: H
     page = _page(home)
 
     assert "<strong>The</strong>" in page
-    assert "Unknown words" not in page
-
-
-def test_unknown_words_are_those_that_nobody_knows() -> None:
-    found = unknown_words(["The red-ish bllorp, don't 42!", "RED"], {"the", "red", "don't"})
-    assert found == UnknownWords(words=5, unknown=2)
-
-
-@pytest.mark.parametrize(
-    ("words", "unknown", "worse"), [(200, 43, True), (200, 42, False), (199, 199, False)]
-)
-def test_many_more_unknown_words_are_worth_a_warning(words: int, unknown: int, worse: bool) -> None:
-    base = UnknownWords(words=1000, unknown=110)
-    personal = UnknownWords(words=words, unknown=unknown)
-    assert Written(samples=(), base=base, personal=personal).worse is worse
 
 
 def test_integers_of_rounds_are_told_beside_what_else_left(home: Home, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from permille_agent.text.rows import (
+    Row,
     TrainingBatches,
     batch_of,
     document_rows,
     evaluation_batches,
     packed_rows,
     rows_digest,
+    rows_in_pieces,
 )
 from permille_agent.text.tokens import TokenizedDocument
 
@@ -123,3 +125,15 @@ def test_the_digest_sees_every_token_and_target() -> None:
     assert digest != (changed := rows_digest([rows, rows]))
     rows[0].target_T[1] = False
     assert changed != rows_digest([rows, rows])
+
+
+def test_pieces_of_rows_are_equal_and_no_two_rows_share_one() -> None:
+    def row(targets: int) -> Row:
+        target_T = np.array([False] + [True] * targets + [False])
+        ids_T = np.zeros(targets + 2, np.int64)
+        return Row(ids_T, target_T, ids_T, ids_T)
+
+    cut = rows_in_pieces([row(127), row(20), row(95), row(96)], 64)
+    counts = [np.bincount(each.document_T[each.target_T]).tolist() for each in cut]
+    assert [[n for n in one if n] for one in counts] == [[64, 63], [20], [95], [48, 48]]
+    assert [int(each.document_T[each.target_T].max()) for each in cut] == [1, 2, 3, 5]

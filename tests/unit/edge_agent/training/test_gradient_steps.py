@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from permille.choices import EstimatorKind
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.reader import Package
-from permille.training.adam import unit_exponent
+from permille.training.adam import RATE, unit_exponent
 from permille.zo.estimators import Batch
 from permille.zo.journal import Journal, encode_header, parse_journal, read_journal
 from permille.zo.lattice import state_digest, values
@@ -32,9 +32,9 @@ from permille_agent.training.run import BegunRun, Run, StartState, find_run
 from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import Stop, planned_descent
 from tests.bigram_engine import BigramEngine
-from tests.unit.edge_agent.runs import Begin, Device, Killed, plan_and_train, user_text
+from tests.unit.edge_agent.runs import TINY_RATE, Begin, Device, Killed, plan_and_train, user_text
 
-PRIVATE = TrainOptions(seed=0, steps=12, batch_rows=2, row_tokens=32)
+PRIVATE = TrainOptions(seed=0, steps=12, batch_rows=2, row_tokens=32, rate_scale=TINY_RATE)
 LOGGED = replace(PRIVATE, queries=16)
 KINDS = pytest.mark.parametrize("options", [PRIVATE, LOGGED], ids=["private", "logged"])
 
@@ -56,7 +56,7 @@ def test_the_text_is_learnt_without_a_search(begin: Begin, package: Package, opt
     run = begin(options)
     plan, selected = plan_and_train(run)
     rms = math.sqrt(float(np.square(package.values(), dtype=np.float64).mean()))
-    assert plan.learning_rate == pytest.approx(0.3 * rms)
+    assert plan.learning_rate == pytest.approx(TINY_RATE * RATE * rms)
     assert not list(run.folder.path.glob("search-[!b]*"))
     assert selected.loss < plan.base_loss
     assert (selected.steps, selected.rejected, selected.stopped) == (12, 0, Stop.STEPS)
@@ -188,7 +188,7 @@ class Spoilt(BigramEngine):
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         loss, gradient_K = super().gradient(values_K, batch)
-        if int(batch.input_ids_BT.sum()) % 5 == 4:
+        if int(batch.input_ids_BT.sum()) % 3 == 1:
             gradient_K[5] = np.nan
         return loss, gradient_K
 
@@ -198,7 +198,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(
     begin: Begin, package: Package, options: TrainOptions
 ) -> None:
     run = begin(options, engine=Spoilt(package))
-    spoilt = [int(run.batches(step).input_ids_BT.sum()) % 5 == 4 for step in range(12)]
+    spoilt = [int(run.batches(step).input_ids_BT.sum()) % 3 == 1 for step in range(12)]
     _, selected = plan_and_train(run)
     assert sum(spoilt) > 0
     assert selected.rejected == sum(spoilt[: selected.steps])
@@ -254,7 +254,7 @@ def test_options_of_a_gradient_know_whether_there_is_a_log() -> None:
     assert private.definition() != replace(private, start=Start.BASE).definition()
 
 
-GRADIENT = {"estimator": EstimatorKind.SKETCH, "queries": 0, "steps": 30}
+GRADIENT = {"estimator": EstimatorKind.SKETCH, "queries": 0, "steps": 30, "rate_scale": TINY_RATE}
 
 
 @pytest.fixture

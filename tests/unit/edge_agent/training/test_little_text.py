@@ -1,6 +1,7 @@
 """A person with a thousand tokens: judged part by part, then trained on all of it, killed anywhere."""
 
 import io
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,21 @@ from permille_agent.training.options import TrainOptions
 from permille_agent.training.personal import canonical_log
 from permille_agent.training.plan import make_plan
 from permille_agent.training.run import Run, find_run
-from permille_agent.training.steps import SelectedState, train
+from permille_agent.training.steps import SelectedState, Stop, train
 from tests.bigram_engine import BigramEngine, bigram_engine
-from tests.unit.edge_agent.runs import Begin, Device, Killed, device_at, plan_and_train, user_text
+from tests.unit.edge_agent.runs import TINY_RATE, Begin, Device, Killed, device_at, plan_and_train, user_text
 from tests.unit.edge_agent.training.test_gradient_steps import kill_after
 
 LITTLE = 60
 """Sentences: some 1,500 tokens."""
-OPTIONS: dict[str, Any] = {"estimator": EstimatorKind.SKETCH, "queries": 0, "steps": 30, "batch_rows": 2}
-PRIVATE = TrainOptions(steps=12, batch_rows=2, row_tokens=32)
+OPTIONS: dict[str, Any] = {
+    "estimator": EstimatorKind.SKETCH,
+    "queries": 0,
+    "steps": 30,
+    "batch_rows": 2,
+    "rate_scale": TINY_RATE,
+}
+PRIVATE = TrainOptions(steps=12, batch_rows=2, row_tokens=32, rate_scale=TINY_RATE)
 
 
 @pytest.fixture
@@ -128,19 +135,43 @@ def test_what_is_shared_is_of_the_adopted_state_as_its_log_is(device: Device) ->
 
 
 class ByHeart(BigramEngine):
-    """Its losses on what it reads are the worse the more it has learned."""
+    """Its losses on what it reads are the worse the more it has learned, before so many gradients."""
 
-    def __init__(self, package: Package) -> None:
+    def __init__(self, package: Package, *, nats: float, gradients: float = math.inf) -> None:
         super().__init__(package)
-        self._first_K = package.values()
+        self._first_K, self._nats, self._left = package.values(), np.float32(nats), gradients
+
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        self._left -= 1
+        return super().gradient(values_K, batch)
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        moved = np.float32(np.abs(values_K - self._first_K).mean())
-        return super().token_losses(values_K, batch) + np.float32(50.0) * moved
+        losses_N = super().token_losses(values_K, batch)
+        if self._left >= 0:
+            losses_N += self._nats * np.float32(np.abs(values_K - self._first_K).mean())
+        return losses_N
+
+
+def test_a_part_that_diverges_starts_all_again_with_half_the_rate(begin: Begin) -> None:
+    run = begin(PRIVATE, engine=ByHeart(begin(PRIVATE, "other").package, nats=1000, gradients=3))
+    plan, selected = plan_and_train(run)
+    assert selected.stopped is Stop.STEPS
+    assert (selected.descent, selected.step, len(selected.judges)) == (7, 12, 3)
+    assert selected.header.learning_rate == plan.learning_rate / 2
+    assert not run.folder.begun(1)  # the first part's judge ended the first attempt
+
+
+def test_where_all_attempts_diverge_the_verdict_says_so_and_what_to_do(device: Device) -> None:
+    result = device.train(**OPTIONS, engine_of=lambda package: ByHeart(package, nats=1000))
+    assert result.outcome is Outcome.FAILED
+    assert result.message.startswith(
+        "training diverged with every rate that was tried; lower the rate with --rate-"
+    )
+    assert device.active() == Active(package=device.package.digest)
 
 
 def test_what_only_knows_by_heart_is_not_adopted(device: Device) -> None:
-    result = device.train(**OPTIONS, engine_of=ByHeart)
+    result = device.train(**OPTIONS, engine_of=lambda package: ByHeart(package, nats=15))
     assert result.outcome is Outcome.KEPT_BASE
     assert device.active() == Active(package=device.package.digest)
 

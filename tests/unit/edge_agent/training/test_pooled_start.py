@@ -26,9 +26,14 @@ from permille_agent.training.personal import model_values
 from permille_agent.training.run import POOLED_START, BegunRun, find_run
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import pooled_package, sentences, tiny_tokenizer
-from tests.unit.edge_agent.runs import Device, device_at, train_quickly, user_text
+from tests.unit.edge_agent.runs import TINY_RATE, Device, device_at, train_quickly, user_text
 
-GRADIENT: dict[str, Any] = {"estimator": EstimatorKind.SKETCH, "queries": 0, "steps": 30}
+GRADIENT: dict[str, Any] = {
+    "estimator": EstimatorKind.SKETCH,
+    "queries": 0,
+    "steps": 30,
+    "rate_scale": TINY_RATE,
+}
 
 
 def install(device: Device, package: Package, version: int = 2) -> Device:
@@ -50,7 +55,7 @@ def device(bare: Device, tmp_path: Path) -> Device:
     package = bare.package
     ids = [token for text in sentences(400, seed=9) for token in tiny_tokenizer().encode(text).ids]
     rows_NT = np.array(ids[: 100 * 24], np.int64).reshape(100, 24)
-    plan = PoolingPlan(steps=60, batch_rows=4)
+    plan = PoolingPlan(steps=400, batch_rows=4)
     found = pool(BigramEngine(package), package, rows_NT, plan, checkpoint=tmp_path / "moments")
     assert found.better
     manifest = write_pooled(package.blobs, package.manifest, found, {})
