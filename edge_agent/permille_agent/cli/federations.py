@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from permille.plain_text import echo
 from permille_agent.cli.console import EngineOption, ExitCode, JsonOption, home_of, show
 from permille_agent.cli.device import agrees
 from permille_agent.training.engines import AUTO, EngineChoice
@@ -243,6 +244,6 @@ def tell_service(home: Home) -> bool:
         with api.connection, hold_rounds_lock(home, wait_s=2.0):
             exchange(home, api, now=datetime.now(UTC), has_text=bool(read_references(home)))
     except PermilleError as exc:
-        typer.echo(f"the service is told when it can be reached: {exc}", err=True)
+        echo(f"the service is told when it can be reached: {exc}", err=True)
         return False
     return True
