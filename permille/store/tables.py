@@ -354,7 +354,7 @@ class Device(Named):
 
 
 class DeviceNonce(_Owned, Base):
-    """A nonce that a device must sign once to get an access token."""
+    """A nonce that a device has signed to get an access token, so that it is good once."""
 
     __tablename__ = "device_nonces"
     nonce_hash: Mapped[str] = mapped_column(primary_key=True)
