@@ -89,10 +89,10 @@ def do_sign_in(
 
 
 @router.post("/sign-out", dependencies=[Depends(sign_in.check_origin)])
-def do_sign_out() -> Response:
-    """Forget the token."""
+def do_sign_out(request: Request, service: Served) -> Response:
+    """End the session."""
     answer = RedirectResponse(f"{sign_in.PATH}/sign-in", status_code=303, headers=HEADERS)
-    sign_in.forget(answer)
+    sign_in.forget(request, answer, service)
     return answer
 
 
