@@ -1,28 +1,28 @@
 """The keeper over HTTP: `POST /v1/sums` with a question answers its bytes; nothing else is served but health.
 
-Who asks shows a token, before a byte of the body is read. The standard library's server is enough for one
-caller: a connection has its own deadline, a slow one holds one of few threads.
+Who asks shows a token, before a byte of the body is read and before anything is kept of it. The standard
+library's server is enough for one caller; `permille_keeper.connections` says who keeps its connection.
 """
 
 import hmac
 import logging
 import ssl
-import threading
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final
+from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from permille.digests import digest_of
 from permille.errors import PackageError
 from permille.federation.masked import MAX_REQUEST_BYTES
+from permille_keeper.connections import Connections, Place
 from permille_keeper.memory import Memory, SecondSetError
 from permille_keeper.sums import answer
 
 PATH: Final = "/v1/sums"
 _DEADLINE_S = 60.0  # between two bytes
-_LONGEST_S = 300.0  # a connection
-_MOST_CONNECTIONS = 32
 
 _log = logging.getLogger(__name__)
 
@@ -48,30 +48,39 @@ class KeeperServer(ThreadingHTTPServer):
     ) -> None:
         super().__init__(address, _Handler)
         self.key, self.token, self.memory, self.tls = key, token, memory, tls
-        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._connections = Connections()
+        self.places: dict[Any, Place] = {}
 
-    def process_request(self, request: object, client_address: object) -> None:
-        """Serve a connection in a thread of its own, or close it where too many are open."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)  # type: ignore[arg-type]
-        else:
-            self.shutdown_request(request)  # type: ignore[arg-type]
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own, or close it where no place is free."""
+        place = self._connections.admit(request, client_address[0])
+        if place is None:
+            self.shutdown_request(request)
+            return
+        self.places[client_address] = place
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: object, client_address: object) -> None:
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Shake hands in the connection's thread, so that no caller holds the others up."""
-        deadline = threading.Timer(_LONGEST_S, self.shutdown_request, [request])
-        deadline.daemon = True
-        deadline.start()
+        place = self.places[client_address]
         try:
             if self.tls is not None:
-                request.settimeout(_DEADLINE_S)  # type: ignore[attr-defined]
-                request = self.tls.wrap_socket(request, server_side=True)  # type: ignore[arg-type]
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+                request.settimeout(_DEADLINE_S)
+                request = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+                place.socket = request
+                request.do_handshake()
+            super().process_request_thread(request, client_address)
         except OSError:
-            self.shutdown_request(request)  # type: ignore[arg-type]
+            self.shutdown_request(request)
         finally:
-            deadline.cancel()
-            self._places.release()
+            self._connections.leave(place)
+            if self.places.get(client_address) is place:
+                del self.places[client_address]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what failed here; connections that strangers leave would fill the log."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -89,7 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.NOT_FOUND, b"")
         shown = self.headers.get("authorization", "")
         if not hmac.compare_digest(shown.encode(), f"Bearer {self.server.token}".encode()):
-            return self._refuse(HTTPStatus.UNAUTHORIZED, "expected the token of this keeper")
+            return self._send(HTTPStatus.UNAUTHORIZED, b"expected the token of this keeper")
+        self.server.places[self.client_address].proved = True
         length = self.headers.get("content-length", "")
         if not length.isascii() or not length.isdecimal() or len(length) > 9:
             return self._refuse(HTTPStatus.LENGTH_REQUIRED, "expected content-length")
@@ -101,6 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             found = answer(data, self.server.key, self.server.memory)
         except SecondSetError as exc:
+            self.server.memory.note_second_set(digest_of(data), str(exc))
             return self._refuse(HTTPStatus.CONFLICT, str(exc))
         except PackageError as exc:
             return self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(exc))
@@ -108,7 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         _log.warning("refused with %d: %s", status, reason)
-        self.server.memory.note_refusal(reason)
+        if status is not HTTPStatus.CONFLICT:
+            self.server.memory.note_refusal(reason)
         self.close_connection = True
         self._send(status, reason.encode())
 

@@ -119,9 +119,7 @@ def create_app(settings: Settings) -> FastAPI:
 def _opened(settings: Settings) -> Service:
     """Make the folders, bring the database up to date, read or make the sealing key."""
     make_private(settings.data_dir)
-    if (
-        settings.blob_bucket is None
-    ):  # a proxy may read the blobs' folder, but what devices share is not for it
+    if settings.blob_bucket is None:  # nginx may read the blobs' folder, but not what devices share
         make_private(settings.blob_root / "uploads")
     for folder in (settings.blob_root, settings.model_root, settings.corpus_root):
         folder.mkdir(parents=True, exist_ok=True)

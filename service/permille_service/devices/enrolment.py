@@ -15,6 +15,7 @@ from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fastapi import Request, Response
 
+from permille.addresses import address_key
 from permille.schemas.devices import (
     Device,
     DeviceNonce,
@@ -33,7 +34,6 @@ from permille.store.federations import members
 from permille_service.access.principals import CallingDevice
 from permille_service.context import Served, Service
 from permille_service.devices.records import present_all
-from permille_service.limits import address_key
 from permille_service.problems import OPEN, PRIVATE, ApiError, documented
 from permille_service.routing import Router
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
+from permille.addresses import address_key
 from permille.schemas.access import Role
 from permille.schemas.jobs import ENDED, JobKind, JobState
 from permille.schemas.problems import ProblemType
@@ -16,7 +17,6 @@ from permille_service.access.principals import Operator, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs import routes as job_routes
-from permille_service.limits import address_key
 from permille_service.pages import assets, fleet, sign_in, work
 from permille_service.pages.rendering import (
     HEADERS,
