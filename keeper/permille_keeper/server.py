@@ -36,6 +36,7 @@ class KeeperServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 64
 
     def __init__(
         self,
