@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from permille.federation.definition import FEW_DEVICES
 from permille.schemas.federations import AdoptionCreate, FederationCreate
 from permille_service.cli.commands import Key, Rows, add_action, add_list, add_show, command
 from permille_service.cli.forms import form_of
@@ -29,7 +30,13 @@ def create_federation(session: Session, body: dict[str, Any], key: Key = None) -
       permille federations create quiet --release chat --queries 64 --target 500 --clip 2000 \
 --dp-epsilon 4 --participations 10
     """
-    session.output.show(session.client.post("/v1/federations", body, key=key))
+    made = session.client.post("/v1/federations", body, key=key)
+    session.output.show(made)
+    if made["minimum"] < FEW_DEVICES and body.get("privacy") is None:
+        session.output.say(
+            f"warning: a sum over {made['minimum']} to {FEW_DEVICES - 1} devices exposes each of them; "
+            "their owners are told"
+        )
     session.output.say_next(f"permille federations start {body['name']}")
 
 
