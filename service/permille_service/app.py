@@ -119,6 +119,8 @@ def create_app(settings: Settings) -> FastAPI:
 def _opened(settings: Settings) -> Service:
     """Make the folders, bring the database up to date, read or make the sealing key."""
     make_private(settings.data_dir)
+    if settings.private_dir is not None:
+        make_private(settings.private_dir)
     if settings.blob_bucket is None:  # nginx may read the blobs' folder, but not what devices share
         make_private(settings.blob_root / "uploads")
     for folder in (settings.blob_root, settings.model_root, settings.corpus_root):

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from permille.errors import OperatorError
 from permille.files import make_private
@@ -12,7 +13,8 @@ from permille.store.migrations.schema import migrate
 from permille.store.settings import layout
 from tests.api_service import running_api
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "operate.md"
+ROOT = Path(__file__).parents[2]
+GUIDE, DEPLOY = ROOT / "docs" / "guide" / "operate.md", ROOT / "deploy"
 
 
 def mode(path: Path) -> int:
@@ -50,6 +52,60 @@ def test_a_folder_that_cannot_be_closed_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "chmod", refuse)
     with pytest.raises(OperatorError, match=r"lets other users in \(mode 0755\)"):
         make_private(tmp_path)
+
+
+@pytest.mark.attack(16, "a group of the pod is given to all files of a volume, keys too")
+def test_a_group_bit_on_a_key_is_taken_back_at_the_next_reading(tmp_path: Path) -> None:
+    for _ in range(2):
+        with running_api(tmp_path, private_dir=tmp_path / "private") as api:
+            assert api.get("/v1/models").status_code == 200
+            assert api.post("/v1/invitations", {"release": "tiny"}).status_code == 201
+            keys = list((tmp_path / "private" / "keys").rglob("*.key"))
+            assert len(keys) > 2
+            assert {mode(key) for key in keys} == {0o600}
+        for key in keys:  # as fsGroup leaves them for the next pod
+            key.chmod(0o660)
+
+
+@pytest.mark.attack(16, "a worker looks for keys and the first token in the data folder that it shares")
+def test_with_a_private_folder_the_data_folder_has_no_key_and_no_token(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    with running_api(tmp_path, private_dir=private) as api:
+        api.publish(api.package())
+        token = (private / "operator.token").read_bytes().strip()
+        secrets = [token, *(key.read_bytes() for key in private.rglob("*.key"))]
+        shared = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+        assert len(secrets) > 3
+        assert not [path for path in shared for secret in secrets if secret in path.read_bytes()]
+        assert not [path for path in shared if path.suffix == ".key" or path.name == "operator.token"]
+    assert mode(private) == 0o700
+
+
+@pytest.mark.attack(16, "compose, Kubernetes or systemd give a worker the keys and the operator's token")
+def test_no_worker_that_is_deployed_reaches_the_private_folder() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())["services"]
+    place = compose["api"]["environment"]["PERMILLE_PRIVATE_DIR"]
+    having = [name for name, one in compose.items() if any(f":{place}" in v for v in one.get("volumes", ()))]
+    assert having == ["api"]
+    assert not Path(place).is_relative_to(compose["api"]["environment"]["PERMILLE_DATA_DIR"])
+    pods = {}
+    for file in ("api.yaml", "worker.yaml"):
+        deployment = next(yaml.safe_load_all((DEPLOY / "kubernetes" / file).read_text()))
+        spec = deployment["spec"]["template"]["spec"]
+        [container] = spec["containers"]
+        claims = {
+            v["persistentVolumeClaim"]["claimName"]
+            for v in spec["volumes"]
+            if len(v) == 2 and "secret" not in v
+        }
+        settings = {one["name"]: one.get("value", "") for one in container["env"]}
+        pods[file] = claims, settings.get("PERMILLE_PRIVATE_DIR", ""), str(container["volumeMounts"])
+    claims, private, mounts = pods["api.yaml"]
+    assert claims == {"permille-data", "permille-private"}
+    assert f"'mountPath': '{Path(private).parent}'" in mounts
+    assert pods["worker.yaml"][:2] == ({"permille-data"}, "")
+    unit = (DEPLOY / "systemd/permille-worker@.service").read_text()
+    assert "InaccessiblePaths=-/var/lib/permille/keys -/var/lib/permille/operator.token" in unit
 
 
 @pytest.mark.attack(16, "a backup, made as the guide says, is readable by everybody")
