@@ -4,7 +4,6 @@ from typing import Annotated, Any
 
 import typer
 
-from permille.federation.definition import FEW_DEVICES
 from permille.schemas.federations import AdoptionCreate, FederationCreate
 from permille_service.cli.commands import Key, Rows, add_action, add_list, add_show, command
 from permille_service.cli.forms import form_of
@@ -30,6 +29,8 @@ def create_federation(session: Session, body: dict[str, Any], key: Key = None) -
       permille federations create quiet --release chat --queries 64 --target 500 --clip 2000 \
 --dp-epsilon 4 --participations 10
     """
+    from permille.federation.definition import FEW_DEVICES  # numpy, which help need not wait for
+
     made = session.client.post("/v1/federations", body, key=key)
     session.output.show(made)
     if made["minimum"] < FEW_DEVICES and body.get("privacy") is None:
