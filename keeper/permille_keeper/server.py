@@ -1,23 +1,22 @@
 """The keeper over HTTP: `POST /v1/sums` with a question answers its bytes; nothing else is served but health.
 
 Who asks shows a token, before a byte of the body is read and before anything is kept of it. The standard
-library's server is enough for one caller; `permille_keeper.connections` says who keeps its connection.
+library's server is enough for one caller; `permille.bounded_server` says who keeps its connection.
 """
 
 import hmac
 import logging
 import ssl
-import sys
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final
+from http.server import BaseHTTPRequestHandler
+from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from permille.bounded_server import BoundedServer, Places
 from permille.digests import digest_of
 from permille.errors import PackageError
 from permille.federation.masked import MAX_REQUEST_BYTES
-from permille_keeper.connections import Connections, Place
 from permille_keeper.memory import Memory, SecondSetError
 from permille_keeper.sums import answer
 
@@ -27,7 +26,7 @@ _DEADLINE_S = 60.0  # between two bytes
 _log = logging.getLogger(__name__)
 
 
-class KeeperServer(ThreadingHTTPServer):
+class KeeperServer(BoundedServer):
     """Answers questions with a key and a memory, on one address.
 
     Args:
@@ -35,8 +34,7 @@ class KeeperServer(ThreadingHTTPServer):
         tls: certificate and key, or None on loopback.
     """
 
-    daemon_threads = True
-    request_queue_size = 64
+    limits = Places(longest_s=300.0)
 
     def __init__(
         self,
@@ -47,41 +45,8 @@ class KeeperServer(ThreadingHTTPServer):
         memory: Memory,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(address, _Handler)
-        self.key, self.token, self.memory, self.tls = key, token, memory, tls
-        self._connections = Connections()
-        self.places: dict[Any, Place] = {}
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own, or close it where no place is free."""
-        place = self._connections.admit(request, client_address[0])
-        if place is None:
-            self.shutdown_request(request)
-            return
-        self.places[client_address] = place
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Shake hands in the connection's thread, so that no caller holds the others up."""
-        place = self.places[client_address]
-        try:
-            if self.tls is not None:
-                request.settimeout(_DEADLINE_S)
-                request = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-                place.socket = request
-                request.do_handshake()
-            super().process_request_thread(request, client_address)
-        except OSError:
-            self.shutdown_request(request)
-        finally:
-            self._connections.leave(place)
-            if self.places.get(client_address) is place:
-                del self.places[client_address]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what failed here; connections that strangers leave would fill the log."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
+        super().__init__(address, _Handler, tls)
+        self.key, self.token, self.memory = key, token, memory
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -100,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
         shown = self.headers.get("authorization", "")
         if not hmac.compare_digest(shown.encode(), f"Bearer {self.server.token}".encode()):
             return self._send(HTTPStatus.UNAUTHORIZED, b"expected the token of this keeper")
-        self.server.places[self.client_address].proved = True
+        self.server.prove(self.client_address)
         length = self.headers.get("content-length", "")
         if not length.isascii() or not length.isdecimal() or len(length) > 9:
             return self._refuse(HTTPStatus.LENGTH_REQUIRED, "expected content-length")

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from permille.bounded_server import Connections, Places
 from permille.errors import OperatorError
-from permille_keeper import connections
-from permille_keeper.connections import Connections
 from permille_keeper.main import init, main, open_server
 from permille_keeper.memory import Memory
 from permille_workers.tasks.private_sums import private_sum
@@ -109,9 +108,8 @@ def test_handshakes_that_never_end_make_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack(17, "a stranger sends its head so slowly that each byte comes in time")
-def test_a_stranger_has_seconds_for_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_STRANGER_S", 0.2)
-    held = Connections()
+def test_a_stranger_has_seconds_for_its_head() -> None:
+    held = Connections(Places(stranger_s=0.2))
     slow, other = socket.socketpair()
     proved, caller = socket.socketpair()
     assert held.admit(slow, "192.0.2.1") is not None
@@ -129,7 +127,7 @@ def test_a_stranger_has_seconds_for_its_head(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.attack(17, "strangers take all places while the caller's requests are under way")
 def test_no_stranger_takes_the_place_of_a_caller() -> None:
-    held, pairs = Connections(), [socket.socketpair() for _ in range(50)]
+    held, pairs = Connections(Places()), [socket.socketpair() for _ in range(50)]
     callers = [held.admit(pairs[i][0], f"192.0.2.{i}") for i in range(32)]
     for caller in callers:
         assert caller is not None
