@@ -9,13 +9,19 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from permille.bounded_server import Connections, Places
-from permille.errors import OperatorError
+from permille.errors import OperatorError, PackageError
+from permille.federation.private_rounds import draw_round_noise, round_of_sum, unmasked_sum, vector_of
+from permille.federation.rounds import History
+from permille.privacy.rules import PrivacyMode
 from permille_keeper.main import init, main, open_server
 from permille_keeper.memory import Memory
 from permille_workers.tasks.private_sums import private_sum
+from tests.unit.federation.federations import make_contributions
+from tests.unit.federation.private import make_masked, make_private
 from tests.unit.keeper.keepers import running
 from tests.unit.keeper.test_keeper import federation, send_all
 
@@ -142,6 +148,20 @@ def test_no_stranger_takes_the_place_of_a_caller() -> None:
     for pair in pairs:
         for one in pair:
             one.close()
+
+
+@pytest.mark.attack(17, "a keeper answers in due form with a sum that is none, or with one shifted far")
+@pytest.mark.parametrize("shift", [0, 1 << 20, -(1 << 24)])
+def test_a_keeper_that_lies_makes_a_round_void(shift: int) -> None:
+    rules = make_private(mode=PrivacyMode.KEEPER)
+    history = History.begin(rules)
+    masked, _ = make_masked(history, make_contributions(history, 40))
+    honest_V = sum(vector_of(each) for each in make_contributions(history, 40)) + draw_round_noise(rules)
+    assert round_of_sum(rules, 0, 40, honest_V).weight_K.tolist() == [40] * rules.steps
+    answer_V = np.random.Generator(np.random.PCG64(1)).integers(0, 1 << 32, len(honest_V), dtype=np.uint32)
+    lie_V = honest_V + shift if shift else unmasked_sum(rules, 0, masked, answer_V)
+    with pytest.raises(PackageError, match="the keeper or a device lies"):
+        round_of_sum(rules, 0, 40, lie_V)
 
 
 def _log_of(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
