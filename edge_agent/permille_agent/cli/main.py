@@ -16,6 +16,7 @@ from permille.errors import PermilleError
 from permille.plain_text import echo, log_to_stderr
 from permille_agent.cli import daemon, device, federations, local, service, train
 from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of, show_error
+from permille_agent.state.home import telling_disk
 
 HOME_VARIABLE = "PERMILLE_AGENT_HOME"
 
@@ -84,7 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; the return value is the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        app(args=arguments, prog_name="permille-agent")
+        with telling_disk():
+            app(args=arguments, prog_name="permille-agent")
     except PermilleError as exc:
         show_error(exc, as_json="--json" in arguments)
         return int(exit_code_of(exc))
