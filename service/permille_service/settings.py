@@ -55,8 +55,8 @@ class Settings(StoreSettings):
     sign_ins_per_minute: int = Field(
         default=60,
         ge=1,
-        description="of one device, of one invitation, and unknown invitations of one address; a device's "
-        "questions for a round, and its refused contributions; by process",
+        description="of one device with its signature, of one invitation, and unknown invitations of one "
+        "address; a device's questions for a round, and its refused contributions; by process",
     )
     trusted_proxies: tuple[str, ...] = Field(
         default=(), description="JSON list of addresses and networks whose `X-Forwarded-For` is believed"
