@@ -35,7 +35,8 @@ RUN python -m venv /opt/permille \
  && /opt/permille/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl
 
 FROM python:3.11-slim AS base
-RUN useradd --system --uid 10001 --create-home --home-dir /var/lib/permille permille
+RUN useradd --system --uid 10001 --create-home --home-dir /var/lib/permille permille \
+ && install -d -m 700 -o permille -g permille /var/lib/permille-private
 ENV PATH=/opt/permille/bin:$PATH PYTHONUNBUFFERED=1 PERMILLE_DATA_DIR=/var/lib/permille
 USER permille
 WORKDIR /var/lib/permille

@@ -1,4 +1,4 @@
-"""Addresses of machines: what only this one reaches."""
+"""Addresses of machines: what only this one reaches, and what a client is counted by."""
 
 import ipaddress
 
@@ -11,3 +11,20 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def address_key(host: str) -> str:
+    """What an address is counted by: itself, or of IPv6 its /64, all of which one client may have."""
+    try:
+        address = ipaddress.ip_address(plain_address(host))
+    except ValueError:
+        return host[:64]
+    if address.version == 4:
+        return str(address)
+    return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+
+
+def plain_address(host: str) -> str:
+    """An IPv4 address as IPv4, though a socket for both families shows it as IPv6; a zone is left out."""
+    bare = host.partition("%")[0]
+    return bare.removeprefix("::ffff:") if bare.startswith("::ffff:") and "." in bare else bare

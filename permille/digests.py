@@ -6,6 +6,7 @@ floats: a number that is not an integer is written as a string by whoever define
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,6 +84,18 @@ def parse_canonical(data: bytes | memoryview, limit: int) -> JSON:
     if expected != raw:
         raise PackageError("json-not-canonical", "expected sorted keys, no spaces and no escapes")
     return value
+
+
+def finite_number(text: str) -> float:
+    """Read a float of foreign JSON: `parse_float` and `parse_constant` of `json.loads`, which takes NaN.
+
+    Raises:
+        ValueError: it is NaN, infinite or too large for a float.
+    """
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"expected finite numbers, got {text:.40}")
+    return number
 
 
 def _unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:

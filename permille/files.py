@@ -4,6 +4,8 @@ import os
 import tempfile
 from pathlib import Path, PurePath
 
+from permille.errors import OperatorError
+
 _MOST_LINKS = 40  # as Linux follows
 
 
@@ -14,6 +16,24 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder of its owner's alone (0700), or make it so where it existed with other modes.
+
+    Raises:
+        OperatorError: it belongs to another user and lets others in.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mode = folder.stat().st_mode & 0o777
+    if mode & 0o077:
+        try:
+            folder.chmod(0o700)
+        except PermissionError as exc:
+            raise OperatorError(
+                f"{folder} lets other users in (mode {mode:04o}) and belongs to another user. Type: "
+                f"chmod 700 {folder}, or name a folder below it"
+            ) from exc
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:

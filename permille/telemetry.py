@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from permille.errors import OperatorError, PermilleError
+from permille.plain_text import printable
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext, Tracer
@@ -229,7 +230,7 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         """As the base class, without control characters."""
-        record.message = record.message.translate(_PLAIN)
+        record.message = printable(record.message.translate(_PLAIN))
         return super().formatMessage(record)
 
 

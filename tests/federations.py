@@ -31,6 +31,7 @@ SMALL = {
     "epsilon": 0.001,
     "target": 3,
     "minimum": 2,
+    "few_devices": True,
     "deadline_s": 3600,
 }
 

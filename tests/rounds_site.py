@@ -36,6 +36,7 @@ SKETCH: dict[str, Any] = {
     "epsilon": None,
     "target": 2,
     "minimum": 1,
+    "few_devices": True,
     "batch_rows": 2,
     "row_tokens": 32,
 }

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from permille.addresses import is_loopback
 from permille.errors import OperatorError, PermilleError
+from permille.plain_text import echo, log_to_stderr
 from permille_keeper.memory import Memory
 from permille_keeper.server import KeeperServer
 
@@ -78,12 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--tls-certificate", type=Path)
     run.add_argument("--tls-key", type=Path)
     asked = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     try:
         if asked.command == "init":
             print(init(asked.home))
         elif asked.command == "log":
-            print("\n".join(Memory(asked.home / _MEMORY).lines()))
+            echo("\n".join(Memory(asked.home / _MEMORY).lines()))
         else:
             tls = (asked.tls_certificate, asked.tls_key) if asked.tls_certificate else None
             with open_server(asked.home, (asked.host, asked.port), tls) as server:

@@ -23,6 +23,7 @@ CREATE TABLE IF NOT EXISTS opened (
     question TEXT NOT NULL REFERENCES answers (question),
     PRIMARY KEY (definition, number, device)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS refusals (at TEXT NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS second_sets (question TEXT PRIMARY KEY, at TEXT NOT NULL, reason TEXT NOT NULL);
 """
 _NOW = "strftime('%Y-%m-%dT%H:%M:%SZ', 'now')"
 _KEPT_REFUSALS = 1000
@@ -80,8 +81,18 @@ class Memory:
         finally:
             connection.close()  # rolls back what was not committed
 
+    def note_second_set(self, question: str, reason: str) -> None:
+        """Keep for good that a second set was asked for: it is what a service that cheats would do."""
+        connection = self._connect()
+        with connection:
+            connection.execute(
+                f"INSERT OR IGNORE INTO second_sets VALUES (?, {_NOW}, ?)",  # noqa: S608 - a constant
+                [question, reason[:1000]],
+            )
+        connection.close()
+
     def note_refusal(self, reason: str) -> None:
-        """Keep why something was refused, the newest thousand."""
+        """Keep why something else was refused to who showed the token, the newest thousand."""
         connection = self._connect()
         with connection:
             connection.execute(f"INSERT INTO refusals VALUES ({_NOW}, ?)", [reason[:1000]])  # noqa: S608
@@ -94,7 +105,8 @@ class Memory:
         """Every answer and every refusal, oldest first, a line each."""
         query = (
             "SELECT answered_at, 'summed ' || devices || ' devices in round ' || number || ' of ' "
-            "|| definition FROM answers UNION ALL SELECT at, 'refused: ' || reason FROM refusals ORDER BY 1"
+            "|| definition FROM answers UNION ALL SELECT at, 'refused: ' || reason FROM second_sets "
+            "UNION ALL SELECT at, 'refused: ' || reason FROM refusals ORDER BY 1"
         )
         connection = self._connect()
         found = [f"{at}  {text}" for at, text in connection.execute(query)]

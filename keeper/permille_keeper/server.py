@@ -1,19 +1,20 @@
 """The keeper over HTTP: `POST /v1/sums` with a question answers its bytes; nothing else is served but health.
 
-Who asks shows a token, before a byte of the body is read. The standard library's server is enough for one
-caller: a connection has its own deadline, a slow one holds one of few threads.
+Who asks shows a token, before a byte of the body is read and before anything is kept of it. The standard
+library's server is enough for one caller; `permille.bounded_server` says who keeps its connection.
 """
 
 import hmac
 import logging
 import ssl
-import threading
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from permille.bounded_server import BoundedServer, Places
+from permille.digests import digest_of
 from permille.errors import PackageError
 from permille.federation.masked import MAX_REQUEST_BYTES
 from permille_keeper.memory import Memory, SecondSetError
@@ -21,13 +22,11 @@ from permille_keeper.sums import answer
 
 PATH: Final = "/v1/sums"
 _DEADLINE_S = 60.0  # between two bytes
-_LONGEST_S = 300.0  # a connection
-_MOST_CONNECTIONS = 32
 
 _log = logging.getLogger(__name__)
 
 
-class KeeperServer(ThreadingHTTPServer):
+class KeeperServer(BoundedServer):
     """Answers questions with a key and a memory, on one address.
 
     Args:
@@ -35,7 +34,7 @@ class KeeperServer(ThreadingHTTPServer):
         tls: certificate and key, or None on loopback.
     """
 
-    daemon_threads = True
+    limits = Places(longest_s=300.0)
 
     def __init__(
         self,
@@ -46,32 +45,8 @@ class KeeperServer(ThreadingHTTPServer):
         memory: Memory,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(address, _Handler)
-        self.key, self.token, self.memory, self.tls = key, token, memory, tls
-        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-
-    def process_request(self, request: object, client_address: object) -> None:
-        """Serve a connection in a thread of its own, or close it where too many are open."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)  # type: ignore[arg-type]
-        else:
-            self.shutdown_request(request)  # type: ignore[arg-type]
-
-    def process_request_thread(self, request: object, client_address: object) -> None:
-        """Shake hands in the connection's thread, so that no caller holds the others up."""
-        deadline = threading.Timer(_LONGEST_S, self.shutdown_request, [request])
-        deadline.daemon = True
-        deadline.start()
-        try:
-            if self.tls is not None:
-                request.settimeout(_DEADLINE_S)  # type: ignore[attr-defined]
-                request = self.tls.wrap_socket(request, server_side=True)  # type: ignore[arg-type]
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
-        except OSError:
-            self.shutdown_request(request)  # type: ignore[arg-type]
-        finally:
-            deadline.cancel()
-            self._places.release()
+        super().__init__(address, _Handler, tls)
+        self.key, self.token, self.memory = key, token, memory
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -89,7 +64,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.NOT_FOUND, b"")
         shown = self.headers.get("authorization", "")
         if not hmac.compare_digest(shown.encode(), f"Bearer {self.server.token}".encode()):
-            return self._refuse(HTTPStatus.UNAUTHORIZED, "expected the token of this keeper")
+            return self._send(HTTPStatus.UNAUTHORIZED, b"expected the token of this keeper")
+        self.server.prove(self.client_address)
         length = self.headers.get("content-length", "")
         if not length.isascii() or not length.isdecimal() or len(length) > 9:
             return self._refuse(HTTPStatus.LENGTH_REQUIRED, "expected content-length")
@@ -101,6 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             found = answer(data, self.server.key, self.server.memory)
         except SecondSetError as exc:
+            self.server.memory.note_second_set(digest_of(data), str(exc))
             return self._refuse(HTTPStatus.CONFLICT, str(exc))
         except PackageError as exc:
             return self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(exc))
@@ -108,7 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         _log.warning("refused with %d: %s", status, reason)
-        self.server.memory.note_refusal(reason)
+        if status is not HTTPStatus.CONFLICT:
+            self.server.memory.note_refusal(reason)
         self.close_connection = True
         self._send(status, reason.encode())
 

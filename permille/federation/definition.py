@@ -8,6 +8,7 @@ import base64
 import json
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -40,6 +41,10 @@ class Rule(StrEnum):
 
     MEAN = "mean"
     TRIMMED = "trimmed"
+
+
+FEW_DEVICES: Final = 10
+"""A sum over fewer devices says much of each: both sides agree to it by a flag of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +86,11 @@ class Definition:
     row_tokens: int = 128
     local_steps: int = 1
     privacy: Privacy | None = None
+
+    @property
+    def exposes_few(self) -> bool:
+        """Say that a sum without noise may be published of fewer devices than hide one of them."""
+        return self.privacy is None and self.minimum < FEW_DEVICES
 
     def __post_init__(self) -> None:
         check_range("steps", self.steps, 1, self.log.total_steps)

@@ -6,17 +6,20 @@ Shapes: K = steps of a round, q = a device's queries, V = K q + 1 integers of a 
 import math
 import secrets
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.errors import InputError
+from permille.errors import InputError, PackageError
 from permille.federation.contribution import Contribution
 from permille.federation.definition import GAIN_NATS, Definition
 from permille.federation.masked import Masked, vector_size
 from permille.federation.rounds import Round, check_together, clipped, divided
 from permille.privacy.discrete_gaussian import RandBelow, draw_noise
 from permille.privacy.masks import signed_sum
+
+_TAIL: Final = 8.0
 
 
 def vector_of(contribution: Contribution) -> NDArray[np.int64]:
@@ -81,11 +84,32 @@ def round_of_sum(definition: Definition, number: int, devices: int, sum_V: NDArr
     """The round that a noised sum makes; every device counts at every step, for who stopped early is hidden.
 
     Raises:
-        PackageError: `round-limit`: a coefficient leaves the range of a log.
+        PackageError: `round-limit`: a coefficient leaves the range of a log, or no such devices and noise
+            make this sum, so that the keeper or a device lies.
     """
+    _check_possible(definition, devices, sum_V)
     weight_K = np.full(definition.steps, devices, dtype=np.int64)
     sum_KJ = sum_V[:-1].reshape(definition.steps, definition.log.queries)
     return divided(definition, number, sum_KJ, weight_K, weight_K)
+
+
+def _check_possible(definition: Definition, devices: int, sum_V: NDArray[np.int64]) -> None:
+    """Refuse a sum that is longer than the clips of its devices and the noise together.
+
+    The noise is within `sigma (sqrt(V) + 8)` but once in 10**13 rounds (concentration of a Gaussian's norm).
+    A lie within that is as small as what noise hides.
+    """
+    if definition.privacy is None or definition.clip is None:
+        raise InputError("expected a federation with privacy")
+    sigma = math.sqrt(definition.privacy.variance(definition.clip))
+    longest = devices * definition.clip + sigma * (math.sqrt(len(sum_V)) + _TAIL)
+    length = float(np.linalg.norm(sum_V.astype(np.float64)))
+    if length > longest:
+        raise PackageError(
+            "round-limit",
+            f"expected a sum of norm {longest:.0f} at most of {devices} devices and noise, got {length:.0f}: "
+            "the keeper or a device lies",
+        )
 
 
 def noised_gains(definition: Definition, devices: int, gain_sum: int) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.digests import canonical_json, digest_of, digest_of_file
+from permille.digests import canonical_json, digest_of, digest_of_file, finite_number
 from permille.errors import InputError
 from permille.files import follow_inside
 from permille.models.descriptions import Family
@@ -217,7 +217,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 def _parse_object(data: bytes, what: str) -> dict[str, Any]:
     try:
-        value = json.loads(data)
+        value = json.loads(data, parse_constant=finite_number, parse_float=finite_number)
     except (ValueError, RecursionError) as exc:
         raise InputError(f"expected JSON in {what}: {exc}") from exc
     if not isinstance(value, dict):

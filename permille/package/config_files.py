@@ -6,10 +6,10 @@ it.
 """
 
 import json
-import math
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
+from permille.digests import finite_number
 from permille.errors import InputError, PackageError
 from permille.models.descriptions import Family
 from permille.models.families import expected_tensors, family_of
@@ -116,7 +116,10 @@ def _object(data: bytes) -> dict[str, Any]:
         raise PackageError("config-malformed", f"expected at most {MAX_CONFIG_BYTES} bytes, got {len(data)}")
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=finite_number,
+            parse_float=finite_number,
         )
     except (ValueError, RecursionError) as exc:
         raise PackageError("config-malformed", f"expected a JSON object: {exc!s:.200}") from exc
@@ -130,12 +133,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("expected every key once")
     return found
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refuse(text)
-
-
-def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"expected finite numbers, got {text}")

@@ -186,6 +186,10 @@ class FederationCreate(Closed):
         WholeNumber,
     ] = 86400
     privacy: PrivacyCreate | None = Field(default=None, description="noise in the sums; wants a clip")
+    few_devices: bool = Field(
+        default=False,
+        description="publish sums without noise over fewer than ten devices, each of which they expose",
+    )
 
 
 class FederationSummary(Closed):
@@ -207,6 +211,7 @@ class FederationOffer(FederationSummary):
     """A federation that a device may join, or is a member of."""
 
     member: bool
+    target: Positive = Field(description="a round closes with so many devices")
 
 
 class Federation(FederationSummary):

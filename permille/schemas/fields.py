@@ -1,7 +1,7 @@
 """The small types that every part of the REST contract is made of.
 
-Integers are bounded (databases hold 64 bits), texts carry no control characters, floats are finite, no model
-accepts a field that it does not know. Numbers are strict: `"5"` is not 5.
+Integers are bounded (databases hold 64 bits), texts carry no control or format characters, floats are finite,
+no model accepts a field that it does not know. Numbers are strict: `"5"` is not 5.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,15 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 ULID_PATTERN = "[0-9a-hjkmnp-tv-z]{26}"
 ID_PATTERN = rf"^[a-z]{{2,8}}_{ULID_PATTERN}$"
 PATH_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}(/[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}){0,19}$"
-TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]+$"
+# Control and format characters (Unicode's Cc and Cf) turn lines around or hide what is there. The category
+# is written out, as ranges: not every reader of the document knows \p{Cf}.
+_FORMAT_CHARACTERS = (
+    r"\u00ad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064"
+    r"\u2066-\u206f\ufeff\ufff9-\ufffb"
+    "\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001"
+    "\U000e0020-\U000e007f"
+)
+TEXT_PATTERN = rf"^[^\x00-\x1f\x7f-\x9f{_FORMAT_CHARACTERS}]+$"
 EXAMPLE_ULID: Final = "01jd3kq8z7m4n5p6r7s8t9v0wx"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Generic, TypeVar, cast
 
-from sqlalchemy import ColumnElement, Select, bindparam, func, or_, select, true, update
+from sqlalchemy import ColumnElement, Select, bindparam, delete, func, or_, select, true, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
@@ -24,7 +24,7 @@ from permille.store.ids import (
     new_operator_token,
 )
 from permille.store.rows import FIRST, Page, Window, fetch_page
-from permille.store.tables import OperatorToken, Tenant
+from permille.store.tables import EndedSession, OperatorToken, Tenant
 
 _OPERATOR = select(
     OperatorToken.id.label("caller_id"),
@@ -37,6 +37,7 @@ _OPERATOR = select(
     or_(OperatorToken.expires_at.is_(None), OperatorToken.expires_at > NOW),
 )
 """The token of a secret (`token_hash`), unless it is unknown, expired or revoked."""
+_ENDED = select(EndedSession.id).where(EndedSession.id == bindparam("session_id"))
 MAX_TOKEN_CHARACTERS = 200
 AskedRow = TypeVar("AskedRow")
 _Rows = Select[*tuple[Any, ...]]
@@ -116,6 +117,19 @@ def revoke_token(session: Session, *, tenant_id: str, token_id: str) -> None:
     """Revoke a token, with effect on the next request. Idempotent. Raises NotFoundError."""
     token = rows.get(session, OperatorToken, tenant_id=tenant_id, row_id=token_id)
     token.revoked_at = token.revoked_at or now(session)
+
+
+def end_session(session: Session, *, tenant_id: str, session_id: str, expires_at: datetime) -> None:
+    """Refuse a session of the page from now on; those that ran out are forgotten. Idempotent."""
+    at = now(session)
+    session.execute(delete(EndedSession).where(EndedSession.expires_at <= at))
+    session.merge(EndedSession(id=session_id, tenant_id=tenant_id, expires_at=expires_at, created_at=at))
+    session.flush()
+
+
+def is_session_ended(database: Database, session_id: str) -> bool:
+    """Say whether somebody signed out of this session."""
+    return database.first(_ENDED, session_id=session_id) is not None
 
 
 class Asked(Generic[AskedRow]):

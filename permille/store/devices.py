@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sqlalchemy import CursorResult, bindparam, delete, func, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.store import rows
 from permille.store.database import NOW, moment, now
-from permille.store.errors import NotFoundError
 from permille.store.ids import Prefix, hash_secret, new_code, new_device_token, new_id
 from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
 
@@ -96,6 +96,12 @@ def is_active(session: Session, *, device_id: str) -> bool:
     return _active(session, device_id) is not None
 
 
+def public_key(session: Session, *, device_id: str) -> str | None:
+    """Return the key of a device that may come in, None of any other."""
+    device = _active(session, device_id)
+    return None if device is None else device.public_key
+
+
 def enrol(session: Session, *, code: str, public_key: str, name: str, agent_version: str) -> Enrolment:
     """Use an invitation: make a device, or return the one that has this key.
 
@@ -145,12 +151,13 @@ def revoke(session: Session, *, tenant_id: str, device_id: str) -> Device:
 def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
     """The device leaves by its own wish; a new invitation lets it come back. Raises NotFoundError.
 
-    Its tokens and nonces are removed: they would be good again once it is back.
+    Its tokens are removed and its nonces void: they would be good again once it is back.
     """
     device = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
-    device.unenrolled_at = device.unenrolled_at or now(session)
-    for table in (DeviceNonce, DeviceToken):
-        session.execute(delete(table).where(table.device_id == device.id))
+    at = now(session)
+    device.unenrolled_at = device.unenrolled_at or at
+    session.execute(delete(DeviceToken).where(DeviceToken.device_id == device.id))
+    session.merge(_used_nonce(device, _leaving(device.id), at))
     return device
 
 
@@ -173,52 +180,27 @@ def count_told(session: Session, *, tenant_id: str, release: str, version: int) 
     return session.scalar(query) or 0
 
 
-def create_nonce(session: Session, *, device_id: str) -> tuple[str, datetime]:
-    """Make a nonce for a device to sign; return it and when it expires.
+def use_nonce(session: Session, *, device_id: str, nonce: str, issued_at: datetime) -> Device | None:
+    """Use up a nonce that a device has signed, and return the device.
 
-    Raises:
-        NotFoundError: no such device, or one that is revoked or unenrolled.
+    Nonces are kept once they are used, not when they are given: whoever knows a device's id may ask for one.
+
+    Returns:
+        None where the nonce was used before or is older than five minutes or than the device's leaving, or
+        where the device may not come in.
     """
-    device = _active(session, device_id)
-    if device is None:
-        raise NotFoundError(f"no device {device_id!r}")
-    nonce, at = new_code(), now(session)
-    session.add(
-        DeviceNonce(
-            nonce_hash=hash_secret(nonce),
-            tenant_id=device.tenant_id,
-            device_id=device.id,
-            expires_at=at + NONCE_LIFE,
-            created_at=at,
-        )
-    )
-    session.flush()
-    return nonce, at + NONCE_LIFE
-
-
-def has_nonce(session: Session, *, device_id: str, nonce: str) -> bool:
-    """Whether the device was given this nonce, whatever it is still good for."""
-    query = select(DeviceNonce.device_id).where(DeviceNonce.nonce_hash == hash_secret(nonce))
-    return session.scalar(query) == device_id
-
-
-def use_nonce(session: Session, *, device_id: str, nonce: str) -> Device | None:
-    """Use up a nonce; return the device whose key must have signed it.
-
-    None when the nonce is unknown, another device's, used or expired, or the device may not come in.
-    """
-    at = now(session)
-    used = session.execute(
-        update(DeviceNonce)
-        .where(
-            DeviceNonce.nonce_hash == hash_secret(nonce),
-            DeviceNonce.device_id == device_id,
-            DeviceNonce.used_at.is_(None),
-            DeviceNonce.expires_at > at,
-        )
-        .values(used_at=at)
-    )
-    return _active(session, device_id) if _changed_one(used) else None
+    at, device = now(session), _active(session, device_id)
+    left = session.get(DeviceNonce, _leaving(device_id))
+    stale = left is not None and left.used_at is not None and left.used_at >= issued_at
+    if device is None or stale or not issued_at <= at < issued_at + NONCE_LIFE:
+        return None
+    try:
+        with session.begin_nested():
+            session.add(_used_nonce(device, hash_secret(nonce), at))
+            session.flush()
+    except IntegrityError:
+        return None
+    return device
 
 
 def issue_token(session: Session, *, device: Device) -> tuple[str, datetime]:
@@ -243,6 +225,23 @@ def purge_expired(session: Session) -> None:
     for table in (DeviceNonce, DeviceToken):
         for row in session.scalars(select(table).where(table.expires_at <= at).limit(1000)):
             session.delete(row)
+
+
+def _used_nonce(device: Device, nonce_hash: str, at: datetime) -> DeviceNonce:
+    """Remember a nonce for as long as it could be shown again."""
+    return DeviceNonce(
+        nonce_hash=nonce_hash,
+        tenant_id=device.tenant_id,
+        device_id=device.id,
+        used_at=at,
+        created_at=at,
+        expires_at=at + NONCE_LIFE,
+    )
+
+
+def _leaving(device_id: str) -> str:
+    """Name the row that says when a device left: nonces from before are void once it is back."""
+    return hash_secret(f"left {device_id}")
 
 
 def _active(session: Session, device_id: str) -> Device | None:

@@ -106,6 +106,14 @@ class OperatorToken(Named):
     revoked_at: Mapped[datetime | None]
 
 
+class EndedSession(_Owned, Base):
+    """A session of the page that its operator ended before it ran out; the cookie itself has all the rest."""
+
+    __tablename__ = "ended_sessions"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    expires_at: Mapped[datetime]
+
+
 class TrustMetadata(Base):
     """One file of a tenant's TUF repository, under the name by which clients fetch it. No private key is in
     the database.
@@ -354,7 +362,7 @@ class Device(Named):
 
 
 class DeviceNonce(_Owned, Base):
-    """A nonce that a device must sign once to get an access token."""
+    """A nonce that a device has signed to get an access token, so that it is good once."""
 
     __tablename__ = "device_nonces"
     nonce_hash: Mapped[str] = mapped_column(primary_key=True)

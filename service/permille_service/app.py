@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 import permille
+from permille.files import make_private
 from permille.schemas.kinds import WORK
 from permille.schemas.problems import Problem
 from permille.store.blobs.folder import open_blobs
@@ -117,7 +118,11 @@ def create_app(settings: Settings) -> FastAPI:
 
 def _opened(settings: Settings) -> Service:
     """Make the folders, bring the database up to date, read or make the sealing key."""
-    settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(settings.data_dir)
+    if settings.private_dir is not None:
+        make_private(settings.private_dir)
+    if settings.blob_bucket is None:  # nginx may read the blobs' folder, but not what devices share
+        make_private(settings.blob_root / "uploads")
     for folder in (settings.blob_root, settings.model_root, settings.corpus_root):
         folder.mkdir(parents=True, exist_ok=True)
     broker = settings.broker_url

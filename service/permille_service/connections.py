@@ -33,8 +33,8 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from permille.addresses import address_key, plain_address
 from permille.schemas.problems import ProblemType
-from permille_service.limits import address_key, plain_address
 from permille_service.problems import problem_response
 from permille_service.settings import Settings
 

@@ -30,6 +30,8 @@ CONSOLE_POLICY: Final = (
 )
 _HEADERS: Final = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
 _PRIVATE_HEADERS: Final = (*_HEADERS, (b"cache-control", b"no-store"))
+_HSTS: Final = (b"strict-transport-security", b"max-age=63072000")
+"""Where this process has the certificate; a proxy in front says it for itself."""
 _LOG_PATH = re.compile(r"/v1/runs/[^/]+/log", re.ASCII)
 
 
@@ -48,7 +50,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        guarded_send = _with_security_headers(send, private=scope["path"].startswith("/v1/"))
+        wanted = _PRIVATE_HEADERS if scope["path"].startswith("/v1/") else _HEADERS
+        if scope["scheme"] == "https" and self._settings.tls_certificate is not None:
+            wanted = (*wanted, _HSTS)
+        guarded_send = _with_security_headers(send, wanted)
         headers = Headers(scope=scope)
         limit = self._body_limit(scope)
         refusal = self._refusal(scope["path"], headers, limit)
@@ -103,12 +108,11 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host.lower()
 
 
-def _with_security_headers(send: Send, *, private: bool) -> Send:
+def _with_security_headers(send: Send, wanted: tuple[tuple[bytes, bytes], ...]) -> Send:
     async def guarded(message: Message) -> None:
         if message["type"] == "http.response.start":
             said = {name.lower() for name, _ in message["headers"]}
             # Only blobs and reports say otherwise than `no-store`.
-            wanted = _PRIVATE_HEADERS if private else _HEADERS
             message["headers"] = [*message["headers"], *(pair for pair in wanted if pair[0] not in said)]
         await send(message)
 

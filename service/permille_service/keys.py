@@ -1,5 +1,6 @@
 """Private keys: made at the first start, kept below the data folder, readable by their owner alone."""
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from securesystemslib.signer import CryptoSigner, Signer
 from permille.errors import OperatorError
 from permille.files import write_atomic
 
+logger = logging.getLogger(__name__)
 KEY_BYTES = 32
 NONCE_BYTES = 12
 
@@ -102,12 +104,26 @@ def _load_or_make(path: Path, make: Callable[[], bytes]) -> bytes:
 
 def _read_private(path: Path) -> bytes:
     mode = path.stat().st_mode & 0o777
-    if mode & 0o077:
+    if mode & 0o007:
         raise OperatorError(f"expected {path} to be readable by its owner alone (0600), got {mode:04o}")
+    if mode & 0o070:
+        _take_from_group(path, mode)
     data = path.read_bytes()
     if len(data) != KEY_BYTES:
         raise OperatorError(f"expected {KEY_BYTES} bytes in {path}, got {len(data)}")
     return data
+
+
+def _take_from_group(path: Path, mode: int) -> None:
+    """Make a key its owner's alone: Kubernetes' `fsGroup` gives all files of a volume to a group."""
+    try:
+        path.chmod(0o600)
+    except OSError as exc:
+        raise OperatorError(
+            f"{path} can be read by its group ({mode:04o}) and belongs to another user. "
+            f"Keep keys on a volume that the API's user may change (PERMILLE_PRIVATE_DIR)."
+        ) from exc
+    logger.warning("%s could be read by its group (%04o): it is 0600 now", path, mode)
 
 
 def _write_first(path: Path, data: bytes) -> None:

@@ -4,7 +4,6 @@ Both are in memory: a process forgets at restart, and several processes count ea
 guessing and keep one caller from taking all; they are no quota.
 """
 
-import ipaddress
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -79,20 +78,3 @@ class Slots:
             self._held[key] -= 1
             if self._held[key] == 0:
                 del self._held[key]
-
-
-def address_key(host: str) -> str:
-    """What an address is counted by: itself, or of IPv6 its /64, all of which one client may have."""
-    try:
-        address = ipaddress.ip_address(plain_address(host))
-    except ValueError:
-        return host[:64]
-    if address.version == 4:
-        return str(address)
-    return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
-
-
-def plain_address(host: str) -> str:
-    """An IPv4 address as IPv4, though a socket for both families shows it as IPv6; a zone is left out."""
-    bare = host.partition("%")[0]
-    return bare.removeprefix("::ffff:") if bare.startswith("::ffff:") and "." in bare else bare

@@ -34,6 +34,11 @@ class Settings(StoreSettings):
     data_dir: Path = Field(
         description="folder of the token, the keys, and of whatever is not named elsewhere"
     )
+    private_dir: Path | None = Field(
+        default=None,
+        description="folder of `keys/` and `operator.token`, where workers have the data folder but must not "
+        "see these; none: the data folder",
+    )
     host: str = Field(default="127.0.0.1", description="address to bind, also `permille up --host`")
     port: int = Field(
         default=8321, ge=0, le=65_535, description="0: any free port; also `permille up --port`"
@@ -50,8 +55,8 @@ class Settings(StoreSettings):
     sign_ins_per_minute: int = Field(
         default=60,
         ge=1,
-        description="of one device, of one invitation, and unknown invitations of one address; a device's "
-        "questions for a round, and its refused contributions; by process",
+        description="of one device with its signature, of one invitation, and unknown invitations of one "
+        "address; a device's questions for a round, and its refused contributions; by process",
     )
     trusted_proxies: tuple[str, ...] = Field(
         default=(), description="JSON list of addresses and networks whose `X-Forwarded-For` is believed"
@@ -150,12 +155,12 @@ class Settings(StoreSettings):
     @property
     def token_path(self) -> Path:
         """Where the first operator token is written, mode 0600."""
-        return self.data_dir / "operator.token"
+        return (self.private_dir or self.data_dir) / "operator.token"
 
     @property
     def keys_dir(self) -> Path:
         """Folder of the private keys, mode 0700."""
-        return self.data_dir / "keys"
+        return (self.private_dir or self.data_dir) / "keys"
 
 
 def load(**overrides: Any) -> Settings:

@@ -11,11 +11,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 import yaml
 
@@ -23,7 +24,8 @@ from permille.store.database import make_engine
 from permille_service.settings import Settings
 from permille_workers.runtime.settings import WorkerSettings
 from tests.api_service import Api, running_api
-from tests.running_service import environment
+from tests.ports import free_port
+from tests.running_service import UP, environment
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SECRETS = {
@@ -158,6 +160,70 @@ def test_prometheus_reads_its_files_and_the_alerts_fire(tmp_path: Path) -> None:
     (tmp_path / "metrics_token").write_text("token")
     run("promtool", "check", "config", str(tmp_path / "prometheus.yml"))
     assert "SUCCESS" in run("promtool", "test", "rules", str(tmp_path / "alerts_test.yml"))
+
+
+@pytest.mark.attack(16, "Prometheus' token is wrong, or /metrics is asked for from outside")
+def test_prometheus_scrapes_the_api_as_compose_starts_it(tmp_path: Path) -> None:
+    """Prometheus itself, by our configuration, beside an API with the arguments and settings of compose."""
+    told = run("docker-compose", "-f", str(DEPLOY / "compose/compose.yaml"), "config", **SECRETS)
+    services = yaml.safe_load(told)["services"]
+    for name in ("nginx", "prometheus"):  # on loopback, beside the API
+        assert services[name]["network_mode"] == "service:api"
+    port, own = free_port(), free_port()
+    settings = {name: value for name, value in services["api"]["environment"].items() if value}
+    settings |= {
+        "PERMILLE_PRIVATE_DIR": str(tmp_path / "private"),
+        "PERMILLE_DATABASE_URL": f"sqlite:///{tmp_path}/permille.db",
+        "PERMILLE_PORT": str(port),
+    }
+    arguments = [
+        argument.replace("/var/lib/permille", str(tmp_path / "data"))
+        for argument in services["api"]["command"]
+    ]
+    configured = (DEPLOY / "prometheus/prometheus.yml").read_text()
+    assert "127.0.0.1:8321" in configured
+    short = configured.replace("127.0.0.1:8321", f"127.0.0.1:{port}").replace("interval: 15s", "interval: 1s")
+    (tmp_path / "prometheus.yml").write_text(short)
+    shutil.copy(DEPLOY / "prometheus/alerts.yml", tmp_path)
+    (tmp_path / "metrics_token").write_text("guess")
+    prometheus = [
+        "prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/rows",
+        f"--web.listen-address=127.0.0.1:{own}", "--log.level=error",
+    ]  # fmt: skip
+    with (
+        process([*UP[:3], *arguments], env=environment(**settings)),
+        process(prometheus, cwd=tmp_path),
+        httpx.Client(base_url=f"http://127.0.0.1:{own}", trust_env=False) as client,
+    ):
+        assert "401" in scraped(client, "down")["lastError"]
+        (tmp_path / "metrics_token").write_text(SECRETS["METRICS_TOKEN"])
+        assert scraped(client, "up")["lastError"] == ""
+        query = {"query": "permille_queue_age_longest_seconds"}
+        found = client.get("/api/v1/query", params=query).json()["data"]["result"]
+        assert [one["value"][1] for one in found] == ["0"]
+
+
+def scraped(client: httpx.Client, health: str) -> dict[str, Any]:
+    """The API's target once Prometheus says this of it."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        time.sleep(0.2)
+        with suppress(httpx.TransportError, KeyError):
+            targets = client.get("/api/v1/targets").json()["data"]["activeTargets"]
+            for target in targets:
+                if target["labels"]["job"] == "permille-api" and target["health"] == health:
+                    return dict(target)
+    raise AssertionError(f"expected a target that is {health}, got {targets}")
+
+
+@contextmanager
+def process(command: list[str], **options: Any) -> Iterator[None]:
+    with subprocess.Popen(command, **options) as running:
+        try:
+            yield
+        finally:
+            running.terminate()
+            running.wait(60)
 
 
 def test_kubernetes_takes_the_manifests() -> None:

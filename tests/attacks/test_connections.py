@@ -2,6 +2,7 @@
 house. Health answers under each, and the caller is told where it can be.
 """
 
+import os
 import resource
 import select
 import socket
@@ -298,7 +299,9 @@ def _drip(sockets: list[socket.socket]) -> None:
 
 
 def _files(folder: Path) -> set[Path]:
-    return {path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("permille.db")}
+    # Not rglob, which fails where a folder goes while it is read: os.walk passes over that.
+    found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
+    return {path for path in found if not path.name.startswith("permille.db")}
 
 
 def wait_until(true: Callable[[], bool]) -> None:

@@ -77,6 +77,20 @@ def test_the_token_is_in_no_address_no_page_and_no_scripts_reach(api: Api) -> No
     assert 'permille_session=""' in out.headers["set-cookie"]
 
 
+@pytest.mark.attack(14, "a copy of the cookie is used after its operator has signed out")
+def test_signing_out_ends_the_session_wherever_its_cookie_is(api: Api) -> None:
+    client, _ = signed_in(api)
+    other, _ = signed_in(api)
+    copied = {"Cookie": f"{COOKIE}={client.cookies[COOKIE]}"}
+    assert browser(api).get("/ui/jobs", headers=copied).status_code == 200
+    assert client.post("/ui/sign-out", headers=OWN).status_code == 303
+    for path in ("/ui/jobs", "/ui/fleet", "/ui/masks"):
+        assert browser(api).get(path, headers=copied).status_code == 303, path
+    for _ in range(2):
+        assert browser(api).post("/ui/sign-out", headers=OWN | copied).status_code == 303
+    assert other.get("/ui/jobs").status_code == 200, "a session of its own goes on"
+
+
 @pytest.mark.attack(14, "another site's page cancels a job, signs a browser in or out")
 @pytest.mark.parametrize(
     "headers",

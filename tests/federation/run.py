@@ -376,6 +376,7 @@ def make_run(site: Site, options: argparse.Namespace) -> Run:
         "epsilon": 0.001,
         "target": max(2, options.devices // 2),
         "minimum": 2,
+        "few_devices": True,
         "deadline_s": options.deadline_s,
         "batch_rows": 2,
         "row_tokens": 32,

@@ -207,7 +207,7 @@ def test_a_round_sends_integers_and_no_text(tmp_path: Path) -> None:
             device.run("enroll", service.url, invited["invitation"]),
             device.run("pull"),
             device.run("data", "add", data),
-            device.run("federations", "join", "readers", "--yes"),
+            device.run("federations", "join", "readers", "--yes", "--few-devices"),
             device.run("--log-level", "debug", "federations", "run"),
         ]
         assert [each.code for each in ended] == [0] * 5, ended[-1].errors

@@ -61,7 +61,7 @@ def test_two_devices_join_train_and_follow_to_one_state(site: Site, agents: list
     for agent in agents:
         offered = agent.command("federations", "list")["federations"]
         assert [(offer["name"], offer["member"]) for offer in offered] == [("readers", False)]
-        joined = agent.command("federations", "join", "readers", "--yes")
+        joined = agent.command("federations", "join", "readers", "--yes", "--few-devices")
         assert "129 integers" in joined["leaves_each_round"]
     for number in range(3):
         assert [agent.take_part() for agent in agents] == [TookPart(invited=1, trained=1, sent=1)] * 2
@@ -336,6 +336,14 @@ def test_a_federation_that_was_left_is_no_start(site: Site, agents: list[Agent])
         train(agents[0], start=Start.POOLED)
 
 
+@pytest.mark.attack(13, "an operator's federation publishes the sum of one device, and its owner is not told")
+def test_nobody_joins_sums_over_few_devices_unawares(site: Site, agents: list[Agent]) -> None:
+    join = ("federations", "join", "readers", "--yes")
+    assert agents[0].command(*join, code=3) is None
+    assert not agents[0].home.federations.exists()
+    assert "it is then what this device sent" in agents[0].command(*join, "--few-devices")["warning"]
+
+
 def test_joining_shows_what_leaves_and_asks(service: Service, site: Site, agents: list[Agent]) -> None:
     agent = agents[0]
     asked = subprocess.run(
@@ -357,7 +365,8 @@ def test_joining_shows_what_leaves_and_asks(service: Service, site: Site, agents
     )
     assert asked.returncode == 130
     shown = " ".join(asked.stdout.split())
-    for said in ("129 integers: 2 steps of 64", "never text", "the service sees", "no noise is added"):
+    told = ("at least 1, or nothing is published; 2 are wanted", "it is then what this device sent")
+    for said in ("129 integers: 2 steps of 64", "never text", "the service sees", "no noise is added", *told):
         assert said in shown
     assert "Let this leave" in asked.stderr
     assert not agent.home.federations.exists()

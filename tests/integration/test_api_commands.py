@@ -193,6 +193,9 @@ def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
     package = packed(up)
     up.answer("releases", "publish", "rounds", "--package", package.digest, "--alias", "stable")
     options = ("--release", "rounds", "--rounds", "5", "--target", "3", "--minimum", "2", "--queries", "16")
+    refused = up.permille("federations", "create", "readers", *options)
+    assert (refused.returncode, "--few-devices" in refused.stderr) == (3, True)
+    options = (*options, "--few-devices")
     made = up.answer("federations", "create", "readers", *options)
     assert (made["state"], made["rounds"], made["minimum"]) == ("draft", 5, 2)
     assert up.answer("federations", "start", "readers")["state"] == "running"

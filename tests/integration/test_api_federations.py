@@ -145,6 +145,19 @@ def test_what_cannot_work_is_refused(api: Api, changes: dict[str, Any], problem:
     assert (answer.status_code, slug(answer)) == (problem.status, problem.value), answer.text
 
 
+@pytest.mark.attack(13, "an operator defines a federation whose sums expose single devices, by mistake")
+def test_sums_over_few_devices_need_a_flag_of_their_own(api: Api) -> None:
+    api.publish(api.package())
+    asked = SMALL | {"target": 20, "few_devices": False}
+    for minimum in (1, 2, 9):
+        answer = api.post("/v1/federations", asked | {"minimum": minimum})
+        assert (answer.status_code, slug(answer)) == (409, "conflict")
+        assert "--few-devices" in answer.json()["detail"]
+    assert api.post("/v1/federations", asked | {"minimum": 10}).status_code == 201
+    few = asked | {"name": "few", "minimum": 9, "few_devices": True}
+    assert api.post("/v1/federations", few).status_code == 201
+
+
 def test_a_yanked_release_gets_no_federation(api: Api) -> None:
     api.publish(api.package())
     api.post("/v1/releases/tiny/versions/1/yank", {"reason": "wrong"})

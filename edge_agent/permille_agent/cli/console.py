@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
+from permille.plain_console import PlainConsole
+from permille.plain_text import echo
 from permille_agent.state.home import Home, open_home
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -74,8 +76,8 @@ def home_of(context: typer.Context) -> Home:
 
 def output_console() -> Console:
     """Open where text goes. What is no terminal has no edge: digests and paths must not be cut in two."""
-    console = Console()
-    return console if console.is_terminal else Console(width=UNWRAPPED)
+    console = PlainConsole()
+    return console if console.is_terminal else PlainConsole(width=UNWRAPPED)
 
 
 def show(
@@ -88,7 +90,7 @@ def show(
     """Print `document`: as JSON, or by `render`, or as a table of two columns; `then` is what usually comes
     next."""
     if as_json:
-        typer.echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False, default=str))
+        echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False, default=str))
         return
     console = output_console()
     if render is not None:
@@ -121,13 +123,13 @@ def show_error(error: PermilleError, *, as_json: bool) -> None:
     code = exit_code_of(error)
     if as_json:
         document = {"error": {"kind": code.name.lower(), "message": str(error), "exit_code": int(code)}}
-        typer.echo(json.dumps(document, indent=2), err=True)
+        echo(json.dumps(document, indent=2), err=True)
     else:
         kind = "you must act" if code is ExitCode.OPERATOR else code.name.lower().replace("_", " ")
-        Console(stderr=True).print(f"[red]error[/red] ({kind}):", end=" ")
-        typer.echo(str(error), err=True)
+        PlainConsole(stderr=True).print(f"[red]error[/red] ({kind}):", end=" ")
+        echo(str(error), err=True)
         if isinstance(error, PackageError) and _is_damage(error):
-            typer.echo("`permille-agent verify --repair` finds and mends what the disk damaged", err=True)
+            echo("`permille-agent verify --repair` finds and mends what the disk damaged", err=True)
 
 
 def _is_damage(error: PackageError) -> bool:

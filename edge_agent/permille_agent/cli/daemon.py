@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from permille.plain_text import echo
 from permille_agent.cli.console import EngineOption, JsonOption, home_of, show
 from permille_agent.training.engines import AUTO
 
@@ -87,7 +88,7 @@ def install_service(
         sys.platform, user_home=Path.home(), agent_home=home.root, command=agent_command(home.root)
     )
     if print_only:
-        typer.echo(file.text, nl=False)
+        echo(file.text, nl=False)
         return
     write_file(file)
     show({"written": str(file.path), "enable": file.enable, "disable": file.disable}, as_json=as_json)

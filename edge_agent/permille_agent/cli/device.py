@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from permille.plain_text import echo
 from permille_agent.cli.console import ExitCode, JsonOption, home_of, show
 
 if TYPE_CHECKING:
@@ -201,5 +202,5 @@ def _delete_uploaded(context: typer.Context, wanted: int) -> int:
         with api.connection:
             deliver(home, api)
     except PermilleError as exc:
-        typer.echo(f"uploaded logs are deleted when the service can be reached: {exc}", err=True)
+        echo(f"uploaded logs are deleted when the service can be reached: {exc}", err=True)
     return sum(report.waits for report in read_reports(home))

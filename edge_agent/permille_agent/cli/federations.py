@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from permille.plain_text import echo
 from permille_agent.cli.console import EngineOption, ExitCode, JsonOption, home_of, show
 from permille_agent.cli.device import agrees
 from permille_agent.training.engines import AUTO, EngineChoice
@@ -78,6 +79,9 @@ def join(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="The federation, as `federations list` names it.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    few_devices: Annotated[
+        bool, typer.Option(help="With --yes: accept sums without noise over fewer than ten devices.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Take part in a federation: shows what leaves this device in each round, and asks.
@@ -107,7 +111,12 @@ def join(
                 f"expected the package {definition.log.package_digest} to be installed, as the federation "
                 "needs: `permille-agent pull`"
             )
-        leaves = what_leaves(definition)
+        if definition.exposes_few and yes and not few_devices:
+            raise InputError(
+                f"A sum of {offer.name} may be of {definition.minimum} devices and has no noise: it exposes "
+                "each of them. Add --few-devices to accept that."
+            )
+        leaves = what_leaves(definition, offer.target)
         if not yes:
             show({"federation": offer.name, **leaves}, as_json=False)
             if not agrees(f"Let this leave {home.root} in each round of {offer.name}?"):
@@ -184,8 +193,12 @@ def run(
     show({"invited": took.invited, "trained": took.trained, "sent": took.sent}, as_json=as_json)
 
 
-def what_leaves(definition: Definition) -> dict[str, object]:
-    """Say what leaves the device in a round, to whom, and what is promised about it."""
+def what_leaves(definition: Definition, target: int) -> dict[str, object]:
+    """Say what leaves the device in a round, to whom, and what is promised about it.
+
+    Args:
+        target: devices with which a round closes, as the service says; the minimum is signed.
+    """
     integers = definition.steps * definition.queries + 1
     document: dict[str, object] = {
         "leaves_each_round": f"{integers} integers: {definition.steps} steps of {definition.queries}, and "
@@ -193,7 +206,12 @@ def what_leaves(definition: Definition) -> dict[str, object]:
         "bytes_each_round": f"at most {_CONTRIBUTION_BYTES + _INTEGER_BYTES * integers}",
         "rounds": f"at most {definition.rounds}",
         "trains_on": "your text but what selects and judges your own model",
+        "devices_each_round": f"at least {definition.minimum}, or nothing is published; {target} are wanted",
     }
+    if definition.exposes_few:
+        document["warning"] = f"a sum may be of {definition.minimum} devices: " + (
+            "it is then what this device sent" if definition.minimum == 1 else "it exposes each of them"
+        )
     privacy = definition.privacy
     if privacy is None:
         return document | {
@@ -243,6 +261,6 @@ def tell_service(home: Home) -> bool:
         with api.connection, hold_rounds_lock(home, wait_s=2.0):
             exchange(home, api, now=datetime.now(UTC), has_text=bool(read_references(home)))
     except PermilleError as exc:
-        typer.echo(f"the service is told when it can be reached: {exc}", err=True)
+        echo(f"the service is told when it can be reached: {exc}", err=True)
         return False
     return True

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from permille.plain_text import echo
 from permille_agent.cli.console import EngineOption, JsonOption, home_of, show
 from permille_agent.training.engines import AUTO, EngineChoice
 
@@ -142,10 +143,10 @@ def generate(
         if as_json:
             text = "".join(pieces)
         else:
-            typer.echo("" if as_chat else prompt, nl=False)
+            echo("" if as_chat else prompt, nl=False)
             for piece in pieces:
-                typer.echo(piece, nl=False)
-            typer.echo()
+                echo(piece, nl=False)
+            echo()
             return
     document = {
         "model": variant.value,
@@ -185,7 +186,7 @@ def chat(
     with _open_model(context, threads, engine) as model:
         model.tokenizer.require_chat()
         variant = _variant(model, base)
-        typer.echo(f"{variant.value} model; /reset, /exit", err=True)
+        echo(f"{variant.value} model; /reset, /exit", err=True)
         while (line := _read_line()) is not None:
             if line == "/reset":
                 messages = list(beginning)
@@ -197,14 +198,14 @@ def chat(
             try:
                 _, pieces = model.reply(messages, variant, sampling)
             except InputError as exc:
-                typer.echo(f"not sent: {exc}", err=True)
+                echo(f"not sent: {exc}", err=True)
                 messages.pop()
                 continue
             answer = ""
             for piece in pieces:
-                typer.echo(piece, nl=False)
+                echo(piece, nl=False)
                 answer += piece
-            typer.echo()
+            echo()
             messages.append(("assistant", answer))
 
 
@@ -238,7 +239,7 @@ def serve(
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            typer.echo("stopped", err=True)
+            echo("stopped", err=True)
         finally:
             server.server_close()
 

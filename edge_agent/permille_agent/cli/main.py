@@ -13,8 +13,10 @@ import typer
 
 from permille import __version__
 from permille.errors import PermilleError
+from permille.plain_text import echo, log_to_stderr
 from permille_agent.cli import daemon, device, federations, local, service, train
 from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of, show_error
+from permille_agent.state.home import telling_disk
 
 HOME_VARIABLE = "PERMILLE_AGENT_HOME"
 
@@ -40,7 +42,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"permille-agent {__version__}")
+        echo(f"permille-agent {__version__}")
         raise typer.Exit
 
 
@@ -57,7 +59,7 @@ def _settings(
 ) -> None:
     if home is None:
         home = platformdirs.user_data_path("permille-agent", appauthor=False)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.WARNING, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("permille").setLevel(log_level.upper())
     context.obj = home.expanduser().absolute()
 
@@ -83,7 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; the return value is the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        app(args=arguments, prog_name="permille-agent")
+        with telling_disk():
+            app(args=arguments, prog_name="permille-agent")
     except PermilleError as exc:
         show_error(exc, as_json="--json" in arguments)
         return int(exit_code_of(exc))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from permille.plain_console import PlainConsole
 from permille_agent.cli.console import ExitCode, JsonOption, home_of, show
 
 if TYPE_CHECKING:
@@ -268,9 +269,8 @@ def _pull(home: Home, *, quiet: bool) -> Pulled:
 
 
 def _progress(quiet: bool) -> Progress:
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from permille.plain_console import PlainConsole
 from permille_agent.cli.console import EngineOption, ExitCode, JsonOption, home_of, show
 from permille_agent.training.engines import AUTO, EngineChoice
 
@@ -156,7 +157,7 @@ def train(
         keep_general=keep_general,
     )
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
-    told = LiveProgress(home, None if as_json else Console(stderr=True))
+    told = LiveProgress(home, None if as_json else PlainConsole(stderr=True))
     result, log = _train(home, paths or (), options, chosen, told, share_log=share_log)
     active = active_model(home)
     in_use = active is not None and active.run == result.run

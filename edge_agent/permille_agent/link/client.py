@@ -33,6 +33,7 @@ import httpx
 from permille import __version__
 from permille.addresses import is_loopback
 from permille.errors import InputError, OperatorError, RetryableError
+from permille.plain_text import printable
 from permille_agent.link.transport import LimitedTransport
 
 JSON_LIMIT_BYTES = 1 << 20
@@ -325,9 +326,7 @@ def _read_problem(data: bytes) -> tuple[str, str]:
     try:
         document = json.loads(data)
         detail = str(document["detail"])[:500]
-        # It ends on a terminal, which obeys control characters.
-        printable = "".join(letter if letter.isprintable() else "?" for letter in detail)
-        return str(document["type"]).rsplit("/", 1)[-1], printable
+        return str(document["type"]).rsplit("/", 1)[-1], printable(detail)
     except (ValueError, TypeError, KeyError, RecursionError):
         return "", ""
 

@@ -3,7 +3,7 @@
 It is for programs of the same user on the same machine, and for nobody else: it binds loopback only, wants a
 token that only the user can read, answers only requests whose `Host` is loopback (a page in a browser that
 re-binds a name does not get through), sets no CORS headers, and bounds bodies, waiting and the number of
-requests at a time.
+requests and connections at a time.
 """
 
 import json
@@ -12,12 +12,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from permille.bounded_server import BoundedServer, Places
 from permille.errors import InputError, OperatorError, PermilleError
 from permille.files import write_atomic
 from permille_agent.local.model import Generated, LocalModel, Variant
@@ -26,14 +27,15 @@ from permille_agent.state.home import Home
 
 MAX_BODY_BYTES = 1 << 20
 MAX_REQUESTS = 8
+MAX_CONNECTIONS = 64
 SOCKET_TIMEOUT_S = 30.0
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
-class LocalServer(ThreadingHTTPServer):
+class LocalServer(BoundedServer):
     """The server; `serve_forever` runs it, `shutdown` ends it."""
 
-    daemon_threads = True
+    limits = Places(most=MAX_CONNECTIONS, of_one=MAX_CONNECTIONS)
 
     def __init__(self, address: tuple[str, int], model: LocalModel, token: str) -> None:
         """Bind a loopback address.
@@ -130,6 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         right = secrets.compare_digest(token.strip().encode(), self.server.token.encode())
         if scheme.lower() != "bearer" or not right:
             raise _RequestError(HTTPStatus.UNAUTHORIZED, "expected the token of `permille-agent serve`")
+        self.server.prove(self.client_address)
 
     def _get(self) -> None:
         if self.path != "/v1/models":

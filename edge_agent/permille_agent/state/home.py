@@ -8,7 +8,8 @@ Beside the record's fields it holds their checksum, so a flipped bit is told, wi
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -95,6 +96,22 @@ def open_home(root: Path) -> Home:
     except OSError as exc:
         raise OperatorError(f"expected a folder that can be written at {root}: {exc}") from exc
     return home
+
+
+@contextmanager
+def telling_disk() -> Iterator[None]:
+    """Tell what a disk refuses (it is full, or read-only) as a matter for a person.
+
+    Raises:
+        OperatorError: in place of OSError.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise OperatorError(
+            f"The disk refused a file: {exc}. Free some space or make the folder writable, then start again: "
+            "what was done so far is kept."
+        ) from exc
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:

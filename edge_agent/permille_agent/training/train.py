@@ -19,7 +19,7 @@ from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from permille.training.reference import Reference
-from permille_agent.state.home import Home
+from permille_agent.state.home import Home, telling_disk
 from permille_agent.state.models import (
     NOTHING_INSTALLED,
     Active,
@@ -117,7 +117,8 @@ def run_training(
             f"expected at least {NEEDED_TOKENS} tokens of text for steps of forward passes alone, got {got}: "
             "train without --estimator, along the gradient",
         )
-    return task.train(prepared, data_paths)
+    with telling_disk():
+        return task.train(prepared, data_paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +135,12 @@ class _Task:
     def refuse(self, groups: Sequence[str], message: str) -> RunResult:
         """End a run whose text does not do before it begins: reported once for the same text."""
         digest = hashlib.sha256("\0".join(groups).encode()).hexdigest()
-        folder = self._open_run(f"refused:{digest}", ())
-        known = folder.load("outcome", RunOutcome) is not None
-        facts = self._facts(Outcome.REFUSED_DATA)
-        end = folder.once("outcome", RunOutcome, lambda: run_outcome(facts, message, self.report))
-        return result_of(folder, end, known=known)
+        with telling_disk():
+            folder = self._open_run(f"refused:{digest}", ())
+            known = folder.load("outcome", RunOutcome) is not None
+            facts = self._facts(Outcome.REFUSED_DATA)
+            end = folder.once("outcome", RunOutcome, lambda: run_outcome(facts, message, self.report))
+            return result_of(folder, end, known=known)
 
     def train(self, prepared: Prepared, data_paths: Sequence[Path]) -> RunResult:
         """Find or begin the run, and go on with it to its end."""

@@ -16,7 +16,8 @@ _JOINABLE = (FederationState.RUNNING.value, FederationState.PAUSED.value)
 
 _OFFERS = (
     select(
-        *(getattr(Federation, name) for name in FederationSummary.model_fields), FederationMember.device_id
+        *(getattr(Federation, name) for name in (*FederationSummary.model_fields, "target")),
+        FederationMember.device_id,
     )
     .outerjoin(
         FederationMember,

@@ -3,9 +3,10 @@
 python -m permille.store.migrations.schema     the database of PERMILLE_DATABASE_URL or PERMILLE_DATA_DIR
 """
 
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ def migrate(url: str, scripts: Path = SCRIPTS) -> None:
     """
     engine = make_engine(url)
     if engine.dialect.name == "sqlite":
+        _make_private(engine.url.database)
         event.listen(engine, "connect", _defer_foreign_keys)
     config = Config()
     config.set_main_option("script_location", str(scripts).replace("%", "%%"))
@@ -51,6 +53,20 @@ def migrate(url: str, scripts: Path = SCRIPTS) -> None:
                 _check_foreign_keys(connection)
     finally:
         engine.dispose()
+
+
+def _make_private(database: str | None) -> None:
+    """Keep a file of SQLite its owner's alone; what SQLite writes beside it gets the same mode.
+
+    A folder that is missing, or another user's, is told when the database is opened. A file that exists is
+    not opened here: to close it would release what this process has locked in it (POSIX).
+    """
+    path = Path(database or "")
+    with suppress(FileExistsError, FileNotFoundError, PermissionError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    with suppress(FileNotFoundError, PermissionError):
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
 
 
 def _defer_foreign_keys(connection: Any, _record: object) -> None:

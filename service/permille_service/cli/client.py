@@ -23,7 +23,7 @@ _FORMS = {
     ID_PATTERN: "an id, such as model_01jd3kq8z7m4n5p6r7s8t9v0wx",
     DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
     PATH_PATTERN: "a path below the root, such as a/b, of letters, digits, and _ . @ + -",
-    TEXT_PATTERN: "text without control characters",
+    TEXT_PATTERN: "text without control and format characters",
 }
 # Fields whose options are not named after them; a test holds them against the options of the commands.
 FLAGS = {

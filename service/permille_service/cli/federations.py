@@ -29,7 +29,15 @@ def create_federation(session: Session, body: dict[str, Any], key: Key = None) -
       permille federations create quiet --release chat --queries 64 --target 500 --clip 2000 \
 --dp-epsilon 4 --participations 10
     """
-    session.output.show(session.client.post("/v1/federations", body, key=key))
+    from permille.federation.definition import FEW_DEVICES  # numpy, which help need not wait for
+
+    made = session.client.post("/v1/federations", body, key=key)
+    session.output.show(made)
+    if made["minimum"] < FEW_DEVICES and body.get("privacy") is None:
+        session.output.say(
+            f"warning: a sum over {made['minimum']} to {FEW_DEVICES - 1} devices exposes each of them; "
+            "their owners are told"
+        )
     session.output.say_next(f"permille federations start {body['name']}")
 
 

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from permille import __version__
 from permille.errors import InputError
+from permille.plain_text import echo, log_to_stderr
 from permille_service.cli import fleet, inputs
 from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
@@ -59,7 +60,7 @@ def plugin(entry: EntryPoint) -> Callable[..., Any]:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"permille {__version__}")
+        echo(f"permille {__version__}")
         raise typer.Exit
 
 
@@ -146,7 +147,7 @@ def start(
     except ValueError as exc:
         raise CommandError(explain(exc), Exit.USAGE) from exc
     output = make_output(as_json=as_json)
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    log_to_stderr(logging.WARNING, "%(asctime)s %(name)s %(levelname)s %(message)s")
 
     def announce(url: str) -> None:
         if as_json:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from permille.plain_console import PlainConsole
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.tables import fields_of, flat, records_in, span, table_of
 
@@ -53,15 +54,15 @@ class Output:
 
 def make_output(*, as_json: bool) -> Output:
     """Tables on stdout, errors on stderr."""
-    console = Console()
+    console = PlainConsole()
     if not console.is_terminal:
-        console = Console(width=WIDE)  # a pipe has no edge: ids must not be cut
-    return Output(as_json=as_json, console=console, errors=Console(stderr=True))
+        console = PlainConsole(width=WIDE)  # a pipe has no edge: ids must not be cut
+    return Output(as_json=as_json, console=console, errors=PlainConsole(stderr=True))
 
 
 def print_json(answer: Any) -> None:
-    """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(answer, ensure_ascii=False, indent=2) + "\n")
+    """Print one JSON document on stdout, in ASCII: a terminal obeys some of the other characters."""
+    sys.stdout.write(json.dumps(answer, indent=2) + "\n")
 
 
 def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:

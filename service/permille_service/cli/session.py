@@ -35,6 +35,12 @@ class Place:
         base = os.environ.get("XDG_DATA_HOME")
         return self.data_dir or (Path(base) if base else Path.home() / ".local" / "share") / "permille"
 
+    @property
+    def token_path(self) -> Path:
+        """Where the service keeps its first token: in its private folder, where it has one."""
+        private = os.environ.get("PERMILLE_PRIVATE_DIR")
+        return (Path(private) if private else self.folder) / "operator.token"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
@@ -59,9 +65,9 @@ def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
     if not url:
         known = f"--url, PERMILLE_URL or a running service of {place.folder} (`permille up`)"
         raise CommandError(f"expected {known}, got none", Exit.RETRY)
-    token = place.token or _first_line(place.folder / "operator.token")
+    token = place.token or _first_line(place.token_path)
     if not token:
-        known = f"--token, PERMILLE_TOKEN or {place.folder / 'operator.token'}"
+        known = f"--token, PERMILLE_TOKEN or {place.token_path}"
         raise CommandError(f"expected {known}, got none", Exit.ACCESS)
     with Client(url.rstrip("/"), token, ca_file=place.ca_file) as client:
         yield Session(client=client, output=make_output(as_json=as_json), ca_file=place.ca_file)

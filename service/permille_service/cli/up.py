@@ -22,7 +22,7 @@ import httpx
 from filelock import FileLock, Timeout
 from pydantic import SecretStr
 
-from permille.files import write_atomic
+from permille.files import make_private, write_atomic
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.settings import Settings, local_url
 
@@ -95,7 +95,7 @@ def run(
         CommandError: the data folder's service runs already, the API did not answer in time, or a process
             could not be kept running.
     """
-    settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(settings.data_dir)
     with _only_one(settings.data_dir):
         url_path = settings.data_dir / "service.url"
         for stale in (url_path, port_file):  # of an earlier run: who waits for a file must not read it

@@ -1,16 +1,21 @@
 """Routes by which a device enrols, proves its key, and looks at itself.
 
-Enrolment and tokens have no principal yet: an invitation, or a signature over a nonce, stands for it. Calls
-are limited by invitation and by device, which a stranger does not know; only refused invitations are counted
-by address, so that nobody behind a shared address is locked out by another.
+Enrolment and tokens have no principal yet: an invitation, or a signature over a nonce, stands for it.
+Enrolments are limited by invitation, which a stranger does not know; only refused ones are counted by
+address, so that nobody behind a shared address is locked out by another. A device's id is no secret: its
+sign-ins are counted once its signature holds. Until then nothing is written, and a nonce is a sealed time
+that the service does not remember.
 """
 
-from base64 import urlsafe_b64decode
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from datetime import datetime
+from typing import Final
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fastapi import Request, Response
 
+from permille.addresses import address_key
 from permille.schemas.devices import (
     Device,
     DeviceNonce,
@@ -29,11 +34,11 @@ from permille.store.federations import members
 from permille_service.access.principals import CallingDevice
 from permille_service.context import Served, Service
 from permille_service.devices.records import present_all
-from permille_service.limits import address_key
 from permille_service.problems import OPEN, PRIVATE, ApiError, documented
 from permille_service.routing import Router
 
 router = Router(prefix="/v1", tags=["devices"], responses=documented(*OPEN))
+_NONCE_CONTEXT: Final = "device nonce of "
 own = Router(prefix="/v1/device", tags=["devices"], responses=documented(*PRIVATE))
 
 
@@ -88,31 +93,30 @@ def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
     with service.database.read() as session:
         if not devices.is_active(session, device_id=body.device_id):
             raise ApiError(ProblemType.NOT_FOUND, f"no device {body.device_id!r}")
-    service.sign_ins.check(body.device_id)
-    with service.database.write() as session:
-        devices.purge_expired(session)
-        nonce, expires_at = devices.create_nonce(session, device_id=body.device_id)
-    return DeviceNonce(nonce=nonce, expires_at=expires_at)
+        at = database.now(session)
+    return DeviceNonce(nonce=_seal_time(service, body.device_id, at), expires_at=at + devices.NONCE_LIFE)
 
 
 @router.post("/device-tokens", status_code=201, responses=documented(ProblemType.UNAUTHENTICATED))
 def create_device_token(body: DeviceTokenCreate, response: Response, service: Served) -> DeviceToken:
-    """Get a token for one hour by a signed nonce. A nonce is used up even by a wrong signature."""
+    """Get a token for one hour by a signed nonce. A nonce is used up by the device's own signature alone."""
     refusal = ApiError(
         ProblemType.UNAUTHENTICATED, "expected a fresh nonce signed by the device's key, got none such"
     )
+    issued_at = _open_time(service, body.device_id, body.nonce)
     with service.database.read() as session:  # a stranger's guess takes no writer's place
-        if not devices.has_nonce(session, device_id=body.device_id, nonce=body.nonce):
-            raise refusal
-    with service.database.write() as session:
-        device = devices.use_nonce(session, device_id=body.device_id, nonce=body.nonce)
-        message = token_message(body.device_id, body.nonce)
-        proved = device is not None and _is_signed(device.public_key, body.signature, message)
-        issued = devices.issue_token(session, device=device) if device is not None and proved else None
-        at = database.now(session)
-    if issued is None:
+        public_key = devices.public_key(session, device_id=body.device_id)
+    message = token_message(body.device_id, body.nonce)
+    if issued_at is None or public_key is None or not _is_signed(public_key, body.signature, message):
         raise refusal
-    secret, expires_at = issued
+    service.sign_ins.check(body.device_id)
+    with service.database.write() as session:
+        devices.purge_expired(session)
+        device = devices.use_nonce(session, device_id=body.device_id, nonce=body.nonce, issued_at=issued_at)
+        if device is None:
+            raise refusal
+        secret, expires_at = devices.issue_token(session, device=device)
+        at = database.now(session)
     response.headers["Cache-Control"] = "no-store"
     return DeviceToken(access_token=secret, expires_in=int((expires_at - at).total_seconds()))
 
@@ -143,6 +147,21 @@ def _limit_enrolment(service: Service, request: Request, code: str) -> None:
         return
     service.sign_ins.check(address_key(request.client.host if request.client else ""))
     raise ApiError(ProblemType.FORBIDDEN, str(InvitationError()))
+
+
+def _seal_time(service: Service, device_id: str, at: datetime) -> str:
+    """Make a nonce: the time at which it is given, sealed for this device."""
+    sealed = service.seal.close(at.isoformat().encode(), _NONCE_CONTEXT + device_id)
+    return urlsafe_b64encode(sealed).decode().rstrip("=")
+
+
+def _open_time(service: Service, device_id: str, nonce: str) -> datetime | None:
+    """Return when a nonce was given to this device; None where it never was."""
+    try:
+        sealed = _decode(nonce)
+        return datetime.fromisoformat(service.seal.open(sealed, _NONCE_CONTEXT + device_id).decode())
+    except (InvalidTag, ValueError):
+        return None
 
 
 def _is_signed(public_key: str, signature: str, message: bytes) -> bool:

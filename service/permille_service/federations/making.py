@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from permille.choices import EstimatorKind
 from permille.errors import InputError
-from permille.federation.definition import Definition, Rule, encode_key
+from permille.federation.definition import FEW_DEVICES, Definition, Rule, encode_key
 from permille.package.reader import Package
 from permille.privacy.rules import Keeper, Privacy, PrivacyMode
 from permille.privacy.zcdp import MEAN_NORM, dp_epsilon_of, noise_for, rho_of, signal_to_noise
@@ -42,7 +42,7 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
     if body.minimum > body.target:
         raise InputError(f"expected a target of at least the minimum {body.minimum}, got {body.target}")
     privacy = None if body.privacy is None else _privacy(body, body.privacy)
-    return Definition(
+    definition = Definition(
         log=_header(package, body),
         round_key=encode_key(round_key),
         steps=body.steps,
@@ -59,6 +59,12 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
         local_steps=body.local_steps,
         privacy=privacy,
     )
+    if definition.exposes_few and not body.few_devices:
+        raise InputError(
+            f"A round of {body.minimum} devices would publish a sum without noise that exposes each of them. "
+            f"Take a minimum of at least {FEW_DEVICES}, add privacy, or say few_devices (--few-devices)."
+        )
+    return definition
 
 
 def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:

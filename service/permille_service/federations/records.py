@@ -43,7 +43,7 @@ def present(session: Session, row: tables.Federation) -> Federation:
 
 def present_offer(row: tables.Federation, *, member: bool) -> FederationOffer:
     """What a device sees of a federation."""
-    return FederationOffer(**_summary(row).model_dump(), member=member)
+    return FederationOffer(**_summary(row).model_dump(), member=member, target=row.target)
 
 
 def present_privacy(row: tables.Federation, distribution: dict[int, int]) -> FederationPrivacy:

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
+from permille.addresses import address_key
 from permille.schemas.access import Role
 from permille.schemas.jobs import ENDED, JobKind, JobState
 from permille.schemas.problems import ProblemType
@@ -16,7 +17,6 @@ from permille_service.access.principals import Operator, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs import routes as job_routes
-from permille_service.limits import address_key
 from permille_service.pages import assets, fleet, sign_in, work
 from permille_service.pages.rendering import (
     HEADERS,
@@ -89,10 +89,10 @@ def do_sign_in(
 
 
 @router.post("/sign-out", dependencies=[Depends(sign_in.check_origin)])
-def do_sign_out() -> Response:
-    """Forget the token."""
+def do_sign_out(request: Request, service: Served) -> Response:
+    """End the session."""
     answer = RedirectResponse(f"{sign_in.PATH}/sign-in", status_code=303, headers=HEADERS)
-    sign_in.forget(answer)
+    sign_in.forget(request, answer, service)
     return answer
 
 

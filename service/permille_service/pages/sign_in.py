@@ -1,7 +1,8 @@
 """Who looks at the page: signed in by an operator's token, which a cookie then holds, sealed.
 
 The cookie is out of scripts' reach (HttpOnly), sent by no other site (SameSite=Strict), good for twelve hours
-and below `/ui` alone. Its token is looked up at every request, so that a revoked one is refused at its next.
+and below `/ui` alone. Token and session are looked up at every request: a token that was revoked and a
+session that was ended by signing out are refused at the next.
 What changes something must come from the page itself: browsers say where a request comes from, and one that
 does not is refused.
 """
@@ -11,6 +12,9 @@ import binascii
 import json
 import re
 import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Final
 from urllib.parse import parse_qs
 
@@ -18,6 +22,8 @@ from cryptography.exceptions import InvalidTag
 from fastapi import Request, Response
 
 from permille.schemas.problems import ProblemType
+from permille.store import access
+from permille.store.ids import new_code
 from permille_service.access.principals import Operator, find_principal
 from permille_service.context import Service
 from permille_service.problems import ApiError
@@ -30,30 +36,42 @@ _LONGEST: Final = 1000
 _OWN_PATH: Final = re.compile(r"/ui(/[A-Za-z0-9][A-Za-z0-9_:.-]*)+", re.ASCII)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """What the cookie holds, sealed: its name, the operator's token, and when it runs out (Unix seconds)."""
+
+    id: str
+    token: str
+    until: int
+
+
 class SignInNeededError(Exception):
     """Nobody is signed in, or no longer."""
 
 
 def operator_of(request: Request, service: Service) -> Operator:
     """The operator that the cookie's token stands for. Raises SignInNeededError."""
-    token = _read(service, request.cookies.get(COOKIE, ""))
-    principal = None if token is None else find_principal(service, token)
-    if not isinstance(principal, Operator):
-        raise SignInNeededError
-    return principal
+    return _open(request, service)[0]
 
 
 def keep(response: Response, service: Service, token: str, *, secure: bool) -> None:
     """Set the cookie of a token that was checked."""
-    content = json.dumps({"token": token, "until": int(time.time()) + LIFE_S}).encode()
+    content = json.dumps({"id": new_code(), "token": token, "until": int(time.time()) + LIFE_S}).encode()
     sealed = base64.urlsafe_b64encode(service.seal.close(content, _CONTEXT)).decode()
     response.set_cookie(
         COOKIE, sealed, max_age=LIFE_S, path=PATH, httponly=True, samesite="strict", secure=secure
     )
 
 
-def forget(response: Response) -> None:
-    """Take the cookie away."""
+def forget(request: Request, response: Response, service: Service) -> None:
+    """End the session, so that a copy of its cookie is good for nothing, and take the cookie away."""
+    with suppress(SignInNeededError):
+        operator, kept = _open(request, service)
+        expires_at = datetime.fromtimestamp(kept.until, UTC)
+        with service.database.write() as session:
+            access.end_session(
+                session, tenant_id=operator.tenant_id, session_id=kept.id, expires_at=expires_at
+            )
     response.delete_cookie(COOKIE, path=PATH, httponly=True, samesite="strict")
 
 
@@ -81,11 +99,22 @@ def own_path(text: str) -> str:
     return text if _OWN_PATH.fullmatch(text) else f"{PATH}/jobs"
 
 
-def _read(service: Service, cookie: str) -> str | None:
+def _open(request: Request, service: Service) -> tuple[Operator, _Session]:
+    kept = _read(service, request.cookies.get(COOKIE, ""))
+    principal = None if kept is None else find_principal(service, kept.token)
+    if kept is None or not isinstance(principal, Operator):
+        raise SignInNeededError
+    if access.is_session_ended(service.database, kept.id):
+        raise SignInNeededError
+    return principal, kept
+
+
+def _read(service: Service, cookie: str) -> _Session | None:
     if not cookie or len(cookie) > _LONGEST:
         return None
     try:
         content = json.loads(service.seal.open(base64.urlsafe_b64decode(cookie), _CONTEXT))
-    except (InvalidTag, binascii.Error, ValueError):
+        kept = _Session(**content)
+    except (InvalidTag, binascii.Error, ValueError, TypeError):  # TypeError: of an older version
         return None
-    return str(content["token"]) if content["until"] > time.time() else None
+    return kept if kept.until > time.time() else None

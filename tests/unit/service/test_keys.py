@@ -28,6 +28,7 @@ def test_keys_are_kept_by_tenant_and_only_dropped_ones_go(tmp_path: Path) -> Non
     ("damage", "message"),
     [
         (lambda path: path.chmod(0o644), "0644"),
+        (lambda path: path.chmod(0o604), "0604"),
         (lambda path: path.write_bytes(b"short"), "expected 32 bytes"),
         (lambda path: path.write_bytes(bytes(32)), "expected the key"),
     ],
@@ -40,6 +41,31 @@ def test_a_key_file_that_is_not_as_it_was_made_is_refused(
     [path] = tmp_path.rglob("*.key")
     damage(path)
     with pytest.raises(OperatorError, match=message):
+        keys.signers("tenant_a")
+
+
+def test_a_key_that_its_group_can_read_is_taken_back(tmp_path: Path) -> None:
+    keys = TrustKeys(tmp_path)
+    made = keys.make("tenant_a")
+    [path] = tmp_path.rglob("*.key")
+    path.chmod(0o660)
+    assert list(keys.signers("tenant_a")) == [made.public_key.keyid]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_group_that_cannot_be_taken_from_a_key_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = TrustKeys(tmp_path)
+    keys.make("tenant_a")
+    [path] = tmp_path.rglob("*.key")
+    path.chmod(0o640)
+
+    def refuse(_path: Path, _mode: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with pytest.raises(OperatorError, match="read by its group"):
         keys.signers("tenant_a")
 
 

@@ -1,6 +1,6 @@
 """Invitations are used once, nonces too, and revocation acts at once."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -10,7 +10,7 @@ from permille.store.database import Database
 from permille.store.devices import Enrolment, InvitationError
 from permille.store.errors import NotFoundError
 from permille.store.ids import hash_secret
-from permille.store.tables import Device, DeviceToken, Invitation
+from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
 from tests.unit.store.conftest import Clock
 
 KEY, OTHER_KEY = "k" * 43, "o" * 43
@@ -85,19 +85,27 @@ def test_secrets_are_stored_hashed_only(db: Database, tenant_id: str) -> None:
     assert not stored & {code, secret}
 
 
-def test_a_nonce_is_used_once_in_its_time_by_its_device(db: Database, tenant_id: str, clock: Clock) -> None:
-    device = enrol(db, invite(db, tenant_id)).device
-    other = enrol(db, invite(db, tenant_id), OTHER_KEY).device
+def is_let_in(db: Database, device: Device, nonce: str, issued_at: datetime) -> bool:
     with db.write() as session:
-        nonce, _ = devices.create_nonce(session, device_id=device.id)
-        late, _ = devices.create_nonce(session, device_id=device.id)
-        assert devices.use_nonce(session, device_id=other.id, nonce=nonce) is None
-        used = devices.use_nonce(session, device_id=device.id, nonce=nonce)
-        assert used is not None
-        assert used.id == device.id
-        assert devices.use_nonce(session, device_id=device.id, nonce=nonce) is None
-        clock.forward(5 * 60)
-        assert devices.use_nonce(session, device_id=device.id, nonce=late) is None
+        used = devices.use_nonce(session, device_id=device.id, nonce=nonce, issued_at=issued_at)
+        assert used is None or used.id == device.id
+        return used is not None
+
+
+def test_a_nonce_is_used_once_in_its_time(db: Database, tenant_id: str, clock: Clock) -> None:
+    device, at = enrol(db, invite(db, tenant_id)).device, clock.at
+    assert not is_let_in(db, device, "of the future", at + timedelta(seconds=1))
+    assert is_let_in(db, device, "first", at)
+    assert not is_let_in(db, device, "first", at)
+    clock.forward(5 * 60 - 1)
+    assert is_let_in(db, device, "second", at)
+    clock.forward(1)
+    assert not is_let_in(db, device, "late", at)
+    assert not is_let_in(db, device, "first", at)
+    clock.forward(5 * 60)
+    with db.write() as session:
+        devices.purge_expired(session)
+        assert session.query(DeviceNonce).count() == 0
 
 
 def test_access_tokens_expire(db: Database, tenant_id: str, clock: Clock) -> None:
@@ -113,18 +121,16 @@ def test_access_tokens_expire(db: Database, tenant_id: str, clock: Clock) -> Non
 
 
 @pytest.mark.parametrize("leave", [devices.revoke, devices.unenrol])
-def test_leaving_acts_on_the_next_request(db: Database, tenant_id: str, leave: object) -> None:
+def test_leaving_acts_on_the_next_request(db: Database, tenant_id: str, clock: Clock, leave: object) -> None:
     device = enrol(db, invite(db, tenant_id)).device
     secret = token_of(db, device)
     assert callable(leave)
     with db.write() as session:
-        nonce, _ = devices.create_nonce(session, device_id=device.id)
         leave(session, tenant_id=tenant_id, device_id=device.id)
     assert authenticated(db, secret) is None
-    with db.write() as session:
-        assert devices.use_nonce(session, device_id=device.id, nonce=nonce) is None
-    with pytest.raises(NotFoundError), db.write() as session:
-        devices.create_nonce(session, device_id=device.id)
+    assert not is_let_in(db, device, "nonce", clock.at)
+    with db.read() as session:
+        assert devices.public_key(session, device_id=device.id) is None
 
 
 def test_a_revoked_key_stays_out_and_an_unenrolled_one_may_come_back(db: Database, tenant_id: str) -> None:
@@ -142,16 +148,20 @@ def test_a_revoked_key_stays_out_and_an_unenrolled_one_may_come_back(db: Databas
         enrol(db, invite(db, tenant_id))
 
 
-def test_what_a_device_held_when_it_left_stays_useless_once_it_is_back(db: Database, tenant_id: str) -> None:
+def test_what_a_device_held_when_it_left_stays_useless_once_it_is_back(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
     device = enrol(db, invite(db, tenant_id)).device
     secret = token_of(db, device)
-    with db.write() as session:
-        nonce, _ = devices.create_nonce(session, device_id=device.id)
-        devices.unenrol(session, tenant_id=tenant_id, device_id=device.id)
+    for _ in range(2):  # it leaves twice
+        clock.forward(1)
+        with db.write() as session:
+            devices.unenrol(session, tenant_id=tenant_id, device_id=device.id)
     assert enrol(db, invite(db, tenant_id)).device.id == device.id
     assert authenticated(db, secret) is None
-    with db.write() as session:
-        assert devices.use_nonce(session, device_id=device.id, nonce=nonce) is None
+    assert not is_let_in(db, device, "nonce", clock.at)
+    clock.forward(1)
+    assert is_let_in(db, device, "nonce", clock.at)
 
 
 def test_another_tenants_device_does_not_exist(db: Database, tenant_id: str, other_tenant_id: str) -> None:

@@ -4,8 +4,13 @@ Served only where `PERMILLE_METRICS_PORT` is set, without a token, so on loopbac
 No ids of jobs.
 """
 
-from prometheus_client import Counter, Histogram, start_http_server
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
 
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_latest
+
+from permille.bounded_server import BoundedServer
 from permille.errors import OperatorError
 from permille.store.jobs.claims import SweepReport
 from permille_workers.runtime.settings import WorkerSettings
@@ -46,7 +51,28 @@ def serve_metrics(settings: WorkerSettings) -> None:
     if settings.metrics_port is None:
         return
     try:
-        start_http_server(settings.metrics_port, addr=settings.metrics_host)
+        server = BoundedServer((settings.metrics_host, settings.metrics_port), _Handler)
     except OSError as exc:
         where = f"{settings.metrics_host}:{settings.metrics_port}"
         raise OperatorError(f"metrics cannot be served at {where}: {exc.strerror}") from exc
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers `GET /metrics`. Nobody is proved here, so that each connection has seconds."""
+
+    timeout = 10.0
+    server_version, sys_version = "permille-worker", ""
+
+    def do_GET(self) -> None:
+        """Send the numbers."""
+        found = self.path.partition("?")[0] == "/metrics"
+        body = generate_latest() if found else b""
+        self.send_response(HTTPStatus.OK if found else HTTPStatus.NOT_FOUND)
+        self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parent's name
+        """Log no request."""

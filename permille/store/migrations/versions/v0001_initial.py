@@ -200,6 +200,13 @@ def upgrade() -> None:
         _column("created_at", BIG),
     )
     op.create_table(
+        "ended_sessions",
+        _column("id", TEXT, primary_key=True),
+        _column("expires_at", BIG),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("created_at", BIG),
+    )
+    op.create_table(
         "device_tokens",
         _column("token_hash", TEXT, primary_key=True),
         _column("device_id", TEXT, sa.ForeignKey("devices.id"), index=True),

@@ -1,0 +1,121 @@
+"""Other users of the machine, a group by Kubernetes, workers: who can read rows, shared states, keys."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from permille.errors import OperatorError
+from permille.files import make_private
+from permille.store.migrations.schema import migrate
+from permille.store.settings import layout
+from tests.api_service import running_api
+
+ROOT = Path(__file__).parents[2]
+GUIDE, DEPLOY = ROOT / "docs" / "guide" / "operate.md", ROOT / "deploy"
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.attack(16, "the data folder and its database existed, readable by everybody")
+def test_a_data_folder_that_others_could_read_is_closed_at_start(tmp_path: Path) -> None:
+    data, blobs = tmp_path / "data", tmp_path / "blobs"
+    for folder in (data, blobs / "uploads"):
+        folder.mkdir(mode=0o755, parents=True)
+        folder.chmod(0o755)
+    (data / "permille.db").touch(mode=0o644)
+    (data / "permille.db").chmod(0o644)
+    url = layout(data)["database_url"]
+    with running_api(tmp_path, blob_root=blobs, database_url=url) as api:
+        assert api.get("/v1/models").status_code == 200
+        assert [mode(folder) for folder in (data, blobs / "uploads")] == [0o700, 0o700]
+        assert mode(blobs) & 0o055, "nginx may read what packages have"
+        assert {mode(path) for path in data.glob("permille.db*")} == {0o600}
+
+
+@pytest.mark.attack(16, "a database of its own folder is made with the user's umask")
+def test_a_new_database_is_its_owners_alone_wherever_it_is(tmp_path: Path) -> None:
+    migrate(f"sqlite:///{tmp_path}/rows.db")
+    assert {mode(path) for path in tmp_path.glob("rows.db*")} == {0o600}
+
+
+@pytest.mark.attack(16, "a data folder of another user that everybody may enter")
+def test_a_folder_that_cannot_be_closed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_path: Path, _mode: int) -> None:
+        raise PermissionError
+
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with pytest.raises(OperatorError, match=r"lets other users in \(mode 0755\)"):
+        make_private(tmp_path)
+
+
+@pytest.mark.attack(16, "a group of the pod is given to all files of a volume, keys too")
+def test_a_group_bit_on_a_key_is_taken_back_at_the_next_reading(tmp_path: Path) -> None:
+    for _ in range(2):
+        with running_api(tmp_path, private_dir=tmp_path / "private") as api:
+            assert api.get("/v1/models").status_code == 200
+            assert api.post("/v1/invitations", {"release": "tiny"}).status_code == 201
+            keys = list((tmp_path / "private" / "keys").rglob("*.key"))
+            assert len(keys) > 2
+            assert {mode(key) for key in keys} == {0o600}
+        for key in keys:  # as fsGroup leaves them for the next pod
+            key.chmod(0o660)
+
+
+@pytest.mark.attack(16, "a worker looks for keys and the first token in the data folder that it shares")
+def test_with_a_private_folder_the_data_folder_has_no_key_and_no_token(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    with running_api(tmp_path, private_dir=private) as api:
+        api.publish(api.package())
+        token = (private / "operator.token").read_bytes().strip()
+        secrets = [token, *(key.read_bytes() for key in private.rglob("*.key"))]
+        shared = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+        assert len(secrets) > 3
+        assert not [path for path in shared for secret in secrets if secret in path.read_bytes()]
+        assert not [path for path in shared if path.suffix == ".key" or path.name == "operator.token"]
+    assert mode(private) == 0o700
+
+
+@pytest.mark.attack(16, "compose, Kubernetes or systemd give a worker the keys and the operator's token")
+def test_no_worker_that_is_deployed_reaches_the_private_folder() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())["services"]
+    place = compose["api"]["environment"]["PERMILLE_PRIVATE_DIR"]
+    having = [name for name, one in compose.items() if any(f":{place}" in v for v in one.get("volumes", ()))]
+    assert having == ["api"]
+    assert not Path(place).is_relative_to(compose["api"]["environment"]["PERMILLE_DATA_DIR"])
+    pods = {}
+    for file in ("api.yaml", "worker.yaml"):
+        deployment = next(yaml.safe_load_all((DEPLOY / "kubernetes" / file).read_text()))
+        spec = deployment["spec"]["template"]["spec"]
+        [container] = spec["containers"]
+        claims = {
+            v["persistentVolumeClaim"]["claimName"]
+            for v in spec["volumes"]
+            if len(v) == 2 and "secret" not in v
+        }
+        settings = {one["name"]: one.get("value", "") for one in container["env"]}
+        pods[file] = claims, settings.get("PERMILLE_PRIVATE_DIR", ""), str(container["volumeMounts"])
+    claims, private, mounts = pods["api.yaml"]
+    assert claims == {"permille-data", "permille-private"}
+    assert f"'mountPath': '{Path(private).parent}'" in mounts
+    assert pods["worker.yaml"][:2] == ({"permille-data"}, "")
+    unit = (DEPLOY / "systemd/permille-worker@.service").read_text()
+    assert "InaccessiblePaths=-/var/lib/permille/keys -/var/lib/permille/operator.token" in unit
+
+
+@pytest.mark.attack(16, "a backup, made as the guide says, is readable by everybody")
+def test_the_guides_backup_is_its_owners_alone(tmp_path: Path) -> None:
+    with running_api(tmp_path):
+        [commands] = re.findall(r"```\n(umask .*?)```", GUIDE.read_text(), re.DOTALL)
+        environment = {"PERMILLE_DATA_DIR": str(tmp_path / "data"), "PATH": "/usr/local/bin:/usr/bin:/bin"}
+        subprocess.run(
+            ["bash", "-euc", f"umask 022\n{commands.replace('python ', 'python3 ')}"],
+            cwd=tmp_path, env=environment, check=True, timeout=60,
+        )  # fmt: skip
+    assert mode(tmp_path / "backup") == 0o700
+    assert mode(tmp_path / "backup" / "permille.db") == 0o600
