@@ -215,7 +215,7 @@ def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Writ
 def _questions(model: LocalModel) -> Sequence[str]:
     """Take the questions of the chat turns that the package measures with."""
     reference = Reference.of(model.package)
-    return () if reference is None else reference.questions()
+    return reference.questions() if reference is not None and model.tokenizer.can_chat else ()
 
 
 def _answer(model: LocalModel, question: str) -> Answer:

@@ -17,7 +17,7 @@ from permille_agent.state.models import installed_release
 from permille_agent.training.decision import DecisionCount
 from permille_agent.training.run import find_run
 from tests.bigram_engine import bigram_engine
-from tests.packages import sentences
+from tests.packages import CHATML, sentences
 from tests.unit.edge_agent.runs import home_with_package, train_quickly
 from tests.unit.edge_agent.training.test_general import measured_by
 from tests.unit.federation.federations import make_definition
@@ -69,8 +69,9 @@ def test_an_adopted_run_shows_gain_curve_and_samples(home: Home, tmp_path: Path)
 
 
 def test_general_loss_stands_above_the_gain_and_questions_are_answered_before_and_after(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    home, _ = home_with_package(tmp_path / "chatting", chat_template=CHATML)
     release = installed_release(home)
     assert release is not None
     measured_by(monkeypatch, Package.open(BlobFolder(home.blobs), release.manifest_digest).values())
