@@ -19,7 +19,7 @@ from permille.zo.replay import replay
 from permille_agent.cli import main as cli
 from permille_agent.state.home import Home
 from permille_agent.state.models import InstalledRelease, active_model, record_installed
-from permille_agent.training import general
+from permille_agent.training import evaluation
 from permille_agent.training.personal import canonical_log, model_values, shareable
 from permille_agent.training.run import find_run
 from tests.unit.edge_agent.runs import home_with_package, user_text
@@ -101,7 +101,9 @@ def test_a_model_keeps_what_it_knows_and_its_log_leads_to_the_same_bits(
     options = (text, "--steps", STEPS, "--threads", "1", "--queries", "64", "--rate-scale", "4")
 
     # A random model has nothing to lose, so the bound is met by decree.
-    monkeypatch.setattr(general, "choose_strength", lambda rise_of, _: Strength(eighths=7, rise=rise_of(7)))
+    monkeypatch.setattr(
+        evaluation, "choose_strength", lambda rise_of, _: Strength(eighths=7, rise=rise_of(7))
+    )
     trained = _json(home, capsys, "train", *options)
     decision = trained["decision"]
 

@@ -5,8 +5,8 @@ Adopted means surely better than the base and, where another personalised model 
 active model that cannot be opened any more protects nothing. The active model may belong to another package
 with another tokenizer: it is judged under its own, on the same documents, by nats per byte of its targets.
 
-Before that the strength of the state is chosen (`general.py`), so that its loss on general text rises no more
-than it may; what is judged is the state at that strength.
+Before that the strength of the state is chosen (`evaluation.py`), so that its loss on general text rises no
+more than it may; what is judged is the state at that strength.
 
 Little text is judged part by part, each by the state that the parts before it trained, and then trains the
 state that is adopted. So a model that little text made is compared only on text that came since.
@@ -34,12 +34,13 @@ from permille_agent.text.rows import Row, document_rows, rows_in_groups, rows_in
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.evaluation import (
     DocumentLosses,
+    GeneralLoss,
     document_losses,
     joined,
+    keep_general,
     summed,
 )
 from permille_agent.training.evidence import GROUP_TOKENS, Comparison, compare_losses, merged
-from permille_agent.training.general import GeneralLoss, keep_general
 from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_none
 from permille_agent.training.steps import SelectedState, Stop
 

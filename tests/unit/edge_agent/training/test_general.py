@@ -19,7 +19,7 @@ from permille.zo.log import decode_canonical
 from permille.zo.packed_state import decode_state
 from permille.zo.replay import replay
 from permille_agent.state.models import Active, reset
-from permille_agent.training.general import GeneralLoss, keep_general
+from permille_agent.training.evaluation import GeneralLoss, keep_general
 from permille_agent.training.gradient_steps import pulled_gradient
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.personal import canonical_log, personal_state
