@@ -119,7 +119,7 @@ def test_a_model_keeps_what_it_knows_and_its_log_leads_to_the_same_bits(
         state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
         for s_K in (trained_K, kept_K)
     ]
-    assert digests == [decision["trained_digest"], decision["state_digest"]]
+    assert digests == [decision["state_digest"], decision["scaled_digest"]]
     active = active_model(home)
     assert active is not None and active.run == trained["run"]
     assert (model_values(home, active, package) == values(package.values(), kept_K, exponent)).all()

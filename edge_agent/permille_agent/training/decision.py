@@ -68,8 +68,8 @@ class Decision:
         step: how many of its steps it is made of.
         steps: how many steps the descent made.
         stopped: why the last descent stopped.
-        state_digest: of the state that was judged, at its strength.
-        trained_digest: of the state at full strength, where it was judged at less.
+        state_digest: of the state as it was trained, to which the run's log leads.
+        scaled_digest: of the state that was judged, where its strength is not full.
         strength: eighths of the trained state that were judged; 0: none keeps the general loss low.
         general: what the state costs on general text; None where the package has no reference.
         incumbent: what was active when this was decided.
@@ -99,13 +99,8 @@ class Decision:
     against_active: Comparison | None = None
     pooled: bool = False
     strength: int = EIGHTHS
-    trained_digest: str | None = None
+    scaled_digest: str | None = None
     general: GeneralLoss | None = None
-
-    @property
-    def log_digest(self) -> str:
-        """Digest of the state that the run's log leads to."""
-        return self.trained_digest or self.state_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +173,12 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     def digest_of(s_K: NDArray[np.int64]) -> str:
         return state_digest(s_K, mask_digest=run.package.mask_digest, step_unit_exponent=exponent)
 
-    trained_digest = digest_of(selected.s_K)
     decision = Decision(
         descent=selected.descent,
         step=selected.step,
         steps=selected.steps,
         stopped=selected.stopped,
-        state_digest=trained_digest,
+        state_digest=digest_of(selected.s_K),
         incumbent=incumbent.model,
         number=number,
         reason=_no_step(selected.stopped),
@@ -200,8 +194,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     if not strength:
         return replace(decision, reason=_too_costly(run, general))
     if strength < EIGHTHS:
-        state = digest_of(scaled(selected.s_K, strength))
-        decision = replace(decision, state_digest=state, trained_digest=trained_digest)
+        decision = replace(decision, scaled_digest=digest_of(scaled(selected.s_K, strength)))
     trained = [scaled(s_K, strength) for s_K in selected.judges or (selected.s_K,)]
     judges = [values(run.w_base_K, s_K, exponent) for s_K in trained]
     personal = _losses(run, "personal", judges.__getitem__)
