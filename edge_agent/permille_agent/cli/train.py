@@ -232,7 +232,7 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 
 
 def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool) -> None:
-    from permille_agent.training.general import strength_words
+    from permille_agent.training.evaluation import strength_words
     from permille_agent.training.outcome import outcome_words
 
     if result.known:

@@ -14,9 +14,8 @@ from permille_agent.text.preparation import prepare, tokenize
 from permille_agent.text.reading import read_documents, survey
 from permille_agent.text.rows import document_rows
 from permille_agent.training.decision import Decision, known_losses
-from permille_agent.training.evaluation import DocumentLosses, document_losses
+from permille_agent.training.evaluation import DocumentLosses, GeneralLoss, document_losses
 from permille_agent.training.evidence import Comparison, compare_losses
-from permille_agent.training.general import GeneralLoss
 from permille_agent.training.outcome import TextSource
 from permille_agent.training.run import BegunRun, LearnedText, RunFolder, find_run, finite_or_none
 

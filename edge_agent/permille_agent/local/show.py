@@ -27,7 +27,7 @@ from permille_agent.state.home import Home
 from permille_agent.state.models import Active, active_model, read_manifest
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import OpenEngine
-from permille_agent.training.general import strength_words
+from permille_agent.training.evaluation import strength_words
 from permille_agent.training.outcome import RunOutcome, TextSource, outcome_words
 from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_runs, named_run
 

@@ -60,7 +60,7 @@ def rows_in_pieces(rows: Sequence[Row], tokens: int) -> list[Row]:
     for row in rows:
         targets = int(row.target_T.sum())
         pieces = max(1, round(targets / tokens))
-        number_T: NDArray[np.int64] = np.cumsum(row.target_T) - row.target_T  # what follows the last target has no document
+        number_T: NDArray[np.int64] = np.cumsum(row.target_T) - row.target_T  # of what follows: one too high
         found.append(replace(row, document_T=before + np.minimum(number_T * pieces // targets, pieces - 1)))
         before += pieces
     return found

@@ -5,8 +5,8 @@ Adopted means surely better than the base and, where another personalised model 
 active model that cannot be opened any more protects nothing. The active model may belong to another package
 with another tokenizer: it is judged under its own, on the same documents, by nats per byte of its targets.
 
-Before that the strength of the state is chosen (`general.py`), so that its loss on general text rises no more
-than it may; what is judged is the state at that strength.
+Before that the strength of the state is chosen (`evaluation.py`), so that its loss on general text rises no
+more than it may; what is judged is the state at that strength.
 
 Little text is judged part by part, each by the state that the parts before it trained, and then trains the
 state that is adopted. So a model that little text made is compared only on text that came since.
@@ -34,12 +34,13 @@ from permille_agent.text.rows import Row, document_rows, rows_in_groups, rows_in
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.evaluation import (
     DocumentLosses,
+    GeneralLoss,
     document_losses,
     joined,
+    keep_general,
     summed,
 )
 from permille_agent.training.evidence import GROUP_TOKENS, Comparison, compare_losses, merged
-from permille_agent.training.general import GeneralLoss, keep_general
 from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_none
 from permille_agent.training.steps import SelectedState, Stop
 
@@ -67,8 +68,8 @@ class Decision:
         step: how many of its steps it is made of.
         steps: how many steps the descent made.
         stopped: why the last descent stopped.
-        state_digest: of the state that was judged, at its strength.
-        trained_digest: of the state at full strength, where it was judged at less.
+        state_digest: of the state as it was trained, to which the run's log leads.
+        scaled_digest: of the state that was judged, where its strength is not full.
         strength: eighths of the trained state that were judged; 0: none keeps the general loss low.
         general: what the state costs on general text; None where the package has no reference.
         incumbent: what was active when this was decided.
@@ -98,13 +99,8 @@ class Decision:
     against_active: Comparison | None = None
     pooled: bool = False
     strength: int = EIGHTHS
-    trained_digest: str | None = None
+    scaled_digest: str | None = None
     general: GeneralLoss | None = None
-
-    @property
-    def log_digest(self) -> str:
-        """Digest of the state that the run's log leads to."""
-        return self.trained_digest or self.state_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,13 +173,12 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     def digest_of(s_K: NDArray[np.int64]) -> str:
         return state_digest(s_K, mask_digest=run.package.mask_digest, step_unit_exponent=exponent)
 
-    trained_digest = digest_of(selected.s_K)
     decision = Decision(
         descent=selected.descent,
         step=selected.step,
         steps=selected.steps,
         stopped=selected.stopped,
-        state_digest=trained_digest,
+        state_digest=digest_of(selected.s_K),
         incumbent=incumbent.model,
         number=number,
         reason=_no_step(selected.stopped),
@@ -199,8 +194,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     if not strength:
         return replace(decision, reason=_too_costly(run, general))
     if strength < EIGHTHS:
-        state = digest_of(scaled(selected.s_K, strength))
-        decision = replace(decision, state_digest=state, trained_digest=trained_digest)
+        decision = replace(decision, scaled_digest=digest_of(scaled(selected.s_K, strength)))
     trained = [scaled(s_K, strength) for s_K in selected.judges or (selected.s_K,)]
     judges = [values(run.w_base_K, s_K, exponent) for s_K in trained]
     personal = _losses(run, "personal", judges.__getitem__)

@@ -171,8 +171,8 @@ def lay_out_log(run: Run, selected: SelectedState, decision: Decision, *, share_
         learning_rate=selected.header.learning_rate,
         step_unit_exponent=selected.header.step_unit_exponent,
         personal_bytes=len(data),
-        state_digest=decision.log_digest if shared else None,
-        scaled_digest=decision.state_digest if shared and decision.trained_digest else None,
+        state_digest=decision.state_digest if shared else None,
+        scaled_digest=decision.scaled_digest if shared else None,
     )
 
 

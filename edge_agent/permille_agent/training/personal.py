@@ -83,8 +83,8 @@ def personal_state(home: Home, run: str, package: Package) -> StartState:
     exponent = trained.step_unit_exponent
     s_K = scaled(trained.s_K, decision.strength)
     digest = state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
-    if digest != decision.state_digest:
-        raise PackageError("state-digest", f"expected the state {decision.state_digest}, got {digest}")
+    if digest != decision.scaled_digest:
+        raise PackageError("state-digest", f"expected the state {decision.scaled_digest}, got {digest}")
     return StartState(s_K=s_K, step_unit_exponent=exponent)
 
 
@@ -99,10 +99,10 @@ def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> S
     s_K = _cached_state(folder, decision, header)
     if s_K is None:
         s_K = replay(header, coefficients_of(records, header), exponents_of(package))
-        if (digest := _digest(s_K, header)) != decision.log_digest:
+        if (digest := _digest(s_K, header)) != decision.state_digest:
             raise PackageError(
                 "state-digest",
-                f"expected the state {decision.log_digest} from the log's replay, got {digest}",
+                f"expected the state {decision.state_digest} from the log's replay, got {digest}",
             )
         store_state(folder, s_K)
     return StartState(s_K=s_K, step_unit_exponent=header.step_unit_exponent)
@@ -115,8 +115,8 @@ def _unlogged_state(folder: RunFolder, decision: Decision, package: Package) -> 
     found.check_binding(package_digest=package.digest, mask_digest=package.mask_digest, k=package.k)
     exponent = found.header.step_unit_exponent
     digest = state_digest(found.s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
-    if digest != decision.log_digest:
-        raise PackageError("state-digest", f"expected the state {decision.log_digest}, got {digest}")
+    if digest != decision.state_digest:
+        raise PackageError("state-digest", f"expected the state {decision.state_digest}, got {digest}")
     return StartState(s_K=found.s_K, step_unit_exponent=exponent)
 
 
@@ -240,7 +240,7 @@ def _cached_state(folder: RunFolder, decision: Decision, header: LogHeader) -> N
     if not path.exists() or path.stat().st_size != 8 * header.k:
         return None
     s_K = np.frombuffer(path.read_bytes(), dtype="<i8").astype(np.int64)
-    return s_K if _digest(s_K, header) == decision.log_digest else None
+    return s_K if _digest(s_K, header) == decision.state_digest else None
 
 
 def _digest(s_K: NDArray[np.int64], header: LogHeader) -> str:

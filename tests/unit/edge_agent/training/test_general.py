@@ -19,7 +19,7 @@ from permille.zo.log import decode_canonical
 from permille.zo.packed_state import decode_state
 from permille.zo.replay import replay
 from permille_agent.state.models import Active, reset
-from permille_agent.training.general import GeneralLoss, keep_general
+from permille_agent.training.evaluation import GeneralLoss, keep_general
 from permille_agent.training.gradient_steps import pulled_gradient
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.personal import canonical_log, personal_state
@@ -91,7 +91,7 @@ def _unit(device: Device, **options: Any) -> float:
     """The rise that all of a run's state costs."""
     result = device.train(**{**GRADIENT, **options}, keep_general=100)
     assert result.decision is not None and result.decision.general is not None
-    assert (result.decision.strength, result.decision.trained_digest) == (8, None)
+    assert (result.decision.strength, result.decision.scaled_digest) == (8, None)
     reset(device.home)
     return float(result.decision.general.rise or 0.0)
 
@@ -165,10 +165,10 @@ def test_what_is_adopted_is_the_trained_state_at_the_largest_strength_within_the
     def digest_of(s_K: NDArray[np.int64]) -> str:
         return state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
 
-    assert digest_of(shared.s_K) == decision.trained_digest == metrics.state_digest
+    assert digest_of(shared.s_K) == decision.state_digest == metrics.state_digest
     kept = personal_state(device.home, result.run, package)
     np.testing.assert_array_equal(kept.s_K, scaled(shared.s_K, 4))
-    assert digest_of(kept.s_K) == decision.state_digest == metrics.scaled_digest
+    assert digest_of(kept.s_K) == decision.scaled_digest == metrics.scaled_digest
     if queries:
         log = decode_canonical(canonical_log(run), max_bytes=1 << 20, max_steps=1000)
         np.testing.assert_array_equal(replay(log.header, log.coefficients_TQ), shared.s_K)
