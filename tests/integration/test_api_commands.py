@@ -195,8 +195,7 @@ def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
     options = ("--release", "rounds", "--rounds", "5", "--target", "3", "--minimum", "2", "--queries", "16")
     refused = up.permille("federations", "create", "readers", *options)
     assert (refused.returncode, "--few-devices" in refused.stderr) == (3, True)
-    options = (*options, "--few-devices")
-    made = up.answer("federations", "create", "readers", *options)
+    made = up.answer("federations", "create", "readers", *options, "--few-devices")
     assert (made["state"], made["rounds"], made["minimum"]) == ("draft", 5, 2)
     assert up.answer("federations", "start", "readers")["state"] == "running"
     assert [one["name"] for one in up.answer("federations", "list")] == ["readers"]
