@@ -33,6 +33,13 @@ class AdapterKind(StrEnum):
     LORA_FA = "lora-fa"
 
 
+class Embeddings(StrEnum):
+    """How a package stores embedding and head: in 8 bits, or in the source's dtype."""
+
+    Q8_0 = "q8_0"  # GGUF's blocks of 32; rows that no block fills keep the source's dtype
+    SOURCE = "source"
+
+
 class EstimatorKind(StrEnum):
     """How the scalars of a step were estimated; replay depends on it by directions and blocks alone.
 

@@ -12,6 +12,9 @@ from permille.errors import InputError
 
 ITEM_BYTES: Mapping[str, int] = {"I64": 8, "F32": 4, "U32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1}
 FLOATS = frozenset({"F32", "F16", "BF16"})
+Q8_0 = "Q8_0"
+"""The dtype of a matrix in GGUF's blocks: 32 weights of a row, a float16 scale and 32 int8 codes."""
+Q8_0_WEIGHTS, Q8_0_BYTES = 32, 34
 _PART = 1 << 20
 
 
@@ -29,7 +32,11 @@ class RawTensor:
     data: NDArray[np.uint8]
 
     def float32(self) -> NDArray[np.float32]:
-        """The numbers as float32, exactly, in the tensor's shape. BF16, F16 and F32 only."""
+        """The numbers as float32, exactly, in the tensor's shape. BF16, F16, F32 and Q8_0 only."""
+        if self.dtype == Q8_0:
+            block_BR = self.data.reshape(-1, Q8_0_BYTES)
+            scale_B1 = np.ascontiguousarray(block_BR[:, :2]).view("<f2").astype(np.float32)
+            return (block_BR[:, 2:].view(np.int8) * scale_B1).reshape(self.shape)
         if self.dtype == "F32":
             return self.data.view("<f4").astype(np.float32, copy=False).reshape(self.shape)
         if self.dtype == "F16":
@@ -37,10 +44,13 @@ class RawTensor:
         if self.dtype == "BF16":
             high = self.data.view("<u2").astype(np.uint32) << np.uint32(16)
             return high.view(np.float32).reshape(self.shape)
-        raise InputError(f"expected a tensor of BF16, F16 or F32, got {self.dtype}")
+        raise InputError(f"expected a tensor of BF16, F16, F32 or Q8_0, got {self.dtype}")
 
     def all_finite(self) -> bool:
         """Whether no element is infinite or NaN; looks at exponents only and copies nothing big."""
+        if self.dtype == Q8_0:
+            scale_B = np.ascontiguousarray(self.data.reshape(-1, Q8_0_BYTES)[:, :2]).view("<f2")
+            return bool(np.isfinite(scale_B).all())
         if self.dtype not in FLOATS:
             return True
         exponent = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[self.dtype]

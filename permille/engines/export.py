@@ -26,7 +26,7 @@ from permille.models.families import expected_tensors, shape_of
 from permille.package.manifest import TensorInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize
-from permille.tensors import ITEM_BYTES, RawTensor
+from permille.tensors import ITEM_BYTES, Q8_0, RawTensor
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -156,10 +156,18 @@ def _dtype_of(package: Package, name: str, dtype: ExportDtype) -> str:
     if dtype is ExportDtype.FLOAT32:
         return "F32"
     if name in package.plain_names:
-        return package.plain_dtype(name)
+        return _source_dtype(package, package.plain_dtype(name))
     if package.manifest.adapter is None:
         return package.values_dtype(name)
-    return package.plain_dtype(f"{shape_of(package.config).about.embedding}.weight")
+    return _source_dtype(package, package.plain_dtype(f"{shape_of(package.config).about.embedding}.weight"))
+
+
+def _source_dtype(package: Package, dtype: str) -> str:
+    """The dtype itself; of a table in Q8_0 that of the model's other tensors, float32 where it has none."""
+    if dtype != Q8_0:
+        return dtype
+    others = (package.plain_dtype(name) for name in package.plain_names)
+    return next((other for other in others if other != Q8_0), "F32")
 
 
 def _tensors(package: Package, values_K: NDArray[np.float32]) -> Iterator[RawTensor]:

@@ -242,6 +242,11 @@ def layer_of(name: str) -> int | None:
     return int(rest.split(".", 1)[0]) if found else None
 
 
+def table_names(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Names of embedding and head; a tied head is absent from a checkpoint."""
+    return f"{DESCRIPTIONS[family_of(config)].embedding}.weight", "lm_head.weight"
+
+
 def is_tied(config: Config) -> bool:
     """Whether the output head shares the embedding, with the family's default where the config is silent."""
     return _Reader(config).flag("tie_word_embeddings", DESCRIPTIONS[family_of(config)].tied)

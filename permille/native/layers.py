@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.native.library import load
+from permille.tensors import Q8_0_BYTES, Q8_0_WEIGHTS
 
 Array = NDArray[np.float32]
 
@@ -106,6 +107,17 @@ def product_bf16(x_K: Array, w_NK: NDArray[np.uint16], out_N: Array) -> bool:
     if library is None or not plain or w_NK.shape != (len(out_N), len(x_K)):
         return False
     library.call("product_bf16", x_K, w_NK, *w_NK.shape, out_N, np.empty_like(x_K))
+    return True
+
+
+def product_q8_0(x_K: Array, w_NR: NDArray[np.uint8], out_N: Array) -> bool:
+    """`out = W x` for rows of Q8_0, K / 32 blocks of 34 bytes each; blocks are decoded in registers."""
+    library = load()
+    plain = _is_plain(x_K) and _is_plain(out_N) and w_NR.dtype == np.uint8 and w_NR.flags.c_contiguous
+    shape = (len(out_N), len(x_K) // Q8_0_WEIGHTS * Q8_0_BYTES)
+    if library is None or not plain or len(x_K) % Q8_0_WEIGHTS or w_NR.shape != shape:
+        return False
+    library.call("product_q8_0", x_K, w_NR, len(out_N), len(x_K), out_N)
     return True
 
 

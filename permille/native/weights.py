@@ -20,6 +20,7 @@ from permille.native.library import load
 from permille.quantization.nf4 import NF4_CODES
 from permille.quantization.source import check_quantized
 from permille.quantization.types import QuantizedTensor, Scheme
+from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 _INT4_CODES = np.arange(-8, 8, dtype=np.float32)
 _LINE = 128  # groups of a multiple of it are what all kernels take
@@ -166,6 +167,24 @@ def widen_bf16(source: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
         np.left_shift(source, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
     else:
         library.call("widen_bf16", source, source.size, out)
+
+
+def widen_q8_0(source_NR: NDArray[np.uint8], out_NK: NDArray[np.float32]) -> None:
+    """Decode rows of Q8_0 to float32, exactly: `scale * code`.
+
+    Raises:
+        InputError: other types, or shapes that do not fit.
+    """
+    rows, columns = out_NK.shape
+    check_array("source", source_NR, np.uint8, (rows, columns // Q8_0_WEIGHTS * Q8_0_BYTES))
+    check_array("out", out_NK, np.float32, (rows, columns // Q8_0_WEIGHTS * Q8_0_WEIGHTS))
+    check_writable("out", out_NK)
+    library = load()
+    if library is None:
+        found = RawTensor(name="", dtype=Q8_0, shape=out_NK.shape, data=source_NR.reshape(-1))
+        np.copyto(out_NK, found.float32())
+    else:
+        library.call("widen_q8_0", source_NR, out_NK.size // Q8_0_WEIGHTS, out_NK)
 
 
 def widen_f16(source: NDArray[np.uint16] | NDArray[np.float16], out: NDArray[np.float32]) -> None:

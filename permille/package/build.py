@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.choices import AdapterKind
+from permille.choices import AdapterKind, Embeddings, choice_of
 from permille.digests import JSON
 from permille.errors import InputError
-from permille.models.families import family_of, scoped_tensors
+from permille.models.families import family_of, scoped_tensors, table_names
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import write_blocks
 from permille.package.config_files import clean_config, config_bytes
@@ -43,6 +43,7 @@ from permille.package.manifest import (
 from permille.package.reader import Package
 from permille.quantization import default_group_size, quantize, quantize_sparse
 from permille.quantization.sparse import find_sparsity
+from permille.quantization.tables import code_table
 from permille.quantization.types import SPARSE_SCHEMES, Coded, Scheme
 from permille.tensors import RawTensor
 
@@ -106,6 +107,7 @@ def pack_model(
     scheme: Scheme = Scheme.NF4,
     *,
     group_size: int | None = None,
+    embeddings: Embeddings = Embeddings.Q8_0,
     scores: Mapping[str, NDArray[np.float32]] | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
@@ -115,6 +117,7 @@ def pack_model(
 
     Args:
         group_size: None takes the scheme's default.
+        embeddings: how embedding and head are stored.
         scores: Fisher scores of all linears, for code books; without any all weights count the same.
 
     Raises:
@@ -133,7 +136,7 @@ def pack_model(
     quantized = (
         (name, code(model.raw(name).float32(), how, name=name, scores_NK=scored.get(name))) for name in scoped
     )
-    layers = (write_dense(blobs, quantized, how), write_plain(blobs, plain_tensors(model)))
+    layers = (write_dense(blobs, quantized, how), write_plain(blobs, plain_tensors(model, embeddings)))
     return write_package(blobs, model, chosen, layers, how, provenance=provenance).digest
 
 
@@ -222,10 +225,14 @@ def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
     return blobs.put_bytes(manifest.to_bytes())
 
 
-def plain_tensors(model: SourceModel) -> Iterator[RawTensor]:
-    """All tensors that are not quantized, in the model's order."""
+def plain_tensors(model: SourceModel, embeddings: Embeddings | str = Embeddings.Q8_0) -> Iterator[RawTensor]:
+    """All tensors that are not linears, in the model's order; embedding and head as `embeddings` says."""
+    embeddings = choice_of(Embeddings, embeddings, "embeddings")
     scoped = {name for name, _ in scoped_tensors(model.config)}
-    return (model.raw(name) for name in model.names if name not in scoped)
+    tables = table_names(model.config) if embeddings is Embeddings.Q8_0 else ()
+    for name in model.names:
+        if name not in scoped:
+            yield code_table(model.raw(name)) if name in tables else model.raw(name)
 
 
 def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask, how: Quantization) -> _Trainable:

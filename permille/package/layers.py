@@ -19,7 +19,7 @@ from permille.package.manifest import AdapterInfo, Layer, Quantization, TensorIn
 from permille.package.safetensors_io import SafetensorsWriter
 from permille.quantization.nf4 import NF4_CODES
 from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor
-from permille.tensors import FLOATS, RawTensor
+from permille.tensors import FLOATS, Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
 SCALES, PATTERN, CODE_BOOKS = ".scales", ".pattern", ".code_books"
@@ -50,9 +50,12 @@ def write_dense(blobs: BlobFolder, tensors: Iterable[tuple[str, Coded]], how: Qu
 
 
 def write_plain(blobs: BlobFolder, tensors: Iterable[RawTensor]) -> Layer:
-    """Everything that is not quantized, bit for bit in the model's own dtype (FORMAT 4.3)."""
+    """Everything that is not a linear, in the model's own dtype, or a table in Q8_0 (FORMAT 4.3)."""
     with SafetensorsWriter(blobs) as writer:
         for tensor in tensors:
+            if tensor.dtype == Q8_0:
+                _add_table(writer, tensor)
+                continue
             _check_float(tensor)
             writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.data)
         return _layer(Role.PLAIN, writer.finish())
@@ -179,6 +182,23 @@ def quant_state(shape: tuple[int, int], group_size: int) -> bytes:
     """What bitsandbytes packs beside an NF4 weight. dtype float32: dequantizing loses nothing (ADR 13)."""
     state = {"quant_type": "nf4", "blocksize": group_size, "dtype": "float32", "shape": list(shape)}
     return json.dumps(state).encode("ascii")
+
+
+def table_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and bytes of a row of a table in Q8_0 (FORMAT 4.3)."""
+    return shape[0], shape[1] // Q8_0_WEIGHTS * Q8_0_BYTES
+
+
+def are_table_scales(table: RawTensor) -> bool:
+    """Whether all scales of a table in Q8_0 are finite and not negative (FORMAT 4.3)."""
+    scale_B = np.ascontiguousarray(table.data.reshape(-1, Q8_0_BYTES)[:, :2]).view("<f2")
+    return bool(np.all((scale_B >= 0) & (scale_B < np.inf)))  # NaN fails the comparison too
+
+
+def _add_table(writer: SafetensorsWriter, table: RawTensor) -> None:
+    if not are_table_scales(table):
+        raise InputError(f"The scales of {table.name!r} are not all finite and from 0.")
+    writer.add(table.name, "U8", table_shape(table.shape), table.data)
 
 
 def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTensor) -> None:

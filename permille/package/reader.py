@@ -10,6 +10,7 @@ checked as they are read.
 import math
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from numpy.typing import NDArray
 
 from permille.choices import AdapterKind
 from permille.errors import InputError, PackageError
-from permille.models.families import shape_of
+from permille.models.families import expected_tensors, shape_of
 from permille.package import reference_rows
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
-from permille.package.layers import ABSMAX, CODE_BOOKS, PATTERN, SCALES, are_exponents
+from permille.package.layers import ABSMAX, CODE_BOOKS, PATTERN, SCALES, are_exponents, are_table_scales
 from permille.package.limits import BLOCKED_ROLES, MAX_EXPONENT, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import AdapterInfo, Layer, Manifest, Quantization
 from permille.package.safetensors_io import SafetensorsFile
@@ -47,13 +48,13 @@ from permille.quantization.types import (
     packed_size,
     scales_shape,
 )
-from permille.tensors import FLOATS, RawTensor
+from permille.tensors import FLOATS, Q8_0, RawTensor
 
 _NONE = np.empty(0, np.uint32)
 _BESIDE = {Scheme.NF4: ABSMAX, Scheme.SQUEEZELLM: CODE_BOOKS}
 _DTYPES = {
     Role.DENSE: frozenset({"U8", "I8", "F16", "F32"}),
-    Role.PLAIN: FLOATS,
+    Role.PLAIN: FLOATS | {"U8"},
     Role.MASK: frozenset({"U32"}),
     Role.ADAPTER: FLOATS,
     Role.VALUES: FLOATS,
@@ -133,12 +134,13 @@ class Package:
         return self._layers[role].names
 
     def plain_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor that is not quantized, without reading it."""
-        return self._layers[Role.PLAIN].specs[name].shape
+        """Shape of a tensor that is not a linear, without reading it."""
+        return self._plain_shapes[name]
 
     def plain_dtype(self, name: str) -> str:
-        """The dtype of a tensor that is not quantized, BF16, F16 or F32, without reading it."""
-        return self._layers[Role.PLAIN].specs[name].dtype
+        """The dtype of a tensor that is not a linear, BF16, F16, F32 or Q8_0, without reading it."""
+        found = self._layers[Role.PLAIN].specs[name].dtype
+        return Q8_0 if found == "U8" else found
 
     def check_blocks(self) -> None:
         """Hash all blocks of the big layers, the first time.
@@ -174,13 +176,18 @@ class Package:
         return SparseTensor(pattern=pattern, kept=read_codes(layer, name, (1, kept), self.manifest.scheme))
 
     def plain(self, name: str) -> RawTensor:
-        """A tensor that is not quantized, bit for bit as in the source model, mapped.
+        """A tensor that is not a linear, bit for bit as in the source model or in Q8_0, mapped.
 
         Raises:
             KeyError: no such tensor.
-            PackageError: `block-digest` or `plain-not-finite`.
+            PackageError: `block-digest`, `plain-not-finite` or `plain-scales`.
         """
         tensor = self._checked(Role.PLAIN).tensor(name)
+        if tensor.dtype == "U8":
+            tensor = replace(tensor, dtype=Q8_0, shape=self._plain_shapes[name])
+            if not are_table_scales(tensor):
+                raise PackageError("plain-scales", f"the scales of {name} are not all finite and from 0")
+            return tensor
         if not tensor.all_finite():
             raise PackageError("plain-not-finite", f"expected finite numbers in {name}, got NaN or infinity")
         return tensor
@@ -302,6 +309,10 @@ class Package:
     def _checked(self, role: Role) -> SafetensorsFile:
         self.check_blocks()
         return self._layers[role]
+
+    @cached_property
+    def _plain_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return expected_tensors(self.config)
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, int]]:

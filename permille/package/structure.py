@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import PackageError
-from permille.models.families import expected_tensors, scoped_tensors
+from permille.models.families import expected_tensors, scoped_tensors, table_names
 from permille.package.layers import (
     ABSMAX,
     CODE_BOOKS,
@@ -19,6 +19,7 @@ from permille.package.layers import (
     QUANT_STATE,
     SCALES,
     quant_state,
+    table_shape,
 )
 from permille.package.limits import PROGRAM_HEADER_BYTES, Role
 from permille.package.manifest import Manifest
@@ -35,6 +36,7 @@ from permille.quantization.types import (
     pattern_shape,
     scales_shape,
 )
+from permille.tensors import Q8_0_WEIGHTS
 
 _BESIDE_CODES = {ABSMAX: "F32", QUANT_MAP: "F32", QUANT_STATE: "U8", SCALES: "F32", PATTERN: "U8"}
 _BESIDE_CODES |= {CODE_BOOKS: "F16"}
@@ -58,6 +60,10 @@ def check_shapes(
     plain: dict[str, tuple[int, ...]] = {
         name: shape for name, shape in expected_tensors(config).items() if name not in quantized
     }
+    for name in coded_tables(layers[Role.PLAIN]):
+        if name not in table_names(config) or plain.get(name, (0, 1))[-1] % Q8_0_WEIGHTS:
+            raise PackageError("header-dtype", f"{name} must not be U8: it is no table in rows of 32")
+        plain[name] = table_shape(plain[name])
     counts: dict[str, tuple[int, ...]] = {tensor.name: (tensor.count,) for tensor in manifest.tensors}
     expected: dict[Role, Mapping[str, tuple[int, ...]]] = {
         Role.DENSE: _dense_shapes(manifest, layers[Role.DENSE]),
@@ -72,6 +78,11 @@ def check_shapes(
     for role, shapes in expected.items():
         _check_layer_shapes(role, layers[role], shapes)
     _check_dense_dtypes(manifest.scheme.name, layers[Role.DENSE])
+
+
+def coded_tables(plain: SafetensorsFile) -> tuple[str, ...]:
+    """Names of the tensors of a plain layer that are in Q8_0."""
+    return tuple(name for name, spec in plain.specs.items() if spec.dtype == "U8")
 
 
 def _dense_shapes(manifest: Manifest, dense: SafetensorsFile) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from permille.choices import Embeddings
 from permille.schemas.fields import Closed, Flag, Id, WholeNumber
 from permille.schemas.jobs import Made
 
@@ -40,7 +41,16 @@ SparsityOption = Annotated[
 ]
 
 
-class Nf4(Closed):
+class Tables(Closed):
+    """How embedding and head are stored, whatever the scheme of the linears."""
+
+    embeddings: Embeddings = Field(
+        default=Embeddings.Q8_0,
+        description="embedding and head: 8 bits in blocks of 32 (q8_0), or the model's own dtype (source)",
+    )
+
+
+class Nf4(Tables):
     """NormalFloat codes in flat blocks of 64."""
 
     scheme: Literal[SchemeName.NF4] = Field(
@@ -55,7 +65,7 @@ class Nf4(Closed):
     evaluation_tokens: EvaluationTokens = 8192
 
 
-class Int4(Closed):
+class Int4(Tables):
     """Symmetric integers in groups along a row."""
 
     scheme: Literal[SchemeName.INT4]
@@ -64,7 +74,7 @@ class Int4(Closed):
     evaluation_tokens: EvaluationTokens = 8192
 
 
-class AutoRound(Closed):
+class AutoRound(Tables):
     """int4 in groups of 128 whose rounding and scales auto-round calibrates on texts of a corpus. It loses
     less, and holds the whole model in memory, for minutes or hours; devices read it as any int4."""
 
@@ -82,7 +92,7 @@ class AutoRound(Closed):
     )
 
 
-class Int8(Closed):
+class Int8(Tables):
     """Symmetric integers of 8 bits in groups of 128 along a row: twice the bytes, hardly any loss."""
 
     scheme: Literal[SchemeName.INT8]
@@ -90,7 +100,7 @@ class Int8(Closed):
     evaluation_tokens: EvaluationTokens = 8192
 
 
-class CodeBooks(Closed):
+class CodeBooks(Tables):
     """A code book of 16 numbers for each row of a matrix, nearest to the weights that are sensitive by the
     scores of a Fisher mask of all linears. Not of sparse models."""
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from permille.choices import AdapterKind
 from permille.digests import canonical_json
@@ -129,6 +130,38 @@ def codes_as_floats(forge: Forge) -> str:
     size = forge.container("dense").entries[Q0]["shape"][0]
     forge.rewrite("dense", Q0, "F32", np.zeros((size, 1), np.float32))
     return forge.seal()
+
+
+def table_blocks(rows: int, columns: int, scale: float) -> NDArray[np.uint8]:
+    """A table in Q8_0 of ones, all blocks with this scale."""
+    block_R = np.concatenate([np.array([scale], "<f2").view(np.uint8), np.ones(32, np.uint8)])
+    return np.tile(block_R, (rows, columns // 32))
+
+
+def table_in_8_bits(tensor: str, blocks: NDArray[np.uint8], forge: Forge) -> str:
+    forge.rewrite("plain", tensor, "U8", blocks)
+    return forge.seal()
+
+
+EMBEDDING = "model.embed_tokens.weight"
+TABLES: list[tuple[str, str, str, NDArray[np.uint8]]] = [
+    ("plain-scales", "an_infinite_scale", EMBEDDING, table_blocks(64, 32, np.inf)),
+    ("plain-scales", "a_scale_that_is_no_number", "lm_head.weight", table_blocks(64, 32, np.nan)),
+    ("plain-scales", "a_negative_scale", EMBEDDING, table_blocks(64, 32, -0.5)),
+    ("tensor-shape", "a_block_too_many", EMBEDDING, table_blocks(64, 64, 1.0)),
+    ("tensor-shape", "a_row_too_few", EMBEDDING, table_blocks(63, 32, 1.0)),
+    ("tensor-shape", "blocks_apart", EMBEDDING, table_blocks(64, 32, 1.0).reshape(64, 1, 34)),
+    ("header-dtype", "a_norm_in_blocks", "model.norm.weight", np.zeros(34, np.uint8)),
+]
+for code, name, tensor, blocks in TABLES:
+    register(code, f"table_with_{name}", partial(table_in_8_bits, tensor, blocks))
+
+
+@attack("header-dtype")
+def table_of_8_bits_in_rows_that_no_block_fills(forge: Forge) -> str:
+    other = Forge(write_tiny(forge.tiny.blobs, config=ODD), forge.target)
+    other.rewrite("plain", EMBEDDING, "U8", np.zeros((64, 34), np.uint8))
+    return other.seal()
 
 
 # --- FORMAT 4.2 to 4.7: what layers hold ----------------------------------------------------------------

@@ -24,6 +24,7 @@ from permille.models.gguf.config import ROPE_FACTORS
 from permille.package.reader import Package
 from permille.quantization import dequantize, whole_int4
 from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor
+from permille.tensors import Q8_0
 
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
 LEAST_KEPT = 0.95
@@ -193,6 +194,8 @@ class _Weights:
         tensor = self._package.plain(name)
         number = tensor.float32() + np.float32(self.description.adds_one(name))
         kind = self._plain_type(tensor.shape)
+        if tensor.dtype == Q8_0 and kind is BlockType.Q8_0:
+            return self._ordered(name, tensor.data.reshape(tensor.shape[0], -1))
         return self._ordered(name, encode(kind, number.reshape(-1, tensor.shape[-1]), name=name))
 
     def _plain_type(self, shape: tuple[int, ...]) -> BlockType:

@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 
 from permille.engines.light.linear import Tools
 from permille.engines.light.threads import blocks
-from permille.native.layers import product_bf16
+from permille.native.layers import product_bf16, product_q8_0
 from permille.native.library import load
-from permille.native.weights import widen_bf16, widen_f16
-from permille.tensors import RawTensor
+from permille.native.weights import widen_bf16, widen_f16, widen_q8_0
+from permille.tensors import Q8_0, RawTensor
 from permille.zo.estimators import SoftTargets
 
 Array = NDArray[np.float32]
 
 _LOOK_UP_ROWS = 64
-_STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", Q8_0: "u1"}
 _BLOCK_WEIGHTS = 1 << 20
 _BLOCK_ROWS = 256
 # Below it a share of all tokens that are not named is rounding.
@@ -39,11 +39,11 @@ _LEAST_REST = 1e-6
 
 
 class StoredMatrix:
-    """[rows, width] in the dtype of the package."""
+    """[rows, width] in the dtype of the package, floats or Q8_0."""
 
     def __init__(self, raw: RawTensor) -> None:
         self._dtype = raw.dtype
-        self._stored: NDArray[np.generic] = raw.data.view(_STORED[raw.dtype]).reshape(raw.shape)
+        self._stored: NDArray[np.generic] = raw.data.view(_STORED[raw.dtype]).reshape(raw.shape[0], -1)
         self.rows, self.width = raw.shape
 
     def look_up(self, row_M: NDArray[np.int64], out_MH: Array) -> None:
@@ -57,17 +57,20 @@ class StoredMatrix:
         if self._dtype == "F32":
             view: Array = found.astype(np.float32, copy=False)
             return view
-        out_RH = scratch[: found.size].reshape(found.shape)
+        out_RH = scratch[: len(found) * self.width].reshape(-1, self.width)
         self._widen(found, out_RH)
         return out_RH
 
     @property
     def has_row_product(self) -> bool:
         """Whether there is a `row_product`."""
-        return self._dtype == "BF16" and load() is not None
+        return self._dtype in ("BF16", Q8_0) and load() is not None
 
     def row_product(self, x_H: Array, rows: slice, out_R: Array) -> None:
-        """`out = W[rows] x` of bfloat16 without widening to memory."""
+        """`out = W[rows] x` of bfloat16 or Q8_0 without widening to memory."""
+        if self._dtype == Q8_0:
+            product_q8_0(x_H, self._stored[rows].view(np.uint8), out_R)
+            return
         product_bf16(x_H, self._stored[rows].view(np.uint16), out_R)
 
     @property
@@ -76,7 +79,9 @@ class StoredMatrix:
         return self._dtype == "F32"
 
     def _widen(self, stored: NDArray[np.generic], out: Array) -> None:
-        if self._dtype == "BF16":
+        if self._dtype == Q8_0:
+            widen_q8_0(stored.view(np.uint8), out)
+        elif self._dtype == "BF16":
             widen_bf16(stored.view(np.uint16), out)
         elif self._dtype == "F16":
             widen_f16(stored.view(np.uint16), out)

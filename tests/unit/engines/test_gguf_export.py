@@ -241,3 +241,14 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(tmp_path: Pa
     package = exported_package(tmp_path / "broken", "llama", tokenizer=b'{"model": {"vocab": 3}}')
     with pytest.raises(InputError, match="known form"):
         vocabulary_of(package, VOCABULARY)
+
+
+def test_a_table_in_8_bits_goes_out_as_it_is(tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", "llama", Scheme.INT4)
+    assert package.plain_dtype("model.embed_tokens.weight") == "Q8_0"
+    for kind in ("q4_0", "q8_0"):
+        export_gguf(package, None, tmp_path / kind, kind=kind)
+        reader = GGUFReader(tmp_path / kind / GGUF_FILE)
+        stored = {tensor.name: tensor for tensor in reader.tensors}
+        own = package.plain("model.embed_tokens.weight").data
+        assert stored["token_embd.weight"].data.tobytes() == own.tobytes()

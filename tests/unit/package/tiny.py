@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import Embeddings
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter, ChosenMask, pack_model
@@ -90,6 +91,7 @@ def write_tiny(
     exponents: NDArray[np.int8] | None = None,
     adapter: ChosenAdapter | None = None,
     sparsity: Sparsity | None = None,
+    embeddings: Embeddings = Embeddings.SOURCE,
 ) -> Tiny:
     """Write a package of random weights and a random mask, with [70] exponents on request; or an adapter.
 
@@ -106,6 +108,8 @@ def write_tiny(
     license_text = b"Anybody may do anything with these random numbers.\n"
     model = MemoryModel(config=config, tensors=weights, files={"LICENSE": license_text})
     chosen = ChosenMask(indices=mask, method="random", density="0.004", exponents_K=exponents)
-    digest = pack_model(blobs, model, adapter or chosen, scheme, provenance={"seed": seed})
+    digest = pack_model(
+        blobs, model, adapter or chosen, scheme, embeddings=embeddings, provenance={"seed": seed}
+    )
     manifest = Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES))
     return Tiny(blobs=blobs, digest=digest, manifest=manifest, weights=weights, mask=mask)

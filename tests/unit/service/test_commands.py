@@ -139,12 +139,12 @@ def test_a_form_makes_the_request_with_ids_for_names_and_no_defaults_of_its_own(
     assert made["model_id"] == MODELS[1]["id"]
     assert made["mask"].pop("allocation") == "tensor"
     assert made["mask"] == {"corpus_id": f"corpus_{ULIDS[0]}", "density": 0.01, "method": "fisher"}
-    assert made["quantization"] == {"scheme": "nf4"}
+    assert made["quantization"] == {"scheme": "nf4", "embeddings": "q8_0"}
     made = body(JobKind.BUILD, model_id="b", adapter_kind="lora-fa", adapter_rank=16)
     assert made == {
         "model_id": MODELS[1]["id"],
         "adapter": {"kind": "lora-fa", "rank": 16},
-        "quantization": {"scheme": "nf4"},
+        "quantization": {"scheme": "nf4", "embeddings": "q8_0"},
     }
     both = body(JobKind.BUILD, model_id="b", adapter_kind="lora", mask_density=0.01)
     with pytest.raises(ValidationError, match=r"got both or none: density, .* do not go with an adapter"):
@@ -155,12 +155,16 @@ def test_a_form_makes_the_request_with_ids_for_names_and_no_defaults_of_its_own(
         options_scheme="auto-round",
         options_calibration_corpus_id="stories",
     )
-    assert calibrated["options"] == {"scheme": "auto-round", "calibration_corpus_id": f"corpus_{ULIDS[0]}"}
+    assert calibrated["options"] == {
+        "scheme": "auto-round",
+        "embeddings": "q8_0",
+        "calibration_corpus_id": f"corpus_{ULIDS[0]}",
+    }
 
     scored = body(
         JobKind.QUANTIZATION, model_id="a", options_scheme="squeezellm", options_mask_id=f"mask_{ULIDS[0]}"
     )
-    assert scored["options"] == {"scheme": "squeezellm", "mask_id": f"mask_{ULIDS[0]}"}
+    assert scored["options"] == {"scheme": "squeezellm", "embeddings": "q8_0", "mask_id": f"mask_{ULIDS[0]}"}
 
 
 def test_options_are_named_after_fields_and_required_where_every_form_is() -> None:

@@ -236,7 +236,7 @@ SQUEEZELLM = {"scheme": "squeezellm", "evaluation_tokens": 512}
 def test_code_books_are_made_for_the_scores_of_the_builds_mask_or_of_another(bench: Bench) -> None:
     package = made_by(bench, JobKind.BUILD, build_request(bench, quantization=SQUEEZELLM))
     mask, ours = (part_of(bench, package, kind) for kind in (JobKind.MASK, JobKind.QUANTIZATION))
-    assert ours.request["options"] == SQUEEZELLM | {"mask_id": mask.id}
+    assert ours.request["options"] == SQUEEZELLM | {"embeddings": "q8_0", "mask_id": mask.id}
     assert ours.provenance["scores"] == digest_of_role(mask, "scores")
     opened = Package.open(bench.blobs, package.digest)
     scores = load_scores(bench.blobs.path(digest_of_role(mask, "scores")))

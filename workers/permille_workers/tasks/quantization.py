@@ -68,13 +68,14 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     if how.name is Scheme.SQUEEZELLM:
         coded = replace(coded, tensors=lambda: _stored(context, model.checkpoint, dense, how))
     context.progress(_QUANTIZED, "writing the plain layer")
-    plain = write_plain(context.blobs, plain_tensors(model.checkpoint))
+    plain = write_plain(context.blobs, plain_tensors(model.checkpoint, options.embeddings))
     summary = errors.summary()
     provenance: dict[str, JSON] = {
         "model": model.provenance,
         "scheme": how.name.value,
         "group_size": how.group_size,
         "sparsity": sparsity,
+        "embeddings": options.embeddings.value,
         **coded.provenance,
     }
     content = {

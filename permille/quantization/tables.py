@@ -1,0 +1,51 @@
+"""Embedding and head in eight bits: the blocks of GGUF's Q8_0, rounded as llama.cpp rounds them.
+
+# Legend: N, K = rows and columns; B = blocks of 32; R = bytes of a block.
+"""
+
+import numpy as np
+
+from permille.errors import InputError
+from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
+
+_CHUNK_ROWS = 1 << 12
+
+
+def code_table(table: RawTensor) -> RawTensor:
+    """Round a matrix to Q8_0: `scale = max|w| / 127`, `code = round(w / scale)`, halves away from zero.
+
+    The code is that of the float32 scale; the stored scale is its float16, as in llama.cpp. A matrix in
+    Q8_0, or one whose rows no block of 32 fills, is returned as it is.
+
+    Raises:
+        InputError: a scale beyond the range of float16, or numbers that are not finite.
+    """
+    rows, columns = table.shape
+    if table.dtype == Q8_0 or columns % Q8_0_WEIGHTS:
+        return table
+    out_NR = np.empty((rows, columns // Q8_0_WEIGHTS * Q8_0_BYTES), np.uint8)
+    item_bytes = table.data.size // rows
+    for first in range(0, rows, _CHUNK_ROWS):
+        count = min(_CHUNK_ROWS, rows - first)
+        part = RawTensor(
+            name=table.name,
+            dtype=table.dtype,
+            shape=(count, columns),
+            data=table.data[first * item_bytes : (first + count) * item_bytes],
+        )
+        w_BS = part.float32().reshape(-1, Q8_0_WEIGHTS)
+        with np.errstate(all="ignore"):
+            scale_B1 = np.abs(w_BS).max(axis=1, keepdims=True) / np.float32(127)
+            inverse_B1 = np.where(scale_B1 == 0, np.float32(0), np.float32(1) / scale_B1)
+            half_B1 = scale_B1.astype("<f2")
+            if not np.isfinite(half_B1).all():
+                raise InputError(
+                    f"{table.name!r} has numbers that 8 bits cannot hold. Build with --embeddings source."
+                )
+            scaled_BS = w_BS * inverse_B1
+            size_BS = np.abs(scaled_BS)
+            whole_BS = np.floor(size_BS)
+            code_BS = np.sign(scaled_BS) * (whole_BS + np.floor(2 * (size_BS - whole_BS)))
+        block_BR = np.concatenate([half_B1.view(np.uint8), code_BS.astype(np.int8).view(np.uint8)], axis=1)
+        out_NR[first : first + count] = block_BR.reshape(count, -1)
+    return RawTensor(name=table.name, dtype=Q8_0, shape=table.shape, data=out_NR.reshape(-1))
