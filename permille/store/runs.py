@@ -195,7 +195,8 @@ def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str 
         if before is not None:
             before.newest = True
     run.metrics, run.deleted_at, run.newest = {}, now(session), False
-    run.release = run.version = run.outcome = run.gain = run.loss = run.peak_rss_bytes = None
+    run.release = run.version = run.outcome = run.gain = run.loss = run.rise = None
+    run.peak_rss_bytes = None
     return upload_id
 
 

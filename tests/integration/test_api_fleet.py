@@ -33,11 +33,25 @@ def test_a_device_is_counted_by_what_it_was_told_and_its_newest_run(api: Api) ->
     assert (found["devices"], found["reported"], found["aliases"]) == (1, 1, ["stable"])
     assert (found["outcomes"]["adopted"], found["outcomes"]["failed"]) == (1, 0)
     assert found["improvement"] == {"median": pytest.approx(0.2), "low": None, "high": None}
+    assert found["general_rise"] is None
     fleet = api.get("/v1/fleet").json()
     assert fleet["agents"] == [{"name": "0.2.0", "devices": 1}]
     assert fleet["engines"] == [{"name": "light", "devices": 1}]
     assert api.delete(f"/v1/runs/{last}", token).status_code == 204
     assert version_of(api)["outcomes"]["failed"] == 1, "the run before it counts again"
+
+
+def test_the_rise_on_general_text_is_told_beside_the_improvement(api: Api) -> None:
+    api.publish(api.package())
+    device = api.device()
+    token = device.token()
+    general = {"general_loss_base": 3.0, "general_loss_personal": 3.0625, "strength": 6}
+    run = report(api, device, token, **general)
+    assert version_of(api)["general_rise"] == 0.0625
+    told = api.get(f"/v1/runs/{run}", token).json()["metrics"]
+    assert {name: told[name] for name in general} == general
+    assert api.delete(f"/v1/runs/{run}", token).status_code == 204
+    assert version_of(api)["general_rise"] is None
 
 
 def test_numbers_that_a_device_makes_up_break_nothing(api: Api) -> None:
@@ -46,9 +60,10 @@ def test_numbers_that_a_device_makes_up_break_nothing(api: Api) -> None:
     device = api.device()
     token = device.token()
     for version in (1, 2, 2**53 - 1):
-        report(api, device, token, version=version, loss_base=1e308, loss_personal=-1e308)
+        made_up = {"loss_base": 1e308, "loss_personal": -1e308, "general_loss_personal": 1e308}
+        report(api, device, token, version=version, general_loss_base=-1e308, **made_up)
     report(api, device, token, release="no-such-release", peak_rss_bytes=2**53 - 1)
-    assert version_of(api)["improvement"] is None
+    assert (version_of(api)["improvement"], version_of(api)["general_rise"]) == (None, None)
     answer = api.get("/v1/releases/tiny/comparison")
     assert (answer.status_code, answer.json()["verdict"]) == (200, "too-few")
 

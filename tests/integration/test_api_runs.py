@@ -29,6 +29,15 @@ def reported(api: Api, device: TestDevice) -> tuple[str, str]:
     return run_id, token
 
 
+def test_an_agent_that_measures_no_general_loss_reports_as_before(api: Api) -> None:
+    token, run_id = api.device().token(), new_run_id()
+    new = {"general_loss_base", "general_loss_personal", "strength", "scaled_digest"}
+    body = {"run_id": run_id, "metrics": {k: v for k, v in run_metrics().items() if k not in new}}
+    assert api.post("/v1/runs", body, token).status_code == 201
+    assert api.post("/v1/runs", body, token).status_code == 200
+    assert {api.get(f"/v1/runs/{run_id}", token).json()["metrics"][name] for name in new} == {None}
+
+
 def test_same_report_again_changes_nothing_and_another_is_a_conflict(api: Api) -> None:
     token, run_id = api.device().token(), new_run_id()
     body = {"run_id": run_id, "metrics": run_metrics()}
