@@ -102,10 +102,14 @@ class Programs:
         if code:
             raise CommandError(f"The build did not succeed (job {job_id}). See above.", Exit.FAILED)
 
-    def agent(self, *arguments: str) -> Any:
-        """Run one command of the device; its JSON answer. Raises CommandError."""
+    def agent(self, *arguments: str, may_end_with: Sequence[int] = (0,)) -> Any:
+        """Run one command of the device; its JSON answer.
+
+        Raises:
+            CommandError: it ended with another exit code.
+        """
         self.tell(f"permille-agent {' '.join(arguments)}")
-        return _answer((*AGENT, *arguments, "--json"), self._home)
+        return _answer((*AGENT, *arguments, "--json"), self._home, may_end_with)
 
     def show_agent(self, *arguments: str, quiet: bool = False) -> int:
         """Run one command of the device for human eyes, only its errors where `quiet`; its exit code."""
@@ -143,14 +147,16 @@ def start(
     )
 
 
-def _answer(arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
+def _answer(
+    arguments: Sequence[str], environment: Mapping[str, str], may_end_with: Sequence[int] = (0,)
+) -> Any:
     process = start(arguments, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         printed, errors = process.communicate()
     except BaseException:
         _stop(process, signal.SIGINT)
         raise
-    if process.returncode:
+    if process.returncode not in may_end_with:
         raise CommandError(_error_in(printed, errors), _exit_of(process.returncode))
     return json.loads(printed)
 
