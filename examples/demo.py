@@ -56,7 +56,7 @@ MODELS = {
     "smollm2": Model(
         root=SMOLLM2.parent,
         add=("--gguf", SMOLLM2.name),
-        build=("--sequences", "32", "--length", "256"),
+        build=("--sequences", "16", "--length", "256"),
         zeroth_order=("--minutes", "1"),
         gradient=("--minutes", "2.5"),
         ask=("--chat", "--temperature", "0", "--max-tokens", "48"),
@@ -93,19 +93,34 @@ class DemoError(Exception):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo with the model that `arguments` name; the last line of its output is the result."""
+    """Run the demo with the model, in the folder, that `arguments` name; the last line of its output is the
+    result."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
-    name = arguments[0] if arguments else "smollm2"
+    name, work = arguments[0] if arguments else "smollm2", Path(arguments[1]) if arguments[1:] else WORK
     if name not in MODELS:
         print(f"demo: there is no model {name!r}; choose {' or '.join(MODELS)}", file=sys.stderr)
         return 2
     if name == "smollm2" and not SMOLLM2.is_file():
         print(f"There is no {SMOLLM2} (`make smollm2` fetches it): this run uses the small example model.")
         name = "example"
-    model = MODELS[name]
-    shutil.rmtree(WORK, ignore_errors=True)
-    kept: dict[str, Path] = {}
-    programs = Programs(work=WORK / "run", tell=lambda line: print(f"   $ {line}", flush=True))
+    try:
+        line = run(MODELS[name], work)
+    except (DemoError, CommandError) as exc:
+        print(f"demo: failed: {exc}", file=sys.stderr)
+        return 1
+    print(line)
+    return 0
+
+
+def run(model: Model, work: Path) -> str:
+    """Do all of it in an empty folder; the last line.
+
+    Raises:
+        CommandError: a command failed.
+        DemoError: one did not do what it must.
+    """
+    shutil.rmtree(work, ignore_errors=True)
+    programs = Programs(work=work / "run", tell=lambda line: print(f"   $ {line}", flush=True))
     try:
         title("1. The service: API, worker, SQLite and a folder of blobs")
         with programs.service(models=model.root, corpora=EXAMPLES) as url:
@@ -115,16 +130,10 @@ def main(arguments: list[str]) -> int:
             log_bytes = zeroth_order(programs, model)
             trained = gradient(programs, model)
             compare_answers(model, before, answers(programs, model))
-            kept = export(programs)
-    except (DemoError, CommandError) as exc:
-        print(f"demo: failed: {exc}", file=sys.stderr)
-        return 1
+            export(programs, work)
     finally:
-        shutil.rmtree(WORK / "run", ignore_errors=True)
-    print(f"   what changed, as a page for any browser: {kept['page']}")
-    print(f"   the personal model, for llama.cpp and Ollama: {kept['model']}")
-    print(summary(package, trained, log_bytes))
-    return 0
+        shutil.rmtree(work / "run", ignore_errors=True)
+    return summary(package, trained, log_bytes)
 
 
 def build(programs: Programs, model: Model) -> Any:
@@ -218,13 +227,13 @@ def compare_answers(model: Model, before: list[str], after: list[str]) -> None:
         print(f"\n   {question}\n   before: {base!r}\n   after:  {personal!r}")
 
 
-def export(programs: Programs) -> dict[str, Path]:
+def export(programs: Programs, work: Path) -> None:
     """Write the personal model and the page about it to places that stay."""
     title("6. The result: a page, a model for other programs")
-    shutil.copyfile(programs.agent("show")["page"], WORK / PAGE)
-    programs.agent("export", str(WORK / EXPORT), "--format", "gguf")
-    (file,) = (WORK / EXPORT).glob("*.gguf")
-    return {"page": WORK / PAGE, "model": file}
+    shutil.copyfile(programs.agent("show")["page"], work / PAGE)
+    programs.agent("export", str(work / EXPORT), "--format", "gguf")
+    print(f"   what changed, as a page for any browser: {work / PAGE}")
+    print(f"   the personal model, for llama.cpp and Ollama: {work / EXPORT}")
 
 
 def summary(package: dict[str, Any], trained: dict[str, Any], log_bytes: int) -> str:

@@ -34,8 +34,8 @@ from permille_service.personal.programs import Programs
 NAME = "personal"
 HUB = "https://huggingface.co/api/datasets/allenai/c4"
 HUB_TIMEOUT_S = 5.0
-MASK = ("--sequences", "64", "--length", "256")
-"""Half of a build's sequences: enough for a mask, and minutes instead of a quarter of an hour on a laptop."""
+MASK = ("--sequences", "32", "--length", "256")
+"""A quarter of the sequences of a build: a mask in minutes on a laptop."""
 KEPT_BASE, REFUSED_DATA, TRY_LATER = 7, 3, 5  # exit codes of `permille-agent train`
 
 

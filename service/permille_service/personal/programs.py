@@ -23,6 +23,8 @@ from permille_service.cli.up import end_with_parent
 
 START_S = 90.0
 STOP_S = 60.0
+DRAIN_S = "1"
+"""A job that is cut off goes on from its checkpoint when the same work is done again."""
 POLL_S = 0.1
 PERMILLE = ("-m", "permille_service.cli.main")
 AGENT = ("-m", "permille_agent")
@@ -76,9 +78,15 @@ class Programs:
         roots = ("--model-root", str(models), "--corpus-root", str(corpora))
         options = ("--data-dir", str(self.cloud), *roots, "--port", "0", "--port-file", str(port_file))
         with log.open("w", encoding="utf-8") as output:
-            process = start((*PERMILLE, "up", *options), {}, stdout=output, stderr=output)
+
+            def up() -> subprocess.Popen[str]:
+                return start(
+                    (*PERMILLE, "up", *options), {"PERMILLE_DRAIN_S": DRAIN_S}, stdout=output, stderr=output
+                )
+
+            process = up()
             try:
-                _wait_for(port_file, process, log)
+                process = _wait_for(port_file, process, log, up)
                 yield f"http://127.0.0.1:{port_file.read_text(encoding='ascii').strip()}"
             finally:
                 _stop(process, signal.SIGTERM)
@@ -98,7 +106,8 @@ class Programs:
             self.permille("jobs", "watch", job_id)
             return
         command = (*PERMILLE, "--data-dir", str(self.cloud), "jobs", "watch", job_id)
-        code = _wait(start(command, {}, stdout=subprocess.DEVNULL, stderr=None))
+        # Not SIGINT: its words about a job that runs on are for an operator, whose service stays.
+        code = _wait(start(command, {}, stdout=subprocess.DEVNULL, stderr=None), signal.SIGTERM)
         if code:
             raise CommandError(f"The build did not succeed (job {job_id}). See above.", Exit.FAILED)
 
@@ -176,11 +185,11 @@ def _exit_of(code: int) -> Exit:
     return Exit(code) if code in (Exit.USAGE, Exit.REFUSED, Exit.RETRY, Exit.INTERRUPTED) else Exit.FAILED
 
 
-def _wait(process: subprocess.Popen[str]) -> int:
+def _wait(process: subprocess.Popen[str], stop_by: signal.Signals = signal.SIGINT) -> int:
     try:
         return process.wait()
     except BaseException:  # Ctrl-C, or SIGTERM as SystemExit
-        _stop(process, signal.SIGINT)
+        _stop(process, stop_by)
         raise
 
 
@@ -195,13 +204,21 @@ def _stop(process: subprocess.Popen[str], number: signal.Signals) -> None:
         process.wait()
 
 
-def _wait_for(port_file: Path, process: subprocess.Popen[str], log: Path) -> None:
+def _wait_for(
+    port_file: Path, process: subprocess.Popen[str], log: Path, again: Callable[[], subprocess.Popen[str]]
+) -> subprocess.Popen[str]:
+    """Wait for the service's port; the process that has it. The service of a run that was killed may still be
+    stopping: then it is started once more."""
     deadline = time.monotonic() + START_S
     while not port_file.exists():
         ended = process.poll() is not None
+        if process.returncode == Exit.RETRY and time.monotonic() < deadline:
+            process = again()
+            continue
         if ended or time.monotonic() > deadline:
             last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
             said = f" It said: {last[0]}" if last else ""
             what = "ended at its start" if ended else f"did not answer within {START_S:.0f} s"
             raise CommandError(f"The embedded service {what}.{said} All of it is in {log}.", Exit.FAILED)
         time.sleep(POLL_S)
+    return process
