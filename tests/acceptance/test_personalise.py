@@ -78,8 +78,8 @@ def test_a_killed_command_goes_on_to_the_same_model(tmp_path: Path) -> None:
     work = tmp_path / "killed"
     stages = (
         ("cloud/operator.token", signal.SIGKILL),
-        ("device/runs/*/descent-0.jsonl", signal.SIGKILL),
-        ("device/runs/*/descent-0.moments", signal.SIGINT),
+        ("device/runs/*/descent-0.jsonl", signal.SIGINT),
+        ("device/runs/*/outcome.json", signal.SIGKILL),
     )
     for pattern, number in stages:
         process = subprocess.Popen(options, env=environment(), text=True, start_new_session=True)
