@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-privacy bench-page bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-privacy bench-page bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -36,10 +36,15 @@ $(VENV)/.native: $(VENV)/.installed permille/native/build.py $(wildcard permille
 	@$(BIN)/python -m permille.native.build
 	@touch $@
 
-demo: $(VENV)/.native  ## The whole product once: service, package, device, training, replay (minutes)
-	@$(BIN)/python -m examples.demo
+# The chat model that the demo and one test use; neither fails where it cannot be fetched.
+smollm2: $(VENV)/.installed  ## Fetch SmolLM2-135M-Instruct (93 MB, hash-checked) into build/smollm2
+	@bash scripts/smollm2.sh $(BIN)/python
 
-test: $(VENV)/.native system-packages lint types check-imports pytest  ## Lint, types, import contracts and all tests
+MODEL ?= smollm2
+demo: $(VENV)/.native $(if $(filter smollm2,$(MODEL)),smollm2)  ## The whole product once, on a real chat model (minutes; MODEL=example: a tiny one)
+	@$(BIN)/python -m examples.demo $(MODEL)
+
+test: $(VENV)/.native system-packages smollm2 lint types check-imports pytest  ## Lint, types, import contracts and all tests
 
 system-packages:
 	@bash scripts/system-packages.sh

@@ -13,10 +13,13 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Adds `permille/native/_kernels.so`, and the platform's tag, to what is built."""
+    """Adds `permille/native/_kernels.so`, the platform's tag and the public text to what is built."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Editable installations get the library beside its sources, wheels in the archive."""
+        text = Path(self.root) / "examples" / "corpus.jsonl.gz"
+        if version != "editable" and text.exists():  # for `permille personalise`; images go without it
+            build_data["force_include"][str(text)] = f"permille_service/personal/{text.name}"
         room = Path(self.root) / "permille" / "native"
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         build = runpy.run_path(str(room / "build.py"))

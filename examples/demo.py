@@ -2,47 +2,89 @@
 
 Everything is a command of the two command lines, run as processes against a real service on loopback; this
 script only passes one command's answer to the next and checks the end. It works in `.demo`, stops what it
-started and removes what it wrote, also when it fails or is interrupted; only the page about the run stays.
+started and removes what it wrote, also when it fails or is interrupted; only the page about the run and the
+exported model stay.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-EXAMPLES = Path(__file__).resolve().parent
-WORK = EXAMPLES.parent / ".demo"
-BIN = Path(sys.executable).parent
-STEPS = 80
-# Five in a thousand: one in a thousand of so small a model is some 700 weights, too few to show much.
-DENSITY = 0.005
-PAGE = "show.html"
-PROMPT = "The boy from next door"
-SAMPLE = ("--max-tokens", "48", "--temperature", "0.7", "--seed", "1")
-START_S = 90.0
+from permille_service.cli.exits import CommandError
+from permille_service.personal.programs import Programs
 
-READ = """
+EXAMPLES = Path(__file__).resolve().parent
+ROOT = EXAMPLES.parent
+WORK = ROOT / ".demo"
+NOTES = EXAMPLES / "gardener" / "notes.txt"
+PAGE, EXPORT = "show.html", "model"
+VERIFY_S = 90.0
+ADOPTED, KEPT_BASE = 0, 7  # exit codes of `permille-agent train`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What the demo does with a model.
+
+    Attributes:
+        root: folder below which the model lies.
+        add: options of `models add`.
+        build: options of `builds create`.
+        zeroth_order: how long to train by forward passes alone.
+        gradient: how long to train along the gradient.
+        ask: options of `generate`.
+        questions: one about the notes, one of general knowledge.
+    """
+
+    root: Path
+    add: tuple[str, ...]
+    build: tuple[str, ...]
+    zeroth_order: tuple[str, ...]
+    gradient: tuple[str, ...]
+    ask: tuple[str, ...]
+    questions: tuple[str, str]
+
+
+SMOLLM2 = Path(os.environ.get("PERMILLE_SMOLLM2") or ROOT / "build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+MODELS = {
+    "smollm2": Model(
+        root=SMOLLM2.parent,
+        add=("--gguf", SMOLLM2.name),
+        build=("--sequences", "16", "--length", "256"),
+        zeroth_order=("--minutes", "1", "--queries", "4", "--rows", "1"),
+        gradient=("--minutes", "2.5"),
+        ask=("--chat", "--temperature", "0", "--max-tokens", "48"),
+        questions=("Tell me about your garden today.", "What is the capital of France?"),
+    ),
+    # Five in a thousand: one in a thousand of so small a model is some 700 weights, too few to show much.
+    "example": Model(
+        root=EXAMPLES,
+        add=("--folder", "model"),
+        build=("--density", "0.005", "--sequences", "64", "--length", "256", "--evaluate-on", "example"),
+        zeroth_order=("--steps", "20"),
+        gradient=("--steps", "80"),
+        ask=("--max-tokens", "48", "--temperature", "0.7", "--seed", "1"),
+        questions=("The boy from next door", "In the beginning God created"),
+    ),
+}
+
+REPLAY = """
 import sys
 from pathlib import Path
-from permille.package.blobs import BlobFolder
-from permille.package.reader import Package
+from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest
-from permille.zo.packed_state import decode_state
-data, blobs = Path(sys.argv[1]).read_bytes(), BlobFolder(Path(sys.argv[2]))
-state = decode_state(data, max_bytes=1 << 20, max_k=1 << 20)
-header = state.header
-package = Package.open(blobs, header.package_digest)
-state.check_binding(package_digest=package.digest, mask_digest=package.mask_digest, k=package.k)
-print(state_digest(state.s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent))
+from permille.zo.records import coefficients_of
+from permille.zo.replay import replay
+contents = read_journal(Path(sys.argv[1]))
+header = contents.header
+s_K = replay(header, coefficients_of(contents.records[: int(sys.argv[2])], header))
+print(state_digest(s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent))
 """
 
 
@@ -50,158 +92,165 @@ class DemoError(Exception):
     """A step of the demo did not do what it must."""
 
 
-def main() -> int:
-    """Run the demo; the last line of its output is the result."""
+def main(arguments: list[str]) -> int:
+    """Run the demo with the model, in the folder, that `arguments` name; the last line of its output is the
+    result."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
-    shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir()
+    name, work = arguments[0] if arguments else "smollm2", Path(arguments[1]) if arguments[1:] else WORK
+    if name not in MODELS:
+        print(f"demo: there is no model {name!r}; choose {' or '.join(MODELS)}", file=sys.stderr)
+        return 2
+    if name == "smollm2" and not SMOLLM2.is_file():
+        print(f"There is no {SMOLLM2} (`make smollm2` fetches it): this run uses the small example model.")
+        name = "example"
     try:
-        with service() as url:
-            package = build()
-            result = personalise(url)
-            line = summary(package, result)
-            page = Path(agent("show")["page"]).read_bytes()
-    except DemoError as exc:
+        line = run(MODELS[name], work)
+    except (DemoError, CommandError) as exc:
         print(f"demo: failed: {exc}", file=sys.stderr)
         return 1
-    finally:
-        shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir()
-    (WORK / PAGE).write_bytes(page)
-    print(f"   what changed, as a page for any browser: {WORK / PAGE}")
     print(line)
     return 0
 
 
-@contextmanager
-def service() -> Iterator[str]:
-    """API and worker on a free port of loopback; yields the URL."""
-    title("1. The service: API, worker, SQLite and a folder of blobs")
-    port_file = WORK / "port"
-    roots = ("--model-root", str(EXAMPLES), "--corpus-root", str(EXAMPLES))
-    command = ["up", "--data-dir", str(WORK / "cloud"), *roots, "--port", "0", "--port-file", str(port_file)]
-    process = subprocess.Popen([BIN / "permille", *command], start_new_session=True)
+def run(model: Model, work: Path) -> str:
+    """Do all of it in an empty folder; the last line.
+
+    Raises:
+        CommandError: a command failed.
+        DemoError: one did not do what it must.
+    """
+    shutil.rmtree(work, ignore_errors=True)
+    programs = Programs(work=work / "run", tell=lambda line: print(f"   $ {line}", flush=True))
     try:
-        deadline = time.monotonic() + START_S
-        while not port_file.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise DemoError(f"expected `permille up` to listen within {START_S:.0f} s")
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port_file.read_text().strip()}"
+        title("1. The service: API, worker, SQLite and a folder of blobs")
+        with programs.service(models=model.root, corpora=EXAMPLES) as url:
+            package = build(programs, model)
+            install(programs, url)
+            before = answers(programs, model)
+            log_bytes = zeroth_order(programs, model)
+            trained = gradient(programs, model)
+            compare_answers(model, before, answers(programs, model))
+            export(programs, work)
     finally:
-        process.terminate()
-        process.wait()
+        shutil.rmtree(work / "run", ignore_errors=True)
+    return summary(package, trained, log_bytes)
 
 
-def build() -> Any:
+def build(programs: Programs, model: Model) -> Any:
     """Register, build, publish; the package as the service lists it."""
     title("2. The operator: from a pre-trained model to a signed release")
-    model = permille("models", "add", "example", "--folder", "model")
-    permille("corpora", "add", "example", "--file", "corpus.jsonl.gz")
-    mask = ("--corpus", "example", "--density", str(DENSITY), "--sequences", "64", "--length", "256")
-    job = permille("builds", "create", "--model", "example", *mask, "--evaluate-on", "example")
-    made = permille("builds", "show", job["id"])
-    package = permille("packages", "show", made["package_digest"])
+    added = programs.permille("models", "add", "example", *model.add)
+    programs.permille("corpora", "add", "example", "--file", "corpus.jsonl.gz")
+    job = programs.permille("builds", "create", "--model", "example", "--corpus", "example", *model.build)
+    made = programs.permille("builds", "show", job["id"])
+    package = programs.permille("packages", "show", made["package_digest"])
     k, size = package["k"], package["size_bytes"]
-    print(f"   {k} sensitive weights of {model['parameters']}; package of {size} bytes")
-    report = permille("quantizations", "report", made["quantization_id"])
-    show_perplexity(report)
-    permille("releases", "publish", "demo", "--package", package["digest"], "--alias", "stable")
-    return package
-
-
-def personalise(url: str) -> dict[str, Any]:
-    """Enrol, pull, train, compare, report: what the end of the demo needs to know."""
-    title("3. The device: enrol, download, verify")
-    invitation = permille("invitations", "create", "--release", "demo")
-    agent("enroll", url, invitation["invitation"], "--name", "demo")
-    agent("pull")
-    before = agent("generate", PROMPT, "--base", *SAMPLE)
-    title("4. The user: training on the gardener's notes, on the device")
-    notes = str(EXAMPLES / "gardener" / "notes.txt")
-    trained = agent("train", notes, "--steps", str(STEPS), "--share-log", progress=True)
-    after = agent("generate", PROMPT, *SAMPLE)
-    print(f"\n   before: {before['text']!r}\n   after:  {after['text']!r}")
-    title("5. The report: numbers by default; the state too, because this user said --share-log")
-    agent("report")
-    return {"run": trained, "digests": digests(trained)}
-
-
-def digests(trained: dict[str, Any]) -> dict[str, str]:
-    """The state's digest as the device, the service and a fresh process have it."""
-    (reported,) = permille("runs", "list")
-    deadline = time.monotonic() + START_S
-    while reported["log"]["state"] == "pending" and time.monotonic() < deadline:
-        time.sleep(1.0)
-        reported = permille("runs", "show", reported["run_id"])
-    if reported["log"]["state"] != "verified":
-        raise DemoError(f"expected the service to verify the state, got {reported['log']}")
-    decision = trained["decision"]
-    state = WORK / "device" / "runs" / trained["run"] / f"descent-{decision['descent']}.state"
-    fresh = run([sys.executable, "-c", READ, state, WORK / "device" / "blobs"]).strip()
-    return {
-        "device": trained["decision"]["state_digest"],
-        "service": reported["log"]["state_digest"],
-        "fresh process": fresh,
-    }
-
-
-def summary(package: dict[str, Any], result: dict[str, Any]) -> str:
-    """The last line. Raises DemoError when the model was not adopted or a digest differs."""
-    metrics, found = result["run"]["metrics"], result["digests"]
-    base, personal = metrics["loss_base"], metrics["loss_personal"]
-    if result["run"]["outcome"] != "adopted":
-        raise DemoError(f"expected the personal model to be adopted, got {result['run']['message']}")
-    for place, digest in found.items():
-        print(f"   {place:<13} {digest}")
-    if len(set(found.values())) != 1:
-        raise DemoError(f"expected one state everywhere, got {found}")
-    return (
-        f"demo: held-out loss {base:.3f} -> {personal:.3f} ({100 * (base - personal) / base:.1f}% lower), "
-        f"package {package['size_bytes']} bytes, personal state {metrics['personal_bytes']} bytes, exact"
-    )
-
-
-def show_perplexity(report: dict[str, Any]) -> None:
-    """Perplexity of the model before and after quantization, where the report has it."""
-    measured = report.get("perplexity")
-    if measured:
+    print(f"   {k} sensitive weights of {added['parameters']}; package of {size} bytes")
+    report = programs.permille("quantizations", "report", made["quantization_id"])
+    if measured := report.get("perplexity"):
         print(
             f"   perplexity on held-out text: {measured['before']:.2f} -> {measured['after']:.2f} in 4 bits"
         )
+    programs.permille("releases", "publish", "demo", "--package", package["digest"], "--alias", "stable")
+    return package
+
+
+def install(programs: Programs, url: str) -> None:
+    """Enrol the device and pull the release."""
+    title("3. The device: enrol, download, verify")
+    invitation = programs.permille("invitations", "create", "--release", "demo")
+    programs.agent("enroll", url, invitation["invitation"], "--name", "demo")
+    programs.agent("pull")
+
+
+def zeroth_order(programs: Programs, model: Model) -> int:
+    """Train by forward passes alone, share that log, hold its replays against each other; the log's bytes."""
+    title(
+        "4. The user: a little training by forward passes alone; its log is a seed and some integers a step"
+    )
+    run = train(programs, "--estimator", "one-sided", *model.zeroth_order, "--share-log")
+    programs.agent("report")
+    decision = run["decision"]
+    journal = programs.device / "runs" / run["run"] / f"descent-{decision['descent']}.journal"
+    fresh = [sys.executable, "-c", REPLAY, str(journal), str(decision["step"])]
+    digests = {
+        "device": decision["trained_digest"] or decision["state_digest"],
+        "service": verified(programs),
+        "fresh process": subprocess.run(fresh, capture_output=True, text=True, check=True).stdout.strip(),
+    }
+    for place, digest in digests.items():
+        print(f"   {place:<13} {digest}")
+    if len(set(digests.values())) != 1:
+        raise DemoError(f"the replays differ: {digests}")
+    return int(run["metrics"]["personal_bytes"])
+
+
+def verified(programs: Programs) -> str:
+    """Wait until the service has replayed the log that was shared; the digest that it found."""
+    (reported,) = programs.permille("runs", "list")
+    deadline = time.monotonic() + VERIFY_S
+    while reported["log"]["state"] == "pending" and time.monotonic() < deadline:
+        time.sleep(1.0)
+        reported = programs.permille("runs", "show", reported["run_id"])
+    if reported["log"]["state"] != "verified":
+        raise DemoError(f"the service did not verify the log: {reported['log']}")
+    return str(reported["log"]["state_digest"])
+
+
+def gradient(programs: Programs, model: Model) -> dict[str, Any]:
+    """Train along the gradient, from the base. Raises DemoError where the result is not adopted."""
+    title("5. The user: training along the gradient, judged on notes that it never saw")
+    run = train(programs, "--from", "base", *model.gradient)
+    if run["outcome"] != "adopted":
+        raise DemoError(f"the personal model was not adopted: {run['message']}")
+    return run
+
+
+def train(programs: Programs, *options: str) -> dict[str, Any]:
+    """Train on the gardener's notes; what the run came to, whether it is adopted or not."""
+    start = time.monotonic()
+    run: dict[str, Any] = programs.agent("train", str(NOTES), *options, may_end_with=(ADOPTED, KEPT_BASE))
+    print(f"     {run['outcome']}, {time.monotonic() - start:.0f} s", flush=True)
+    return run
+
+
+def answers(programs: Programs, model: Model) -> list[str]:
+    """Ask the questions of the model in use."""
+    return [
+        str(programs.agent("generate", question, *model.ask)["text"]).strip() for question in model.questions
+    ]
+
+
+def compare_answers(model: Model, before: list[str], after: list[str]) -> None:
+    """Print the questions with both answers."""
+    for question, base, personal in zip(model.questions, before, after, strict=True):
+        print(f"\n   {question}\n   before: {base!r}\n   after:  {personal!r}")
+
+
+def export(programs: Programs, work: Path) -> None:
+    """Write the personal model and the page about it to places that stay."""
+    title("6. The result: a page, a model for other programs")
+    shutil.copyfile(programs.agent("show")["page"], work / PAGE)
+    programs.agent("export", str(work / EXPORT), "--format", "gguf")
+    print(f"   what changed, as a page for any browser: {work / PAGE}")
+    print(f"   the personal model, for llama.cpp and Ollama: {work / EXPORT}")
+
+
+def summary(package: dict[str, Any], trained: dict[str, Any], log_bytes: int) -> str:
+    """The last line."""
+    metrics = trained["metrics"]
+    base, personal = metrics["loss_base"], metrics["loss_personal"]
+    general, after = metrics["general_loss_base"], metrics["general_loss_personal"]
+    return (
+        f"demo: held-out loss {base:.3f} -> {personal:.3f} ({100 * (base - personal) / base:.1f}% lower), "
+        f"general loss {general:.3f} -> {after:.3f}, package {package['size_bytes']} bytes, "
+        f"zeroth-order log {log_bytes} bytes, replay exact"
+    )
 
 
 def title(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def permille(*arguments: str) -> Any:
-    """One command of the operator, on the demo's data folder; its JSON answer."""
-    print(f"   $ permille {' '.join(arguments)}", flush=True)
-    return json.loads(run([BIN / "permille", "--data-dir", WORK / "cloud", *arguments, "--json"]))
-
-
-def agent(*arguments: str, progress: bool = False) -> Any:
-    """One command of the device, on the demo's home; its JSON answer."""
-    print(f"   $ permille-agent {' '.join(arguments)}", flush=True)
-    start = time.monotonic()
-    environment = {**os.environ, "PERMILLE_AGENT_HOME": str(WORK / "device")}
-    answer = json.loads(run([BIN / "permille-agent", *arguments, "--json"], environment))
-    if progress:
-        print(f"     {time.monotonic() - start:.0f} s", flush=True)
-    return answer
-
-
-def run(command: list[Any], environment: dict[str, str] | None = None) -> str:
-    """Standard output of a command. Raises DemoError with what it printed when it fails."""
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = (done.stdout + done.stderr).strip()
-        raise DemoError(
-            f"expected {Path(command[0]).name} to succeed, got exit code {done.returncode}: {said}"
-        )
-    return done.stdout
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

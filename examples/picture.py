@@ -7,6 +7,7 @@ and what they print becomes an SVG, `docs/images/demo.svg`.
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,28 +17,29 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from examples.demo import BIN, EXAMPLES, STEPS, WORK, build, permille, service
+from examples.demo import EXAMPLES, MODELS, NOTES, SMOLLM2, WORK, build
+from permille_service.personal.programs import AGENT, Programs
 
 PICTURE = EXAMPLES.parent / "docs" / "images" / "demo.svg"
 COLUMNS = 88
-NOTES = EXAMPLES / "gardener" / "notes.txt"
-PROMPT = "The boy from next door"
 
 
 def main() -> int:
     """Run the commands of a user and draw what they print."""
+    model = MODELS["smollm2" if SMOLLM2.is_file() else "example"]
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir()
+    programs = Programs(work=WORK)
     try:
-        with service() as url:
-            build()
-            invitation = permille("invitations", "create", "--release", "demo")["invitation"]
+        with programs.service(models=model.root, corpora=EXAMPLES) as url:
+            build(programs, model)
+            invitation = programs.permille("invitations", "create", "--release", "demo")["invitation"]
             (WORK / "notes.txt").write_bytes(NOTES.read_bytes())
             screen = [
-                user("enroll", url, invitation),
-                user("pull"),
-                user("train", "notes.txt", "--steps", str(STEPS)),
-                user("compare", "--prompt", PROMPT, "--max-tokens", "24"),
+                user(programs, "enroll", url, invitation),
+                user(programs, "pull"),
+                user(programs, "train", "notes.txt", *model.gradient),
+                *(user(programs, "generate", question, *model.ask) for question in model.questions),
             ]
     finally:
         shutil.rmtree(WORK, ignore_errors=True)
@@ -45,16 +47,17 @@ def main() -> int:
     return 0
 
 
-def user(*arguments: str) -> str:
+def user(programs: Programs, *arguments: str) -> str:
     """One command of the device and what a person sees of it, colours included."""
-    print(f"$ permille-agent {' '.join(arguments)}", flush=True)
+    shown = shlex.join(("permille-agent", *arguments))
+    print(f"$ {shown}", flush=True)
     environment = os.environ | {
-        "PERMILLE_AGENT_HOME": str(WORK / "device"),
+        "PERMILLE_AGENT_HOME": str(programs.device),
         "FORCE_COLOR": "1",
         "COLUMNS": str(COLUMNS),
     }
     done = subprocess.run(
-        [BIN / "permille-agent", *arguments],
+        [sys.executable, "-P", *AGENT, *arguments],
         cwd=WORK,
         env=environment,
         stdout=subprocess.PIPE,
@@ -62,7 +65,7 @@ def user(*arguments: str) -> str:
         text=True,
         check=True,
     )
-    return f"\x1b[1m$ permille-agent {' '.join(arguments)}\x1b[0m\n{done.stdout}"
+    return f"\x1b[1m$ {shown}\x1b[0m\n{done.stdout}"
 
 
 def draw(screen: str) -> None:

@@ -23,6 +23,7 @@ from permille_service.cli.session import Place
 from permille_service.cli.tables import figures_of, table_of
 from permille_service.cli.trust import trust
 from permille_service.cli.work import FIGURES, add_work, jobs
+from permille_service.personal.command import personalise
 
 EXIT_HELP = (
     "Exit codes: 0 done; 1 the job or the service failed; 2 wrong usage; 3 input refused; 4 not found; "
@@ -164,6 +165,7 @@ def start(
     run(settings, with_worker=worker, port_file=port_file, announce=announce)
 
 
+app.command("personalise")(personalise)
 app.add_typer(inputs.models, name="models")
 app.add_typer(inputs.corpora, name="corpora")
 add_work(app)

@@ -187,11 +187,11 @@ def _start(module: str, environment: Mapping[str, str]) -> subprocess.Popen[byte
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
     )
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In the child: ask Linux for a SIGTERM when `permille up` itself is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

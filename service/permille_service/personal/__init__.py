@@ -1,0 +1,1 @@
+"""One command for one person: `permille personalise`, composed of the programs that exist."""

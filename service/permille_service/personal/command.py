@@ -1,0 +1,366 @@
+"""`permille personalise`: a model file and a person's text in, a personal model out.
+
+Each stage leaves something durable and is skipped where that is there, so the same command goes on where it
+ended:
+
+    package   built by an embedded service on loopback, until the device has pulled it
+    train     a run of the agent, which goes on by itself
+    export    the personal model as a GGUF file or a folder, with a page that shows what changed
+"""
+
+import hashlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from filelock import FileLock, Timeout
+
+from permille.files import write_atomic
+from permille.models.ollama import ollama_file
+from permille_service.cli.commands import AsJson
+from permille_service.cli.exits import CommandError, Exit
+from permille_service.cli.output import make_output
+from permille_service.cli.session import Place
+from permille_service.personal.programs import Programs
+
+NAME = "personal"
+HUB = "https://huggingface.co/api/datasets/allenai/c4"
+HUB_TIMEOUT_S = 5.0
+MASK = ("--sequences", "32", "--length", "256")
+"""A quarter of the sequences of a build: a mask in minutes on a laptop."""
+KEPT_BASE, REFUSED_DATA, TRY_LATER = 7, 3, 5  # exit codes of `permille-agent train`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a person asks for.
+
+    Attributes:
+        model: a GGUF file, or a folder of transformers.
+        texts: files and folders of the person's text.
+        out: a new GGUF file where its name ends so, else a new folder for transformers.
+        corpus: public text to find the sensitive weights with; None chooses.
+        density: share of the weights that training may change.
+        work: keeps package and runs.
+        training: options of `permille-agent train`.
+    """
+
+    model: Path
+    texts: tuple[Path, ...]
+    out: Path
+    corpus: Path | None
+    density: float
+    work: Path
+    training: tuple[str, ...]
+
+
+def personalise(
+    context: typer.Context,
+    text: Annotated[
+        list[Path], typer.Option(resolve_path=True, help="Your text: a file or folder; repeat for more.")
+    ],
+    out: Annotated[
+        Path, typer.Option(resolve_path=True, help="The personal model: a new .gguf file, or a new folder.")
+    ],
+    gguf: Annotated[Path | None, typer.Option(resolve_path=True, help="The model as a GGUF file.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(resolve_path=True, help="The model as a folder of transformers.")
+    ] = None,
+    ollama: Annotated[str | None, typer.Option(help="The model by its name in Ollama's store.")] = None,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(
+            resolve_path=True,
+            help="Public text that finds the sensitive weights (.jsonl, .jsonl.gz, .txt). Default: C4, "
+            "streamed; without a network a small text that is included.",
+        ),
+    ] = None,
+    density: Annotated[
+        float, typer.Option(help="Share of the weights that are trained; tiny models need more.")
+    ] = 0.001,
+    minutes: Annotated[float | None, typer.Option(help="How long to train. Default: 30.")] = None,
+    steps: Annotated[int | None, typer.Option(help="How many steps to train instead.")] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(resolve_path=True, help="Folder for package and runs. Default: below the user's data."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a model personal: from a file and your text to a file, on this machine alone.
+
+    Nothing of your text leaves the machine, and no account or service is needed. Stopped or killed, the same
+    command goes on where it ended. The result is exported only if it is surely better on your text.
+
+    Examples:
+
+      permille personalise --gguf model.gguf --text ~/notes --out mine.gguf
+
+      permille personalise --ollama smollm2:135m --text ~/notes --out mine.gguf --minutes 20
+    """
+    output = make_output(as_json=as_json)
+    model = _model(gguf, folder, ollama)
+    _check(model, text, out, corpus)
+    chosen = [("--minutes", minutes), ("--steps", steps)]
+    request = Request(
+        model=model,
+        texts=tuple(text),
+        out=out,
+        corpus=corpus,
+        density=density,
+        work=work or context.ensure_object(Place).folder / NAME / _key(model, corpus, density)[:16],
+        training=tuple(part for flag, value in chosen if value is not None for part in (flag, str(value))),
+    )
+    answer = run(request, output.say, quiet=as_json)
+    if as_json:
+        output.show(answer)
+
+
+def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) -> dict[str, Any]:
+    """Do what is left of a request; what came of it.
+
+    Args:
+        say: gets each line for the person.
+        quiet: shows no progress.
+
+    Raises:
+        CommandError: a stage did not succeed, or the base model is the better one.
+    """
+    programs = Programs(work=request.work)
+    with _alone(request), _terminated_as_exit():
+        if _has_package(programs):
+            say(f"1. The package is there already, in {request.work}")
+        else:
+            say(f"1. Building a package in {request.work}")
+            _build(request, programs, say, quiet=quiet)
+        say("2. Training on your text; Ctrl-C stops, the same command goes on")
+        _train(request, programs, quiet=quiet)
+        answer = _told(programs.agent("status"))
+        say(f"3. Writing {request.out}")
+        _export(request, programs)
+        page = programs.agent("show")["page"]
+    for line in _summary(answer):
+        say(line)
+    say(f"   what changed, as a page for any browser: {page}")
+    say(f"   the model is personal data: {request.out}")
+    return {**answer, "page": page, "out": str(request.out), "work": str(request.work)}
+
+
+def _model(gguf: Path | None, folder: Path | None, ollama: str | None) -> Path:
+    given = [one for one in (gguf, folder, ollama) if one is not None]
+    if len(given) != 1:
+        raise CommandError("Name one of --gguf, --folder and --ollama.", Exit.USAGE)
+    if ollama is not None:
+        return ollama_file(ollama)[1]
+    if gguf is not None and not gguf.is_file():
+        raise CommandError(f"There is no file {gguf}. Name a GGUF file with --gguf.", Exit.REFUSED)
+    if folder is not None and not (folder / "config.json").is_file():
+        raise CommandError(
+            f"{folder} is no model: it has no config.json. Name a folder as transformers saves one.",
+            Exit.REFUSED,
+        )
+    return Path(given[0])
+
+
+def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None) -> None:
+    """Refuse before the long work what would fail after it. Raises CommandError."""
+    if missing := [path for path in (*texts, *([corpus] if corpus else [])) if not path.exists()]:
+        raise CommandError(f"There is no file or folder {missing[0]}.", Exit.REFUSED)
+    if not out.parent.is_dir():
+        raise CommandError(f"The folder {out.parent} of --out does not exist. Make it first.", Exit.REFUSED)
+    if out.exists():
+        raise CommandError(f"{out} exists already. Remove it, or name another --out.", Exit.REFUSED)
+    if model.is_file():
+        with model.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise CommandError(f"{model} is no GGUF file: it begins with {magic!r}.", Exit.REFUSED)
+
+
+def _key(model: Path, corpus: Path | None, density: float) -> str:
+    """Digest of what a package is made of, so that no folder serves two models."""
+    digest = hashlib.sha256(f"{density!r}\n".encode())
+    for root in (model, corpus):
+        files = sorted(root.rglob("*")) if root is not None and root.is_dir() else [root]
+        for path in files:
+            if path is None or not path.is_file():
+                continue
+            with path.open("rb") as file:
+                digest.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+@contextmanager
+def _alone(request: Request) -> Iterator[None]:
+    """Hold the folder, which must be of this model and corpus. Raises CommandError."""
+    request.work.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        with FileLock(request.work / "lock", timeout=0, mode=0o600):
+            stamp, key = request.work / "inputs.sha256", _key(request.model, request.corpus, request.density)
+            if stamp.exists() and stamp.read_text(encoding="ascii").strip() != key:
+                raise CommandError(
+                    f"{request.work} is of another model, corpus or density. Name another --work.",
+                    Exit.REFUSED,
+                )
+            write_atomic(stamp, f"{key}\n".encode())
+            yield
+    except Timeout as exc:
+        raise CommandError(f"`permille personalise` already works in {request.work}.", Exit.RETRY) from exc
+
+
+@contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that the children are stopped."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(Exit.INTERRUPTED)))
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise CommandError("Stopped. The same command goes on from here.", Exit.INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _has_package(programs: Programs) -> bool:
+    return programs.device.exists() and programs.agent("status")["active"] is not None
+
+
+def _build(request: Request, programs: Programs, say: Callable[[str], None], *, quiet: bool) -> None:
+    """Build, publish and pull. A device that has no package yet holds nothing: it enrols anew."""
+    models, texts = request.work / "models", request.work / "texts"
+    source = _linked(request.model, models / ("model.gguf" if request.model.is_file() else "model"))
+    flag = "--gguf" if request.model.is_file() else "--folder"
+    with programs.service(models=models, corpora=texts) as url:
+        programs.permille("models", "add", "model", flag, source.name, "--idempotency-key", "model")
+        corpus = _add_corpus(request, programs, texts)
+        say(f"   sensitive weights are found with {corpus}")
+        job = programs.permille(
+            *("builds", "create", "--model", "model", "--corpus", "corpus", *MASK, "--no-wait"),
+            *("--density", str(request.density)),
+            *("--idempotency-key", "build"),
+        )
+        if job["state"] in ("failed", "dead", "cancelled"):
+            programs.permille("jobs", "retry", job["id"])
+        programs.follow(job["id"], quiet=quiet)
+        package = programs.permille("builds", "show", job["id"])["package_digest"]
+        programs.permille("releases", "publish", NAME, "--package", package, "--alias", "stable")
+        invitation = programs.permille("invitations", "create", "--release", NAME)["invitation"]
+        shutil.rmtree(programs.device, ignore_errors=True)
+        programs.agent("enroll", url, invitation)
+        pulled = programs.agent("pull")
+        say(f"   package of {pulled['package_bytes'] / 1e6:.1f} MB")
+
+
+def _add_corpus(request: Request, programs: Programs, texts: Path) -> str:
+    """Register the public text, once; in words, which it is."""
+    texts.mkdir(exist_ok=True)
+    known = programs.permille("corpora", "list")
+    if known:
+        return "the same text as before"
+    if request.corpus is None and _reaches_hub():
+        programs.permille("corpora", "add", "corpus", "--streamed", "c4")
+        return "C4, streamed from the hub (--corpus FILE takes another)"
+    given = request.corpus or included_corpus()
+    suffix = ".jsonl.gz" if given.name.endswith(".jsonl.gz") else given.suffix
+    _linked(given, texts / f"corpus{suffix}")
+    programs.permille("corpora", "add", "corpus", "--file", f"corpus{suffix}")
+    if request.corpus is not None:
+        return str(request.corpus)
+    return "the small text that is included, since the hub cannot be reached; C4 is better (--corpus FILE)"
+
+
+def _reaches_hub() -> bool:
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return False
+    try:
+        return httpx.head(HUB, timeout=HUB_TIMEOUT_S, follow_redirects=True).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def included_corpus() -> Path:
+    """Find the public text that comes with the package; in a checkout it is the example's."""
+    places = (
+        Path(__file__).with_name("corpus.jsonl.gz"),
+        Path(__file__).parents[3] / "examples" / "corpus.jsonl.gz",
+    )
+    for place in places:
+        if place.is_file():
+            return place
+    raise CommandError("This installation has no public text. Name one with --corpus FILE.", Exit.USAGE)
+
+
+def _linked(source: Path, place: Path) -> Path:
+    """Give a file or folder a place below the work folder: the service's roots hold nothing else."""
+    shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, place, copy_function=_link)
+    else:
+        _link(str(source), str(place))
+    return place
+
+
+def _link(source: str, place: str) -> None:
+    try:
+        os.link(os.path.realpath(source), place)
+    except OSError:  # another file system
+        shutil.copyfile(source, place)
+
+
+def _train(request: Request, programs: Programs, *, quiet: bool) -> None:
+    texts = map(str, request.texts)
+    code = programs.show_agent("train", *texts, *request.training, quiet=quiet)
+    if code == KEPT_BASE:
+        raise CommandError(
+            "The personal model is not surely better than the base: nothing is exported. More text or more "
+            "--minutes may help; the package is kept.",
+            Exit.FAILED,
+        )
+    if code == REFUSED_DATA:
+        raise CommandError("The text cannot be trained on (see above): add more with --text.", Exit.REFUSED)
+    if code == TRY_LATER:
+        raise CommandError("An earlier training is still ending. Run the command again.", Exit.RETRY)
+    if code == Exit.INTERRUPTED:
+        raise CommandError("Stopped. The same command goes on from here.", Exit.INTERRUPTED)
+    if code:
+        raise CommandError(f"Training ended with exit code {code} (see above).", Exit.FAILED)
+
+
+def _export(request: Request, programs: Programs) -> None:
+    """Write the model beside its place first: a killed export leaves nothing under the asked name."""
+    if request.out.suffix != ".gguf":
+        programs.agent("export", str(request.out))
+        return
+    folder = request.work / "export"
+    shutil.rmtree(folder, ignore_errors=True)
+    programs.agent("export", str(folder), "--format", "gguf")
+    (file,) = folder.glob("*.gguf")
+    partial = request.out.with_name(f".{request.out.name}.partial")
+    shutil.move(file, partial)
+    partial.replace(request.out)
+    shutil.rmtree(folder)
+
+
+def _told(status: dict[str, Any]) -> dict[str, Any]:
+    """Take out of the device's status what its last run came to."""
+    last = status["last_run"]
+    metrics = last["metrics"]
+    names = ("loss_base", "loss_personal", "general_loss_base", "general_loss_personal", "personal_bytes")
+    return {"run": last["run"], "outcome": last["outcome"], **{name: metrics.get(name) for name in names}}
+
+
+def _summary(answer: dict[str, Any]) -> Iterator[str]:
+    base, personal = answer["loss_base"], answer["loss_personal"]
+    change = f"{100 * (base - personal) / base:.1f} % lower"
+    yield f"   loss on your text that training never saw: {base:.3f} -> {personal:.3f} ({change})"
+    general, after = answer["general_loss_base"], answer["general_loss_personal"]
+    if general is not None and after is not None:
+        yield f"   loss on general text: {general:.3f} -> {after:.3f}"

@@ -1,0 +1,224 @@
+"""The programs of one person as child processes: a service on loopback, the operator's and the device's
+commands.
+
+All of it works in one folder: `cloud` is the service's, `device` the agent's home. A child runs in its own
+session and ends with its parent: an interrupt reaches this process alone, which then stops the children in
+order. Nothing of the programs is imported, so that each stays what its own command line makes of it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from permille_service.cli.exits import CommandError, Exit
+from permille_service.cli.up import end_with_parent
+
+START_S = 90.0
+STOP_S = 60.0
+DRAIN_S = "1"
+"""A job that is cut off goes on from its checkpoint when the same work is done again."""
+POLL_S = 0.1
+PERMILLE = ("-m", "permille_service.cli.main")
+AGENT = ("-m", "permille_agent")
+
+
+def _silent(_: str) -> None:
+    """Tell nobody which command runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """The command lines of operator and device, both on the data below one folder.
+
+    Attributes:
+        work: holds `cloud` and `device`.
+        tell: is called with each command as a person would type it.
+
+    Example:
+        >>> programs = Programs(work=Path("/var/tmp/personal"))
+        >>> with programs.service(models=Path("models"), corpora=Path("texts")) as url:
+        ...     programs.permille("models", "add", "chat", "--folder", "my-model")
+    """
+
+    work: Path
+    tell: Callable[[str], None] = _silent
+
+    @property
+    def cloud(self) -> Path:
+        """The service's data folder."""
+        return self.work / "cloud"
+
+    @property
+    def device(self) -> Path:
+        """The agent's home."""
+        return self.work / "device"
+
+    @contextmanager
+    def service(self, *, models: Path, corpora: Path) -> Iterator[str]:
+        """Run API and worker on a free port of loopback; yields the URL.
+
+        Args:
+            models: folder below which models may be registered.
+            corpora: folder below which texts may be registered.
+
+        Raises:
+            CommandError: it did not start; its last words are in the message.
+        """
+        self.work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        port_file, log = self.work / "port", self.work / "service.log"
+        port_file.unlink(missing_ok=True)
+        roots = ("--model-root", str(models), "--corpus-root", str(corpora))
+        options = ("--data-dir", str(self.cloud), *roots, "--port", "0", "--port-file", str(port_file))
+        with log.open("w", encoding="utf-8") as output:
+
+            def up() -> subprocess.Popen[str]:
+                return start(
+                    (*PERMILLE, "up", *options), {"PERMILLE_DRAIN_S": DRAIN_S}, stdout=output, stderr=output
+                )
+
+            process = up()
+            try:
+                process = _wait_for(port_file, process, log, up)
+                yield f"http://127.0.0.1:{port_file.read_text(encoding='ascii').strip()}"
+            finally:
+                _stop(process, signal.SIGTERM)
+
+    def permille(self, *arguments: str) -> Any:
+        """Run one command of the operator; its JSON answer. Raises CommandError."""
+        self.tell(f"permille {' '.join(arguments)}")
+        return _answer((*PERMILLE, "--data-dir", str(self.cloud), *arguments, "--json"), {})
+
+    def follow(self, job_id: str, *, quiet: bool = False) -> None:
+        """Wait for a job; its progress and the time left are shown on standard error unless `quiet`.
+
+        Raises:
+            CommandError: it did not succeed.
+        """
+        if quiet:
+            self.permille("jobs", "watch", job_id)
+            return
+        command = (*PERMILLE, "--data-dir", str(self.cloud), "jobs", "watch", job_id)
+        # Not SIGINT: its words about a job that runs on are for an operator, whose service stays.
+        code = _wait(start(command, {}, stdout=subprocess.DEVNULL, stderr=None), signal.SIGTERM)
+        if code:
+            raise CommandError(f"The build did not succeed (job {job_id}). See above.", Exit.FAILED)
+
+    def agent(self, *arguments: str, may_end_with: Sequence[int] = (0,)) -> Any:
+        """Run one command of the device; its JSON answer.
+
+        Raises:
+            CommandError: it ended with another exit code.
+        """
+        self.tell(f"permille-agent {' '.join(arguments)}")
+        return _answer((*AGENT, *arguments, "--json"), self._home, may_end_with)
+
+    def show_agent(self, *arguments: str, quiet: bool = False) -> int:
+        """Run one command of the device for human eyes, only its errors where `quiet`; its exit code."""
+        self.tell(f"permille-agent {' '.join(arguments)}")
+        printed = subprocess.DEVNULL if quiet else None
+        options = ("--json",) if quiet else ()
+        return _wait(start((*AGENT, *arguments, *options), self._home, stdout=printed, stderr=None))
+
+    @property
+    def _home(self) -> dict[str, str]:
+        return {"PERMILLE_AGENT_HOME": str(self.device)}
+
+
+def start(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdout: int | IO[str] | None,
+    stderr: int | IO[str] | None,
+) -> subprocess.Popen[str]:
+    """Start Python with `arguments` as a child that ends with this process.
+
+    Settings of another service (`PERMILLE_URL` and the like) are kept from it, unless `environment` has them.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PERMILLE_")}
+    return subprocess.Popen(
+        [sys.executable, "-P", *arguments],
+        env={**kept, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
+    )
+
+
+def _answer(
+    arguments: Sequence[str], environment: Mapping[str, str], may_end_with: Sequence[int] = (0,)
+) -> Any:
+    process = start(arguments, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        printed, errors = process.communicate()
+    except BaseException:
+        _stop(process, signal.SIGINT)
+        raise
+    if process.returncode not in may_end_with:
+        raise CommandError(_error_in(printed, errors), _exit_of(process.returncode))
+    return json.loads(printed)
+
+
+def _error_in(printed: str, errors: str) -> str:
+    """Find the message of a failed command: of the JSON that either program prints, else its last line."""
+    for text in (printed, errors):
+        with suppress(ValueError, AttributeError, TypeError):
+            error = json.loads(text)["error"]
+            return str(error["message"] if isinstance(error, dict) else error)
+    lines = (errors or printed).strip().splitlines()
+    return lines[-1] if lines else "It ended without a word."
+
+
+def _exit_of(code: int) -> Exit:
+    """Read a child's exit code; both command lines count refused input and interrupts alike."""
+    return Exit(code) if code in (Exit.USAGE, Exit.REFUSED, Exit.RETRY, Exit.INTERRUPTED) else Exit.FAILED
+
+
+def _wait(process: subprocess.Popen[str], stop_by: signal.Signals = signal.SIGINT) -> int:
+    try:
+        return process.wait()
+    except BaseException:  # Ctrl-C, or SIGTERM as SystemExit
+        _stop(process, stop_by)
+        raise
+
+
+def _stop(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Ask a process to end, and kill it when it does not within its time."""
+    if process.poll() is None:
+        process.send_signal(number)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _wait_for(
+    port_file: Path, process: subprocess.Popen[str], log: Path, again: Callable[[], subprocess.Popen[str]]
+) -> subprocess.Popen[str]:
+    """Wait for the service's port; the process that has it. The service of a run that was killed may still be
+    stopping: then it is started once more."""
+    deadline = time.monotonic() + START_S
+    while not port_file.exists():
+        ended = process.poll() is not None
+        if process.returncode == Exit.RETRY and time.monotonic() < deadline:
+            process = again()
+            continue
+        if ended or time.monotonic() > deadline:
+            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            said = f" It said: {last[0]}" if last else ""
+            what = "ended at its start" if ended else f"did not answer within {START_S:.0f} s"
+            raise CommandError(f"The embedded service {what}.{said} All of it is in {log}.", Exit.FAILED)
+        time.sleep(POLL_S)
+    return process

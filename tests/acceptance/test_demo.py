@@ -1,0 +1,76 @@
+"""`make demo` on the example model, and on SmolLM2 where it has been fetched (`make smollm2`)."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from examples.demo import MODELS, SMOLLM2, run
+from tests.acceptance.environments import ROOT
+from tests.running_service import environment
+
+LINE = re.compile(
+    r"demo: held-out loss (?P<base>[\d.]+) -> (?P<personal>[\d.]+) \([\d.]+% lower\), "
+    r"general loss (?P<general>[\d.]+) -> (?P<after>[\d.]+), package \d+ bytes, "
+    r"zeroth-order log \d+ bytes, replay exact"
+)
+KEEP_GENERAL = 0.1
+"""Nats a token by which the general loss may rise (`permille-agent train --keep-general`)."""
+
+
+def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "examples.demo", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _gains_and_keeps(printed: str, folder: Path) -> None:
+    line = LINE.fullmatch(printed)
+    assert line is not None, printed
+    assert (folder / "show.html").is_file()
+    assert list((folder / "model").glob("*.gguf"))
+    assert not (folder / "run").exists()
+    assert float(line["personal"]) < float(line["base"])
+    assert float(line["after"]) - float(line["general"]) <= KEEP_GENERAL + 0.001  # three digits are told
+
+
+@pytest.mark.timeout(600)
+def test_demo_of_the_example_model(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    done = _demo("example", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    _gains_and_keeps(done.stdout.splitlines()[-1], folder)
+
+
+@pytest.mark.skipif(
+    not SMOLLM2.is_file(), reason=f"no {SMOLLM2.name}: `make smollm2` fetches it where an index is reached"
+)
+@pytest.mark.timeout(1200)
+def test_a_real_chat_model_gains_and_keeps_its_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = replace(
+        MODELS["smollm2"],
+        build=("--sequences", "2", "--length", "128"),
+        zeroth_order=("--steps", "1", "--queries", "2"),
+        gradient=("--steps", "6"),
+    )
+    _gains_and_keeps(run(short, tmp_path / "demo"), tmp_path / "demo")
+    printed = capsys.readouterr().out
+    asked = printed.partition("   What is the capital of France?\n")[2].splitlines()
+    assert "Paris" in asked[0]
+    assert "Paris" in asked[1]
+
+
+def test_a_model_without_a_name_is_refused() -> None:
+    done = _demo("none")
+    assert done.returncode == 2
+    assert "choose smollm2 or example" in done.stderr

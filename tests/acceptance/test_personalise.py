@@ -1,0 +1,138 @@
+"""`permille personalise` as a person types it: killed and run again, and what it says of bad input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.acceptance.environments import ROOT
+from tests.running_service import environment
+
+EXAMPLES = ROOT / "examples"
+NOTES = EXAMPLES / "gardener" / "notes.txt"
+CORPUS = EXAMPLES / "corpus.jsonl.gz"
+COMMAND = (sys.executable, "-m", "permille_service.cli.main", "personalise")
+REFUSED, INTERRUPTED = 3, 130
+WAIT_S = 300.0
+
+
+def _options(folder: Path, name: str) -> list[str]:
+    places = ("--out", str(folder / f"{name}.gguf"), "--work", str(folder / name))
+    model = ("--folder", str(EXAMPLES / "model"), "--density", "0.005", "--corpus", str(CORPUS))
+    return [*COMMAND, *model, "--text", str(NOTES), "--steps", "40", *places]
+
+
+def _run(options: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(options, capture_output=True, text=True, env=environment(), check=False)
+
+
+def _answer(options: list[str]) -> dict[str, Any]:
+    done = _run([*options, "--json"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def _wait_for(folder: Path, pattern: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not any(folder.glob(pattern)):
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _living(folder: Path) -> list[int]:
+    """Processes whose command line or environment names the folder, apart from this one."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            told = (place / "cmdline").read_bytes() + (place / "environ").read_bytes()
+            if str(folder).encode() in told and (place / "stat").read_text().split()[2] != "Z":
+                found.append(int(place.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _until_none_lives(folder: Path) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while _living(folder):
+        assert time.monotonic() < deadline, _living(folder)
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_command_goes_on_to_the_same_model(tmp_path: Path) -> None:
+    whole = _answer(_options(tmp_path, "whole"))
+    assert whole["outcome"] == "adopted"
+    assert whole["loss_personal"] < whole["loss_base"]
+
+    options = _options(tmp_path, "killed")
+    work = tmp_path / "killed"
+    stages = (
+        ("cloud/operator.token", signal.SIGKILL),
+        ("device/runs/*/descent-0.jsonl", signal.SIGINT),
+        ("device/runs/*/outcome.json", signal.SIGKILL),
+    )
+    for pattern, number in stages:
+        process = subprocess.Popen(options, env=environment(), text=True, start_new_session=True)
+        _wait_for(work, pattern, process)
+        process.send_signal(number)
+        code = process.wait(WAIT_S)
+        assert code == (-signal.SIGKILL if number == signal.SIGKILL else INTERRUPTED)
+        _until_none_lives(work)
+    again = _answer(options)
+
+    same = ("run", "outcome", "loss_base", "loss_personal", "general_loss_personal")
+    assert {name: again[name] for name in same} == {name: whole[name] for name in same}
+    assert (tmp_path / "killed.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert Path(again["page"]).is_file()
+    assert not _living(tmp_path)
+
+
+def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "out.gguf"), "--work", str(tmp_path / "work"))
+    (tmp_path / "not.gguf").write_bytes(b"PK\x03\x04 no model")
+    (tmp_path / "empty").mkdir()
+    text = ("--text", str(NOTES))
+    model = ("--folder", str(EXAMPLES / "model"))
+    cases = {
+        ("--gguf", str(tmp_path / "none.gguf"), *text): "There is no file",
+        ("--gguf", str(tmp_path / "not.gguf"), *text): "is no GGUF file",
+        ("--folder", str(tmp_path / "empty"), *text): "it has no config.json",
+        ("--ollama", "nobody/has:this", *text): "ollama pull",
+        (*model, "--text", str(tmp_path / "none.txt")): "There is no file or folder",
+        (*model, *text, "--corpus", str(tmp_path / "none.txt")): "There is no file or folder",
+    }
+    for options, message in cases.items():
+        done = _run([*COMMAND, *options, *out])
+        assert done.returncode == REFUSED, done.stderr
+        assert message in " ".join(done.stderr.split())
+    assert not (tmp_path / "work").exists()
+    none = _run([*COMMAND, *text, *out])
+    assert (none.returncode, "Name one of --gguf" in none.stderr) == (2, True)
+
+
+@pytest.mark.timeout(600)
+def test_too_little_text_is_refused_and_the_package_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "little.txt").write_text("A few words are no text.\n")
+    options = _options(tmp_path, "little")
+    options[options.index(str(NOTES))] = str(tmp_path / "little.txt")
+    done = _run(options)
+    assert done.returncode == REFUSED, done.stderr
+    assert "add more with --text" in " ".join(done.stderr.split())
+    assert not (tmp_path / "little.gguf").exists()
+
+    other = _options(tmp_path, "little")
+    other[other.index("0.005")] = "0.01"
+    refused = _run(other)
+    assert refused.returncode == REFUSED
+    assert "of another model, corpus or density" in " ".join(refused.stderr.split())
+    shutil.rmtree(tmp_path / "little")
