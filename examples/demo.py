@@ -57,7 +57,7 @@ MODELS = {
         root=SMOLLM2.parent,
         add=("--gguf", SMOLLM2.name),
         build=("--sequences", "16", "--length", "256"),
-        zeroth_order=("--minutes", "1", "--queries", "4", "--rows", "1"),
+        zeroth_order=("--steps", "16", "--queries", "4", "--rows", "1"),
         gradient=("--minutes", "2.5"),
         ask=("--chat", "--temperature", "0", "--max-tokens", "48"),
         questions=("Tell me about your garden today.", "What is the capital of France?"),
@@ -171,6 +171,7 @@ def zeroth_order(programs: Programs, model: Model) -> int:
     run = train(programs, "--estimator", "one-sided", *model.zeroth_order, "--share-log")
     programs.agent("report")
     decision = run["decision"]
+    print(f"   the log has {decision['step']} steps")
     journal = programs.device / "runs" / run["run"] / f"descent-{decision['descent']}.journal"
     fresh = [sys.executable, "-c", REPLAY, str(journal), str(decision["step"])]
     digests = {
