@@ -175,7 +175,7 @@ def zeroth_order(programs: Programs, model: Model) -> int:
     journal = programs.device / "runs" / run["run"] / f"descent-{decision['descent']}.journal"
     fresh = [sys.executable, "-c", REPLAY, str(journal), str(decision["step"])]
     digests = {
-        "device": decision["trained_digest"] or decision["state_digest"],
+        "device": decision["state_digest"],
         "service": verified(programs),
         "fresh process": subprocess.run(fresh, capture_output=True, text=True, check=True).stdout.strip(),
     }

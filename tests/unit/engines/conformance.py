@@ -184,7 +184,7 @@ class Conformance:
         # Along the gradient itself the loss moves most, so the difference is well above rounding.
         z_K = gradient_K / np.linalg.norm(gradient_K)
         _, derivative_Q = self.engine.directional_derivatives(moved_K, z_K[None], batch)
-        atol = self.derivative_tolerance * np.linalg.norm(gradient_K)
+        atol = self.derivative_tolerance * float(np.linalg.norm(gradient_K))
         np.testing.assert_allclose(derivative_Q, [gradient_K @ z_K], rtol=0, atol=atol)
         step = np.float32(0.02)
         up, down = (self._divergences(moved_K + sign * step * z_K, batch).mean() for sign in (1, -1))
@@ -249,9 +249,8 @@ class Conformance:
         """The five most probable tokens of the reference at each target."""
         q_RD = self._probabilities(values_K, batch)
         ids_RN = np.argsort(-q_RD, axis=1)[:, :5]
-        return SoftTargets(
-            ids_RN=ids_RN, probability_RN=np.take_along_axis(q_RD, ids_RN, axis=1).astype(np.float32)
-        )
+        probability_RN: NDArray[np.float32] = np.take_along_axis(q_RD, ids_RN, axis=1).astype(np.float32)
+        return SoftTargets(ids_RN=ids_RN, probability_RN=probability_RN)
 
     def _divergences(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float64]:
         """The loss of soft targets by its definition."""
@@ -260,7 +259,8 @@ class Conformance:
         q_RN = np.take_along_axis(q_RD, batch.soft.ids_RN, axis=1)
         rest_R, rest_q_R = 1 - p_RN.sum(axis=1), 1 - q_RN.sum(axis=1)
         found_R: NDArray[np.float64] = (p_RN * np.log(p_RN / q_RN)).sum(axis=1)
-        return found_R + rest_R * np.log(rest_R / rest_q_R)
+        found_R += rest_R * np.log(rest_R / rest_q_R)
+        return found_R
 
     def _probabilities(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float64]:
         """What the reference predicts at each target, float64 [R, D]."""
