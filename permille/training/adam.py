@@ -3,10 +3,10 @@
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2        g: the batch's gradient of the masked weights
     change = -rate * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + 1e-8)            (Kingma and Ba, algorithm 1)
 
-The rate begins at `RATE` times the root mean square of the masked weights, with an adapter as `learning_rate`
-says, and falls to 0 over the steps, so there is nothing to search for. Every weight moves by the nearest
-integer of the lattice, or, where a log is wanted, by what the log's groups hold of the change: what a
-projection on groups of g weights shortens is made longer again, by `min(g, 2 sqrt(g))`.
+The rate begins at a share of the root mean square of the masked weights, with an adapter at another number
+(`learning_rate` says which), and falls to 0 over the steps, so there is nothing to search for. Every weight
+moves by the nearest integer of the lattice, or, where a log is wanted, by what the log's groups hold of the
+change: what a projection on groups of g weights shortens is made longer again, by `min(g, 2 sqrt(g))`.
 
 Shapes: K = masked weights.
 """
@@ -29,7 +29,8 @@ from permille.zo.records import StepFlag, StepRecord
 from permille.zo.steps import sketch_step
 
 # Fifteen times as much diverges on a real model of 135 million weights, and reaches a higher loss before.
-RATE = 0.02
+RATE = 0.3
+FULL_RATE_WEIGHTS = 6000
 ADAPTER_RATE = 0.12
 UNITS = 256  # a step of the largest rate is so many units of the lattice, or a few more
 _BETAS = (0.9, 0.99)
@@ -112,6 +113,10 @@ class Moments:
 def learning_rate(package: Package) -> float:
     """Compute the rate of the first step; 0 where all masked weights are.
 
+    A step moves every masked weight by up to the rate, all of them down the loss, so what it does grows with
+    their number: of k weights the rate is `0.3 min(1, 6000 / k)` times their root mean square. Measured at k
+    of 3,624, 5,808 and 106,230 (docs/adr/0009).
+
     A step of B changes a linear's output by up to `alpha rate` of its input, whatever its size: with an
     adapter the rate is 0.12 over alpha. A step of A, where it is trained, changes `A x` by up to `K rate`,
     and the output by that times B, which has moved by `rate`: so `alpha K rate^2` is at most 0.25, K the mean
@@ -125,7 +130,8 @@ def learning_rate(package: Package) -> float:
         widths = [tensor.shape[1] for tensor in package.manifest.tensors if tensor.count]
         return min(rate, 0.5 / math.sqrt(adapter.alpha * float(np.mean(widths))))
     w_base_K = package.values()
-    return RATE * math.sqrt(float(np.mean(np.square(w_base_K, dtype=np.float64))))
+    share = min(1.0, FULL_RATE_WEIGHTS / len(w_base_K))
+    return RATE * share * math.sqrt(float(np.mean(np.square(w_base_K, dtype=np.float64))))
 
 
 def unit_exponent(rate: float) -> int:

@@ -30,7 +30,7 @@ QUICK = TrainOptions(
     estimator=EstimatorKind.ONE_SIDED, seed=0, steps=12, queries=4, batch_rows=2, row_tokens=32
 )
 
-TINY_RATE = 15.0
+TINY_RATE = 1.0
 """Scales the rate of gradients: a table of pairs learns by larger steps than a model of layers."""
 
 Begin = Callable[..., Run]

@@ -6,7 +6,7 @@ dtype states its tolerance when it is handed in.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -206,7 +206,7 @@ class Conformance:
         hard, values_K = tiny_batch(), self.tiny.package.values()
         ids_RN = np.tile(np.array([1, 2]), (int(hard.target_BT.sum()), 1))
         half_RN = np.full(ids_RN.shape, 0.5, np.float32)
-        for ids, probabilities in (
+        wrong: tuple[tuple[NDArray[np.int64], Any], ...] = (
             (ids_RN[1:], half_RN[1:]),
             (ids_RN + VOCABULARY, half_RN),
             (ids_RN * 0, half_RN),
@@ -215,7 +215,8 @@ class Conformance:
             (ids_RN, half_RN * 2),
             (ids_RN, -half_RN),
             (ids_RN, half_RN * np.float32(np.nan)),
-        ):
+        )
+        for ids, probabilities in wrong:
             batch = replace(hard, soft=SoftTargets(ids_RN=ids, probability_RN=probabilities))
             with pytest.raises(InputError):
                 self.engine.losses(values_K[None], batch)

@@ -55,7 +55,7 @@ def device(bare: Device, tmp_path: Path) -> Device:
     package = bare.package
     ids = [token for text in sentences(400, seed=9) for token in tiny_tokenizer().encode(text).ids]
     rows_NT = np.array(ids[: 100 * 24], np.int64).reshape(100, 24)
-    plan = PoolingPlan(steps=400, batch_rows=4)
+    plan = PoolingPlan(steps=60, batch_rows=4)
     found = pool(BigramEngine(package), package, rows_NT, plan, checkpoint=tmp_path / "moments")
     assert found.better
     manifest = write_pooled(package.blobs, package.manifest, found, {})
