@@ -5,8 +5,9 @@
     manifest = write_pooled(blobs, package.manifest, judged, {"corpus": "c4"})
 
 The steps are a device's (`permille.training.adam`), every weight by its own integer. The last tenth of the
-rows is trained on by nobody and judges the result. A call with the same arguments and checkpoint goes on
-after a kill, to the same bits.
+rows is trained on by nobody and judges the result. As on a device the package's reference pulls, and bounds
+the loss on general text. A call with the same arguments and checkpoint goes on after a kill, to the same
+bits.
 
 Shapes: N = rows of the corpus, B = rows of a batch, T = tokens, K = masked weights.
 """
@@ -29,6 +30,8 @@ from permille.package.limits import Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.reader import Package
 from permille.training.adam import Moments, learning_rate, unit_exponent, unlogged_step
+from permille.training.reference import Reference
+from permille.training.strength import KEEP_GENERAL, choose_strength, scaled
 from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille.zo.packed_state import StateHeader, StateOrigin, encode_state, pooled_state
@@ -96,7 +99,8 @@ def pool(
         progress: called after each step.
 
     Raises:
-        InputError: fewer rows than a batch and its judgement need, or masked weights that are all 0.
+        InputError: fewer rows than a batch and its judgement need, masked weights that are all 0, or a state
+            that costs too much on general text at any strength.
     """
     held_out = max(2, len(rows_NT) // HELD_OUT_SHARE)
     train_NT, held_NT = rows_NT[:-held_out], rows_NT[-held_out:]
@@ -105,28 +109,56 @@ def pool(
     rate, w_base_K = learning_rate(package), package.values()
     if not 0 < rate < math.inf:
         raise InputError(f"expected masked weights other than 0, got a rate of {rate}")
-    exponent = unit_exponent(rate)
+    exponent, reference = unit_exponent(rate), Reference.of(package)
     moments = _kept(checkpoint) or Moments.first(len(w_base_K), np.zeros(len(w_base_K), np.int64))
     while moments.step < plan.steps:
         step = moments.step
         batch = _batch(train_NT[_order(len(train_NT), plan, step)])
-        loss, gradient_K = engine.gradient(values(w_base_K, moments.s_K, exponent), batch)
+        values_K = values(w_base_K, moments.s_K, exponent)
+        loss, gradient_K = engine.gradient(values_K, batch)
+        if reference is not None:
+            gradient_K = gradient_K + engine.gradient(values_K, reference.pull(step))[1]
         step_rate = rate * (1 - step / plan.steps)
         moments = unlogged_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
         if moments.step % STEPS_A_CHECKPOINT == 0 or moments.step == plan.steps:
             write_atomic(checkpoint, moments.to_bytes())
         progress(moments.step, plan.steps)
+    s_K = moments.s_K
+    if reference is not None:
+        s_K = _kept_general(engine, w_base_K, s_K, exponent, reference)
     base_N = _losses(engine, w_base_K, held_NT, plan.batch_rows)
-    pooled_N = _losses(engine, values(w_base_K, moments.s_K, exponent), held_NT, plan.batch_rows)
+    pooled_N = _losses(engine, values(w_base_K, s_K, exponent), held_NT, plan.batch_rows)
     gain_N = base_N - pooled_N
     return Pooled(
-        s_K=moments.s_K,
+        s_K=s_K,
         step_unit_exponent=exponent,
         loss_base=float(base_N.mean()),
         loss_pooled=float(pooled_N.mean()),
         gain=float(gain_N.mean()),
         error=float(gain_N.std(ddof=1)) / math.sqrt(held_out),
     )
+
+
+def _kept_general(
+    engine: GradientEngine,
+    w_base_K: NDArray[np.float32],
+    s_K: NDArray[np.int64],
+    exponent: int,
+    reference: Reference,
+) -> NDArray[np.int64]:
+    """The state at the largest strength that keeps the general loss within the bound of devices."""
+    base = reference.loss(engine, w_base_K)
+
+    def rise_of(eighths: int) -> float:
+        return reference.loss(engine, values(w_base_K, scaled(s_K, eighths), exponent)) - base
+
+    strength = choose_strength(rise_of, KEEP_GENERAL)
+    if not strength.eighths:
+        raise InputError(
+            f"The pooled state raises the loss on general text by {strength.rise:.3f} nats a token at an"
+            f" eighth of its strength; {KEEP_GENERAL} are allowed. Take fewer steps, or more general text."
+        )
+    return scaled(s_K, strength.eighths)
 
 
 def write_pooled(

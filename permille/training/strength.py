@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 
 EIGHTHS = 8
+KEEP_GENERAL = 0.1
+"""How much the loss on general text may rise by default, nats a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, Self
 from permille.choices import EstimatorKind
 from permille.digests import JSON
 from permille.errors import InputError
+from permille.training.strength import KEEP_GENERAL
 from permille.zo.header import MAX_GROUPS
 from permille_agent.text.documents import Learn
 from permille_agent.training.engines import ANY_ENGINE, EXECUTORCH, OpenEngine
@@ -77,7 +78,7 @@ class TrainOptions:
     start: Start = Start.ACTIVE
     learn: Learn = Learn.ASSISTANT
     rate_scale: float = 1.0
-    keep_general: float = 0.1
+    keep_general: float = KEEP_GENERAL
 
     def __post_init__(self) -> None:
         """Refuse what no run can have.

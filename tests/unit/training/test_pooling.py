@@ -8,16 +8,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.engines.light.engine import LightEngine
 from permille.errors import InputError
+from permille.package.build import write_manifest
 from permille.package.limits import Role
 from permille.package.plan import check_plan
 from permille.package.reader import Package, verify_package
 from permille.training.pooling import Pooled, PoolingPlan, pool, write_pooled
+from permille.training.reference import Reference, make_reference
 from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille.zo.packed_state import StateOrigin, pooled_state
 from tests.bigram_engine import BigramEngine
 from tests.packages import pooled_package, sentences, tiny_package, tiny_tokenizer
+from tests.unit.engines.tiny import VOCABULARY
+from tests.unit.engines.tiny import tiny_package as write_tiny
 
 PLAN = PoolingPlan(steps=50, batch_rows=3, seed=1)
 
@@ -162,3 +167,43 @@ def test_another_state_replaces_the_first(package: Package, rows: NDArray[np.int
     second = write_pooled(first.blobs, first.manifest, found, {})
     assert second.parent() == package.manifest
     assert sum(layer.role is Role.POOLED for layer in second.layers) == 1
+
+
+def test_the_reference_pulls_and_bounds_what_general_text_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = write_tiny(tmp_path / "tiny", "llama").package
+    rng = np.random.default_rng(3)
+    text_NT = rng.integers(0, VOCABULARY, (8, 12))
+    made = make_reference(bare, text_NT=text_NT, chat=None, made={})
+    package = Package.open(bare.blobs, write_manifest(bare.blobs, made))
+    pull = Reference.pull
+    engine, reference, base_K = LightEngine(package), Reference.of(package), package.values()
+    assert reference is not None
+    # A random model forgets nothing: what a state costs is its size here.
+    monkeypatch.setattr(Reference, "loss", lambda _self, _engine, v_K: float(np.abs(v_K - base_K).sum()))
+    pulls: list[int] = []
+
+    def counted(self: Reference, step: int) -> Batch:
+        pulls.append(step)
+        return pull(self, step)
+
+    monkeypatch.setattr(Reference, "pull", counted)
+    rows_NT = np.tile(rng.integers(0, VOCABULARY, 12), (40, 1))
+    plan = PoolingPlan(steps=12, batch_rows=4)
+
+    def rise(bound: float) -> tuple[float, int]:
+        monkeypatch.setattr("permille.training.pooling.KEEP_GENERAL", bound)
+        found = pool(engine, package, rows_NT, plan, checkpoint=tmp_path / "moments")
+        values_K = values(base_K, found.s_K, found.step_unit_exponent)
+        rise = reference.loss(engine, values_K) - reference.loss(engine, base_K)
+        return rise, int(np.abs(found.s_K).sum())
+
+    free, whole = rise(1e9)
+    assert pulls == list(range(12))
+    assert free > 0
+    bounded, less = rise(free / 2)
+    assert bounded <= free / 2
+    assert 0 < less < whole
+    with pytest.raises(InputError, match="at an eighth of its strength"):
+        rise(-1.0)
