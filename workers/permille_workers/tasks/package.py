@@ -37,7 +37,8 @@ from permille_workers.tasks.sources import (
     versions,
 )
 
-# Other sequences than those whose gradients choose masks, in all but the smallest corpora.
+# Another seed than masks have, so mostly other sequences. Some may have chosen the mask, too, which does no
+# harm: a mask learns nothing of them.
 REFERENCE_SEED = 1 << 32
 
 
