@@ -38,6 +38,7 @@ PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 _BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
+MOST_LAYERS = 4096
 _LLAMA3_FACTORS = (8.0, 32.0)
 
 
@@ -133,6 +134,8 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
     heads = whole("attention.head_count")
     if heads < 1:
         raise file.refused("has no attention heads")
+    if not 1 <= layers <= MOST_LAYERS:  # before a list of them is made
+        raise file.refused(f"names {layers} layers; 1 to {MOST_LAYERS} are read")
     head = whole("attention.key_length", hidden // heads)
     if whole("attention.value_length", head) != head:
         raise file.refused("has values of another width than keys, which is not supported")

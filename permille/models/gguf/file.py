@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class GgufFile:
         return InputError(f"{self.name} {why}.")
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor, [rows, bytes of a row], mapped."""
+        """The bytes of a tensor in the order of rows that the file has, [rows, bytes of a row]."""
         place = self.tensors[name]
         found: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, place.size, place.begin)
         return found.reshape(-1, place.size // max(1, int(np.prod(place.shape[:-1]))))
@@ -125,6 +126,11 @@ class GgufFile:
             placed[name] = TensorPlace(
                 type=place.type, shape=place.shape, begin=start + place.begin, size=place.size
             )
+        # Or a small file could name many tensors over the same bytes, and fill the disk once converted.
+        in_order = sorted(placed.items(), key=lambda item: item[1].begin)
+        for (_, before), (name, after) in pairwise(in_order):
+            if after.begin < before.begin + before.size:
+                raise self.refused(f"has {name!r:.80} over the bytes of another tensor")
         return placed
 
     def _place(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorPlace:

@@ -83,8 +83,19 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
 
 
 def chat_template(file: GgufFile) -> str | None:
-    """The chat template of a file; None: it has none."""
-    return file.text("tokenizer.chat_template") if "tokenizer.chat_template" in file.metadata else None
+    """The chat template of a file; None: it has none.
+
+    Raises:
+        InputError: it is no text, or not UTF-8.
+    """
+    if "tokenizer.chat_template" not in file.metadata:
+        return None
+    found = file.text("tokenizer.chat_template")
+    try:
+        found.encode()
+    except UnicodeEncodeError as exc:
+        raise file.refused("has a chat template that is not UTF-8") from exc
+    return found
 
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -178,6 +189,8 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise file.refused("has another number of scores than of tokens")
+    if not all(isinstance(score, float) for score in scores):
+        raise file.refused("has scores of tokens that are no numbers")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     ranked: list[tuple[float, int, int, list[str]]] = []
     for token, score in zip(tokens, scores, strict=True):

@@ -118,10 +118,11 @@ def _facts_of_folder(folder: Path) -> ModelFacts:
 def _facts_of_gguf(path: Path) -> ModelFacts:
     from permille.models.gguf.config import read_model
     from permille.models.gguf.file import GgufFile
-    from permille.models.gguf.tokenizer import tokenizer_files
+    from permille.models.gguf.tokenizer import chat_template, tokenizer_files
 
     model = read_model(GgufFile(path))
     tokenizer_files(model.file)  # refuses what the first job would
+    chat_template(model.file)
     shapes = [model.file.tensors[name].shape for name in model.names.values()]
     parameters = sum(math.prod(shape) for shape in shapes)
     return ModelFacts(

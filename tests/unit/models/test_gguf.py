@@ -182,6 +182,8 @@ def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path
         ("tokenizer.ggml.model", "bert", "tokenizer of kind 'bert'"),
         ("tokenizer.ggml.pre", "unheard-of", "cuts text by the rules"),
         ("tokenizer.ggml.bos_token_id", 1 << 20, "as its bos token"),
+        ("tokenizer.chat_template", 7, "no text 'tokenizer.chat_template'"),
+        ("llama.block_count", 0xFFFFFFFF, "names 4294967295 layers"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -314,3 +316,39 @@ def test_packages_of_a_converted_model_can_be_made(llama: Path, tmp_path: Path) 
     blobs = BlobFolder(tmp_path / "blobs")
     digest = pack_model(blobs, checkpoint, ChosenMask(indices=indices, method="random", density=0.1))
     assert Package.open(blobs, digest).k == 5
+
+
+def test_gemma_with_billions_of_layers_is_refused_at_once(tmp_path: Path) -> None:
+    reader = GGUFReader(written(exported_package(tmp_path / "blobs", "gemma2"), tmp_path / "export"))
+    path = rewritten(reader, tmp_path / "other.gguf", {}, {"gemma2.block_count": 0xFFFFFFFF})
+    with pytest.raises(InputError, match="names 4294967295 layers"):
+        read_model(GgufFile(path))
+
+
+def test_template_that_is_not_utf8_is_refused(llama: Path, tmp_path: Path) -> None:
+    data = llama.read_bytes()
+    assert data.count(b"for message in messages") == 1
+    path = tmp_path / "latin.gguf"
+    path.write_bytes(data.replace(b"for message in messages", b"for message in m\xffssages"))
+    with pytest.raises(InputError, match="template that is not UTF-8"):
+        model_folder(path, tmp_path)
+
+
+def test_scores_that_are_texts_are_refused(tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", "llama", tokenizer=sentencepiece_tokenizer())
+    reader = GGUFReader(written(package, tmp_path / "export"))
+    scores = ["high"] * len(reader.fields["tokenizer.ggml.scores"].contents())
+    path = rewritten(reader, tmp_path / "other.gguf", {}, {"tokenizer.ggml.scores": scores})
+    with pytest.raises(InputError, match="scores of tokens that are no numbers"):
+        model_folder(path, tmp_path)
+
+
+def test_tensors_over_each_others_bytes_are_refused(llama: Path, tmp_path: Path) -> None:
+    data = bytearray(llama.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 8 * 2 + 4  # behind dimensions and type: the offset
+    data[at : at + 8] = struct.pack("<Q", 0)
+    path = tmp_path / "over.gguf"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match="over the bytes of another tensor"):
+        GgufFile(path)
