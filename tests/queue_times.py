@@ -60,7 +60,8 @@ def _line(name: str, url: str, asked: argparse.Namespace) -> str:
     db = Database(url)
     try:
         _stock(db, asked)
-        _claim(db)  # the first one of a process also connects and compiles the statements
+        for _ in range(2):  # a job and an upload: the first of a process also compile their statements
+            _claim(db)
         took = [_claim(db) for _ in range(asked.claims)]
     finally:
         db.close()
