@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-privacy bench-page bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -147,6 +147,9 @@ bench-decision: $(VENV)/.installed  ## How often is a useless model adopted? (a 
 
 bench-page: $(VENV)/.native  ## How long do the page's views take at 10,000 devices and 100,000 runs? (DATABASE=postgresql)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.page_times --database $(DATABASE)
+
+bench-queue: $(VENV)/.installed  ## How fast is a claim at 10,000 queued and 1,000,000 ended jobs, on both databases? (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.queue_times
 
 bench-service: $(VENV)/.native  ## How fast is the API beside a bare route, its downloads beside nginx, polls of 10,000 devices? (minutes)
 	@bash scripts/system-packages.sh wrk

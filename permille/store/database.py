@@ -57,6 +57,9 @@ Columns = TypeVarTuple("Columns")
 BUSY_TIMEOUT_MS = 30_000
 LEFT_MS = 40_000
 """PostgreSQL ends what was read in the event loop after so long; nobody waits for it any more then."""
+CONNECT_S = 10
+"""A server of PostgreSQL that has not answered after so long is taken for unreachable. The address may say
+otherwise (`?connect_timeout=`)."""
 _PROBE_BYTES = 16 * 1024
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
@@ -251,7 +254,9 @@ def _alone_engine(url: str) -> Engine:
         connection.execute(f"SET statement_timeout = {LEFT_MS}")
         return connection
 
-    engine = create_engine(parsed, isolation_level="AUTOCOMMIT", hide_parameters=True, poolclass=NullPool)
+    engine = create_engine(
+        _impatient(parsed), isolation_level="AUTOCOMMIT", hide_parameters=True, poolclass=NullPool
+    )
     event.listen(engine, "do_connect", connect)
     return engine
 
@@ -291,10 +296,17 @@ def make_engine(url: str) -> Engine:
         "pool_use_lifo": True,
     }
     if parsed.get_backend_name() != "sqlite":
-        return create_engine(parsed, pool_pre_ping=True, **common)
+        return create_engine(_impatient(parsed), pool_pre_ping=True, **common)
     engine = _sqlite_engine(parsed, busy_timeout_ms=BUSY_TIMEOUT_MS, **common)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _impatient(url: URL) -> URL:
+    """Return the address with a limit for opening a connection, where it has none."""
+    if "connect_timeout" in url.query:
+        return url
+    return url.update_query_dict({"connect_timeout": str(CONNECT_S)})
 
 
 def _sqlite_engine(url: URL, *, busy_timeout_ms: int, **options: Any) -> Engine:

@@ -42,7 +42,7 @@ class BlobStoreError(RetryableError):
 
 
 class QuotaError(RetryableError):
-    """A device asks for more than its share: later, after `retry_after_s` seconds, it may ask again."""
+    """A device or a tenant asks for more than its share. It may ask again after `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)

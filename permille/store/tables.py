@@ -174,6 +174,11 @@ class Corpus(Named):
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
 
 
+def _partial_index(name: str, where: str, *columns: str) -> Index:
+    """An index of the rows for which the condition holds."""
+    return Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
+
+
 class Job(Named):
     """A piece of long work. `jobs.py` holds the only functions that change these rows."""
 
@@ -208,9 +213,17 @@ class Job(Named):
     ended_at: Mapped[datetime | None]
     __table_args__ = (
         UniqueConstraint("tenant_id", "idempotency_key"),
-        Index("ix_jobs_state_available_at", "state", "available_at"),
+        Index("ix_jobs_state", "tenant_id", "state", "id"),
         Index("ix_jobs_newest", "tenant_id", "id"),
         Index("ix_jobs_request_digest", "tenant_id", "request_digest"),
+        # For the queue. None of them may begin with `available_at`: PostgreSQL would look for a tenant's
+        # first job by it, past the jobs of all the others.
+        _partial_index("ix_jobs_queued", "state = 'queued'", "tenant_id", "available_at"),
+        _partial_index(
+            "ix_jobs_queued_devices", "state = 'queued'", "tenant_id", "device_id", "available_at", "id"
+        ),
+        _partial_index("ix_jobs_undispatched", "state = 'queued'", "dispatched_at"),
+        _partial_index("ix_jobs_running", "state = 'running'", "worker", "tenant_id", "device_id"),
     )
 
 

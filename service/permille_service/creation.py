@@ -157,6 +157,8 @@ class Creation:
             row = self._find_repeated(session, new, digest)  # the same request may have been faster
             if row is not None:
                 return present(session, row)
+            limit = self.service.settings.queued_jobs_per_tenant
+            queue.check_room(session, tenant_id=tenant_id, limit=limit)
             row = queue.submit(session, new, None if again else self._find_part)
             record = self._noted(session, present(session, row), request)
             if self.key is not None:  # the row may be removed before the day is over

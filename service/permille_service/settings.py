@@ -78,6 +78,11 @@ class Settings(StoreSettings):
     )
     max_streams: int = Field(default=200, ge=1, description="event streams at a time")
     max_streams_per_token: int = Field(default=10, ge=1, description="those of one operator token")
+    queued_jobs_per_tenant: int = Field(
+        default=10_000,
+        ge=1,
+        description="jobs of a tenant's own that may be queued, without its devices' uploads",
+    )
     runs_per_device_day: int = Field(default=200, ge=1, description="reports of a device in 24 hours")
     uploads_per_device_day: int = Field(
         default=50, ge=1, description="its logs and states, those sent again too"

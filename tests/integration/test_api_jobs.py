@@ -59,6 +59,24 @@ def test_more_sequences_than_a_corpus_can_hold_are_refused(stocked: Api) -> None
     assert "expected a corpus that holds 5120000 tokens" in answer.json()["detail"]
 
 
+def test_a_tenant_may_queue_only_so_many_jobs(tmp_path: Path) -> None:
+    write_model(tmp_path / "models" / "tiny")
+    with running_api(tmp_path, model_root=tmp_path / "models", queued_jobs_per_tenant=2) as api:
+        body = {"model_id": add_model(api), "method": "random", "density": 0.01}
+        first, second, third = (
+            api.post("/v1/masks", {**body, "seed": seed}, key=f"mask-{seed}") for seed in range(3)
+        )
+        assert (first.status_code, second.status_code, third.status_code) == (202, 202, 429)
+        assert third.json()["type"] == f"{TYPE_BASE}too-many-requests"
+        assert third.headers["retry-after"] == "60"
+        again = api.post("/v1/masks", {**body, "seed": 0}, key="mask-0")
+        assert again.json()["id"] == first.json()["id"]  # nothing new is queued
+        job = f"/v1/jobs/{first.json()['id']}"
+        assert api.post(f"{job}/cancel").json()["state"] == "cancelled"
+        assert api.post("/v1/masks", {**body, "seed": 2}).status_code == 202
+        assert api.post(f"{job}/retry").status_code == 429
+
+
 def test_job_is_accepted_with_its_place_and_payload(stocked: Api) -> None:
     model_id, corpus_id = add_model(stocked), add_corpus(stocked)
     body = {"method": "fisher", "model_id": model_id, "corpus_id": corpus_id, "sequences": 8, "length": 32}

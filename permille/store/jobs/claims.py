@@ -6,12 +6,13 @@ checked by every later call, so that a worker that lost its lease can publish no
 the caller in the transaction that calls `complete`; their blobs are in the blob store before it.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, ScalarSelect, Select, func, or_, select, update
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy import Select, func, or_, select, update
+from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import EventKind, JobState
 from permille.store.database import Database, now
@@ -21,8 +22,19 @@ from permille.store.tables import Device, Job, Tenant
 
 BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
-_PEER = aliased(Job)
 _SENT_AT_ONCE = 100
+
+# The device is constant wherever this is used. Ordering by it lets PostgreSQL follow the index.
+_QUEUED = select(Job).where(transitions.IS_QUEUED).order_by(Job.device_id, Job.available_at, Job.id)
+_HELD = select(Job.tenant_id, Job.device_id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
+_DUE_AT = (
+    select(func.min(Job.available_at))
+    .where(transitions.IS_QUEUED, Job.tenant_id == Tenant.id)
+    .correlate(Tenant)
+    .scalar_subquery()
+    .label("due_at")
+)
+_TENANTS = select(Tenant.id, _DUE_AT).order_by(Tenant.served_at.asc().nulls_first(), _DUE_AT, Tenant.id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,26 +70,10 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
     their parts are not queued: see `permille.store.jobs.parents`.
     """
     at = now(session)
-    query = (
-        select(Job)
-        .join(Tenant, Tenant.id == Job.tenant_id)
-        .outerjoin(Device, Device.id == Job.device_id)
-        .where(Job.state == JobState.QUEUED.value, Job.available_at <= at)
-        .order_by(
-            _running(_PEER.tenant_id == Job.tenant_id),
-            Tenant.served_at.asc().nulls_first(),
-            Job.device_id.is_not(None),
-            _running(_PEER.device_id == Job.device_id),
-            Device.served_at.asc().nulls_first(),
-            Job.available_at,
-            Job.id,
-        )
-        .limit(1)
-        .with_for_update(skip_locked=True, key_share=True, of=Job)
-    )
-    if job_id is not None:
-        query = query.where(Job.id == job_id)
-    job = session.scalar(query.execution_options(populate_existing=True))
+    if job_id is None:
+        job = _next(session, at)
+    else:
+        job = _lock_first(session, _QUEUED.where(Job.available_at <= at, Job.id == job_id))
     if job is None:
         return None
     job.attempt += 1
@@ -100,10 +96,69 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
     )
 
 
-def _running(same: ColumnElement[bool]) -> ScalarSelect[int]:
-    """How many running jobs have the same owner as a candidate."""
-    query = select(func.count()).where(_PEER.state == JobState.RUNNING.value, _PEER.worker.is_not(None), same)
-    return query.correlate(Job).scalar_subquery()
+def _next(session: Session, at: datetime) -> Job | None:
+    """Choose and lock the job whose turn it is.
+
+    The tenant is chosen before the job, since the queued jobs may be many. Where other workers have locked
+    all that a tenant has, the next one is served.
+    """
+    by_tenant, by_device = _count_running(session)
+    tenants = session.execute(_TENANTS).all()
+    due = [tenant.id for tenant in tenants if tenant.due_at is not None and tenant.due_at <= at]
+    for tenant_id in sorted(due, key=by_tenant.__getitem__):  # stable: of equal ones the order of the query
+        own = _QUEUED.where(Job.tenant_id == tenant_id, Job.device_id.is_(None), Job.available_at <= at)
+        job = _lock_first(session, own)
+        if job is not None:
+            return job
+        devices = session.scalars(_devices(tenant_id, at)).all()
+        for device_id in sorted(devices, key=by_device.__getitem__):
+            uploads = _QUEUED.where(
+                Job.tenant_id == tenant_id, Job.device_id == device_id, Job.available_at <= at
+            )
+            job = _lock_first(session, uploads)
+            if job is not None:
+                return job
+    return None
+
+
+def _count_running(session: Session) -> tuple[Counter[str], Counter[str]]:
+    """Count the jobs that workers hold, by tenant and by device."""
+    # Grouped here: to group them SQLite would read all jobs in the order of another index.
+    held = session.execute(_HELD).all()
+    return Counter(row.tenant_id for row in held), Counter(row.device_id for row in held if row.device_id)
+
+
+def _devices(tenant_id: str, at: datetime) -> Select[str]:
+    """Select the tenant's devices with an upload that is due, the one served longest ago first."""
+    waiting = (
+        select(Job.device_id, func.min(Job.available_at).label("due_at"), func.min(Job.id).label("first"))
+        .where(
+            transitions.IS_QUEUED,
+            Job.tenant_id == tenant_id,
+            Job.device_id.is_not(None),
+            Job.available_at <= at,
+        )
+        .group_by(Job.device_id)
+        .subquery()
+    )
+    return (
+        select(Device.id)
+        .join(waiting, waiting.c.device_id == Device.id)
+        .order_by(Device.served_at.asc().nulls_first(), waiting.c.due_at, waiting.c.first)
+    )
+
+
+def _lock_first(session: Session, query: Select[Job]) -> Job | None:
+    """Lock the first job of the query that no other worker has locked."""
+    free = query.limit(1).with_for_update(skip_locked=True, key_share=True)
+    return session.scalar(free.execution_options(populate_existing=True))
+
+
+def oldest_start(session: Session) -> datetime | None:
+    """Return when the oldest attempt began that a worker still runs; None where none runs."""
+    return session.scalar(
+        select(func.min(Job.started_at)).where(transitions.IS_RUNNING, Job.worker.is_not(None))
+    )
 
 
 def check(session: Session, held: Claim) -> None:
@@ -235,9 +290,7 @@ def sweep(db: Database) -> SweepReport:
     with db.read() as session:
         at = now(session)
         expired = session.scalars(_expired(at)).all()
-        waiting = session.scalars(
-            select(Job.id).where(Job.state == JobState.RUNNING.value, Job.worker.is_(None))
-        ).all()
+        waiting = session.scalars(select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_(None))).all()
     states = [state for job_id in expired if (state := _sweep_one(db, job_id)) is not None]
     for job_id in waiting:
         with db.write() as session:
@@ -259,7 +312,7 @@ def take_undispatched(session: Session, *, resend_after_s: float) -> list[str]:
     query = (
         select(Job)
         .where(
-            Job.state == JobState.QUEUED.value,
+            transitions.IS_QUEUED,
             Job.available_at <= at,
             or_(Job.dispatched_at.is_(None), Job.dispatched_at <= at - timedelta(seconds=resend_after_s)),
         )
@@ -298,7 +351,7 @@ def _stale(held: Claim, job: Job | None) -> StaleClaimError:
 
 
 def _expired(at: datetime) -> Select[str]:
-    return select(Job.id).where(Job.state == JobState.RUNNING.value, Job.lease_expires_at < at)
+    return select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_not(None), Job.lease_expires_at < at)
 
 
 def _sweep_one(db: Database, job_id: str) -> JobState | None:

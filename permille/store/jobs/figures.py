@@ -9,8 +9,9 @@ from datetime import datetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from permille.schemas.jobs import JobKind, JobState
+from permille.schemas.jobs import JobKind
 from permille.store.database import now
+from permille.store.jobs.transitions import IS_QUEUED
 from permille.store.tables import ArtifactBlob, BlobCollection, Device, Job
 
 
@@ -41,7 +42,7 @@ def read_figures(session: Session) -> Figures:
     by_state = session.execute(select(Job.kind, Job.state, func.count()).group_by(Job.kind, Job.state))
     oldest = session.execute(
         select(Job.kind, func.min(Job.available_at))
-        .where(Job.state == JobState.QUEUED.value, Job.kind != JobKind.BUILD.value, Job.available_at <= at)
+        .where(IS_QUEUED, Job.kind != JobKind.BUILD.value, Job.available_at <= at)
         .group_by(Job.kind)
     )
     distinct = select(ArtifactBlob.digest, func.max(ArtifactBlob.size_bytes).label("size_bytes"))

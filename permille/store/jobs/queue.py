@@ -8,14 +8,14 @@ commit; a lost message is re-sent by the sweeper.
 from collections.abc import Sequence
 from datetime import timedelta
 
-from sqlalchemy import Connection, bindparam, delete, select
+from sqlalchemy import Connection, bindparam, delete, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import EventKind, JobKind, JobState
 from permille.store import artifacts, rows
 from permille.store.database import now
-from permille.store.errors import ConflictError, NotFoundError
+from permille.store.errors import ConflictError, NotFoundError, QuotaError
 from permille.store.jobs import parents, transitions
 from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
@@ -51,6 +51,20 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
         if find is not None:
             parents.take_earlier(session, job, find)
     return job
+
+
+def check_room(session: Session, *, tenant_id: str, limit: int) -> None:
+    """Check that the tenant may queue one more job of its own. Its devices' uploads have limits of their own.
+
+    Raises QuotaError: as many are queued as may be.
+    """
+    queued = select(Job.id).where(transitions.IS_QUEUED, Job.tenant_id == tenant_id, Job.device_id.is_(None))
+    count = session.scalar(select(func.count()).select_from(queued.limit(limit).subquery()))
+    if (count or 0) >= limit:
+        raise QuotaError(
+            f"{limit} jobs are queued, as many as a tenant may have. Wait for some to begin, or cancel some.",
+            retry_after_s=60,
+        )
 
 
 def lock(session: Session, *, tenant_id: str, job_id: str) -> Job:

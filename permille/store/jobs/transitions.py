@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import select, update
+from sqlalchemy import literal, select, update
 from sqlalchemy.orm import Session
 
 import permille
@@ -21,6 +21,9 @@ from permille.store.ids import Prefix, new_id
 from permille.store.tables import Device, Job, JobEvent, Run, Tenant
 
 DEFAULT_MAX_ATTEMPTS = 3
+# Written out in a statement, since the partial indexes of these states do not serve a bound value.
+IS_QUEUED = Job.state == literal(JobState.QUEUED.value, literal_execute=True)
+IS_RUNNING = Job.state == literal(JobState.RUNNING.value, literal_execute=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,21 +28,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy import func, select, text
+from sqlalchemy import select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from permille.digests import is_digest
 from permille.errors import RetryableError
 from permille.package.blobs import BlobFolder, StoredBlob
-from permille.schemas.jobs import JobState
 from permille.store import inputs
 from permille.store.database import Database, now
 from permille.store.ids import Prefix
-from permille.store.jobs import queue
+from permille.store.jobs import claims, queue
 from permille.store.retention.references import references
 from permille.store.settings import StoreSettings
-from permille.store.tables import BlobCollection, Job, Model, Tenant
+from permille.store.tables import BlobCollection, Model, Tenant
 
 _LOCK_ID: Final = 0x7065726E  # PostgreSQL advisory lock; SQLite has one writer at a time
 _BATCH: Final = 50
@@ -213,8 +212,7 @@ def _size(folder: Path) -> int:
 
 def _horizon(session: Session, grace_s: float) -> float:
     """The Unix time before which something must have been stored to be collected."""
-    running = (Job.state == JobState.RUNNING.value, Job.worker.is_not(None))
-    oldest = session.scalar(select(func.min(Job.started_at)).where(*running))
+    oldest = claims.oldest_start(session)
     by_age = now(session).timestamp() - grace_s
     return by_age if oldest is None else min(by_age, oldest.timestamp() - _CLOCKS_DIFFER_S)
 

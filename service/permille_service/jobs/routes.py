@@ -78,6 +78,8 @@ def cancel_job(job_id: JobId, service: Served, operator: Maker) -> Job:
 def retry_job(job_id: JobId, service: Served, operator: Maker) -> Job:
     """Queue a job again that failed, died or was cancelled."""
     with changing(service, operator) as session:
+        limit = service.settings.queued_jobs_per_tenant
+        queue.check_room(session, tenant_id=operator.tenant_id, limit=limit)
         row = queue.retry(session, tenant_id=operator.tenant_id, job_id=job_id)
         record = records.present(session, row)
     dispatch(service.dispatcher, record.children or [record.id])

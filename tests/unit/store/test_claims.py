@@ -1,20 +1,26 @@
 """Claims, leases and fences: what must never be lost and never be published twice."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import pytest
+from sqlalchemy import Connection, Engine, event, text, update
 
 from permille.store import artifacts
 from permille.store.artifacts import Made
-from permille.store.database import Database
+from permille.store.database import Database, now
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
 from permille.store.tables import Artifact, Job
 from tests.artifacts import some_model
 from tests.unit.store.conftest import Clock
-from tests.unit.store.test_jobs import read, submit, take
+from tests.unit.store.test_jobs import PAYLOAD, read, submit, take
 
 ERROR = {"type": "RetryableError", "message": "try again"}
 DIGEST = "sha256:" + "0" * 64
@@ -49,7 +55,7 @@ def test_a_claimed_job_is_not_claimed_again(db: Database, tenant_id: str) -> Non
 _RACE = """
 import sys
 from permille.store.jobs import claims
-from permille.store.database import Database
+from permille.store.database import Database, now
 db = Database(sys.argv[1])
 won = 0
 while True:
@@ -78,6 +84,115 @@ def test_processes_that_race_share_the_jobs_without_overlap(db: Database, tenant
     won = [int(racer.communicate(timeout=60)[0]) for racer in racers]
     assert sum(won) == 12
     assert {read(db, job).fence for job in made} == {1}
+
+
+def _stock(db: Database, tenant_ids: list[str], *, queued: int, ended: int) -> None:
+    """Add jobs of several tenants in turn, and let the database count what it has."""
+    with db.write() as session:
+        at = now(session)
+        states = ["queued"] * queued + ["succeeded"] * ended
+        for number, state in enumerate(states):
+            session.add(
+                Job(
+                    id=f"job_{number:06}",
+                    tenant_id=tenant_ids[number % len(tenant_ids)],
+                    kind="mask",
+                    state=state,
+                    payload=PAYLOAD,
+                    request_digest=str(number),
+                    max_attempts=3,
+                    available_at=at,
+                    created_at=at,
+                    updated_at=at,
+                )
+            )
+    with db.write() as session:
+        session.execute(text("ANALYZE"))
+
+
+@contextmanager
+def _explained() -> Iterator[list[str]]:
+    """Collect the plans of all queries of the block that read jobs."""
+    plans: list[str] = []
+
+    def explain(
+        connection: Connection, cursor: Any, statement: str, values: Any, _context: object, _many: bool
+    ) -> None:
+        if statement.startswith("SELECT") and "jobs" in statement:
+            word = "EXPLAIN QUERY PLAN" if connection.dialect.name == "sqlite" else "EXPLAIN"
+            cursor.execute(f"{word} {statement}", values)
+            plans.append("\n".join(str(row[-1]) for row in cursor.fetchall()))
+
+    event.listen(Engine, "before_cursor_execute", explain)
+    try:
+        yield plans
+    finally:
+        event.remove(Engine, "before_cursor_execute", explain)
+
+
+def _assert_by_index(plans: list[str], *names: str) -> None:
+    """Assert that no plan reads all jobs, and that each of these indexes serves one."""
+    for plan in plans:
+        assert "Seq Scan on jobs" not in plan, plan
+        assert "SCAN jobs" not in plan, plan
+    for name in names:
+        assert any(re.search(rf"\b{name}\b", plan) for plan in plans), (name, plans)
+
+
+@pytest.mark.parametrize("uploads", [False, True])
+def test_a_claim_reads_jobs_by_index_alone(
+    db: Database, tenant_id: str, other_tenant_id: str, device_id: str, uploads: bool
+) -> None:
+    _stock(db, [tenant_id, other_tenant_id], queued=200, ended=2000)
+    if uploads:
+        with db.write() as session:
+            session.execute(update(Job).values(device_id=device_id, tenant_id=tenant_id))
+    with _explained() as plans, db.write() as session:
+        assert claims.claim(session, worker="w", lease_s=30) is not None
+    assert len(plans) == (5 if uploads else 3)
+    _assert_by_index(plans, "ix_jobs_running", "ix_jobs_queued", "ix_jobs_queued_devices")
+
+
+def test_sweep_and_dispatch_read_jobs_by_index_alone(
+    db: Database, tenant_id: str, other_tenant_id: str
+) -> None:
+    _stock(db, [tenant_id, other_tenant_id], queued=200, ended=2000)
+    assert len(_undispatched(db)) == 100
+    with _explained() as plans:
+        sweep(db)
+        _undispatched(db)
+    assert len(plans) == 3
+    _assert_by_index(plans, "ix_jobs_running")
+
+
+def test_a_tenant_with_nothing_due_lets_the_next_one_go(
+    db: Database, tenant_id: str, other_tenant_id: str, clock: Clock
+) -> None:
+    waits = submit(db, tenant_id)
+    clock.forward(1)
+    due = submit(db, other_tenant_id)
+    with db.write() as session:
+        session.execute(
+            update(Job).where(Job.id == waits.id).values(available_at=clock.at + timedelta(seconds=9))
+        )
+    assert take(db).job_id == due.id
+    with db.write() as session:
+        assert claims.claim(session, worker="w", lease_s=30) is None
+    clock.forward(9)
+    assert take(db).job_id == waits.id
+
+
+def test_what_other_workers_have_locked_is_passed(
+    db: Database, backend: str, tenant_id: str, other_tenant_id: str, device_id: str
+) -> None:
+    if backend == "sqlite":
+        return  # one transaction at a time writes there
+    own, upload, others = submit(db, tenant_id), submit(db, tenant_id), submit(db, other_tenant_id)
+    with db.write() as session:
+        session.execute(update(Job).where(Job.id == upload.id).values(device_id=device_id))
+    with db.write() as first, db.write() as second, db.write() as third, db.write() as fourth:
+        taken = [claims.claim(each, worker="w", lease_s=30) for each in (first, second, third, fourth)]
+        assert [claim and claim.job_id for claim in taken] == [own.id, upload.id, others.id, None]
 
 
 def test_renew_extends_the_lease(db: Database, tenant_id: str, clock: Clock) -> None:

@@ -127,9 +127,17 @@ def upgrade() -> None:
         _column("created_at", BIG),
         sa.UniqueConstraint("tenant_id", "idempotency_key"),
     )
-    op.create_index("ix_jobs_state_available_at", "jobs", ["state", "available_at"])
+    op.create_index("ix_jobs_state", "jobs", ["tenant_id", "state", "id"])
     op.create_index("ix_jobs_newest", "jobs", ["tenant_id", "id"])
     op.create_index("ix_jobs_request_digest", "jobs", ["tenant_id", "request_digest"])
+    for name, columns, state in (
+        ("queued", ["tenant_id", "available_at"], "queued"),
+        ("queued_devices", ["tenant_id", "device_id", "available_at", "id"], "queued"),
+        ("undispatched", ["dispatched_at"], "queued"),
+        ("running", ["worker", "tenant_id", "device_id"], "running"),
+    ):
+        where = sa.text(f"state = '{state}'")
+        op.create_index(f"ix_jobs_{name}", "jobs", columns, sqlite_where=where, postgresql_where=where)
     op.create_table(
         "models",
         _column("name", TEXT),
