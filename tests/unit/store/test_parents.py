@@ -83,7 +83,13 @@ def test_parts_get_the_payloads_of_jobs_of_their_own(db: Database, tenant_id: st
     assert payloads["quantization"] == {
         "model_id": MODEL,
         "evaluation_corpus_id": TEXTS,
-        "options": {"scheme": "int4", "group_size": 128, "sparsity": None, "evaluation_tokens": 8192},
+        "options": {
+            "scheme": "int4",
+            "group_size": 128,
+            "sparsity": None,
+            "embeddings": "q8_0",
+            "evaluation_tokens": 8192,
+        },
     }
     assert payloads["package"] == {
         "mask_id": IDS["mask"],
@@ -170,7 +176,7 @@ def test_a_build_whose_code_books_take_the_scores_of_its_mask_waits_for_it() -> 
     assert [kind for kind, _ in parts_due(ours, {})] == ["mask"]
     assert parts_due(ours, {"mask": None}) == []
     [(kind, request)] = parts_due(ours, {"mask": IDS["mask"]})
-    asked = {"scheme": "squeezellm", "mask_id": IDS["mask"], "evaluation_tokens": 8192}
+    asked = {"scheme": "squeezellm", "embeddings": "q8_0", "mask_id": IDS["mask"], "evaluation_tokens": 8192}
     assert (kind, request.model_dump()["options"]) == ("quantization", asked)
     other = BuildCreate.model_validate({**PAYLOAD, "quantization": asked})
     assert [kind for kind, _ in parts_due(other, {})] == ["mask", "quantization"]
