@@ -2,9 +2,10 @@
 
     s' = rne(s * j / 8)        j = 8 (the trained state) ... 1, rne: to the nearest integer, ties to even
 
-Weights between the base and the trained ones trade a little of what was learned for most of the damage to
-general text (Wortsman et al., "Robust fine-tuning of zero-shot models", arXiv 2109.01903). Here the weights
-are on the lattice, so the product is exact: a device and a service that replays its log get the same state.
+Weights between the base and the trained ones give up a little of what was learned and avoid most of the
+damage to general text (Wortsman et al., "Robust fine-tuning of zero-shot models", arXiv 2109.01903). Here
+the weights are on the lattice, so the product is exact: a device and a service that replays its log get the
+same state.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """A GGUF file's header, read strictly: metadata, and where each tensor lies.
 
 The file is foreign input and may be truncated, or claim anything. Every count, length and offset is held
-against a limit and the file's size before it is used; nothing is allocated for a number that the file merely
-names. Tensors are mapped. `gguf`'s own reader trusts the counts, so only its tables and its dequantizers are
-used.
+against a limit and the file's size before it is used; no memory is allocated on the strength of a number
+in the file. Tensors are mapped. `gguf`'s own reader trusts the counts, so only its tables and
+dequantizers are used.
 """
 
 import mmap

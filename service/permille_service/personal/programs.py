@@ -3,7 +3,7 @@ commands.
 
 All of it works in one folder: `cloud` is the service's, `device` the agent's home. A child runs in its own
 session and ends with its parent: an interrupt reaches this process alone, which then stops the children in
-order. Nothing of the programs is imported, so that each stays what its own command line makes of it.
+order. The programs are run by their command lines and never imported.
 """
 
 import json
