@@ -172,6 +172,9 @@ def zeroth_order(programs: Programs, model: Model) -> int:
     programs.agent("report")
     decision = run["decision"]
     print(f"   the log has {decision['step']} steps")
+    if not decision["step"]:
+        print("   no step lowered the loss, so there is nothing to share")
+        return 0
     journal = programs.device / "runs" / run["run"] / f"descent-{decision['descent']}.journal"
     fresh = [sys.executable, "-c", REPLAY, str(journal), str(decision["step"])]
     digests = {
@@ -245,7 +248,7 @@ def summary(package: dict[str, Any], trained: dict[str, Any], log_bytes: int) ->
     return (
         f"demo: held-out loss {base:.3f} -> {personal:.3f} ({100 * (base - personal) / base:.1f}% lower), "
         f"general loss {general:.3f} -> {after:.3f}, package {package['size_bytes']} bytes, "
-        f"zeroth-order log {log_bytes} bytes, replay exact"
+        + (f"zeroth-order log {log_bytes} bytes, replay exact" if log_bytes else "no zeroth-order log")
     )
 
 

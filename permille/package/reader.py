@@ -274,7 +274,8 @@ class Package:
         layer = self._layers.get(Role.REFERENCE)
         if layer is None:
             return None
-        return reference_rows.read_reference(layer, shape_of(self.config).vocabulary)
+        positions = self.config.get("max_position_embeddings")
+        return reference_rows.read_reference(layer, shape_of(self.config).vocabulary, positions)
 
     def pooled(self) -> bytes | None:
         """The bytes of the pooled state, hashed, for `permille.zo.packed_state` to read; None: it has none.

@@ -74,8 +74,12 @@ def write_reference(blobs: BlobFolder, rows: ReferenceRows) -> Layer:
     return Layer(role=Role.REFERENCE, digest=digest, size_bytes=size)
 
 
-def read_reference(layer: SafetensorsFile, vocabulary: int) -> ReferenceRows:
+def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | None) -> ReferenceRows:
     """Read the rows of a layer, whose digest was checked.
+
+    Args:
+        vocabulary: tokens of the model.
+        positions: the longest row that the model reads; None: as long as the format allows.
 
     Raises:
         PackageError: `reference`: a tensor is missing, or of another shape or dtype; a span, an id or a
@@ -96,6 +100,8 @@ def read_reference(layer: SafetensorsFile, vocabulary: int) -> ReferenceRows:
     begin_N, end_N = spans_N2.T
     if not ((begin_N >= 1) & (begin_N < end_N) & (end_N <= length)).all():
         raise _refused("has a span of targets outside its row")
+    if positions is not None and int(end_N.max()) > positions:
+        raise _refused(f"has a row of {end_N.max()} tokens; the model reads {positions}")
     chat_N, pulls_N = (column_N.astype(np.bool_) for column_N in kinds_N2.T)
     if not pulls_N.any() or pulls_N.all():
         raise _refused("lacks rows that pull, or rows that measure")

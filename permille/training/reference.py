@@ -139,7 +139,7 @@ def make_reference(
     rows = [_Row(ids_T, 1, chat=False, pulls=place < half) for place, ids_T in enumerate(text_NT)]
     if chat is not None:
         for pulls, questions in ((True, PULLING_QUESTIONS), (False, MEASURING_QUESTIONS)):
-            answered = (_answered(engine, values_K, chat, question, pulls) for question in questions)
+            answered = (_answered(package, engine, chat, question, pulls) for question in questions)
             rows += [row for row in answered if row is not None]
     if not any(row.pulls for row in rows) or all(row.pulls for row in rows):
         raise InputError("A reference needs text or chat turns to pull with, and others to measure with.")
@@ -158,15 +158,14 @@ class _Row:
     pulls: bool
 
 
-def _answered(
-    engine: LightEngine, values_K: NDArray[np.float32], chat: Chat, question: str, pulls: bool
-) -> _Row | None:
+def _answered(package: Package, engine: LightEngine, chat: Chat, question: str, pulls: bool) -> _Row | None:
     """A chat turn with the base's greedy answer; None where there is no room for one, or it is empty."""
+    positions = int(package.config.get("max_position_embeddings") or MOST_CHAT_TOKENS)
     prompt_T = chat.prompt(question)
-    if len(prompt_T) > MOST_CHAT_TOKENS - ANSWER_TOKENS:
+    if len(prompt_T) > min(MOST_CHAT_TOKENS, positions) - ANSWER_TOKENS:
         return None
     sampling = TokenSampling(max_new_tokens=ANSWER_TOKENS, stop_ids=chat.stop_ids())
-    answer = list(engine.generate(values_K, prompt_T, sampling))
+    answer = list(engine.generate(package.values(), prompt_T, sampling))
     if not answer:
         return None
     return _Row(np.concatenate([prompt_T, np.array(answer, np.int64)]), len(prompt_T), True, pulls)

@@ -82,7 +82,14 @@ def test_a_killed_command_goes_on_to_the_same_model(tmp_path: Path) -> None:
         ("device/runs/*/outcome.json", signal.SIGKILL),
     )
     for pattern, number in stages:
-        process = subprocess.Popen(options, env=environment(), text=True, start_new_session=True)
+        process = subprocess.Popen(
+            options,
+            env=environment(),
+            text=True,
+            start_new_session=True,
+            # A shell's background jobs ignore SIGINT, and what they start inherits that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         _wait_for(work, pattern, process)
         process.send_signal(number)
         code = process.wait(WAIT_S)

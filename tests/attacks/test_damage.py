@@ -129,7 +129,7 @@ def test_an_unusable_package_is_refused_and_the_one_before_stays(
 @pytest.mark.attack(7, "one bit of a big layer flips on the disk between two runs")
 @pytest.mark.parametrize("role", [Role.DENSE, Role.PLAIN])
 def test_a_flipped_bit_is_found_before_a_word_is_said(home: Home, role: Role) -> None:
-    package = tiny_package(home.blobs, config={"vocab_size": 24_000, "intermediate_size": 20_000})
+    package = tiny_package(home.blobs, config={"vocab_size": 72_000, "intermediate_size": 20_000})
     install(home, release(package.digest, 1), size_bytes=package.size_bytes)
     said = speak(home)
     layer = package.manifest.layer(role)
@@ -159,7 +159,7 @@ def test_the_package_before_is_taken_again_where_the_new_one_does_not_open(home:
 
 @pytest.mark.attack(7, "bits flip in every blob of a package, a layer is cut, another is gone")
 def test_verify_names_what_is_damaged_and_mends_it_with_the_damaged_bytes_alone(tmp_path: Path) -> None:
-    published = tiny_package(tmp_path / "published", config={"vocab_size": 12_000, "hidden_size": 64})
+    published = tiny_package(tmp_path / "published", config={"vocab_size": 40_000, "hidden_size": 64})
     with serving(published.blobs.root) as service:
         service.publish(published.digest, 1)
         home = open_home(tmp_path / "home")

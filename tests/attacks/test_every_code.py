@@ -12,6 +12,7 @@ from tests.attacks import (
     test_packages,
     test_private_rounds,
     test_programs,
+    test_references,
     test_rounds,
     test_states,
     test_trust_device,
@@ -51,6 +52,7 @@ def attacked_codes() -> set[str]:
         *test_rounds.ATTACKS,
         *test_programs.ATTACKS,
         *test_programs.BINDINGS,
+        *test_references.ATTACKS,
     ]
     tried = ast.walk(ast.parse(Path(test_trust_device.__file__).read_text()))
     named = {str(node.value) for node in tried if isinstance(node, ast.Constant)}

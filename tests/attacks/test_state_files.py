@@ -23,6 +23,7 @@ from permille_agent.local.serve import read_or_make_token
 from permille_agent.state.choices import add_references, read_consent, set_share_log
 from permille_agent.state.home import Home, open_home, read_record, write_record
 from permille_agent.state.models import active_model
+from permille_agent.training.decision import DecisionCount
 from permille_agent.training.outcome import RunResult
 from permille_agent.training.run import find_run, list_runs
 from tests.bigram_engine import bigram_engine
@@ -130,6 +131,7 @@ def test_a_damaged_run_is_deleted_by_a_command(
     used: tuple[Path, RunResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = _copy(used, tmp_path)
+    write_record(home.decisions, DecisionCount(decisions=10**9))  # so that nothing is surely better
     again = train_quickly(home, [used[0].parent / "user.txt"], seed=5)
     path = find_run(home, again.run).path
     used_run = active_model(home)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from permille.choices import Embeddings
 from permille.engines.torch_engine import TorchEngine
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
@@ -41,7 +42,7 @@ def with_overlay(package: Package, folder: Path, values_K: NDArray[np.float32]) 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits_agree_with_bitsandbytes_within_1e_4(family: str, tmp_path: Path) -> None:
-    tiny = tiny_package(tmp_path / "blobs", family, Scheme.NF4)
+    tiny = tiny_package(tmp_path / "blobs", family, Scheme.NF4, embeddings=Embeddings.SOURCE)
     link_transformers_folder(tiny.package, tmp_path / "linked")
     values_K = variants(tiny.package, 2)[1]
     model = with_overlay(tiny.package, tmp_path / "linked", values_K)

@@ -1,9 +1,13 @@
-"""Packages of real models for benchmarks: scored on public text, written by the library."""
+"""Packages of real models for benchmarks: scored on public text, written by the library.
+
+Embeddings keep the model's own dtype, as all measurements of before had them.
+"""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from permille.choices import Embeddings
 from permille.models.checkpoint import Checkpoint
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter, ChosenMask, pack_model
@@ -77,7 +81,14 @@ def _written(
     scheme, group_size = how
     blobs.root.mkdir(parents=True, exist_ok=True)
     if not isinstance(trained, float):
-        return pack_model(blobs, Checkpoint(sources.models / model), trained, scheme, group_size=group_size)
+        return pack_model(
+            blobs,
+            Checkpoint(sources.models / model),
+            trained,
+            scheme,
+            group_size=group_size,
+            embeddings=Embeddings.SOURCE,
+        )
     # Here, so that who finds the package made needs no torch: its memory is measured.
     from permille.choices import MaskMethod
     from permille.corpora.files import ReadReport
@@ -93,4 +104,12 @@ def _written(
     scores = fisher_scores(load_model(path), sequences_NT)
     mask = select_mask(scores, MaskMethod.FISHER, trained)
     chosen = ChosenMask(indices=mask, method="fisher", density=trained)
-    return pack_model(blobs, Checkpoint(path), chosen, scheme, group_size=group_size, scores=scores)
+    return pack_model(
+        blobs,
+        Checkpoint(path),
+        chosen,
+        scheme,
+        group_size=group_size,
+        scores=scores,
+        embeddings=Embeddings.SOURCE,
+    )

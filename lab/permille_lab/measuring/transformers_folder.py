@@ -11,6 +11,7 @@ from permille.files import write_atomic
 from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
+from permille.tensors import Q8_0
 
 _SHARDS = {Role.DENSE: "model-00001-of-00002.safetensors", Role.PLAIN: "model-00002-of-00002.safetensors"}
 
@@ -21,10 +22,12 @@ def link_transformers_folder(package: Package, folder: Path) -> None:
     Only files that this function makes are replaced.
 
     Raises:
-        InputError: the package is not NF4.
+        InputError: the package is not NF4, or has its embedding in 8 bits.
     """
     if package.manifest.scheme.name is not Scheme.NF4:
         raise InputError(f"expected an nf4 package, got {package.manifest.scheme.name}")
+    if any(package.plain_dtype(name) == Q8_0 for name in package.plain_names):
+        raise InputError("transformers has no 8-bit embedding of GGUF's. Make the package with `source`.")
     folder.mkdir(parents=True, exist_ok=True)
     for role, name in _SHARDS.items():
         _link(package.blobs.path(package.manifest.layer(role).digest), folder / name)

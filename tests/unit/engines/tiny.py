@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from permille.choices import AdapterKind
+from permille.choices import AdapterKind, Embeddings
 from permille.models.families import scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter, ChosenMask, pack_model
@@ -83,6 +83,7 @@ def write_package(
     files: Mapping[str, bytes] | None = None,
     adapter: ChosenAdapter | None = None,
     sparsity: Sparsity | None = None,
+    embeddings: Embeddings = Embeddings.Q8_0,
 ) -> Package:
     """A package with a random mask of the scope, or an adapter, of the model as stored in `dtype`.
 
@@ -107,7 +108,11 @@ def write_package(
         scope=scope,
     )
     digest = pack_model(
-        blobs, MemoryModel(config=config, tensors=state, files=files or {}), adapter or chosen, scheme
+        blobs,
+        MemoryModel(config=config, tensors=state, files=files or {}),
+        adapter or chosen,
+        scheme,
+        embeddings=embeddings,
     )
     return Package.open(blobs, digest)
 

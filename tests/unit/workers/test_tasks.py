@@ -275,7 +275,7 @@ def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(
     package = Package.open(bench.blobs, row.digest)
     nearest = quantization_of(bench, scheme="int4", group_size=128)
     ours = part_of(bench, row, JobKind.QUANTIZATION)
-    assert ours.request["options"] == options | {"group_size": 128}
+    assert ours.request["options"] == options | {"group_size": 128, "embeddings": "q8_0"}
     assert ours.provenance["rounding"] == "auto-round"
     calibration, versions = ours.provenance["calibration"], ours.provenance["versions"]
     assert isinstance(calibration, dict) and isinstance(versions, dict)
