@@ -47,7 +47,7 @@ def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
             f"Ollama's store {store} has no model {model}:{tag}. Fetch it with `ollama pull {name}`, or name "
             "the store with OLLAMA_MODELS."
         ) from exc
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise InputError(f"The manifest {manifest} of {name} is damaged: {exc!r:.200}") from exc
     path = store / "blobs" / f"sha256-{found[0]}" if len(found) == 1 else manifest
     if path == manifest or not path.is_file():

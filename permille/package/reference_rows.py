@@ -21,6 +21,7 @@ from permille.package.safetensors_io import SafetensorsFile, SafetensorsWriter
 NAMED_TOKENS = 16
 MOST_ROWS = 1024
 MOST_TOKENS = 1024
+MOST_TOGETHER = 1 << 14  # of all rows: they are read at each strength
 DTYPES = frozenset({"U32", "U8", "F16"})
 _NAMES = ("ids", "spans", "kinds", "named_ids", "named_probabilities")
 # A half-precision probability is off by at most 2^-11 of itself.
@@ -100,6 +101,8 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
     begin_N, end_N = spans_N2.T
     if not ((begin_N >= 1) & (begin_N < end_N) & (end_N <= length)).all():
         raise _refused("has a span of targets outside its row")
+    if int(end_N.sum()) > MOST_TOGETHER:
+        raise _refused(f"has {end_N.sum()} tokens, more than {MOST_TOGETHER}")
     if positions is not None and int(end_N.max()) > positions:
         raise _refused(f"has a row of {end_N.max()} tokens; the model reads {positions}")
     chat_N, pulls_N = (column_N.astype(np.bool_) for column_N in kinds_N2.T)

@@ -34,6 +34,19 @@ ATTACKS: list[tuple[str, Forge]] = [
     ("reference", lambda rows: {"end_N": rows.begin_N}),
     ("reference", lambda rows: {"pulls_N": rows.pulls_N | True}),
     ("reference", lambda rows: {"pulls_N": rows.pulls_N & False}),
+    # More than a device should read at each strength.
+    (
+        "reference",
+        lambda rows: {
+            "ids_NT": np.tile(rows.ids_NT, (150, 1)),
+            "begin_N": np.tile(rows.begin_N, 150),
+            "end_N": np.full(150 * len(rows.end_N), rows.ids_NT.shape[1]),
+            "chat_N": np.tile(rows.chat_N, 150),
+            "pulls_N": np.arange(150 * len(rows.end_N)) == 0,
+            "named_RS": rows.named_RS[: rows.ids_NT.shape[1] - 1],
+            "probability_RS": rows.probability_RS[: rows.ids_NT.shape[1] - 1],
+        },
+    ),
     # Longer than the model reads.
     (
         "reference",
@@ -48,7 +61,7 @@ ATTACKS: list[tuple[str, Forge]] = [
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Package:
     package = tiny_package(tmp_path_factory.mktemp("blobs"), "llama").package
-    text_NT = np.random.default_rng(0).integers(0, VOCABULARY, (6, 10))
+    text_NT = np.random.default_rng(0).integers(0, VOCABULARY, (6, 20))
     manifest = make_reference(package, text_NT=text_NT, chat=None, made={})
     return verify_package(package.blobs, write_manifest(package.blobs, manifest))
 

@@ -137,6 +137,8 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
     if not 1 <= layers <= MOST_LAYERS:  # before a list of them is made
         raise file.refused(f"names {layers} layers; 1 to {MOST_LAYERS} are read")
     head = whole("attention.key_length", hidden // heads)
+    if head < 1:
+        raise file.refused(f"has attention heads of {head} numbers")
     if whole("attention.value_length", head) != head:
         raise file.refused("has values of another width than keys, which is not supported")
     positions = whole("context_length")
@@ -210,7 +212,10 @@ def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) 
 
 def _llama3(file: GgufFile, theta: float, head: int, positions: int) -> dict[str, Any]:
     """Find the `llama3` scaling that gives the file's divisors: it names divisors alone."""
-    divisor_E = file.float32(ROPE_FACTORS).reshape(-1)
+    place = file.tensors[ROPE_FACTORS]
+    if place.shape != (len(range(0, head, 2)),):  # before its numbers are in memory
+        raise file.refused(f"has {ROPE_FACTORS!r} of shape {list(place.shape)}, for heads of {head}")
+    divisor_E = file.float32(ROPE_FACTORS)
     plain_E = theta ** -(np.arange(0, head, 2) / head)
     for factor in _LLAMA3_FACTORS:
         scaling = {

@@ -159,6 +159,7 @@ class _Reader:
         self._data = data
         self._name = name
         self.at = 0
+        self._items = 0
 
     def take(self, size: int) -> bytes:
         if size > len(self._data) - self.at:
@@ -206,6 +207,9 @@ class _Reader:
         if kind != _ARRAY:
             raise self._refused(f"has {key!r:.80} of a type that GGUF does not name: {kind}")
         items, number = self.number("I"), self.count("items of a list", _MOST_ITEMS)
+        self._items += number  # of all lists: an item in memory is many times its bytes in the file
+        if self._items > _MOST_ITEMS:
+            raise self._refused(f"has lists of more than {_MOST_ITEMS} items together")
         if items == _STRING:
             return [self.text() for _ in range(number)]
         if items not in _SCALARS:

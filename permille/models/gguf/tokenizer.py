@@ -6,6 +6,7 @@ made of the scores, as transformers makes it. Other kinds, and ways to cut a tex
 refused: wrong token ids would train and answer nonsense without a word.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ SPLITS = {
 """How a text is cut, by llama.cpp's names: patterns that cut, and whether whole words are not merged."""
 
 _NORMALIZED = frozenset({"qwen2"})
+_MOST_MERGES = 1 << 20  # Gemma has some 580,000
 _MOST_LETTERS = 256
 """Letters of a token of sentencepiece's: they are looked at pair by pair, and the file is a stranger's."""
 
@@ -52,6 +54,9 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     if kind not in ("gpt2", "llama"):
         raise file.refused(f"holds a tokenizer of kind {kind!r:.60}; supported are gpt2 and llama")
     tokens = _texts(file, "tokens")
+    rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
+    if len(tokens) > rows:
+        raise file.refused(f"has {len(tokens)} tokens for an embedding of {rows} rows")
     types = file.metadata.get("tokenizer.ggml.token_type", [TokenType.NORMAL.value] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
         raise file.refused("has another number of token types than of tokens")
@@ -189,7 +194,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise file.refused("has another number of scores than of tokens")
-    if not all(isinstance(score, float) for score in scores):
+    if not all(isinstance(score, float) and math.isfinite(score) for score in scores):
         raise file.refused("has scores of tokens that are no numbers")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     ranked: list[tuple[float, int, int, list[str]]] = []
@@ -201,6 +206,8 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
         ranked += [
             (-float(score), vocabulary[left], vocabulary[right], [left, right]) for left, right in known
         ]
+        if len(ranked) > _MOST_MERGES:
+            raise file.refused(f"has a vocabulary of more than {_MOST_MERGES} merges")
     merges = [pair for *_, pair in sorted(ranked, key=lambda item: item[:3])]
     spaces: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     after: list[dict[str, Any]] = [

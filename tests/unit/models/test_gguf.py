@@ -184,6 +184,13 @@ def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path
         ("tokenizer.ggml.bos_token_id", 1 << 20, "as its bos token"),
         ("tokenizer.chat_template", 7, "no text 'tokenizer.chat_template'"),
         ("llama.block_count", 0xFFFFFFFF, "names 4294967295 layers"),
+        ("llama.attention.key_length", 0, "heads of 0 numbers"),
+        (
+            "tokenizer.ggml.tokens",
+            [f"t{number}" for number in range(1000)],
+            "1000 tokens for an embedding of",
+        ),
+        ("other.list", [0] * ((4 << 20) - 1), "items together"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -281,7 +288,7 @@ def rewritten(
     tensors: dict[str, tuple[Any, GGMLQuantizationType]],
     keys: dict[str, Any] | None = None,
 ) -> Path:
-    """The same file with some tensors and keys in place of its own."""
+    """The same file with some tensors and keys added, or in place of its own."""
     own = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     own |= keys or {}
     writer = GGUFWriter(path, own.pop("general.architecture"))
@@ -300,6 +307,9 @@ def rewritten(
     for tensor in reader.tensors:
         data, kind = tensors.get(tensor.name, (tensor.data, tensor.tensor_type))
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    for name in tensors.keys() - {tensor.name for tensor in reader.tensors}:
+        data, kind = tensors[name]
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -352,3 +362,30 @@ def test_tensors_over_each_others_bytes_are_refused(llama: Path, tmp_path: Path)
     path.write_bytes(data)
     with pytest.raises(InputError, match="over the bytes of another tensor"):
         GgufFile(path)
+
+
+def test_scores_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", "llama", tokenizer=sentencepiece_tokenizer())
+    reader = GGUFReader(written(package, tmp_path / "export"))
+    scores = [float("nan")] * len(reader.fields["tokenizer.ggml.scores"].contents())
+    path = rewritten(reader, tmp_path / "other.gguf", {}, {"tokenizer.ggml.scores": scores})
+    with pytest.raises(InputError, match="scores of tokens that are no numbers"):
+        model_folder(path, tmp_path)
+
+
+def test_vocabulary_of_too_many_merges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = exported_package(tmp_path / "blobs", "llama", tokenizer=sentencepiece_tokenizer())
+    path = written(package, tmp_path / "export")
+    monkeypatch.setattr("permille.models.gguf.tokenizer._MOST_MERGES", 10)
+    with pytest.raises(InputError, match="more than 10 merges"):
+        model_folder(path, tmp_path)
+
+
+def test_divisors_of_another_shape_are_refused_unread(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = {"rope_freqs.weight": (np.ones(64, np.float32), GGMLQuantizationType.F32)}
+    file = GgufFile(rewritten(GGUFReader(llama), tmp_path / "other.gguf", added))
+    monkeypatch.setattr(GgufFile, "float32", lambda _self, name: pytest.fail(f"{name} was read"))
+    with pytest.raises(InputError, match=r"'rope_freqs.weight' of shape \[64\], for heads of"):
+        read_model(file)
