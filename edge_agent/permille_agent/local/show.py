@@ -42,7 +42,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 630.0, 20.0, 190.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What each model answers to a question, always the likeliest next piece."""
+    """The answers of both models to a question, always the likeliest next piece."""
 
     question: str
     base: str
@@ -51,7 +51,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What `samples.json` of a run holds; no answers where the model has no chat template."""
+    """The content of `samples.json` of a run; no answers where the model has no chat template."""
 
     samples: tuple[Sample, ...]
     answers: tuple[Answer, ...] = ()

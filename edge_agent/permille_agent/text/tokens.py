@@ -100,7 +100,7 @@ class TextTokenizer:
 
     @property
     def can_chat(self) -> bool:
-        """Whether the package has a chat template of its own."""
+        """Say whether the package has a chat template of its own."""
         return self._template is not None
 
     def require_chat(self) -> None:

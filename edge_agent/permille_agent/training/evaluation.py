@@ -114,7 +114,7 @@ class GeneralLoss:
 
     @property
     def rise(self) -> float | None:
-        """How much the state raises the loss."""
+        """The rise of the loss by the state, nats a token."""
         return None if self.loss is None or self.loss_base is None else self.loss - self.loss_base
 
     def __str__(self) -> str:

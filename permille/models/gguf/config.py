@@ -100,7 +100,7 @@ def read_model(file: GgufFile) -> GgufModel:
 
 
 def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -> NDArray[np.int64] | None:
-    """Where llama.cpp wants a tensor's rows from; None: they stay.
+    """Return where llama.cpp wants a tensor's rows from; None: they stay.
 
     It rotates neighbours in a Llama's heads where transformers rotates halves, and has a NeoX's queries, keys
     and values one after the other where transformers has them head by head.
@@ -117,7 +117,7 @@ def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -
 
 
 def adds_one(family: Family, name: str) -> bool:
-    """Whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
+    """Say whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
     return family in _GEMMAS and name.endswith("norm.weight")
 
 
