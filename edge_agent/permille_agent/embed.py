@@ -27,6 +27,7 @@ from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
+from permille.training.reference import Reference
 from permille.zo.lattice import values
 from permille_agent.federation.by_hand import TookPart, join_federation, take_part
 from permille_agent.link.install import install
@@ -129,7 +130,9 @@ def personalise(
     folder: Path,
     start_K: NDArray[np.float32] | None = None,
 ) -> Personalised:
-    """Train as the agent does: search, steps, restarts. Nothing is judged on the test split or adopted.
+    """Train as the agent does: search, steps, restarts, each pulled by the package's reference.
+
+    The state is at full strength. Nothing is judged on the test split or adopted.
 
     Args:
         folder: where the run is durable. The same call with the same folder goes on after a kill.
@@ -150,6 +153,7 @@ def personalise(
         w_base_K=package.values() if start_K is None else start_K,
         prepared=prepared,
         options=options,
+        reference=Reference.of(package),
     )
     selected = train(run, make_plan(run))
     curve = run.folder.evaluations(selected.descent)

@@ -48,7 +48,8 @@ def measure(folder: Path, sizes: Sizes) -> Result:
         for which, package in packages.items()
     }
     if importlib.util.find_spec("llama_cpp"):
-        contenders["llama.cpp"] = partial(_llama_cpp_seconds, folder, packages["int4"], sizes, clock)
+        file = _as_gguf(folder, packages["int4"])
+        contenders["llama.cpp"] = partial(llama_cpp_seconds, file, packages["int4"], sizes.threads, clock)
     seconds: dict[str, list[float]] = {which: [] for which in contenders}
     for _ in range(sizes.rounds):
         for which, contender in contenders.items():
@@ -90,16 +91,24 @@ def token_seconds(engine: Engine, package: Package, clock: Clock) -> Iterator[fl
     yield from _after_the_first(stream, clock)
 
 
-def _llama_cpp_seconds(folder: Path, package: Package, sizes: Sizes, clock: Clock) -> Iterator[float]:
-    from permille.engines.gguf.export import GGUF_FILE, export_gguf
+def llama_cpp_seconds(
+    file: Path, package: Package, threads: int, clock: Clock = time.perf_counter
+) -> Iterator[float]:
+    """Yield the seconds of each token that llama.cpp makes of a GGUF file, but of the first."""
     from permille_lab.exports.llama_cpp import LlamaCpp
+
+    with LlamaCpp(file, context=_PROMPT + 2 * _TOKENS, threads=threads) as peer:
+        yield from _after_the_first(peer.stream(_prompt(package), _TOKENS + 1), clock)
+
+
+def _as_gguf(folder: Path, package: Package) -> Path:
+    from permille.engines.gguf.export import GGUF_FILE, export_gguf
 
     path = folder / "gguf" / package.digest.removeprefix("sha256:")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         export_gguf(package, None, path, kind="q4_0")
-    with LlamaCpp(path / GGUF_FILE, context=_PROMPT + 2 * _TOKENS, threads=sizes.threads) as peer:
-        yield from _after_the_first(peer.stream(_prompt(package), _TOKENS + 1), clock)
+    return path / GGUF_FILE
 
 
 def _prompt(package: Package) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

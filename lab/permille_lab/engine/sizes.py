@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from permille.choices import Embeddings
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.zo.estimators import Batch
@@ -19,6 +20,7 @@ class Sizes:
     Attributes:
         layers: fewer layers than the shape has; None: all.
         rounds: how often everything is measured.
+        tables: how the embedding and the head are stored.
     """
 
     shape: str
@@ -27,10 +29,14 @@ class Sizes:
     tokens: int = 64
     threads: int = 1
     rounds: int = 3
+    tables: Embeddings = Embeddings.SOURCE
 
     def settings(self) -> dict[str, Any]:
-        """What names the cell."""
-        return asdict(self)
+        """Name the cell. Earlier cells, all of `SOURCE`, do not name their tables."""
+        found = asdict(self)
+        if self.tables is Embeddings.SOURCE:
+            del found["tables"]
+        return found
 
     def package(
         self,
@@ -49,7 +55,15 @@ class Sizes:
         """
         shape = SHAPES[self.shape].with_layers(self.layers)
         first = shape.layers // 2 if upper_half else 0
-        return random_package(folder, shape, scheme=scheme, first_layer=first, density=density, kept=kept)
+        return random_package(
+            folder,
+            shape,
+            scheme=scheme,
+            first_layer=first,
+            density=density,
+            kept=kept,
+            tables=Embeddings(self.tables),
+        )
 
     def batch(self, package: Package) -> Batch:
         """Full rows of random tokens; every token but the first of a row is a target."""

@@ -1,6 +1,6 @@
 """Packages of real models for benchmarks: scored on public text, written by the library.
 
-Embeddings keep the model's own dtype, as all measurements of before had them.
+Embeddings keep the model's own dtype by default, as earlier measurements had them.
 """
 
 import os
@@ -38,10 +38,21 @@ def sources_from_environment() -> Sources:
     Raises:
         SystemExit: one of them is not set.
     """
+    return Sources(
+        models=folder_from_environment("PERMILLE_MODELS"), data=folder_from_environment("PERMILLE_DATA")
+    )
+
+
+def folder_from_environment(name: str) -> Path:
+    """Read a folder's path from an environment variable.
+
+    Raises:
+        SystemExit: it is not set.
+    """
     try:
-        return Sources(models=Path(os.environ["PERMILLE_MODELS"]), data=Path(os.environ["PERMILLE_DATA"]))
+        return Path(os.environ[name])
     except KeyError as exc:
-        raise SystemExit(f"expected the environment variable {exc.args[0]} to name a folder") from exc
+        raise SystemExit(f"Set {name} to the folder that holds the data.") from exc
 
 
 def model_package(
@@ -52,20 +63,23 @@ def model_package(
     scheme: Scheme = Scheme.NF4,
     group_size: int | None = None,
     trained: float | ChosenAdapter | None = None,
+    embeddings: Embeddings = Embeddings.SOURCE,
 ) -> Package:
     """The package of a model with the mask that Fisher scores on C4 select, or an adapter; made once in
     `folder`.
 
     Args:
         trained: share of the weights that is masked, by default by the model's name; or an adapter.
+        embeddings: how the embedding and the head are stored.
     """
     trained = DENSITIES.get(model, _OTHER_DENSITY) if trained is None else trained
     blobs = BlobFolder(folder / "blobs")
     name = trained if isinstance(trained, float) else f"{trained.kind}-{trained.rank}-{trained.alpha}"
     how = scheme.value if group_size is None else f"{scheme}-{group_size}"
-    known = folder / f"{model}-{name}-{how}.digest"
+    stored = "" if embeddings is Embeddings.SOURCE else f"-{embeddings}"
+    known = folder / f"{model}-{name}-{how}{stored}.digest"
     if not known.exists():
-        digest = _written(blobs, sources, model, trained, (scheme, group_size))
+        digest = _written(blobs, sources, model, trained, (scheme, group_size, embeddings))
         known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(digest)
     return Package.open(blobs, known.read_text())
@@ -76,9 +90,9 @@ def _written(
     sources: Sources,
     model: str,
     trained: float | ChosenAdapter,
-    how: tuple[Scheme, int | None],
+    how: tuple[Scheme, int | None, Embeddings],
 ) -> str:
-    scheme, group_size = how
+    scheme, group_size, embeddings = how
     blobs.root.mkdir(parents=True, exist_ok=True)
     if not isinstance(trained, float):
         return pack_model(
@@ -87,7 +101,7 @@ def _written(
             trained,
             scheme,
             group_size=group_size,
-            embeddings=Embeddings.SOURCE,
+            embeddings=embeddings,
         )
     # Here, so that who finds the package made needs no torch: its memory is measured.
     from permille.choices import MaskMethod
@@ -111,5 +125,5 @@ def _written(
         scheme,
         group_size=group_size,
         scores=scores,
-        embeddings=Embeddings.SOURCE,
+        embeddings=embeddings,
     )

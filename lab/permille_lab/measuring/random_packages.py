@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.choices import Embeddings
 from permille.models.families import expected_tensors, layer_of, scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import write_blocks
@@ -34,6 +35,7 @@ from permille.package.manifest import (
 from permille.package.reader import Package
 from permille.quantization import default_group_size
 from permille.quantization.sparse import pack_places, ranks, row_starts
+from permille.quantization.tables import code_table
 from permille.quantization.types import (
     Coded,
     Pattern,
@@ -61,6 +63,7 @@ class Shape:
     heads: int
     kv_heads: int
     vocabulary: int
+    tied: bool = False
 
     def config(self) -> dict[str, Any]:
         """Its `config.json`."""
@@ -76,7 +79,7 @@ class Shape:
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": self.tied,
             "hidden_act": "silu",
         }
 
@@ -88,6 +91,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape(hidden=64, inner=128, layers=2, heads=4, kv_heads=2, vocabulary=256),
     "30M": Shape(hidden=512, inner=1408, layers=8, heads=8, kv_heads=8, vocabulary=4096),
+    "0.5B": Shape(hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, vocabulary=151936, tied=True),
     "1.1B": Shape(hidden=2048, inner=5632, layers=22, heads=32, kv_heads=4, vocabulary=32000),
     "7B": Shape(hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, vocabulary=32000),
 }
@@ -101,6 +105,7 @@ def random_package(
     first_layer: int = 0,
     scheme: Scheme = Scheme.NF4,
     kept: float | None = None,
+    tables: Embeddings = Embeddings.SOURCE,
     seed: int = 0,
 ) -> Package:
     """The package of a random model in `folder/blobs`; made once, found again by its settings.
@@ -109,6 +114,7 @@ def random_package(
         density: share of the weights of each masked tensor; at least one weight.
         first_layer: layers below it have no masked weights.
         kept: share of the weights that are not zero, 0.5 in 2:4, others anywhere; None: all, also zeros.
+        tables: how the embedding and the head are stored; `SOURCE` is bf16.
     """
     blobs = BlobFolder(folder / "blobs")
     settings = (
@@ -120,11 +126,18 @@ def random_package(
             "seed": seed,
         }
         | ({} if kept is None else {"kept": kept})
+        | ({} if tables is Embeddings.SOURCE else {"tables": tables.value})
     )
     known = folder / "digests" / "-".join(str(value) for value in settings.values())
     if not known.exists():
         about = _About(
-            shape=shape, density=density, first_layer=first_layer, scheme=scheme, kept=kept, seed=seed
+            shape=shape,
+            density=density,
+            first_layer=first_layer,
+            scheme=scheme,
+            kept=kept,
+            tables=tables,
+            seed=seed,
         )
         digest = _write(blobs, about)
         known.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +154,7 @@ class _About:
     first_layer: int
     scheme: Scheme
     kept: float | None
+    tables: Embeddings
     seed: int
 
     @property
@@ -181,7 +195,7 @@ def _write(blobs: BlobFolder, about: _About) -> str:
     counts = {name: len(mask.get(name, ())) for name in order}
     layers = [
         write_dense(blobs, _codes(rng, scoped, about), how),
-        write_plain(blobs, _plain(rng, config, frozenset(order))),
+        write_plain(blobs, _plain(rng, config, frozenset(order), about.tables)),
         write_mask(blobs, mask, order),
         write_values(blobs, _values(rng, scoped, counts), order),
         config_layer,
@@ -260,7 +274,9 @@ def _random_codes(
     )
 
 
-def _plain(rng: np.random.Generator, config: dict[str, Any], scoped: frozenset[str]) -> Iterator[RawTensor]:
+def _plain(
+    rng: np.random.Generator, config: dict[str, Any], scoped: frozenset[str], tables: Embeddings
+) -> Iterator[RawTensor]:
     for name, shape in expected_tensors(config).items():
         if name in scoped:
             continue
@@ -268,7 +284,8 @@ def _plain(rng: np.random.Generator, config: dict[str, Any], scoped: frozenset[s
             numbers = np.ones(shape, np.float32)
         else:
             numbers = rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[-1]))
-        yield _bf16(name, numbers)
+        tensor = _bf16(name, numbers)
+        yield code_table(tensor) if len(shape) == 2 and tables is Embeddings.Q8_0 else tensor
 
 
 def _values(

@@ -1,0 +1,315 @@
+"""Measure what personal models of SmolLM2-135M-Instruct gain, and what they cost: `make bench-real`.
+
+    PERMILLE_DATA=DIR python -m permille_lab.real --people 10 --seeds 0
+
+Each person's text is divided: a third judges, the rest trains. For ten people (tweets, LaMP-7) and the
+gardener of the examples it measures the loss of held-out text and the rise of general text of
+
+    base       the package
+    own        the agent's steps on the person's text, at the strength that it chooses
+    other      the same state of the next person
+    pooled     the same steps on as many tokens of other people
+    prompt     the base with the person's text before the document, as much as fits in 1,024 tokens
+    both       the same with the own state
+    lora       peft's LoRA (rank 8, AdamW at 0.001) on the same base in float32, as many steps
+
+Other figures:
+
+    tasks      accuracy of multiple choice, without an example, before and after
+    decode     tokens a second, beside llama.cpp on the GGUF file where llama-cpp-python is installed
+    shapes     a step of 1 x 256 tokens at the shapes of larger models
+    frontier   the sparse values beside adapters, along the gradient and by zeroth order, at three strengths
+
+Finished cells are kept: a run that was stopped goes on.
+"""
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from permille.choices import AdapterKind, Embeddings, EstimatorKind
+from permille.engines.factory import LIGHT, open_engine
+from permille.engines.interface import Engine
+from permille.models.loading import FileTokenizer
+from permille.package.build import ChosenAdapter
+from permille.zo.estimators import Batch
+from permille_agent.embed import (
+    TokenizedDocument,
+    TrainingBatches,
+    TrainOptions,
+    document_losses,
+    document_rows,
+    packed_rows,
+)
+from permille_lab.engine import gradients
+from permille_lab.engine.decode import llama_cpp_seconds, token_seconds
+from permille_lab.engine.sizes import Sizes
+from permille_lab.measuring.cells import Cells, Result, settings_parser
+from permille_lab.measuring.dense import dense_model, mean_loss
+from permille_lab.measuring.machine import machine, resident
+from permille_lab.measuring.model_packages import Sources, folder_from_environment
+from permille_lab.people.study import Person, targets
+from permille_lab.people.user_texts import Collection, User, cohort, read_users
+from permille_lab.real.page import STRENGTHS, State, Trainable
+from permille_lab.real.subjects import LONGEST, Subject, gardener, general_batches, open_subject
+from permille_lab.tasks.examples import Task
+from permille_lab.tasks.rows import read_file
+from permille_lab.tasks.scoring import encode_example, score
+from permille_lab.tasks.splits import split
+
+STEPS, DENSITY = 20, 0.001
+_LEAST_CHARACTERS = 4_000
+_LORA_RANK, _LORA_RATE = 8, 1e-3
+_ITEMS = 400
+_COHORT = 10
+_DECODE_ROUNDS = 5
+_FIGURES = ("decode", "shapes", "people", "tasks", "frontier")
+_TASKS = {
+    Task.SST2: "SST-2_glue/dev.tsv",
+    Task.RTE: "RTE/train.jsonl",
+    Task.BOOLQ: "BoolQ/val.jsonl",
+    Task.COPA: "COPA/train.jsonl",
+}
+_TRAINABLES: dict[Trainable, float | ChosenAdapter] = {
+    Trainable.SPARSE: DENSITY,
+    Trainable.LORA_FA_1: ChosenAdapter(kind=AdapterKind.LORA_FA, rank=1, alpha=16),
+    Trainable.LORA_1: ChosenAdapter(kind=AdapterKind.LORA, rank=1, alpha=16),
+    Trainable.LORA_8: ChosenAdapter(kind=AdapterKind.LORA, rank=8, alpha=16),
+}
+
+
+class Bench:
+    """Everything that a cell needs: the subject, the people in their order, and the general text."""
+
+    def __init__(self, subject: Subject, people: Sequence[User], general: Sequence[Batch]) -> None:
+        self.subject, self.people, self.general = subject, people, general
+        self.engine, self.package = subject.study.engine, subject.study.package
+
+    def state(self, person: Person) -> tuple[NDArray[np.float32], float]:
+        """The trained values at full strength, and the seconds of the processor; made once."""
+        options = self.subject.study.options
+        name = f"{person.name}-{options.estimator}-{options.seed}-{self.package.digest[-8:]}.npz"
+        path = self.subject.study.folder / name
+        if not path.exists():
+            begun = time.process_time()
+            values_K, _ = self.subject.study.train(person, "own")
+            np.savez(path, values_K=values_K, seconds=time.process_time() - begun)
+        found = np.load(path)
+        return found["values_K"], float(found["seconds"])
+
+    def kept(self, values_K: NDArray[np.float32]) -> tuple[NDArray[np.float32], int]:
+        """The values at the strength that the agent chooses, and that strength in eighths."""
+        eighths = self.subject.strength(values_K).eighths
+        return self.subject.at(values_K, eighths), eighths
+
+    def nats(self, values_K: NDArray[np.float32], documents: Sequence[TokenizedDocument]) -> float:
+        return nats_of(self.engine, values_K, documents)
+
+    def general_nats(self, values_K: NDArray[np.float32]) -> float:
+        return general_of(self.engine, values_K, self.general)
+
+    def measured(self, user: User, next_user: User) -> Result:
+        """All states of one person on the text that was put away."""
+        study = self.subject.study
+        person = study.person(user)
+        base_K = self.package.values()
+        trained_K, seconds = self.state(person)
+        own_K, strength = self.kept(trained_K)
+        other_K, _ = self.kept(self.state(study.person(next_user))[0])
+        pooled_K, _ = self.kept(study.train(study.pooled(person, self.people), "pooled")[0])
+        prompted = [_after(person.train, document) for document in person.test]
+        states = {State.BASE: base_K, State.OWN: own_K, State.OTHER: other_K, State.POOLED: pooled_K}
+        nats = {state.value: self.nats(values_K, person.test) for state, values_K in states.items()}
+        general = {state.value: self.general_nats(values_K) for state, values_K in states.items()}
+        nats[State.PROMPT.value] = self.nats(base_K, prompted)
+        nats[State.BOTH.value] = self.nats(own_K, prompted)
+        lora = self._lora(person)
+        nats[State.LORA.value], general[State.LORA.value] = lora.pop("nats"), lora.pop("general")
+        return {
+            "user": user.name,
+            "nats": nats,
+            "general": general,
+            "strength": strength,
+            "train_tokens": targets(person.train),
+            "test_tokens": targets(person.test),
+            "seconds": {"own": round(seconds, 1), **lora},
+            "peak_bytes": resident(),
+            "machine": machine(),
+        }
+
+    def frontier(self, user: User) -> Result:
+        """Held-out and general loss of one training at several strengths."""
+        person = self.subject.study.person(user)
+        trained_K, seconds = self.state(person)
+        base_K = self.package.values()
+        points = {"0": [self.nats(base_K, person.test), self.general_nats(base_K)]}
+        for eighths in STRENGTHS:
+            values_K = self.subject.at(trained_K, eighths)
+            points[str(eighths)] = [self.nats(values_K, person.test), self.general_nats(values_K)]
+        return {"points": points, "k": self.package.k, "seconds": round(seconds, 1)}
+
+    def task(self, task: Task, path: Path, user: User | None) -> Result:
+        """Whether each item is answered right, by the base or by a person's state at its strength."""
+        values_K = self.package.values()
+        if user is not None:
+            values_K, _ = self.kept(self.state(self.subject.study.person(user))[0])
+        pool = read_file(task, path).examples
+        items = split(pool, 0, sizes=(1, 1, min(_ITEMS, len(pool) - 2))).test
+        encode = FileTokenizer(self.subject.folder).encode
+        choices = [encode_example(item, encode, begin=None, max_tokens=LONGEST) for item in items]
+        scored = score(partial(self.engine.token_losses, values_K), choices)
+        return {"correct": [int(right) for right in scored.correct_N], "loss": scored.loss}
+
+    def decode(self, gguf: Path, threads: int) -> Result:
+        """Tokens a second, medians of interleaved rounds; each reads its own file."""
+        engine = open_engine(self.package, LIGHT, threads=threads)
+        contenders = {"permille": partial(token_seconds, engine, self.package, time.perf_counter)}
+        if importlib.util.find_spec("llama_cpp"):
+            contenders["llama.cpp"] = partial(llama_cpp_seconds, gguf, self.package, threads)
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(_DECODE_ROUNDS):
+            for name, contender in contenders.items():
+                seconds[name] += contender()
+        rates = {name: round(1 / statistics.median(found), 2) for name, found in seconds.items()}
+        return {
+            "tokens_per_s": rates,
+            "package_bytes": self.package.size_bytes,
+            "gguf_bytes": gguf.stat().st_size,
+        }
+
+    def _lora(self, person: Person) -> dict[str, Any]:
+        from peft import LoraConfig, get_peft_model
+
+        options = self.subject.study.options
+        torch.manual_seed(options.seed)
+        begun = time.process_time()
+        config = LoraConfig(r=_LORA_RANK, lora_alpha=16, target_modules="all-linear")
+        model = get_peft_model(dense_model(self.package, prepacked=False), config)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=_LORA_RATE, weight_decay=0.0)
+        batches = TrainingBatches(
+            packed_rows(person.train, options.row_tokens), batch_rows=options.batch_rows, seed=options.seed
+        )
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = _LORA_RATE * (1 - step / STEPS)
+            optimizer.zero_grad()
+            torch.autograd.backward(mean_loss(model.base_model.model, batches(step)))
+            optimizer.step()
+        seconds = round(time.process_time() - begun, 1)
+        engine = cast(Engine, _Dense(model.base_model.model))
+        no_values = np.empty(0, np.float32)
+        return {
+            "nats": nats_of(engine, no_values, person.test),
+            "general": general_of(engine, no_values, self.general),
+            "lora": seconds,
+        }
+
+
+class _Dense:
+    """A model of transformers where an engine's losses are asked for; it has no sparse values."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def token_losses(self, _: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        with torch.no_grad():
+            ids_BT, target_BT = torch.from_numpy(batch.input_ids_BT), torch.from_numpy(batch.target_BT)
+            attention_BT = torch.from_numpy(batch.attention_BT)
+            hidden_BTH = self._model.model(ids_BT, attention_mask=attention_BT).last_hidden_state
+            logit_RD = self._model.get_output_embeddings()(hidden_BTH[:, :-1][target_BT[:, 1:]])
+            losses = torch.nn.functional.cross_entropy(logit_RD, ids_BT[target_BT], reduction="none")
+        return np.asarray(losses.numpy(), np.float32)
+
+
+def nats_of(engine: Engine, values_K: NDArray[np.float32], documents: Sequence[TokenizedDocument]) -> float:
+    """Mean loss of the documents' targets, nats a token."""
+    found = document_losses(engine, values_K, document_rows(documents, LONGEST), len(documents))
+    return float(found.nats_D.sum() / found.tokens_D.sum())
+
+
+def general_of(engine: Engine, values_K: NDArray[np.float32], general: Sequence[Batch]) -> float:
+    """Mean loss of the general text, nats a token."""
+    return float(np.mean([engine.token_losses(values_K, batch).mean(dtype=np.float64) for batch in general]))
+
+
+def _after(shown: Sequence[TokenizedDocument], document: TokenizedDocument) -> TokenizedDocument:
+    """The document after as much of a person's other text as fits; its own tokens alone are counted."""
+    room = LONGEST - len(document.ids_T)
+    ids_T = np.concatenate([other.ids_T for other in shown])[: max(room, 0)]
+    none_T = np.zeros(len(ids_T), np.bool_)
+    return replace(
+        document,
+        ids_T=np.concatenate([ids_T, document.ids_T]),
+        target_T=np.concatenate([none_T, document.target_T]),
+        bytes_T=np.concatenate([np.zeros(len(ids_T), np.int64), document.bytes_T]),
+    )
+
+
+def main() -> None:
+    """Measure what is missing: people first, then tasks, then the frontier."""
+    parser = settings_parser(__doc__, "real")
+    parser.add_argument(
+        "--gguf", type=Path, default=Path("build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"), help="the model"
+    )
+    parser.add_argument("--notes", type=Path, default=Path("examples/gardener/notes.txt"))
+    parser.add_argument("--people", type=int, default=_COHORT, help="authors of tweets, beside the gardener")
+    parser.add_argument("--frontier-people", type=int, default=4, help="of all, in the frontier")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--figures", nargs="+", choices=_FIGURES, default=_FIGURES)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    data, cells = folder_from_environment("PERMILLE_DATA"), Cells(options.cells)
+    sources = Sources(models=options.folder, data=data)
+    everybody = cohort(read_users(data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
+    ring = [gardener(options.notes), *everybody[:_COHORT]]
+    people = ring[: options.people + 1]
+
+    def bench(trainable: Trainable, told: TrainOptions) -> Bench:
+        trained = _TRAINABLES[trainable]
+        subject = open_subject(sources, options.gguf, options.folder, trained=trained, options=told)
+        return Bench(subject, everybody, general_batches(subject.folder, data))
+
+    for seed in options.seeds:
+        along = TrainOptions(seed=seed, steps=STEPS)
+        main_bench = bench(Trainable.SPARSE, along)
+        if "people" in options.figures:
+            for user, next_user in zip(people, [*ring[1:], ring[0]], strict=False):
+                settings = {"user": user.name, "seed": seed, "steps": STEPS}
+                cells.once("people", settings, partial(main_bench.measured, user, next_user))
+        if "tasks" in options.figures:
+            for trained in (None, *people[:2]):
+                name = None if trained is None else trained.name
+                for task, path in _TASKS.items():
+                    settings = {"task": task.value, "user": name, "seed": seed}
+                    measure = partial(main_bench.task, task, data / "tasks" / path, trained)
+                    cells.once("tasks", settings, measure)
+        if "decode" in options.figures:
+            measure = partial(main_bench.decode, options.gguf, options.threads)
+            cells.once("decode", {"threads": options.threads}, measure)
+        if "shapes" in options.figures:
+            for shape in ("0.5B", "1.1B"):
+                sizes = Sizes(
+                    shape=shape, layers=None, sequences=1, tokens=256, rounds=1, tables=Embeddings.Q8_0
+                )
+                cells.once("shapes", sizes.settings(), partial(gradients.measure, options.folder, sizes))
+        if "frontier" in options.figures:
+            zeroth = TrainOptions.of(EstimatorKind.ONE_SIDED, seed=seed, steps=STEPS)
+            for trainable in Trainable:
+                for method, told in (("gradient", along), ("zeroth-order", zeroth)):
+                    opened = bench(trainable, told)
+                    for user in people[: options.frontier_people]:
+                        settings = {"trainable": trainable.value, "method": method, "user": user.name}
+                        cells.once("frontier", settings | {"seed": seed}, partial(opened.frontier, user))
+
+
+if __name__ == "__main__":
+    main()

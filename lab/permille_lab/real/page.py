@@ -1,0 +1,147 @@
+"""Tables of `docs/results/real-model.md`: what personal models of SmolLM2 gain, and what they cost."""
+
+from enum import StrEnum
+from pathlib import Path
+
+import pandas as pd
+
+from permille_lab.measuring.cells import Cells
+from permille_lab.measuring.tables import markdown
+
+STRENGTHS = (8, 4, 2)
+"""Eighths of a state that the frontier measures."""
+
+
+class State(StrEnum):
+    """What answers for a person."""
+
+    BASE = "base"
+    OWN = "own state"
+    OTHER = "another person's state"
+    POOLED = "state of other people's text"
+    PROMPT = "own text in the prompt"
+    BOTH = "own text in the prompt and own state"
+    LORA = "LoRA of peft, rank 8"
+
+
+class Trainable(StrEnum):
+    """What is trained."""
+
+    SPARSE = "sparse"
+    LORA_FA_1 = "lora-fa-1"
+    LORA_1 = "lora-1"
+    LORA_8 = "lora-8"
+
+
+def tables(results: Path) -> dict[str, str]:
+    """Return the tables by the names that the template has for them."""
+    cells = Cells(results / "real.jsonl")
+    people = pd.DataFrame([result for _, result in cells.of("people")])
+    return {
+        "people": markdown(_states(people[people["user"] != "gardener"])),
+        "gardener": markdown(_states(people[people["user"] == "gardener"])),
+        "numbers": markdown(_numbers(people)),
+        "tasks": markdown(_tasks(cells)),
+        "frontier": markdown(_frontier(cells)),
+        "decode": markdown(_decode(cells)),
+        "shapes": markdown(_shapes(cells)),
+    }
+
+
+def _states(people: pd.DataFrame) -> pd.DataFrame:
+    nats, general = (pd.DataFrame(list(people[name])) for name in ("nats", "general"))
+    rows = []
+    for state in State:
+        gain = nats[State.BASE.value] - nats[state.value]
+        rows.append(
+            {
+                "": state.value,
+                "people": len(people),
+                "held-out loss": f"{nats[state.value].mean():.3f}",
+                "gain": f"{gain.mean():+.3f}",
+                "least and most": f"{gain.min():+.3f}, {gain.max():+.3f}",
+                "general rise": f"{(general[state.value] - general[State.BASE.value]).mean():+.3f}"
+                if state.value in general
+                else "",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _numbers(people: pd.DataFrame) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {
+                "person": row["user"],
+                "tokens that train": row["train_tokens"],
+                "that judge": row["test_tokens"],
+                "strength": f"{row['strength']}/8",
+                "seconds, own": row["seconds"]["own"],
+                "seconds, LoRA": row["seconds"]["lora"],
+            }
+            for _, row in people.iterrows()
+        ]
+    )
+
+
+def _tasks(cells: Cells) -> pd.DataFrame:
+    found: dict[str, dict[str, str]] = {}
+    for settings, result in cells.of("tasks"):
+        row = found.setdefault(
+            settings["task"], {"task": settings["task"], "items": str(len(result["correct"]))}
+        )
+        accuracy = 100 * sum(result["correct"]) / len(result["correct"])
+        row["base" if settings["user"] is None else f"state of {settings['user']}"] = f"{accuracy:.1f} %"
+    return pd.DataFrame(list(found.values()))
+
+
+def _frontier(cells: Cells) -> pd.DataFrame:
+    """The mean over the people that all contenders have."""
+    rows = [
+        {"trainable": settings["trainable"], "method": settings["method"], "user": settings["user"], **result}
+        for settings, result in cells.of("frontier")
+    ]
+    table = pd.DataFrame(rows, columns=["trainable", "method", "user", "points", "k", "seconds"])
+    out = []
+    for (trainable, method), group in table.groupby(["trainable", "method"], sort=False):
+        row = {
+            "trained": trainable,
+            "method": method,
+            "numbers": int(group["k"].iloc[0]),
+            "people": len(group),
+        }
+        for eighths in STRENGTHS:
+            change = [
+                (points["0"][0] - points[str(eighths)][0], points[str(eighths)][1] - points["0"][1])
+                for points in group["points"]
+            ]
+            gain, rise = (sum(column) / len(change) for column in zip(*change, strict=True))
+            row[f"{eighths}/8: gain, rise"] = f"{gain:+.3f}, {rise:+.3f}"
+        row["seconds"] = f"{group['seconds'].mean():.0f}"
+        out.append(row)
+    return pd.DataFrame(out)
+
+
+def _decode(cells: Cells) -> pd.DataFrame:
+    rows = []
+    for settings, result in cells.of("decode"):
+        rates = result["tokens_per_s"]
+        rows.append(
+            {"threads": settings["threads"]} | {f"{name}, tokens a second": rates[name] for name in rates}
+        )
+    return pd.DataFrame(rows)
+
+
+def _shapes(cells: Cells) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {
+                "shape": settings["shape"],
+                "package": f"{result['package_bytes'] / 1e6:.0f} MB",
+                "seconds of a step": result["gradient_s"],
+                "of a forward pass": result["forward_s"],
+                "resident above the package": f"{result['above_package_bytes'] / 1e6:.0f} MB",
+            }
+            for settings, result in cells.of("shapes")
+        ]
+    )

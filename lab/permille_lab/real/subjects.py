@@ -1,0 +1,129 @@
+"""SmolLM2-135M-Instruct, the people whose text trains it, and public text that judges what it still knows.
+
+    subject = open_subject(sources, Path("model.gguf"), Path("build/bench"), trained=0.001, seed=0)
+    general = general_batches(subject.tokenizer, sources.data)
+
+Packages are made as a build makes them: Fisher scores of C4, NF4 linears, 8-bit embedding, and a reference.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.choices import Embeddings
+from permille.corpora.files import ReadReport
+from permille.corpora.sequences import token_sequences
+from permille.corpora.sources import FileCorpus, read_texts
+from permille.engines.factory import open_engine
+from permille.models.gguf.folder import model_folder
+from permille.models.loading import FileChat, FileTokenizer
+from permille.package.build import ChosenAdapter, write_manifest
+from permille.package.reader import Package
+from permille.training.reference import TEXT_ROWS, TEXT_TOKENS, Reference, make_reference
+from permille.training.strength import EIGHTHS, KEEP_GENERAL, Strength, choose_strength
+from permille.zo.estimators import Batch
+from permille_agent.embed import TrainOptions, package_tokenizer
+from permille_lab.measuring.model_packages import Sources, model_package
+from permille_lab.people.study import Study
+from permille_lab.people.user_texts import User
+
+LONGEST = 1024
+"""Tokens of a scored row, a prompt included."""
+_GENERAL_TOKENS, _GENERAL_ROW = 2560, 256
+_REFERENCE_SEED = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A package in training, with its reference.
+
+    Attributes:
+        study: divides a person's text, and trains on it.
+        folder: the transformers folder that the package was made of.
+    """
+
+    study: Study
+    reference: Reference
+    folder: Path
+
+    def strength(self, values_K: NDArray[np.float32]) -> Strength:
+        """Choose how much of a state is kept, as the agent does with its default bound."""
+        base = self.reference.loss(self.study.engine, self.study.package.values())
+
+        def rise_of(eighths: int) -> float:
+            return self.reference.loss(self.study.engine, self.at(values_K, eighths)) - base
+
+        return choose_strength(rise_of, KEEP_GENERAL)
+
+    def at(self, values_K: NDArray[np.float32], eighths: int) -> NDArray[np.float32]:
+        """Return the sparse values at a strength; 0 eighths are the base."""
+        base_K = self.study.package.values()
+        return np.asarray(base_K + np.float32(eighths / EIGHTHS) * (values_K - base_K), np.float32)
+
+
+def open_subject(
+    sources: Sources, gguf: Path, folder: Path, *, trained: float | ChosenAdapter, options: TrainOptions
+) -> Subject:
+    """Open the package of a GGUF file, which is made once in `folder`.
+
+    Args:
+        trained: share of the weights that the mask holds, or an adapter.
+    """
+    model = model_folder(gguf, folder)
+    bare = model_package(
+        Sources(models=model.parent, data=sources.data),
+        model.name,
+        folder,
+        trained=trained,
+        embeddings=Embeddings.Q8_0,
+    )
+    package = _with_reference(bare, model, sources.data)
+    reference = Reference.of(package)
+    assert reference is not None  # `_with_reference` made one
+    study = Study(
+        package=package,
+        engine=open_engine(package, threads=1),
+        tokenizer=package_tokenizer(package),
+        options=options,
+        folder=folder / "real",
+    )
+    return Subject(study=study, reference=reference, folder=model)
+
+
+def gardener(notes: Path) -> User:
+    """Return the gardener of the examples: a paragraph is a document."""
+    paragraphs = [text for text in notes.read_text().split("\n\n") if text.strip()]
+    return User(name="gardener", documents=tuple({"text": text} for text in paragraphs))
+
+
+def general_batches(model: Path, data: Path) -> list[Batch]:
+    """Return public text that no training saw: WikiText-2 and the end of a C4 sample, 2,560 tokens each."""
+    tokenizer = FileTokenizer(model)
+    wiki = (data / "text/wikitext-2/wiki.test.raw").read_text()[: 8 * _GENERAL_TOKENS]
+    with (data / "text/c4_en/c4_sample.jsonl").open() as file:
+        c4 = "\n".join(json.loads(line)["text"] for line in list(file)[-32:])[: 8 * _GENERAL_TOKENS]
+    batches = []
+    for text in (wiki, c4):
+        ids_NT = np.array(tokenizer.encode(text)[:_GENERAL_TOKENS], np.int64).reshape(-1, _GENERAL_ROW)
+        for rows_NT in np.array_split(ids_NT, len(ids_NT) // 2):
+            target_NT = np.ones(rows_NT.shape, np.bool_)
+            target_NT[:, 0] = False
+            batches.append(
+                Batch(
+                    input_ids_BT=rows_NT, attention_BT=np.ones(rows_NT.shape, np.bool_), target_BT=target_NT
+                )
+            )
+    return batches
+
+
+def _with_reference(bare: Package, model: Path, data: Path) -> Package:
+    known = bare.blobs.root.parent / f"reference-{bare.digest.removeprefix('sha256:')}.digest"
+    if not known.exists():
+        texts = read_texts(FileCorpus(path="c4_sample.jsonl"), data / "text/c4_en", ReadReport())
+        text_NT = token_sequences(FileTokenizer(model), texts, TEXT_ROWS, TEXT_TOKENS, _REFERENCE_SEED)
+        manifest = make_reference(bare, text_NT=text_NT, chat=FileChat(model), made={}, threads=1)
+        known.write_text(write_manifest(bare.blobs, manifest))
+    return Package.open(bare.blobs, known.read_text())
