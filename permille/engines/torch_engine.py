@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.func import functional_call, jvp
 from torch.nn import functional
 
-import permille
 from permille.choices import choice_of
 from permille.engines.inputs import ModelLimits, check_batch, check_directions, check_prompt, check_values
 from permille.engines.interface import EngineInfo
@@ -28,6 +27,7 @@ from permille.engines.sampling import TokenSampling, next_token
 from permille.engines.torch_model import load_torch_model
 from permille.errors import InputError, OperatorError
 from permille.package.reader import Package
+from permille.version import __version__
 from permille.zo.estimators import Batch, SoftTargets
 
 _Sequence = tuple[Tensor, Tensor, SoftTargets | None]
@@ -84,7 +84,7 @@ class TorchEngine:
         """Name, versions, compute dtype, threads and device."""
         return EngineInfo(
             name="torch",
-            version=f"permille {permille.__version__}, torch {torch.__version__}, "
+            version=f"permille {__version__}, torch {torch.__version__}, "
             f"transformers {transformers.__version__}",
             compute_dtype=str(self._dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),

@@ -30,6 +30,8 @@ from permille.zo.estimators import Batch, SoftTargets
 ROWS_A_STEP = 2
 TEXT_TOKENS = 64
 TEXT_ROWS = 32  # half of them pull
+# Another seed than masks have, so mostly other sequences. Some may have chosen the mask, which does no harm.
+REFERENCE_SEED = 1 << 32
 ANSWER_TOKENS = 40
 MOST_CHAT_TOKENS = 160
 

@@ -11,7 +11,6 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-import permille
 from permille.files import make_private
 from permille.schemas.kinds import WORK
 from permille.schemas.problems import Problem
@@ -19,6 +18,7 @@ from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.jobs.dispatch import CeleryDispatcher
 from permille.store.migrations.schema import migrate
+from permille.version import __version__
 from permille_service import console, guard, keys, observing, problems
 from permille_service.access import routes as access_routes
 from permille_service.context import Service
@@ -96,7 +96,7 @@ def create_app(settings: Settings) -> FastAPI:
     access_routes.ensure_token(service)
     app = FastAPI(
         title=TITLE,
-        version=permille.__version__,
+        version=__version__,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,

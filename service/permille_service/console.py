@@ -17,13 +17,13 @@ from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as NoConnectionError
 
-import permille
 from permille.errors import PermilleError
 from permille.package.blobs import BlobFolder
 from permille.schemas.fields import Health
 from permille.schemas.problems import ProblemType
 from permille.store.database import Database, check_writable
 from permille.telemetry import Outage
+from permille.version import __version__
 from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
 from permille_service.problems import OPEN, UNANSWERED, ApiError, documented, words_of_database, words_of_disk
@@ -74,13 +74,13 @@ async def get_health(request: Request) -> Health:
     problem = await writes.problem()
     if problem is not None:
         raise ApiError(ProblemType.UNAVAILABLE, problem)
-    return Health(status="ok", version=permille.__version__)
+    return Health(status="ok", version=__version__)
 
 
 @router.get("/livez")
 async def livez() -> Health:
     """Whether the process answers at all: restart it where it does not, whatever its disks are like."""
-    return Health(status="ok", version=permille.__version__)
+    return Health(status="ok", version=__version__)
 
 
 @router.get("/readyz")

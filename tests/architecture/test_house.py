@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import permille
+from permille.version import __version__
 
 ROOT = Path(permille.__file__).resolve().parents[1]
 ROOMS = ("permille", "service", "workers", "edge_agent", "keeper", "lab")
@@ -130,14 +131,14 @@ def test_a_folder_has_at_most_15_modules(room: str) -> None:
 def test_there_is_one_version_number() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["dynamic"] == ["version"]
-    assert f"## {permille.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
     written = [
         path.relative_to(ROOT)
         for room in ROOMS
         for path in (ROOT / room).rglob("*.py")
         if re.search(r"^__version__\s*=", path.read_text(encoding="utf-8"), flags=re.M)
     ]
-    assert written == [Path("permille/__init__.py")]
+    assert written == [Path("permille/version.py")]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from typing import Annotated
 import platformdirs
 import typer
 
-from permille import __version__
 from permille.errors import PermilleError
 from permille.plain_text import echo, log_to_stderr
+from permille.version import __version__
 from permille_agent.cli import daemon, device, federations, local, service, train
 from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of, show_error
 from permille_agent.state.home import telling_disk

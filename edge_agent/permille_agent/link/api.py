@@ -27,7 +27,6 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import BaseModel, RootModel, ValidationError
 
-from permille import __version__
 from permille.errors import OperatorError
 from permille.federation.contribution import Contribution, encode_contribution
 from permille.federation.definition import MAX_BYTES as MAX_DEFINITION_BYTES
@@ -37,6 +36,7 @@ from permille.files import write_atomic
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas import devices, releases, runs
 from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE, FederationOffer, RoundInvitation
+from permille.version import __version__
 from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille_agent.link.client import (
     AccessRefusedError,

@@ -30,10 +30,10 @@ from typing import Any
 import httpcore
 import httpx
 
-from permille import __version__
 from permille.addresses import is_loopback
 from permille.errors import InputError, OperatorError, RetryableError
 from permille.plain_text import printable
+from permille.version import __version__
 from permille_agent.link.transport import LimitedTransport
 
 JSON_LIMIT_BYTES = 1 << 20

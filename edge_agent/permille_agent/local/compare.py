@@ -83,14 +83,15 @@ def compare(
     """
     model.values(Variant.PERSONAL)  # refuses where there is none
     folder = find_run(home, model.active.run or "")
-    losses = _measured(model, data_paths) if data_paths else _judged(folder)
+    losses = measured_losses(model, data_paths) if data_paths else judged_losses(folder)
     losses = replace(losses, general=folder.require("decision", Decision).general)
     prompts = list(prompts) or test_prompts(folder, model) or ["The"]
     samples = tuple(continue_prompt(model, prompt, sampling) for prompt in prompts)
     return SideBySide(run=folder.name, package=model.active.package, losses=losses, samples=samples)
 
 
-def _judged(folder: RunFolder) -> ComparedLosses:
+def judged_losses(folder: RunFolder) -> ComparedLosses:
+    """Tell what a run judged on its test split, and on general text."""
     decision = folder.require("decision", Decision)
     by_parts = folder.load("learned", LearnedText) is not None
     pooled = known_losses(folder, "active") if decision.pooled else None
@@ -104,10 +105,16 @@ def _judged(folder: RunFolder) -> ComparedLosses:
         bits_per_byte_base=decision.bits_per_byte_base,
         bits_per_byte_personal=decision.bits_per_byte_personal,
         improvement=decision.against_base,
+        general=decision.general,
     )
 
 
-def _measured(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLosses:
+def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLosses:
+    """Measure the base and the active model on text.
+
+    Raises:
+        InputError: the text cannot be used.
+    """
     documents, report = read_documents(data_paths)
     row_tokens = min(128, int(model.package.config.get("max_position_embeddings") or 128))
     known, tokenized = tokenize(documents, model.tokenizer, report, row_tokens=row_tokens)

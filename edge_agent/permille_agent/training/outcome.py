@@ -8,10 +8,10 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from permille import __version__
 from permille.choices import EstimatorKind
 from permille.files import write_atomic
 from permille.schemas.runs import Accelerator, EngineName, Machine, OperatingSystem, Outcome, RunMetrics
+from permille.version import __version__
 from permille_agent.state.models import InstalledRelease
 from permille_agent.text.preparation import Prepared, Split
 from permille_agent.text.reading import DataReport

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from permille import __version__
 from permille.errors import InputError, RetryableError
+from permille.version import __version__
 from permille_lab.evaluate.cells import Bench
 from permille_lab.evaluate.methods import Method
 from permille_lab.evaluate.outcomes import Json

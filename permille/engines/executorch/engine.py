@@ -17,7 +17,6 @@ from importlib import metadata
 import numpy as np
 from numpy.typing import NDArray
 
-import permille
 from permille.engines.executorch.program import Program, ProgramShape
 from permille.engines.inputs import ModelLimits, check_batch, check_values
 from permille.engines.interface import EngineInfo
@@ -25,6 +24,7 @@ from permille.engines.light.threads import available_processors
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
+from permille.version import __version__
 from permille.zo.estimators import Batch
 
 Array = NDArray[np.float32]
@@ -79,7 +79,7 @@ class ExecutorchEngine:
         """Name, versions, threads and device."""
         return EngineInfo(
             name="executorch",
-            version=f"permille {permille.__version__}, executorch {metadata.version('executorch')}",
+            version=f"permille {__version__}, executorch {metadata.version('executorch')}",
             compute_dtype=self._dtype,
             threads=self._threads,
             device="cpu",

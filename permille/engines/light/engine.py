@@ -21,7 +21,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-import permille
 from permille.engines.inputs import check_batch, check_directions, check_prompt, check_values
 from permille.engines.interface import EngineInfo
 from permille.engines.light.blas import Blas
@@ -37,6 +36,7 @@ from permille.engines.sampling import TokenSampling, next_token
 from permille.errors import InputError
 from permille.native.library import cpu_path
 from permille.package.reader import Package
+from permille.version import __version__
 from permille.zo.estimators import Batch, SoftTargets
 
 Array = NDArray[np.float32]
@@ -104,7 +104,7 @@ class LightEngine:
         """Name, versions, compute dtype, threads and device."""
         return EngineInfo(
             name="light-int8" if self._tools.int8 else "light",
-            version=f"permille {permille.__version__}, numpy {np.__version__}, "
+            version=f"permille {__version__}, numpy {np.__version__}, "
             f"{self._tools.blas.name}, kernels {cpu_path()}",
             compute_dtype="int8-activations" if self._tools.int8 else "float32",
             threads=self._tools.threads.count,

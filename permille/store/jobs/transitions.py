@@ -12,13 +12,13 @@ from datetime import datetime
 from sqlalchemy import literal, select, update
 from sqlalchemy.orm import Session
 
-import permille
 from permille import telemetry
 from permille.schemas.jobs import ENDED, EventKind, JobKind, JobState
 from permille.schemas.runs import LogState
 from permille.store.database import now
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Device, Job, JobEvent, Run, Tenant
+from permille.version import __version__
 
 DEFAULT_MAX_ATTEMPTS = 3
 # Written out in a statement, since the partial indexes of these states do not serve a bound value.
@@ -72,7 +72,7 @@ def insert(session: Session, new: NewJob) -> Job:
 
 def request_digest(kind: str, payload: Mapping[str, object]) -> str:
     """What equal requests have in common; another version of permille may make something else of them."""
-    request = json.dumps([permille.__version__, str(kind), payload], sort_keys=True)
+    request = json.dumps([__version__, str(kind), payload], sort_keys=True)
     return hashlib.sha256(request.encode()).hexdigest()
 
 

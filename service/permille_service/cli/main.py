@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from permille import __version__
 from permille.errors import InputError
 from permille.plain_text import echo, log_to_stderr
+from permille.version import __version__
 from permille_service.cli import fleet, inputs
 from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit

@@ -25,7 +25,7 @@ from permille.sensitivity.scores import fisher_exponents, load_scores
 from permille.store import artifacts
 from permille.store.artifacts import SCORES
 from permille.store.tables import Artifact
-from permille.training.reference import TEXT_ROWS, TEXT_TOKENS, make_reference
+from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS, make_reference
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import layer_of, publishes_package, quantization_of, read_mask
 from permille_workers.tasks.sources import (
@@ -36,10 +36,6 @@ from permille_workers.tasks.sources import (
     open_model,
     versions,
 )
-
-# Another seed than masks have, so mostly other sequences. Some may have chosen the mask, too, which does no
-# harm: a mask learns nothing of them.
-REFERENCE_SEED = 1 << 32
 
 
 def run(context: TaskContext, request: PackageCreate) -> Publish:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 from sqlalchemy.orm import Session
 
-import permille
 from permille.corpora import sources
 from permille.corpora.files import ReadReport
 from permille.corpora.sequences import Tokenizer, token_sequences
@@ -35,6 +34,7 @@ from permille.schemas.jobs import JobKind
 from permille.store import artifacts, inputs, rows
 from permille.store.inputs import ModelFacts
 from permille.store.tables import Corpus, Model
+from permille.version import __version__
 from permille_workers.runtime.context import TaskContext
 
 AnyModel = FolderModel | HubModel | GgufModel | SparsifiedModel
@@ -141,7 +141,7 @@ def versions(*libraries: str) -> dict[str, JSON]:
     from importlib.metadata import version
 
     found: dict[str, JSON] = {name: version(name) for name in sorted(libraries)}
-    return {**found, "permille": permille.__version__, "numpy": np.__version__}
+    return {**found, "permille": __version__, "numpy": np.__version__}
 
 
 def _model_ref(session: Session, tenant_id: str, source: AnyModel) -> tuple[ModelRef, dict[str, JSON]]:

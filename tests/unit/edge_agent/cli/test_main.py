@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import typer
 
-from permille import __version__
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.package.reader import Package
 from permille.schemas.problems import ProblemType
+from permille.version import __version__
 from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of
 from permille_agent.cli.daemon import JsonLines
 from permille_agent.cli.main import app, main

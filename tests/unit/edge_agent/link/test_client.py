@@ -14,8 +14,8 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from permille import __version__
 from permille.errors import InputError, OperatorError
+from permille.version import __version__
 from permille_agent.link.api import DeviceApi, Identity
 from permille_agent.link.client import (
     AccessRefusedError,

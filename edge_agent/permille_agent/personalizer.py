@@ -1,0 +1,235 @@
+"""`permille.Personalizer`: train, judge, use and export a personal model from Python.
+
+It is the device of `permille-agent` in a folder, without a server: the same steps, the same decision, the
+same files. A run that was stopped goes on when the same call is made again.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from permille.errors import InputError
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from permille_agent.embed import install_package
+from permille_agent.local.compare import ComparedLosses, judged_losses, measured_losses
+from permille_agent.local.model import LocalModel, Sampling, Variant
+from permille_agent.state.home import open_home
+from permille_agent.state.lock import hold_lock
+from permille_agent.state.models import installed_release, require_active
+from permille_agent.training.decision import Decision
+from permille_agent.training.engines import AUTO, EngineChoice
+from permille_agent.training.options import RunContext, TrainOptions
+from permille_agent.training.outcome import RunResult
+from permille_agent.training.personal import model_values
+from permille_agent.training.run import list_runs
+from permille_agent.training.train import run_training
+
+Text = str | Mapping[str, Any] | Path
+"""A text; a row as the agent reads it, such as {"prompt": ..., "completion": ...}; or a file or folder."""
+
+
+class Personalizer:
+    """A package and what a person's text makes of it.
+
+        personal = permille.Personalizer(package, "home")
+        result = personal.fit(["First note.", "Second note.", ...], minutes=10)
+        result.outcome             # adopted, kept_base, refused_data, ...
+        personal.evaluate()        # losses of base and personal model on text that did not train
+        personal.generate("What shall I plant in March?")
+        personal.save("mine")      # again: Personalizer.load("mine")
+
+    Nothing leaves the folder. It holds personal data.
+    """
+
+    def __init__(
+        self,
+        package: Package,
+        folder: str | Path | None = None,
+        *,
+        engine: str = AUTO,
+        threads: int | None = None,
+    ) -> None:
+        """Install a package in a folder.
+
+        Args:
+            package: as `permille.build_package` makes it.
+            folder: keeps the package and all runs; None takes a temporary one, until `save`.
+            engine: "auto", "light", "light-int8" or "torch".
+            threads: None takes all cores.
+
+        Raises:
+            OperatorError: the folder cannot be used.
+            PackageError: the package cannot be opened.
+        """
+        self._temporary = tempfile.TemporaryDirectory(prefix="permille-") if folder is None else None
+        root = Path(self._temporary.name if self._temporary else folder or "").expanduser().absolute()
+        self._home = open_home(root)
+        self._engine = EngineChoice(name=engine, threads=threads)
+        known = installed_release(self._home)
+        if known is None or known.manifest_digest != package.digest:
+            install_package(self._home, package)
+
+    @classmethod
+    def load(cls, folder: str | Path, **options: Any) -> "Personalizer":
+        """Open a folder that `save` or an earlier session wrote. Options are those of the class.
+
+        Raises:
+            InputError: the folder has no package.
+        """
+        root = Path(folder).expanduser().absolute()
+        known = installed_release(open_home(root)) if root.is_dir() else None
+        if known is None:
+            raise InputError(f"{root} has no package. Make one with Personalizer(package, folder).")
+        return cls(Package.open(BlobFolder(root / "blobs"), known.manifest_digest), root, **options)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that keeps the package and all runs."""
+        return self._home.root
+
+    def fit(
+        self,
+        texts: Iterable[Text] | Path,
+        *,
+        minutes: float | None = None,
+        steps: int | None = None,
+        context: RunContext = RunContext(),
+        **options: Any,
+    ) -> RunResult:
+        """Train on a person's text, judge the result on a part of it, and adopt it if it is surely better.
+
+        Args:
+            texts: the person's own; a `Path` is read as a file or folder. 1,000 tokens at least.
+            minutes: how long; 10 where neither is given.
+            steps: how many steps instead.
+            context: progress, and an event that stops the run; the engine is the class's.
+            options: others of `TrainOptions`, such as `seed`, `rate_scale` or `keep_general`.
+
+        Returns:
+            The outcome, with a `message` for people and the `decision` with its numbers.
+
+        Raises:
+            InputError: text or options that cannot be used.
+        """
+        if minutes is None and steps is None:
+            minutes = 10.0
+        told = TrainOptions(minutes=minutes, steps=steps, **options)
+        paths = [texts] if isinstance(texts, Path) else self._written("fit", texts)
+        with hold_lock(self._home, "fit"):
+            return run_training(self._home, paths, told, replace(context, engine_of=self._engine))
+
+    def evaluate(self, texts: Iterable[Text] | Path | None = None) -> ComparedLosses:
+        """Compare the base with the personal model: losses in nats a token, and on general text.
+
+        Args:
+            texts: what to measure the adopted model on; None tells what the last `fit` judged on text that
+                did not train, adopted or not.
+
+        Raises:
+            InputError: nothing was trained, nothing was adopted that could be measured, or the text cannot
+                be used.
+        """
+        if texts is None:
+            judged = [run for run in list_runs(self._home) if run.load("decision", Decision) is not None]
+            if not judged:
+                raise InputError("Nothing was judged yet. Call `fit` first.")
+            return judged_losses(judged[-1])
+        paths = [texts] if isinstance(texts, Path) else self._written("evaluate", texts)
+        with LocalModel(self._home, self._engine) as model:
+            model.values(Variant.PERSONAL)  # refuses where there is none
+            return measured_losses(model, paths)
+
+    def generate(
+        self, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, base: bool = False
+    ) -> str:
+        """Answer a message where the model chats, else continue the prompt.
+
+        Args:
+            prompt: text.
+            max_tokens: of the answer.
+            temperature: 0 gives the most likely text.
+            base: ask the base instead of the personal model.
+
+        Raises:
+            InputError: the prompt is empty or too long, or a number is out of range.
+        """
+        sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature)
+        with LocalModel(self._home, self._engine) as model:
+            variant = Variant.BASE if base else model.variants[0]
+            if model.tokenizer.can_chat:
+                return "".join(model.reply([("user", prompt)], variant, sampling)[1])
+            return "".join(model.complete(prompt, variant, sampling)[1])
+
+    def export(self, form: str, folder: str | Path) -> Path:
+        """Write the personal model for other programs, merged into its weights; the base where none is.
+
+            personal.export("gguf", "mine")            # llama.cpp and Ollama
+            personal.export("transformers", "mine")
+
+        Args:
+            form: "gguf", "transformers" or, for an adapter, "peft".
+            folder: new or empty.
+
+        Returns:
+            The folder.
+
+        Raises:
+            InputError: another form, or a folder that has something.
+        """
+        active = require_active(self._home)
+        package = Package.open(BlobFolder(self._home.blobs), active.package)
+        values_K, target = model_values(self._home, active, package), Path(folder).expanduser().absolute()
+        if form == "gguf":
+            from permille.engines.gguf.export import export_gguf
+
+            export_gguf(package, values_K, target, kind="q8_0")
+        elif form == "transformers":
+            from permille.engines.export import export_transformers
+
+            export_transformers(package, values_K, target)
+        elif form == "peft":
+            from permille.engines.peft import export_peft
+
+            export_peft(package, values_K, target)
+        else:
+            raise InputError(f"{form!r} is not a form of export. Choose 'gguf', 'transformers' or 'peft'.")
+        return target
+
+    def save(self, folder: str | Path) -> Path:
+        """Copy everything to a new folder, for `load`.
+
+        Raises:
+            InputError: the folder exists.
+            OSError: as the file system reports it.
+        """
+        target = Path(folder).expanduser().absolute()
+        if target.exists():
+            raise InputError(f"{target} exists. Choose a new folder.")
+        with hold_lock(self._home, "save"):
+            shutil.copytree(self._home.root, target)
+        target.chmod(0o700)
+        return target
+
+    def _written(self, name: str, texts: Iterable[Text]) -> list[Path]:
+        """Write texts to a file of the folder, as the agent reads them; paths among them stay."""
+        if isinstance(texts, str | Mapping):
+            raise InputError("Give a list of texts, not one: [text].")
+        paths, rows = [], []
+        for text in texts:
+            if isinstance(text, Path):
+                paths.append(text)
+            elif isinstance(text, str | Mapping):
+                rows.append(json.dumps({"text": text} if isinstance(text, str) else dict(text)))
+            else:
+                raise InputError(f"A text must be a string, a mapping or a Path, not {type(text).__name__}.")
+        if rows:
+            path = self._home.root / f"{name}.jsonl"
+            path.touch(mode=0o600)
+            path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+            paths.append(path)
+        return paths

@@ -1,0 +1,129 @@
+"""The library's top level, as a Python user meets it."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import permille
+from permille.errors import InputError
+from permille.package.reader import Package
+from permille.schemas.runs import Outcome
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples/model"
+NOTES = (ROOT / "examples/gardener/notes.txt").read_text(encoding="utf-8").split("\n\n")
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    with gzip.open(ROOT / "examples/corpus.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["text"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def package(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Package:
+    model = permille.load_model(MODEL)
+    mask = permille.sensitivity_mask(model, texts, density=0.01, sequences=8, tokens=48)
+    return permille.build_package(model, mask, tmp_path_factory.mktemp("packages"), texts=texts)
+
+
+def test_importing_the_library_imports_nothing_heavy() -> None:
+    code = (
+        "import permille, sys; print(sorted({'torch', 'numpy', 'pydantic', 'transformers'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_top_level_lists_what_it_has() -> None:
+    assert dir(permille) == sorted(permille.__all__)
+    assert all(getattr(permille, name) is not None for name in permille.__all__)
+    with pytest.raises(AttributeError, match="nothing_such"):
+        permille.nothing_such  # noqa: B018
+
+
+def test_a_person_trains_judges_uses_and_exports(package: Package, tmp_path: Path) -> None:
+    personal = permille.Personalizer(package, tmp_path / "home", threads=1)
+    result = personal.fit(NOTES, steps=20)
+    assert result.outcome is Outcome.ADOPTED
+
+    found = personal.evaluate()
+    assert found.base is not None and found.personal is not None and found.personal < found.base
+    assert found.general is not None and found.general.rise is not None and found.general.rise <= 0.1
+    assert personal.generate("Today", max_tokens=6) != personal.generate("Today", max_tokens=6, base=True)
+
+    assert any(path.suffix == ".gguf" for path in personal.export("gguf", tmp_path / "gguf").iterdir())
+    again = permille.Personalizer.load(personal.save(tmp_path / "saved"), threads=1)
+    assert again.evaluate() == found
+    measured = again.evaluate(NOTES[:6])
+    assert measured.personal is not None and measured.text.startswith("6 documents")
+
+
+def test_the_same_fit_again_is_the_same_run(package: Package, tmp_path: Path) -> None:
+    personal = permille.Personalizer(package, tmp_path, threads=1)
+    first, second = (personal.fit(NOTES, steps=2) for _ in range(2))
+    assert (second.run, second.known) == (first.run, True)
+
+
+def test_too_little_text_is_told_in_words(package: Package) -> None:
+    result = permille.Personalizer(package).fit(["One short note."], steps=2)
+    assert result.outcome is Outcome.REFUSED_DATA
+    assert "tokens" in result.message
+
+
+def test_a_model_of_transformers_passes_in_and_out(tmp_path: Path, texts: list[str]) -> None:
+    from transformers import AutoTokenizer
+
+    model = permille.load_model(MODEL)
+    again = permille.load_model(model.to_transformers(), AutoTokenizer.from_pretrained(MODEL))
+    both = [
+        permille.build_package(
+            source, permille.sensitivity_mask(source, texts, sequences=2, tokens=16), tmp_path / str(number)
+        )
+        for number, source in enumerate((model, again))
+    ]
+    assert both[0].manifest.tensors == both[1].manifest.tensors
+    assert (both[0].values() == both[1].values()).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: permille.load_model("no/such/model"), "no folder or file"),
+        (lambda: permille.load_model(MODEL, tokenizer=object()), "its own tokenizer"),
+        (lambda: permille.load_model(3), "not int"),  # type: ignore[arg-type]
+        (lambda: permille.sensitivity_mask(permille.load_model(MODEL), "one text"), "a list of texts"),
+        (lambda: permille.sensitivity_mask(permille.load_model(MODEL), [b"x"]), "not bytes"),  # type: ignore[list-item]
+        (
+            lambda: permille.sensitivity_mask(permille.load_model(MODEL), ["short"]),
+            "take fewer, or more text",
+        ),
+        (lambda: permille.Personalizer.load("/no/such/folder"), "has no package"),
+    ],
+)
+def test_mistakes_are_told(call: object, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        call()  # type: ignore[operator]
+
+
+def test_mistakes_with_a_package_are_told(package: Package, tmp_path: Path) -> None:
+    personal = permille.Personalizer(package, tmp_path / "home")
+    with pytest.raises(InputError, match="a list of texts"):
+        personal.fit("one text", steps=1)
+    with pytest.raises(InputError, match="not int"):
+        personal.fit([1], steps=1)  # type: ignore[list-item]
+    with pytest.raises(InputError, match="Choose 'gguf'"):
+        personal.export("onnx", tmp_path / "out")
+    with pytest.raises(InputError, match="exists"):
+        personal.save(tmp_path)
+    with pytest.raises(InputError, match="Call `fit` first"):
+        personal.evaluate()
+    with pytest.raises(InputError, match="personalisation"):
+        personal.evaluate(NOTES)
+    mask = permille.ChosenMask(indices={}, method="fisher", density=0.1)
+    with pytest.raises(InputError, match="int3"):
+        permille.build_package(permille.load_model(MODEL), mask, tmp_path, scheme="int3")
