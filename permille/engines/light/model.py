@@ -124,7 +124,7 @@ def load_model(package: Package, tools: Tools) -> LightModel:
             _layer(parts, settings, f"{architecture.prefix}.{index}.")
             for index, settings in enumerate(architecture.layers)
         ),
-        final_norm=parts.norm("", architecture.final_norm),
+        final_norm=parts.norm("", architecture.final_norm, scale=architecture.logits_scale),
         head=LightHead(tools, head, architecture.final_softcap),
         limits=ModelLimits(
             k=package.k,
@@ -192,8 +192,12 @@ class _Parts:
             beside = LightAdapter(weight.shape, adapter.rank, adapter.scale, start, frozen_RK)
         return LightLinear(weight, np.empty(0, np.uint32), start, bias_N, beside)
 
-    def norm(self, prefix: str, leaf: str | None) -> Norm | None:
-        """None: there is no such norm. A norm without weights (OPT) is one of ones."""
+    def norm(self, prefix: str, leaf: str | None, *, scale: float = 1.0) -> Norm | None:
+        """None: there is no such norm. A norm without weights (OPT) is one of ones.
+
+        Args:
+            scale: factor of the weights. The head is linear, so the final norm can scale the logits.
+        """
         if leaf is None:
             return None
         kind = self.architecture.norm
@@ -204,7 +208,7 @@ class _Parts:
             weight_H = weight_H + np.float32(1)
         return Norm(
             kind=kind,
-            weight_H=weight_H,
+            weight_H=weight_H if scale == 1 else weight_H * np.float32(scale),
             bias_H=self._vector(f"{prefix}{leaf}.bias"),
             epsilon=self.architecture.norm_epsilon,
         )
