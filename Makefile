@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings house results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -120,6 +120,9 @@ schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service w
 
 settings: $(VENV)/.installed  ## Write the table of settings in docs/guide/operate.md
 	$(BIN)/python -m scripts.settings
+
+house: $(VENV)/.installed  ## Count statements, comments, docs and commits (BEFORE=revision: beside that revision)
+	@$(BIN)/python -m permille_lab.house $(BEFORE)
 
 results: $(VENV)/.installed  ## Write docs/results from lab/results
 	$(BIN)/python -m permille_lab.pages
