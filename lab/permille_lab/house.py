@@ -91,7 +91,7 @@ def sentences(markdown: str) -> Iterator[str]:
     prose = re.sub(r"<!--.*?-->", "", prose, flags=re.S)
     prose = re.sub(r"\]\([^)]*\)", "]", prose)
     prose = re.sub(r"^\s*(#|\|).*$", "", prose, flags=re.M)
-    for block in re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.)\s+", prose):
+    for block in re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.)\s+", prose, flags=re.M):
         yield from filter(None, re.split(r"(?<=[.!?:])\s+", " ".join(block.split())))
 
 

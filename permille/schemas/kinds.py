@@ -78,11 +78,6 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
                     "mask": _FISHER,
                     "quantization": {"scheme": "nf4"},
                 },
-                "the same with powers of two": {
-                    "model_id": _MODEL,
-                    "mask": _FISHER,
-                    "fisher_exponents": True,
-                },
                 "an adapter in place of sensitive weights": {
                     "model_id": _MODEL,
                     "adapter": {"kind": "lora-fa", "rank": 16},

@@ -184,7 +184,7 @@ def sketched_step(
     if not _all_finite(loss, gradient_K):
         return rejected
     moved, change_K = _adam(moments, gradient_K, header.learning_rate_at(step))
-    record = sketch_step(stretched(change_K, header), loss, header, step, descent.exponents)
+    record = sketch_step(stretched(change_K, header), loss, header, step)
     if StepFlag.REJECTED in record.flags:
         return rejected
     coefficients_Q = np.array(record.coefficients, np.int64)

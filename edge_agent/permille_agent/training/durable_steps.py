@@ -91,11 +91,11 @@ class LoggedSteps:
     def best(self, step: int) -> NDArray[np.int64]:
         """See `Steps`."""
         header, records = self._descent.header, list(self._journal.records())[:step]
-        return replay(header, coefficients_of(records, header), self._run.exponents)
+        return replay(header, coefficients_of(records, header))
 
     def _append(self, record: StepRecord) -> None:
         self._journal.append(record)
-        apply_record(self.s_K, record, self._descent.header, self._run.exponents)
+        apply_record(self.s_K, record, self._descent.header)
         self._rejected += StepFlag.REJECTED in record.flags
 
 
@@ -126,7 +126,7 @@ class SketchedSteps(LoggedSteps):
                     f"expected step {record.step} as in {self._journal.path}, got another: remove "
                     f"{self._path.parent} to begin the run again"
                 )
-            apply_record(s_K, record, descent.header, run.exponents)
+            apply_record(s_K, record, descent.header)
         return moments
 
     def take(self) -> float:
