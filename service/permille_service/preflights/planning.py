@@ -139,8 +139,6 @@ class _Planner:
         if sizes is None or model.config is None:
             return NOTHING
         try:
-            if request.recovery is not None:
-                request.rounds()
             request.plan().check(model.config)
         except InputError as exc:
             raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
