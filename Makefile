@@ -143,20 +143,20 @@ bench-large: $(VENV)/.native  ## Are mask and package of a 7B model made in 12 G
 	$(BIN)/python -m permille_lab.large
 
 bench-shards: $(VENV)/.native  ## How much sooner is a mask made by four workers than by one? (minutes)
-	$(BIN)/python -m tests.shard_workers
+	$(BIN)/python -m permille_lab.service.shard_workers
 
 bench-decision: $(VENV)/.installed  ## How often is a useless model adopted? (a simulation, two minutes)
 	$(BIN)/python -m permille_lab.decision
 
 bench-page: $(VENV)/.native  ## How long do the page's views take at 10,000 devices and 100,000 runs? (DATABASE=postgresql)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.page_times --database $(DATABASE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.page_times --database $(DATABASE)
 
 bench-queue: $(VENV)/.installed  ## How fast is a claim at 10,000 queued and 1,000,000 ended jobs, on both databases? (minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.queue_times
+	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.queue_times
 
 bench-service: $(VENV)/.native  ## How fast is the API beside a bare route, its downloads beside nginx, polls of 10,000 devices? (minutes)
 	@bash scripts/system-packages.sh wrk
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.service_times
+	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.service_times
 
 bench-estimators: $(VENV)/.native  ## Which estimator learns most for its cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.estimators

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
-from permille.errors import InputError, OperatorError
+from permille.errors import InputError
 from permille.federation.definition import MAX_CONTRIBUTED, Definition
-from permille.files import write_atomic
 from permille.training.adam import Moments, stretched, unlogged_step
 from permille.zo.estimators import Batch, Descent, LossEngine
 from permille.zo.journal import Journal
@@ -139,7 +138,7 @@ class _SketchedSteps(_Steps):
     def __init__(self, part: LocalRound, descent: Descent, journal: Journal, path: Path) -> None:
         super().__init__(part, descent, journal)
         self._path = path
-        moments = _load_moments(path)
+        moments = Moments.load(path)
         if moments is None:
             moments = replace(Moments.first(len(self._s_W), self._s_W), step=part.first_step)
         if moments.step == part.first_step + journal.next_step + 1:
@@ -170,17 +169,8 @@ class _SketchedSteps(_Steps):
             loss=loss,
             flags=int(record.flags),
         )
-        write_atomic(self._path, self._moments.to_bytes(), mode=0o600)
+        self._moments.store(self._path)
         self._append(record)
-
-
-def _load_moments(path: Path) -> Moments | None:
-    try:
-        return Moments.from_bytes(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as exc:
-        raise OperatorError(f"expected the moments of a round in {path}, got {exc}") from exc
 
 
 def _bounded(record: StepRecord) -> StepRecord:
