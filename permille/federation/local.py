@@ -19,12 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
-from permille.errors import InputError, OperatorError
+from permille.errors import InputError
 from permille.federation.definition import MAX_CONTRIBUTED, Definition
-from permille.files import write_atomic
 from permille.training.adam import Moments, stretched, unlogged_step
 from permille.zo.estimators import Batch, Descent, LossEngine
-from permille.zo.exponents import Exponents
 from permille.zo.journal import Journal
 from permille.zo.lattice import values
 from permille.zo.records import StepFlag, StepRecord, coefficients_of
@@ -48,7 +46,6 @@ class LocalRound:
         lane: whose directions the device steps along.
         start_W: int64, the pooled state before the round, on the history's unit.
         w_base_W: the values that state zero stands for.
-        exponents: of the package, as far as the history needs them.
     """
 
     definition: Definition
@@ -56,7 +53,6 @@ class LocalRound:
     lane: int
     start_W: NDArray[np.int64]
     w_base_W: NDArray[np.float32]
-    exponents: Exponents | None = None
 
     @property
     def first_step(self) -> int:
@@ -69,7 +65,6 @@ class LocalRound:
         return Descent(
             header=rules.device_log(),
             w_base_K=values(self.w_base_W, self.start_W, rules.log.step_unit_exponent),
-            exponents=self.exponents,
             numbers=tuple(rules.queries_of_lane(self.lane).tolist()),
         )
 
@@ -78,7 +73,7 @@ class LocalRound:
         rules = self.definition
         c_TJ = np.zeros((len(c_TQ), rules.log.queries), dtype=np.int64)
         c_TJ[:, rules.queries_of_lane(self.lane)] = c_TQ
-        return replay(rules.log, c_TJ, self.exponents, start=self.first_step + after)
+        return replay(rules.log, c_TJ, start=self.first_step + after)
 
 
 def take_local_steps(
@@ -143,7 +138,7 @@ class _SketchedSteps(_Steps):
     def __init__(self, part: LocalRound, descent: Descent, journal: Journal, path: Path) -> None:
         super().__init__(part, descent, journal)
         self._path = path
-        moments = _load_moments(path)
+        moments = Moments.load(path)
         if moments is None:
             moments = replace(Moments.first(len(self._s_W), self._s_W), step=part.first_step)
         if moments.step == part.first_step + journal.next_step + 1:
@@ -166,7 +161,7 @@ class _SketchedSteps(_Steps):
             losses.append(loss)
         change_W = (moments.s_K - before_W) * math.ldexp(1.0, exponent)
         loss = math.fsum(losses) / len(losses)
-        record = _bounded(sketch_step(stretched(change_W, header), loss, header, step, self._part.exponents))
+        record = _bounded(sketch_step(stretched(change_W, header), loss, header, step))
         self._moments = replace(
             moments,
             step=step + 1,
@@ -174,17 +169,8 @@ class _SketchedSteps(_Steps):
             loss=loss,
             flags=int(record.flags),
         )
-        write_atomic(self._path, self._moments.to_bytes(), mode=0o600)
+        self._moments.store(self._path)
         self._append(record)
-
-
-def _load_moments(path: Path) -> Moments | None:
-    try:
-        return Moments.from_bytes(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as exc:
-        raise OperatorError(f"expected the moments of a round in {path}, got {exc}") from exc
 
 
 def _bounded(record: StepRecord) -> StepRecord:

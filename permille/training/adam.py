@@ -16,11 +16,14 @@ import io
 import math
 import zipfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.choices import AdapterKind
+from permille.errors import OperatorError
+from permille.files import write_atomic
 from permille.package.reader import Package
 from permille.zo.estimators import Descent
 from permille.zo.header import LogHeader
@@ -87,6 +90,26 @@ class Moments:
         )
         data = file.getvalue()
         return data + hashlib.sha256(data).digest()
+
+    def store(self, path: Path) -> None:
+        """Write what Adam remembers, whole or not at all; durable on return."""
+        write_atomic(path, self.to_bytes(), mode=0o600)
+
+    @classmethod
+    def load(cls, path: Path) -> "Moments | None":
+        """Read what Adam remembers; None before the first step.
+
+        Raises:
+            OperatorError: the file is damaged.
+        """
+        try:
+            return cls.from_bytes(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as exc:
+            raise OperatorError(
+                f"expected the moments of a run in {path}, got {exc}: remove {path.parent} to begin it again"
+            ) from exc
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Moments":
@@ -184,7 +207,7 @@ def sketched_step(
     if not _all_finite(loss, gradient_K):
         return rejected
     moved, change_K = _adam(moments, gradient_K, header.learning_rate_at(step))
-    record = sketch_step(stretched(change_K, header), loss, header, step, descent.exponents)
+    record = sketch_step(stretched(change_K, header), loss, header, step)
     if StepFlag.REJECTED in record.flags:
         return rejected
     coefficients_Q = np.array(record.coefficients, np.int64)

@@ -1,7 +1,7 @@
 """Replay: from a log's integers to the state, exactly, on every machine and in every order.
 
 `s = sum_t sum_i c[t, i] * z[t, i]` is a sum of integers, so any split of the steps or of the weights gives
-the same bits. Scaled directions share one shift at the end; the blocks of a split are summed apart.
+the same bits. The blocks of a split are summed apart.
 
 Shapes: T = steps, Q = queries, K = masked weights, D = directions whose coefficient is not 0.
 """
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError, PackageError
 from permille.zo.directions import Combination
-from permille.zo.exponents import Exponents
 from permille.zo.groups import group_sums
 from permille.zo.header import MAX_STEPS, DirectionKind, LogHeader
 from permille.zo.log import read_head
@@ -23,7 +22,6 @@ _GROUPS_COST = 100  # measured: 6e8 weights a second against 6e10
 def replay(
     header: LogHeader,
     coefficients_TQ: NDArray[np.int64],
-    exponents: Exponents | None = None,
     *,
     start: int = 0,
     threads: int = 1,
@@ -33,26 +31,19 @@ def replay(
     States of parts of a log add up to the state of the whole, whatever the parts and their order.
 
     Args:
-        exponents: of the log's package, as far as its header needs them.
         threads: spans of weights summed at the same time.
 
     Raises:
         InputError: the coefficients are not [T, queries] or could leave the exact range (FORMAT 7.3).
-        PackageError: `log-binding`: the header needs exponents that are absent or other ones.
     """
     if coefficients_TQ.ndim != 2 or coefficients_TQ.shape[1] != header.queries:
         raise InputError(f"expected coefficients [T, {header.queries}], got {coefficients_TQ.shape}")
     if not 0 <= start <= MAX_STEPS - len(coefficients_TQ):
         raise InputError(f"expected steps below {MAX_STEPS}, got {len(coefficients_TQ)} from {start}")
-    check_weight(weight_of_rows(coefficients_TQ, header))
-    e_K = header.needed_exponents(exponents)
+    check_weight(weight_of_rows(coefficients_TQ))
     if header.directions is DirectionKind.GROUPS:
-        s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
-    else:
-        s_K = _sums_of_signs(header, coefficients_TQ, start, threads)
-    if e_K is not None:
-        s_K <<= e_K
-    return s_K
+        return group_sums(header, coefficients_TQ, start=start, threads=threads)
+    return _sums_of_signs(header, coefficients_TQ, start, threads)
 
 
 def work_of(header: LogHeader, steps: int) -> int:

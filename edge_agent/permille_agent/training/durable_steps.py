@@ -19,9 +19,7 @@ from permille.zo.replay import replay
 from permille.zo.steps import apply_record
 from permille_agent.training.gradient_steps import (
     load_best_state,
-    load_moments,
     store_best_state,
-    store_moments,
     take_gradient_step,
 )
 from permille_agent.training.run import Run
@@ -91,11 +89,11 @@ class LoggedSteps:
     def best(self, step: int) -> NDArray[np.int64]:
         """See `Steps`."""
         header, records = self._descent.header, list(self._journal.records())[:step]
-        return replay(header, coefficients_of(records, header), self._run.exponents)
+        return replay(header, coefficients_of(records, header))
 
     def _append(self, record: StepRecord) -> None:
         self._journal.append(record)
-        apply_record(self.s_K, record, self._descent.header, self._run.exponents)
+        apply_record(self.s_K, record, self._descent.header)
         self._rejected += StepFlag.REJECTED in record.flags
 
 
@@ -105,7 +103,7 @@ class SketchedSteps(LoggedSteps):
     def __init__(self, run: Run, descent: Descent, journal: Journal, moments: Path) -> None:
         super().__init__(run, descent, journal)
         self._path = moments
-        known = load_moments(moments)
+        known = Moments.load(moments)
         if known is not None and known.step == self.step + 1:  # killed before the journal had it
             self._append(known.record())
         self._moments = known if known is not None and known.step == self.step else self._again()
@@ -126,13 +124,13 @@ class SketchedSteps(LoggedSteps):
                     f"expected step {record.step} as in {self._journal.path}, got another: remove "
                     f"{self._path.parent} to begin the run again"
                 )
-            apply_record(s_K, record, descent.header, run.exponents)
+            apply_record(s_K, record, descent.header)
         return moments
 
     def take(self) -> float:
         """See `Steps`."""
         self._moments = take_gradient_step(self._run, self._descent, self._moments, self.s_K)
-        store_moments(self._path, self._moments)
+        self._moments.store(self._path)
         self._append(self._moments.record())
         return self._moments.loss
 
@@ -146,9 +144,9 @@ class UnloggedSteps:
         self._number = number
         self._first_K = first_state(run, descent.header.step_unit_exponent)
         self._path = run.folder.moments(number)
-        if (known := load_moments(self._path)) is None:
+        if (known := Moments.load(self._path)) is None:
             known = Moments.first(run.package.k, self._first_K)
-            store_moments(self._path, known)
+            known.store(self._path)
         self._moments = known
         self.s_K = known.s_K
 
@@ -165,7 +163,7 @@ class UnloggedSteps:
     def take(self) -> float:
         """See `Steps`."""
         self._moments = take_gradient_step(self._run, self._descent, self._moments, self.s_K)
-        store_moments(self._path, self._moments)
+        self._moments.store(self._path)
         self.s_K = self._moments.s_K
         return self._moments.loss
 

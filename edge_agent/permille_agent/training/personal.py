@@ -14,7 +14,6 @@ from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
 from permille.training.strength import EIGHTHS, scaled
-from permille.zo.exponents import exponents_of
 from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest, values
@@ -98,7 +97,7 @@ def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> S
     )
     s_K = _cached_state(folder, decision, header)
     if s_K is None:
-        s_K = replay(header, coefficients_of(records, header), exponents_of(package))
+        s_K = replay(header, coefficients_of(records, header))
         if (digest := _digest(s_K, header)) != decision.state_digest:
             raise PackageError(
                 "state-digest",
@@ -205,7 +204,7 @@ def shareable(folder: RunFolder) -> bytes:
         return path.read_bytes()
     log = canonical_log(folder)
     header, records = _selected_log(folder, decision)
-    if header.exponents is not None or not has_short_state(header.k):
+    if not has_short_state(header.k):
         return log
     return min(log, packed_state(header, replay(header, coefficients_of(records, header))), key=len)
 

@@ -33,7 +33,6 @@ class Contender:
     estimator: EstimatorKind
     queries: int
     batch_rows: int = 2
-    scaling: bool = False
 
     def row_passes(self) -> int:
         """Of one step; a step of the split estimator is dearer for its upper block, cheaper for the lower."""

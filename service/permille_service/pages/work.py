@@ -67,7 +67,7 @@ class ZerosRow(BaseModel):
 
 class Perplexity(BaseModel):
     """Of the evaluation text; `held_out`: whether it is other text than what the model was made with;
-    `pruned`: of a round before its steps."""
+    `pruned`: before any fine-tuning."""
 
     before: float | None
     pruned: float | None = None
@@ -75,19 +75,11 @@ class Perplexity(BaseModel):
     held_out: bool | None = None
 
 
-class RoundRow(BaseModel):
-    """One round of a recovery."""
-
-    rate: float
-    perplexity: Perplexity
-
-
 class SparseReport(BaseModel):
     """What a sparsification costs, as its job has written it."""
 
     zeros: float
     perplexity: Perplexity | None
-    rounds: list[RoundRow]
     layers: list[ZerosRow]
     tensors: list[ZerosRow]
 

@@ -119,9 +119,12 @@ def sparsification_needs(
 def _recovery_needs(
     sizes: Sizes, request: SparsificationCreate, recovery: Recovery, *, pruning: Needs, flops_per_s: float
 ) -> Needs:
-    """What rounds need: the whole model with a decoder layer's changed weights and gradients, adapters with
-    gradients and moments, logits and their gradients; the disk twice over, since two rounds' models are there
-    at once; in each step a forward pass, the same again, and two of backward."""
+    """Return what pruning and fine-tuning need.
+
+    Memory: the whole model with a decoder layer's changed weights and gradients, adapters with gradients and
+    moments, logits and their gradients. Disk: both the pruned model and the fine-tuned one. Time: a step is a
+    forward pass, the same again, and two of backward.
+    """
     adapters = 4 * 2 * recovery.rank * sizes.scoped // min(sizes.hidden, sizes.scoped)
     logits = 4 * max(request.length, _TOKENS_A_PASS) * sizes.vocabulary
     held = sizes.parameters + 3 * sizes.scoped // sizes.layers + adapters + logits
@@ -129,8 +132,7 @@ def _recovery_needs(
     return Needs(
         memory_bytes=max(pruning.memory_bytes, PROCESS_BYTES + held * FLOAT_BYTES),
         disk_bytes=2 * pruning.disk_bytes,
-        seconds=recovery.rounds * pruning.seconds
-        + 4 * tokens * FORWARD_FLOPS * sizes.parameters / flops_per_s,
+        seconds=pruning.seconds + 4 * tokens * FORWARD_FLOPS * sizes.parameters / flops_per_s,
     )
 
 

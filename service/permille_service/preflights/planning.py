@@ -139,8 +139,6 @@ class _Planner:
         if sizes is None or model.config is None:
             return NOTHING
         try:
-            if request.recovery is not None:
-                request.rounds()
             request.plan().check(model.config)
         except InputError as exc:
             raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
@@ -192,22 +190,18 @@ class _Planner:
         if request.adapter is not None:
             self._check_adapter(request.adapter, quantization.model_id)
         if request.mask_id is not None:
-            self._check_mask(request, self._part(JobKind.MASK, request.mask_id), quantization)
+            self._check_mask(self._part(JobKind.MASK, request.mask_id), quantization)
         sizes = self._sizes(quantization.model_id)
         return NOTHING if sizes is None else package_needs(sizes)
 
     def _part(self, kind: JobKind, key: str) -> Artifact:
         return artifacts.get(self._session, tenant_id=self._tenant_id, kind=kind, key=key)
 
-    def _check_mask(self, request: PackageCreate, mask: Artifact, quantization: Artifact) -> None:
+    def _check_mask(self, mask: Artifact, quantization: Artifact) -> None:
         if mask.model_id != quantization.model_id:
             raise ApiError(
                 ProblemType.CONFLICT,
                 f"expected parts of one model, got {mask.model_id} and {quantization.model_id}",
-            )
-        if request.fisher_exponents and artifacts.blob_of(mask, SCORES) is None:
-            raise ApiError(
-                ProblemType.CONFLICT, f"expected a mask with scores, got {mask.id}, which has none"
             )
 
     def _check_scores(self, mask: Artifact, model_id: str) -> None:
@@ -246,11 +240,6 @@ class _Planner:
             )
 
     def _build(self, request: BuildCreate) -> Needs:
-        if request.fisher_exponents and isinstance(request.mask, WeightMask):
-            raise ApiError(
-                ProblemType.CONFLICT,
-                f"expected a mask of method fisher for exponents, got {request.mask.method}",
-            )
         mask = NOTHING if request.mask is None else self._mask(request.mask, request.model_id)
         if request.adapter is not None:
             self._check_adapter(request.adapter, request.model_id)

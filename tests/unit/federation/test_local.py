@@ -21,21 +21,19 @@ from permille.zo.groups import grouping
 from permille.zo.header import DirectionKind
 from permille.zo.lattice import step_unit_exponent_for, values
 from tests.unit.federation.federations import make_contributions, make_definition, split_log
-from tests.unit.zo.logs import BATCH, QuadraticEngine, make_exponents
+from tests.unit.zo.logs import BATCH, QuadraticEngine
 
 COUNTS = (40, 0, 7)
 K = sum(COUNTS)
 RNG = np.random.default_rng(3)
 W_BASE = RNG.normal(0, 1, K).astype(np.float32)
 ENGINE = QuadraticEngine(RNG.normal(0, 1, K).astype(np.float32), RNG.uniform(0.5, 2, K).astype(np.float32))
-EXPONENTS = make_exponents(K)
 RATE = 0.05
 UNIT = unit_exponent(RATE) - 2
 GROUPS = {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS, "queries": 8}
 DEFINITIONS: dict[str, dict[str, Any]] = {
     "spsa": {},
     "spsa-lanes": {"lanes": 2},
-    "scaled": {"log": {"exponents": EXPONENTS.use}},
     "forward": {"log": {"estimator": EstimatorKind.FORWARD}},
     "difference": {"log": {"estimator": EstimatorKind.DIFFERENCE}},
     "one-sided": {"log": {"estimator": EstimatorKind.ONE_SIDED}, "lanes": 2},
@@ -60,7 +58,7 @@ def definition_of(name: str) -> Definition:
 
 def part_of(definition: Definition, *, rounds: int = 2) -> LocalRound:
     """The next device's part after some rounds of other devices."""
-    history = History.begin(definition, EXPONENTS)
+    history = History.begin(definition)
     for number in range(rounds):
         history.apply([combine(definition, number, make_contributions(history, 3, seed=number, size=40))])
     return LocalRound(
@@ -69,7 +67,6 @@ def part_of(definition: Definition, *, rounds: int = 2) -> LocalRound:
         lane=definition.lanes - 1,
         start_W=history.s_W,
         w_base_W=W_BASE,
-        exponents=EXPONENTS,
     )
 
 
@@ -85,7 +82,7 @@ def plain_values(part: LocalRound, away_W: NDArray[np.float64]) -> NDArray[np.fl
 def lane_directions(part: LocalRound, step: int) -> NDArray[np.float64]:
     """The lane's directions of a step, from those of the whole history."""
     log = part.definition.log
-    z_JW = directions_of(log, step, EXPONENTS)[part.definition.queries_of_lane(part.lane)]
+    z_JW = directions_of(log, step)[part.definition.queries_of_lane(part.lane)]
     return z_JW.astype(np.float64)
 
 
@@ -166,7 +163,7 @@ def test_the_integers_add_up_to_the_local_state_and_alone_they_are_the_round(
         for number, at_K in enumerate(seen[:: definition.local_steps]):
             exponent = definition.device_log().step_unit_exponent
             assert np.array_equal(at_K, values(first_W, part.moved(c_TQ[:number]), exponent))
-    history = History.begin(definition, EXPONENTS)
+    history = History.begin(definition)
     history.s_W, history.number = part.start_W, part.number
     if definition.lanes == 1:  # with one device and one lane, the pooled state is the device's own
         contribution = Contribution(

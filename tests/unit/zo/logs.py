@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
 from permille.zo.estimators import Batch
-from permille.zo.exponents import Exponents
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.records import StepFlag, StepRecord
 
@@ -53,19 +52,11 @@ def kind_fields(estimator: EstimatorKind, *, lower: int = 1, upper: int = 2) -> 
     return {"estimator": estimator}
 
 
-def make_exponents(k: int, *, largest: int = 3) -> Exponents:
-    """Exponents of k weights from 0 to `largest`."""
-    e_K = np.random.default_rng(0).integers(0, largest + 1, k).astype(np.int8)
-    e_K[:2] = 0, largest
-    return Exponents(e_K, DIGEST)
-
-
-def header_kinds(counts: tuple[int, ...], exponents: Exponents) -> list[LogHeader]:
-    """A header of three queries of each kind: with and without exponents, of one block, of two, of groups."""
+def header_kinds(counts: tuple[int, ...]) -> list[LogHeader]:
+    """Make a header of three queries of each kind: of one block, of two, of groups."""
     return [
-        make_header(counts=counts, **{"queries": 3} | kind_fields(kind), exponents=use)
+        make_header(counts=counts, **{"queries": 3} | kind_fields(kind))
         for kind in (EstimatorKind.SPSA, EstimatorKind.SPLIT, EstimatorKind.SKETCH)
-        for use in (None, exponents.use)
     ]
 
 

@@ -18,13 +18,11 @@ from permille.federation.definition import GAIN_NATS, Definition, decode_key
 from permille.federation.masked import Masked, decode_sent
 from permille.federation.private_rounds import noised_gains, round_of_sum
 from permille.federation.rounds import History, Round, combine, decode_segment
-from permille.package.reader import Package
 from permille.schemas.federations import RoundRequest
 from permille.store.federations import contributions, definitions, history, rounds
 from permille.store.federations.contributions import Received
 from permille.store.federations.history import Way
 from permille.store.federations.rounds import Ended
-from permille.zo.exponents import exponents_of
 from permille.zo.packed_state import decode_state
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.private_sums import private_sum
@@ -45,7 +43,7 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
         way = history.newest_way(session, row)
         received = contributions.received(session, federation_id=row.id, number=request.number)
     context.progress(0.0, "reading the state")
-    before = _history(context, definition, way)
+    before = _history(definition, way)
     context.progress(0.2, f"combining {len(received)} contributions")
     token = context.settings.keeper_token
     ended = close(before, received, None if token is None else token.get_secret_value())
@@ -102,12 +100,9 @@ def _sent(definition: Definition, one: Received) -> Contribution | Masked:
         raise OperatorError(f"expected what {one.device_id} sent as it was accepted, got {exc}") from exc
 
 
-def _history(context: TaskContext, definition: Definition, way: Way) -> History:
+def _history(definition: Definition, way: Way) -> History:
     log = definition.log
-    exponents = None
-    if log.exponents is not None:
-        exponents = exponents_of(Package.open(context.blobs, log.package_digest))
-    found = History.begin(definition, exponents)
+    found = History.begin(definition)
     try:
         if way.checkpoint is not None:
             state, head = way.checkpoint

@@ -44,7 +44,7 @@ from tests.ports import free_port
 from tests.running_service import Running, running_service
 from tests.unit.store.postgres import postgres_url
 
-DEPLOY = Path(__file__).parents[1] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 SCRIPT = Path(__file__).with_name("service_load.lua")
 ALIAS = f"/v1/releases/{RELEASE}/aliases/stable"
 CONNECTIONS, DOWNLOADS, DEVICES = 50, 8, 10_000
@@ -239,7 +239,14 @@ def _bare(folder: Path, record: str) -> Iterator[tuple[str, int]]:
     """A process with two routes that return a record: its address, its id."""
     (folder / "record.json").write_text(record)
     port = free_port()
-    command = [sys.executable, "-m", "tests.service_times", "--bare", str(port), str(folder / "record.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "permille_lab.service.service_times",
+        "--bare",
+        str(port),
+        str(folder / "record.json"),
+    ]
     process = subprocess.Popen(command)
     try:
         _wait_for(f"http://127.0.0.1:{port}/sync")
