@@ -82,7 +82,7 @@ def test_a_definition_is_made_of_the_package_and_listed_when_started(api: Api) -
 
 
 def repository_of(api: Api) -> Repository:
-    return repositories.look(api.service, api.tenant_id)
+    return repositories.read(api.service, api.tenant_id)
 
 
 def test_a_teams_key_that_is_elsewhere_lists_a_federation_there(api: Api, tmp_path: Path) -> None:

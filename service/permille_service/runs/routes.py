@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from anyio import CancelScope
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -44,10 +44,9 @@ from permille_service.access.principals import (
 from permille_service.context import Served, Service
 from permille_service.parameters import MomentPaging, OfDevice, RunId, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router
 
 logger = logging.getLogger(__name__)
-router = Router(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
+router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
 # Whoever does not say what bytes are sends a log.
 _FORMS = {
