@@ -30,6 +30,7 @@ from permille_service.federations import routes as federation_routes
 from permille_service.fleet import routes as fleet_routes
 from permille_service.inputs import corpora, models
 from permille_service.jobs import routes as job_routes
+from permille_service.jobs.stream import MAX_STREAMS, MAX_STREAMS_PER_TOKEN
 from permille_service.limits import RateLimit, Slots
 from permille_service.pages import routes as pages
 from permille_service.parameters import check_given_once
@@ -138,7 +139,7 @@ def _opened(settings: Settings) -> Service:
         blobs=open_blobs(settings, attempts=2),
         seal=keys.Seal(settings.keys_dir),
         sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),
-        streams=Slots(settings.max_streams, of_one=settings.max_streams_per_token),
+        streams=Slots(MAX_STREAMS, of_one=MAX_STREAMS_PER_TOKEN),
         trust_keys=keys.TrustKeys(settings.keys_dir),
         round_keys=keys.RoundKeys(settings.keys_dir),
         dispatcher=CeleryDispatcher(broker.get_secret_value()) if broker else None,

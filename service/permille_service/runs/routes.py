@@ -225,7 +225,7 @@ def _attach(
     """
     if log.form is LogForm.LOG:
         with folder.open(log.digest) as file:
-            check_replay_work(file.read(MAX_HEAD_BYTES), most=service.settings.max_replay_work)
+            check_replay_work(file.read(MAX_HEAD_BYTES))
     with service.database.write() as session:
         run, job = runs.attach_log(
             session, tenant_id=device.tenant_id, device_id=device.device_id, run_id=run_id, log=log

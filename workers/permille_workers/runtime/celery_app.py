@@ -24,7 +24,7 @@ from permille.store.database import Database
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import QUEUE, TASK_NAME, CeleryDispatcher, celery_app
 from permille_workers.runtime import broker
-from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown, Supervisor
 from permille_workers.runtime.sweeper import Sweeper
 
@@ -52,7 +52,7 @@ class _Slots:
 
     def look(self) -> None:
         """Until the shutdown: where no message has come for as long as each is sent again, look for jobs."""
-        shutdown, silence_s = self.supervisor.shutdown, self.supervisor.settings.resend_after_s
+        shutdown, silence_s = self.supervisor.shutdown, RESEND_AFTER_S
         while not shutdown.asked.wait(silence_s):
             if time.monotonic() - self._told_at < silence_s or not self._free.acquire(blocking=False):
                 continue

@@ -30,6 +30,7 @@ from permille_workers.runtime.metrics import ATTEMPT_S, LEASES_LOST
 from permille_workers.runtime.settings import WorkerSettings
 
 CHILD_COMMAND = (sys.executable, "-P", "-m", "permille_workers.runtime.child")
+CANCEL_GRACE_S = 10.0  # a job that was asked to stop is killed after this
 _TAIL_LINES = 40
 _LAST_WORDS_S = 5.0
 _TOLD_BY_CHILD = (JobState.SUCCEEDED, JobState.FAILED)  # of this attempt: nobody else ends a job so
@@ -131,7 +132,7 @@ class Supervisor:
             if at - renewed_at >= renew_every_s:
                 renewed_at = at
             if cancel and kill_at is None:
-                kill_at = at + self.settings.cancel_grace_s
+                kill_at = at + CANCEL_GRACE_S
             if kill_at is not None and at >= kill_at:
                 self._end(child, claim, cancelled=True)
                 return

@@ -22,7 +22,7 @@ from permille.store.retention.collection import collect, take_turn
 from permille.store.retention.references import references
 from permille.telemetry import Outage
 from permille_workers.runtime.metrics import count_sweep
-from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
 
@@ -119,7 +119,7 @@ class Sweeper:
         if self.dispatcher is None or self.dispatcher.waiting() >= _ENOUGH_MESSAGES:
             return
         with self.db.write() as session:
-            job_ids = claims.take_undispatched(session, resend_after_s=self.settings.resend_after_s)
+            job_ids = claims.take_undispatched(session, resend_after_s=RESEND_AFTER_S)
         refused = [job_id for job_id in job_ids if not self.dispatcher.send(job_id)]
         if refused:
             with self.db.write() as session:
