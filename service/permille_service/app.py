@@ -95,7 +95,7 @@ ROUTERS = (
 
 def create_app(settings: Settings) -> FastAPI:
     """Open what the settings name (folders, database, keys, first token) and make the app on it."""
-    service = _opened(settings)
+    service = _open_service(settings)
     access_routes.ensure_token(service)
     app = FastAPI(
         title=TITLE,
@@ -121,7 +121,7 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _opened(settings: Settings) -> Service:
+def _open_service(settings: Settings) -> Service:
     """Make the folders, bring the database up to date, read or make the sealing key."""
     make_private(settings.data_dir)
     if settings.private_dir is not None:

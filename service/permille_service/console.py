@@ -102,33 +102,33 @@ class WriteCheck:
     database: Database
     blobs: BlobFolder
     clock: Callable[[], float] = time.monotonic
-    _asked: str = "the store of blobs"
-    _looking: "asyncio.Future[str | None] | None" = None
-    _looked_at: float = 0.0
+    _awaited: str = "the store of blobs"
+    _check: "asyncio.Future[str | None] | None" = None
+    _checked_at: float = 0.0
     _outage: Outage = field(default_factory=lambda: Outage(logger, "not well", logging.ERROR))
 
     async def problem(self) -> str | None:
         """What keeps the service from writing, in words; None: nothing."""
-        looking = self._looking
-        if looking is None or (looking.done() and self.clock() - self._looked_at >= EVERY_S):
-            looking = self._looking = asyncio.ensure_future(self._look_in_thread())
-        if not looking.done():
-            await asyncio.wait([looking], timeout=ANSWER_S)
-        problem = looking.result() if looking.done() else f"{self._asked} did not answer in time"
+        check = self._check
+        if check is None or (check.done() and self.clock() - self._checked_at >= EVERY_S):
+            check = self._check = asyncio.ensure_future(self._write_in_thread())
+        if not check.done():
+            await asyncio.wait([check], timeout=ANSWER_S)
+        problem = check.result() if check.done() else f"{self._awaited} did not answer in time"
         self._outage.note(problem)
         return problem
 
-    async def _look_in_thread(self) -> str | None:
+    async def _write_in_thread(self) -> str | None:
         try:
-            return await to_thread.run_sync(self._look, limiter=CapacityLimiter(1))
+            return await to_thread.run_sync(self._write, limiter=CapacityLimiter(1))
         finally:
-            self._looked_at = self.clock()
+            self._checked_at = self.clock()
 
-    def _look(self) -> str | None:
-        self._asked = "the store of blobs"
+    def _write(self) -> str | None:
+        self._awaited = "the store of blobs"
         try:
             self.blobs.check_writable(PROBE_BYTES)
-            self._asked = "the database"
+            self._awaited = "the database"
             check_writable(self.database)
         except OSError as exc:
             return words_of_disk(exc)

@@ -48,16 +48,16 @@ class Observed:
         above = telemetry.Trace.parse(Headers(scope=scope).get("traceparent"))
         with telemetry.request(above) as here:
 
-            async def named(message: Message) -> None:
+            async def send_with_id(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     MutableHeaders(scope=message)[REQUEST_ID] = here.trace_id
                     route = getattr(scope.get("route"), "path", "other")
                     method = scope["method"] if scope["method"] in _METHODS else "other"
-                    told = self._requests.labels(method, route, str(message["status"]))
-                    told.observe(time.monotonic() - begun)
+                    timer = self._requests.labels(method, route, str(message["status"]))
+                    timer.observe(time.monotonic() - begun)
                 await send(message)
 
-            await self._app(scope, receive, named)
+            await self._app(scope, receive, send_with_id)
 
 
 class _Rows(Collector):

@@ -117,7 +117,7 @@ class Supervisor:
         while not _exited(child, self.settings.poll_s):
             at = time.monotonic()
             try:
-                cancel = self._look(claim, renew=at - renewed_at >= renew_every_s)
+                cancel = self._renew_and_read_cancel(claim, renew=at - renewed_at >= renew_every_s)
             except StaleClaimError as exc:
                 # Usually the child has just published its result and is on its way out, maybe slowly.
                 if not _exited(child, _LAST_WORDS_S) and self._state_after(claim) not in _TOLD_BY_CHILD:
@@ -140,7 +140,7 @@ class Supervisor:
                 self._end(child, claim, cancelled=False)
                 return
 
-    def _look(self, claim: Claim, *, renew: bool) -> bool:
+    def _renew_and_read_cancel(self, claim: Claim, *, renew: bool) -> bool:
         if renew:
             with self.db.write() as session:
                 return claims.renew(session, claim, lease_s=self.settings.lease_s) is not None

@@ -54,8 +54,8 @@ class Sweeper:
         blobs = Outage(_log, "cannot sweep, database, disk or bucket is out of reach")
         threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
         while not self.shutdown.asked.wait(self.settings.sweep_s):
-            due = _done(self._sweep_rows, rows) and time.monotonic() >= blobs_due
-            if due and _done(self._sweep_blobs, blobs):
+            due = _try_step(self._sweep_rows, rows) and time.monotonic() >= blobs_due
+            if due and _try_step(self._sweep_blobs, blobs):
                 blobs_due = time.monotonic() + every_s
 
     def sweep(self) -> None:
@@ -126,7 +126,7 @@ class Sweeper:
                 claims.mark_undispatched(session, refused)
 
 
-def _done(work: Callable[[], None], outage: Outage) -> bool:
+def _try_step(work: Callable[[], None], outage: Outage) -> bool:
     """Do it; whether it went well."""
     try:
         work()
