@@ -73,8 +73,8 @@ def create_federation(body: FederationCreate, creating: Creating) -> Federation:
         new = NewFederation(
             name=body.name,
             definition=definition,
-            target=body.target,
-            deadline_s=body.deadline_s,
+            target=body.schedule.target,
+            deadline_s=body.schedule.deadline_s,
         )
         return present(session, definitions.add(session, release=release, new=new))
 
