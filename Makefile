@@ -154,7 +154,7 @@ bench-page: $(VENV)/.native  ## How long do the page's views take at 10,000 devi
 bench-queue: $(VENV)/.installed  ## How fast is a claim at 10,000 queued and 1,000,000 ended jobs, on both databases? (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.queue_times
 
-bench-service: $(VENV)/.native  ## How fast is the API beside a bare route, its downloads beside nginx, polls of 10,000 devices? (minutes)
+bench-service: $(VENV)/.native  ## Measure downloads beside nginx, and polls of 10,000 devices (minutes)
 	@bash scripts/system-packages.sh wrk
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.service_times
 

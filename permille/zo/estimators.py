@@ -100,12 +100,10 @@ class Descent:
     Attributes:
         header: of the log.
         w_base_K: the values that state zero stands for.
-        numbers: of the header's queries where they are some of another log's (FORMAT 13.1); None: 0, 1, ...
     """
 
     header: LogHeader
     w_base_K: NDArray[np.float32]
-    numbers: tuple[int, ...] | None = None
 
     @property
     def scale(self) -> float:
@@ -122,14 +120,11 @@ Estimate = Callable[
 ]
 
 
-def directions_of(header: LogHeader, step: int, numbers: tuple[int, ...] | None = None) -> NDArray[np.int8]:
+def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
     """All directions of a step, [q, k], of -1, 0 and 1.
 
     Divided by `header.sigma` they have unit variance. A direction of one block is 0 outside of it
     (FORMAT 6.3, 6.5 and 6.6).
-
-    Args:
-        numbers: as `Descent` has them.
 
     Raises:
         InputError: a number does not fit its counter word.
@@ -139,8 +134,8 @@ def directions_of(header: LogHeader, step: int, numbers: tuple[int, ...] | None 
         found = grouping(header, step)
         z_QK[found.group_K, np.arange(header.k)] = found.sign_K
     else:
-        for query, number in enumerate(numbers or range(header.queries)):
-            z_QK[query] = direction(seed=header.seed, step=step, query=number, counts=header.counts)
+        for query in range(header.queries):
+            z_QK[query] = direction(seed=header.seed, step=step, query=query, counts=header.counts)
     for queries, tensors in header.blocks():
         weights = header.weights_of(tensors)
         z_QK[queries, : weights.start] = 0
@@ -157,7 +152,7 @@ def estimate(
         raise InputError(
             f"expected an estimator of losses or derivatives, got {descent.header.estimator.value}"
         )
-    z_QK = directions_of(descent.header, step, descent.numbers)
+    z_QK = directions_of(descent.header, step)
     return found(engine, batch, descent, s_K, z_QK)
 
 
@@ -200,24 +195,6 @@ def _one_sided(
         mean = losses_V.mean()
         unbiased = queries / (queries - 1)
         return float(mean), (losses_V - mean) * (unbiased / descent.header.epsilon)
-
-
-def _difference(
-    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: NDArray[np.int8]
-) -> tuple[float, NDArray[np.float64]]:
-    """Forward differences along q directions against the loss at the state itself, q + 1 forward passes.
-
-    `projected_grad_i = (f(w + epsilon*z_i/sigma) - f(w)) / epsilon`, as DeComFL and FedZO take them. What all
-    losses share beside the slope, half epsilon times the curvature, stays in every scalar.
-
-    Returns:
-        The loss at the state, and the q scalars in float64.
-    """
-    values_K = values(descent.w_base_K, s_K, descent.header.step_unit_exponent)
-    values_VK = np.stack([values_K, *(descent.perturbed(s_K, z_K) for z_K in z_QK)])
-    losses_V = _scalars(engine.losses(values_VK, batch), len(values_VK))
-    with np.errstate(invalid="ignore", over="ignore"):
-        return float(losses_V[0]), (losses_V[1:] - losses_V[0]) / descent.header.epsilon
 
 
 def _split(
@@ -273,7 +250,6 @@ _ESTIMATES: dict[EstimatorKind, Estimate] = {
     EstimatorKind.SPSA: _spsa,
     EstimatorKind.FORWARD: _forward,
     EstimatorKind.ONE_SIDED: _one_sided,
-    EstimatorKind.DIFFERENCE: _difference,
     EstimatorKind.SPLIT: _split,
 }
 

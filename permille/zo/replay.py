@@ -6,6 +6,8 @@ the same bits. The blocks of a split are summed apart.
 Shapes: T = steps, Q = queries, K = masked weights, D = directions whose coefficient is not 0.
 """
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,8 @@ from permille.zo.header import MAX_STEPS, DirectionKind, LogHeader
 from permille.zo.log import read_head
 from permille.zo.records import check_weight, weight_of_rows
 
+MAX_REPLAY_WORK: Final = 10**13
+"""Additions of the costliest replay of a log: some three minutes of a core."""
 _GROUPS_COST = 100  # measured: 6e8 weights a second against 6e10
 
 
@@ -55,8 +59,8 @@ def work_of(header: LogHeader, steps: int) -> int:
     return steps * a_step * header.k
 
 
-def check_replay_work(head: bytes, *, most: int) -> None:
-    """Refuse a log whose replay would cost more than `most`, by its first bytes alone.
+def check_replay_work(head: bytes) -> None:
+    """Refuse a log whose replay would cost more than `MAX_REPLAY_WORK`, by its first bytes alone.
 
     What they say is checked by whoever replays it; what cannot be read here costs nothing.
 
@@ -68,11 +72,11 @@ def check_replay_work(head: bytes, *, most: int) -> None:
     except PackageError:
         return
     work = work_of(header, steps)
-    if work > most:
+    if work > MAX_REPLAY_WORK:
         raise PackageError(
             "log-limit",
-            f"expected a log whose replay costs at most {most} additions, got {work}: {steps} steps of "
-            f"{header.queries} {header.directions.value} over {header.k} weights",
+            f"expected a log whose replay costs at most {MAX_REPLAY_WORK} additions, got {work}: "
+            f"{steps} steps of {header.queries} {header.directions.value} over {header.k} weights",
         )
 
 

@@ -7,13 +7,13 @@ traceback.
 
 import errno
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
+from fastapi.routing import APIRoute, iter_route_contexts
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionError
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -128,9 +128,8 @@ def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
     return {status: _documented_status(status, found) for status, found in sorted(by_status.items())}
 
 
-def install(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Answer every error of the app with a problem. The routers tell which methods a path offers."""
-    app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
+def install(app: FastAPI) -> None:
+    """Answer every error of the app with a problem."""
     for kind, handler in _handlers():
         app.add_exception_handler(kind, handler)
 
@@ -262,10 +261,10 @@ def words_of_database(exc: DBAPIError) -> str:
 def _allowed_methods(request: Request) -> list[str]:
     """All methods of all routes of this path: the router itself only knows the first route that matches."""
     methods: set[str] = set()
-    for route in request.app.state.routes:
+    for route in iter_route_contexts(request.app.routes):
         match, _ = route.matches(request.scope)
         if match is not Match.NONE:
-            methods |= getattr(route, "methods", None) or set()
+            methods |= route.methods or set()
     return sorted(methods)
 
 

@@ -26,7 +26,8 @@ from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import check_step_unit_exponent, step_unit_exponent_for
 
 _NO_EPSILON = 1.0  # stands in the header of a sketch's log, where nothing reads it
-_LOWER_SHARE = 5
+_LOWER_SHARE = 5  # of a split, one query in so many is of the lower half
+_GUARD_BITS = 2  # of the mean that a device's integers lack
 
 
 def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey) -> Definition:
@@ -36,32 +37,34 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
         InputError: what is asked for does not fit together, or lacks what only a pilot can tell.
         PackageError: the package is damaged.
     """
-    integers = body.steps * body.queries
+    schedule, training, aggregation = body.schedule, body.training, body.aggregation
+    integers = training.steps * training.queries
     if integers > MAX_INTEGERS:
         raise InputError(f"expected at most {MAX_INTEGERS} integers a round and device, got {integers}")
-    if body.minimum > body.target:
-        raise InputError(f"expected a target of at least the minimum {body.minimum}, got {body.target}")
+    if schedule.minimum > schedule.target:
+        raise InputError(
+            f"expected a target of at least the minimum {schedule.minimum}, got {schedule.target}"
+        )
     privacy = None if body.privacy is None else _privacy(body, body.privacy)
     definition = Definition(
         log=_header(package, body),
         round_key=encode_key(round_key),
-        steps=body.steps,
-        lanes=body.lanes,
-        guard_bits=body.guard_bits,
-        rate_shift=body.rate_shift,
-        rule=Rule(body.rule),
-        clip=body.clip,
-        trim_percent=body.trim_percent,
-        max_weight=body.max_weight,
-        minimum=body.minimum,
-        batch_rows=body.batch_rows,
-        row_tokens=body.row_tokens,
-        local_steps=body.local_steps,
+        steps=training.steps,
+        guard_bits=_GUARD_BITS,
+        rate_shift=0,
+        rule=Rule(aggregation.rule),
+        clip=aggregation.clip,
+        trim_percent=aggregation.trim_percent,
+        max_weight=1,
+        minimum=schedule.minimum,
+        batch_rows=training.batch_rows,
+        row_tokens=training.row_tokens,
+        local_steps=training.local_steps,
         privacy=privacy,
     )
-    if definition.exposes_few and not body.few_devices:
+    if definition.exposes_few and not aggregation.few_devices:
         raise InputError(
-            f"A round of {body.minimum} devices would publish a sum without noise that exposes each of them. "
+            f"A round of {schedule.minimum} devices would publish a sum without noise that exposes each. "
             f"Take a minimum of at least {FEW_DEVICES}, add privacy, or say few_devices (--few-devices)."
         )
     return definition
@@ -75,9 +78,10 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
     """
     if (asked.keeper_key is None) != (asked.keeper_url is None):
         raise InputError("expected keeper_key and keeper_url together, got one of them")
+    training, target = body.training, body.schedule.target
     delta = 10.0**-asked.delta_exponent
     hundredths = noise_for(asked.dp_epsilon, delta, asked.participations)
-    integers = body.steps * body.queries
+    integers = training.steps * training.queries
     noise = hundredths / 100
     kept = dp_epsilon_of(rho_of(noise, asked.participations), delta)
     if kept > asked.dp_epsilon:
@@ -85,12 +89,12 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
             f"expected a dp_epsilon that some noise keeps for {asked.participations} rounds of a device, got "
             f"{asked.dp_epsilon}: the most noise, {noise:.0f} times the clip, keeps {kept:.2g}"
         )
-    signal = signal_to_noise(body.target, integers, noise)
+    signal = signal_to_noise(target, integers, noise)
     if signal < 1:
-        affordable = max(1, int(100 * body.target * MEAN_NORM / math.sqrt(integers))) / 100
+        affordable = max(1, int(100 * target * MEAN_NORM / math.sqrt(integers))) / 100
         dp_epsilon = dp_epsilon_of(rho_of(affordable, asked.participations), delta)
         devices = math.ceil(noise * math.sqrt(integers) / MEAN_NORM)
-        fewer = int((body.target * MEAN_NORM / noise) ** 2)
+        fewer = int((target * MEAN_NORM / noise) ** 2)
         ways = {
             f"a target of {devices} devices": devices <= MAX_DEVICES,
             f"dp_epsilon {math.ceil(10 * dp_epsilon) / 10:.1f}": dp_epsilon <= MAX_DP_EPSILON,
@@ -99,7 +103,7 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
         possible = [way for way, is_possible in ways.items() if is_possible]
         takes = ", or ".join(possible) or "more devices and fewer integers together, or fewer participations"
         raise InputError(
-            f"expected a signal of at least the noise, got {signal:.2f} of it: {body.target} devices, "
+            f"expected a signal of at least the noise, got {signal:.2f} of it: {target} devices, "
             f"{integers} integers each, noise of {noise:.2f} times the clip; it takes {takes}"
         )
     keeper = None
@@ -115,50 +119,47 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
 
 
 def _header(package: Package, body: FederationCreate) -> LogHeader:
-    rate, epsilon = body.learning_rate, body.epsilon
-    if body.estimator is EstimatorKind.SKETCH:
+    training = body.training
+    rate, epsilon = training.learning_rate, training.epsilon
+    if training.estimator is EstimatorKind.SKETCH:
         rate = rate or learning_rate(package)
         epsilon = epsilon or _NO_EPSILON
     if rate is None or epsilon is None:
         raise InputError(
-            f"expected learning_rate and epsilon for {body.estimator.value}, as the plan of "
-            f"`permille-agent train --estimator {body.estimator.value}` has found them on like text"
+            f"expected learning_rate and epsilon for {training.estimator.value}, as the plan of "
+            f"`permille-agent train --estimator {training.estimator.value}` has found them on like text"
         )
-    groups = body.estimator is EstimatorKind.SKETCH or (
-        body.estimator is EstimatorKind.ONE_SIDED and body.lanes == 1
-    )
+    groups = training.estimator in (EstimatorKind.SKETCH, EstimatorKind.ONE_SIDED)
     header = LogHeader(
         package_digest=package.digest,
         mask_digest=package.mask_digest,
-        seed=body.seed,
+        seed=0,
         directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
-        estimator=body.estimator,
-        queries=body.queries * body.lanes,
+        estimator=training.estimator,
+        queries=training.queries,
         epsilon=epsilon,
         learning_rate=rate,
-        schedule=Schedule(body.schedule),
-        total_steps=body.steps * body.rounds,
+        schedule=Schedule.CONSTANT,
+        total_steps=training.steps * body.schedule.rounds,
         step_unit_exponent=0,
         counts=package.counts,
         split=_split(package, body),
     )
-    exponent = body.step_unit_exponent
-    if exponent is None:
-        exponent = _device_unit(header, body) - body.guard_bits
+    exponent = _device_unit(header, body) - _GUARD_BITS
     return replace(header, step_unit_exponent=check_step_unit_exponent(exponent))
 
 
 def _device_unit(header: LogHeader, body: FederationCreate) -> int:
     """The unit on which a device's integers stand, fine enough for its steps."""
-    if body.estimator is EstimatorKind.SKETCH:
+    if body.training.estimator is EstimatorKind.SKETCH:
         return unit_exponent(header.learning_rate)
-    widest = max(queries.stop - queries.start for queries, _ in header.blocks()) // body.lanes
+    widest = max(queries.stop - queries.start for queries, _ in header.blocks())
     return step_unit_exponent_for(header.learning_rate, 1.0, widest, header.sigma)
 
 
 def _split(package: Package, body: FederationCreate) -> BlockSplit | None:
-    if body.estimator is not EstimatorKind.SPLIT:
+    if body.training.estimator is not EstimatorKind.SPLIT:
         return None
-    lower = body.lower_queries or body.queries // _LOWER_SHARE
+    lower = body.training.queries // _LOWER_SHARE
     decoder_layers = int(package.config["num_hidden_layers"])
-    return BlockSplit.halving(package.counts, decoder_layers, lower * body.lanes)
+    return BlockSplit.halving(package.counts, decoder_layers, lower)

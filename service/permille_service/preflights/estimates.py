@@ -22,6 +22,7 @@ from permille_service.settings import Settings
 
 FLOAT_BYTES = 4
 FLOPS_A_CORE = 8e9  # float32 matrix products on a modest core; `flops_per_s` replaces it
+MAX_JOB_S = 7 * 86_400.0  # preflight refuses a longer job
 _TOKENS_A_PASS = 1024  # of the fine-tuning of adapters
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
 # Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
@@ -242,19 +243,15 @@ class Machine:
     memory_bytes: int | None
     disk_bytes: int | None
     flops_per_s: float
-    split_flops: float
-    max_job_s: float
 
 
-def look(settings: Settings) -> Machine:
+def measure_machine(settings: Settings) -> Machine:
     """Measure the machine now."""
     free = settings.memory_bytes if settings.memory_bytes is not None else available_memory()
     return Machine(
         memory_bytes=free,
         disk_bytes=_free_disk(settings.blob_root),
         flops_per_s=settings.flops_per_s or FLOPS_A_CORE * (os.cpu_count() or 1),
-        split_flops=settings.fisher_split_flops,
-        max_job_s=settings.max_job_s,
     )
 
 

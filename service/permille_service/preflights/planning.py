@@ -26,16 +26,18 @@ from permille.schemas.sparsifications import SparsificationCreate
 from permille.store import artifacts, inputs, rows
 from permille.store.artifacts import SCORES
 from permille.store.jobs.dispatch import none_can_export
+from permille.store.settings import FISHER_SPLIT_FLOPS
 from permille.store.tables import Artifact, Corpus, Model
 from permille_service.context import Service
 from permille_service.preflights.estimates import (
     FLOAT_BYTES,
+    MAX_JOB_S,
     Machine,
     Needs,
     Sizes,
     export_needs,
-    look,
     mask_needs,
+    measure_machine,
     package_needs,
     pooling_needs,
     quantization_needs,
@@ -74,7 +76,7 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
 
 def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight:
     """What a request needs and whether the machine has it. Raises as `check`, but for the refusal."""
-    machine = look(service.settings)
+    machine = measure_machine(service.settings)
     with service.database.read() as session:
         needs = _Planner(session, tenant_id, machine).needs_of(request)
     if needs is NOTHING:
@@ -87,7 +89,7 @@ def compare(needs: Needs, machine: Machine) -> Preflight:
     rows = (
         ("memory", "bytes", needs.memory_bytes, machine.memory_bytes),
         ("disk", "bytes", needs.disk_bytes, machine.disk_bytes),
-        ("time", "seconds", needs.seconds, machine.max_job_s),
+        ("time", "seconds", needs.seconds, MAX_JOB_S),
     )
     figures = [
         Figure(
@@ -159,7 +161,7 @@ class _Planner:
             mask,
             memory_bytes=machine.memory_bytes,
             flops_per_s=machine.flops_per_s,
-            split_flops=machine.split_flops,
+            split_flops=FISHER_SPLIT_FLOPS,
         )
 
     def _quantization(

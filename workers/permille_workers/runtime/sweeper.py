@@ -22,7 +22,7 @@ from permille.store.retention.collection import collect, take_turn
 from permille.store.retention.references import references
 from permille.telemetry import Outage
 from permille_workers.runtime.metrics import count_sweep
-from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
 
@@ -54,8 +54,8 @@ class Sweeper:
         blobs = Outage(_log, "cannot sweep, database, disk or bucket is out of reach")
         threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
         while not self.shutdown.asked.wait(self.settings.sweep_s):
-            due = _done(self._sweep_rows, rows) and time.monotonic() >= blobs_due
-            if due and _done(self._sweep_blobs, blobs):
+            due = _try_step(self._sweep_rows, rows) and time.monotonic() >= blobs_due
+            if due and _try_step(self._sweep_blobs, blobs):
                 blobs_due = time.monotonic() + every_s
 
     def sweep(self) -> None:
@@ -119,14 +119,14 @@ class Sweeper:
         if self.dispatcher is None or self.dispatcher.waiting() >= _ENOUGH_MESSAGES:
             return
         with self.db.write() as session:
-            job_ids = claims.take_undispatched(session, resend_after_s=self.settings.resend_after_s)
+            job_ids = claims.take_undispatched(session, resend_after_s=RESEND_AFTER_S)
         refused = [job_id for job_id in job_ids if not self.dispatcher.send(job_id)]
         if refused:
             with self.db.write() as session:
                 claims.mark_undispatched(session, refused)
 
 
-def _done(work: Callable[[], None], outage: Outage) -> bool:
+def _try_step(work: Callable[[], None], outage: Outage) -> bool:
     """Do it; whether it went well."""
     try:
         work()

@@ -108,7 +108,7 @@ def _difference(claimed: object, found: str) -> str | None:
 
 
 def _replayed_log(context: TaskContext, data: bytes, manifest: Manifest) -> _Reached:
-    check_replay_work(data[:MAX_HEAD_BYTES], most=context.settings.max_replay_work)
+    check_replay_work(data[:MAX_HEAD_BYTES])
     log = decode_canonical(data, max_bytes=MAX_LOG_BYTES, max_steps=MAX_STEPS)
     _check_bound_to(log, manifest)
     context.progress(0.1, "replaying")

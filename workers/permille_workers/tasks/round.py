@@ -84,7 +84,7 @@ def _combined(
     definition: Definition, number: int, received: Sequence[Received], keeper_token: str | None
 ) -> tuple[Round, tuple[float, float] | None]:
     """The round of these contributions; mean and standard error of their gains, in nats a token, or None."""
-    sent = [_sent(definition, one) for one in received]
+    sent = [_decode(definition, one) for one in received]
     if definition.privacy is not None:
         sum_V = private_sum(definition, number, sent, keeper_token)
         made = round_of_sum(definition, number, len(sent), sum_V)
@@ -93,7 +93,7 @@ def _combined(
     return combine(definition, number, plain), _gains(definition, [one.gain for one in plain])
 
 
-def _sent(definition: Definition, one: Received) -> Contribution | Masked:
+def _decode(definition: Definition, one: Received) -> Contribution | Masked:
     try:
         return decode_sent(one.data, definition, decode_key(one.public_key), one.place)
     except PackageError as exc:
