@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from permille.files import fsync_folder
 from permille.package.blobs import BlobFolder, BlobWriter
-from permille.schemas.jobs import ENDED, JobKind
+from permille.schemas.jobs import UNFINISHED, JobKind
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, QuotaError, QuotaSpentError
 from permille.store.ids import Prefix, new_id
@@ -241,7 +241,7 @@ def _outstanding(session: Session, device_id: str, at: datetime) -> int:
     waiting = select(func.count()).where(
         Job.device_id == device_id,
         Job.kind == JobKind.REPLAY.value,
-        Job.state.not_in([state.value for state in ENDED]),
+        Job.state.in_(UNFINISHED),
     )
     return (session.scalar(coming) or 0) + (session.scalar(waiting) or 0)
 
