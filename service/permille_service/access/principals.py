@@ -254,4 +254,4 @@ def note(service: Service, touch: Callable[[Session], None]) -> None:
 
 def _is_stale(seen_at: datetime | None) -> bool:
     """Whether it is time to note that a principal was seen: reading requests should not all write."""
-    return seen_at is None or datetime.now(UTC) - seen_at > _SEEN_EVERY
+    return seen_at is None or abs(datetime.now(UTC) - seen_at) > _SEEN_EVERY

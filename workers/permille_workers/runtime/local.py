@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from sqlalchemy.exc import DBAPIError
 
+from permille.errors import OperatorError
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.jobs import claims
+from permille.store.migrations.schema import check_newest
 from permille.telemetry import Outage
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown, Supervisor
@@ -52,6 +54,7 @@ class LocalWorker:
         while not self.shutdown.asked.is_set():
             try:
                 with self.db.write() as session:
+                    check_newest(session)
                     claim = claims.claim(session, worker=self.name, lease_s=self.settings.lease_s)
                 if claim is None:
                     outage.note(None)
@@ -59,6 +62,6 @@ class LocalWorker:
                     continue
                 supervisor.run(claim)
                 outage.note(None)
-            except (DBAPIError, OSError) as exc:  # a slot outlives both: the lease takes care of the job
+            except (DBAPIError, OSError, OperatorError) as exc:  # the lease takes care of the job
                 outage.note(exc)
                 self.shutdown.asked.wait(self.settings.poll_s)
