@@ -11,7 +11,7 @@ from sqlalchemy import Select, delete, exists, select
 from sqlalchemy.orm import Session, aliased
 
 from permille.digests import JSON
-from permille.schemas.jobs import ENDED, JobKind
+from permille.schemas.jobs import UNFINISHED, JobKind
 from permille.schemas.kinds import MAKES_PACKAGES
 from permille.store import inputs
 from permille.store.database import now
@@ -118,8 +118,13 @@ def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifac
     return found
 
 
-def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None:
+def remove(
+    session: Session, *, tenant_id: str, kind: JobKind, key: str, named: Mapping[str, str] | None = None
+) -> None:
     """Forget an artifact that nothing names. Its blobs, which others may have too, stay.
+
+    Args:
+        named: what `inputs.named_by_jobs` found in this transaction, for who removes many.
 
     Raises:
         NotFoundError: there is none.
@@ -130,10 +135,11 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
     # Nobody publishes it meanwhile; and a job that ends meanwhile is seen, or what it has made.
     if session.scalar(select(Artifact.id).where(Artifact.id == row.id).with_for_update()) is None:
         raise NotFoundError(f"no {kind} {key!r}")  # removed while this waited
-    unfinished = inputs.unfinished_job_with(session, tenant_id=tenant_id, key=key)
-    whole = aliased(Job)
-    parts = select(whole.id).join(Job, Job.parent_id == whole.id).where(whole.tenant_id == tenant_id)
-    build = session.scalar(parts.where(whole.state.not_in(ENDED), Job.result_id == key).limit(1))
+    unfinished = (inputs.named_by_jobs(session, tenant_id=tenant_id) if named is None else named).get(key)
+    part = aliased(Job)
+    made_it = select(part.id).where(part.parent_id == Job.id, part.result_id == key).exists()
+    builds = select(Job.id).where(Job.tenant_id == tenant_id, Job.state.in_(UNFINISHED))
+    build = session.scalar(builds.where(made_it).limit(1))
     release = select(Release.name, Release.version).where(Release.package_id == row.id).limit(1)
     published = session.execute(release).first()
     made = select(Artifact).join(ArtifactSource, ArtifactSource.artifact_id == Artifact.id)

@@ -36,7 +36,7 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.compiler import SQLCompiler
@@ -55,6 +55,7 @@ CONNECT_S = 10
 """A server of PostgreSQL that has not answered after so long is taken for unreachable. The address may say
 otherwise (`?connect_timeout=`)."""
 _PROBE_BYTES = 16 * 1024
+_POSTGRES_FULL = "53100"
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
 _CONNECTIONS, _MORE_CONNECTIONS = 16, 25
@@ -166,6 +167,21 @@ def moment(session: Session) -> ColumnElement[datetime]:
     """What `now` would tell, within a statement that is made for this session."""
     clock: Clock | None = session.info.get("clock")
     return _Moment() if clock is None else literal(clock(), Instant())
+
+
+def name_fault(exc: DBAPIError) -> str | None:
+    """What is wrong with the database's disk or file, as far as its error says; None: something else."""
+    name = getattr(exc.orig, "sqlite_errorname", None) or ""
+    if name == "SQLITE_FULL" or getattr(exc.orig, "sqlstate", None) == _POSTGRES_FULL:
+        return "the disk of the database is full"
+    if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
+        return f"the database cannot be written: {exc.orig}"
+    if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+        return (
+            f"the database is damaged: {exc.orig}. Restore a backup of it; "
+            f"a file that was copied while the service ran is none"
+        )
+    return None
 
 
 def check_writable(db: Database) -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Generic, TypeVar
 
-from sqlalchemy import Select, and_, bindparam, or_, select
+from sqlalchemy import Select, bindparam, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.errors import InputError
@@ -105,7 +105,8 @@ def fetch_page(
         query = query.order_by(made_at.desc(), key.desc())
         if window.cursor is not None:
             at, last = _parse_moment(window.cursor)
-            query = query.where(or_(made_at < at, and_(made_at == at, key < last)))
+            # The first condition alone would do, but only the second lets SQLite begin at the cursor.
+            query = query.where(or_(made_at < at, key < last), made_at <= at)
     rows = session.scalars(query.limit(window.limit + 1)).all()
     items = tuple(rows[: window.limit])
     if len(rows) <= window.limit:

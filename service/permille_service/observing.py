@@ -77,7 +77,7 @@ class _Rows(Collector):
 
 
 def _families(found: Figures) -> Iterator[Metric]:
-    jobs = GaugeMetricFamily("permille_jobs", "Jobs by kind and state.", labels=("kind", "state"))
+    jobs = GaugeMetricFamily("permille_jobs", "Jobs that have not succeeded.", labels=("kind", "state"))
     for labels, count in found.jobs.items():
         jobs.add_metric(labels, count)
     waiting = GaugeMetricFamily(

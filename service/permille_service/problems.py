@@ -14,13 +14,14 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute, iter_route_contexts
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DatabaseError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Match
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
 from permille.schemas.problems import MEDIA_TYPE, FieldError, Figure, Problem, ProblemType
+from permille.store.database import name_fault
 from permille.store.errors import (
     BudgetSpentError,
     ConflictError,
@@ -38,9 +39,8 @@ _Handler = Callable[[Request, Exception], Coroutine[Any, Any, Response]]
 RETRY_AFTER_S = 5
 UNANSWERED = "the database did not answer in time"
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-_DISK_ERRNOS = _FULL_ERRNOS | {errno.EFBIG, errno.EROFS, errno.EIO}
-"""What a disk can have: full or over its quota, a limit on files, mounted read-only, broken."""
-_POSTGRES_FULL = "53100"
+_DISK_ERRNOS = _FULL_ERRNOS | {errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES}
+"""What a disk can have: full or over its quota, a limit on files, mounted read-only, broken, not ours."""
 _TYPE_OF_STATUS = {
     400: ProblemType.BAD_REQUEST,
     401: ProblemType.UNAUTHENTICATED,
@@ -150,6 +150,7 @@ def _handlers() -> tuple[tuple[type[Exception], _Handler], ...]:
         (PermilleError, _on_permille_error),
         (OperationalError, _on_database_error),
         (NoConnectionError, _on_database_error),
+        (DatabaseError, _on_damaged_database),
         (OSError, _on_os_error),
         (Exception, _on_bug),
     )
@@ -208,6 +209,12 @@ async def _on_database_error(request: Request, exc: Exception) -> Response:
     return problem_response(request.url.path, ProblemType.UNAVAILABLE, words)
 
 
+async def _on_damaged_database(request: Request, exc: Exception) -> Response:
+    if isinstance(exc, DBAPIError) and name_fault(exc):
+        return await _on_database_error(request, exc)
+    return await _on_bug(request, exc)
+
+
 async def _on_os_error(request: Request, exc: Exception) -> Response:
     if not isinstance(exc, OSError) or exc.errno not in _DISK_ERRNOS:
         raise exc
@@ -250,12 +257,7 @@ def words_of_disk(exc: OSError) -> str:
 
 def words_of_database(exc: DBAPIError) -> str:
     """What is wrong with the database, as far as its error says."""
-    name = getattr(exc.orig, "sqlite_errorname", None) or ""
-    if name == "SQLITE_FULL" or getattr(exc.orig, "sqlstate", None) == _POSTGRES_FULL:
-        return "the disk of the database is full"
-    if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
-        return f"the database cannot be written: {exc.orig}"
-    return UNANSWERED
+    return name_fault(exc) or UNANSWERED
 
 
 def _allowed_methods(request: Request) -> list[str]:

@@ -21,7 +21,7 @@ from permille.errors import OperatorError, RetryableError
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.jobs import claims
-from permille.store.migrations.schema import migrate
+from permille.store.migrations.schema import check_newest, migrate
 from permille.store.settings import explain
 from permille.telemetry import Outage, configure_logging
 from permille_workers.runtime.metrics import serve_metrics
@@ -68,6 +68,7 @@ class LocalWorker:
         while not self.shutdown.asked.is_set():
             try:
                 with self.db.write() as session:
+                    check_newest(session)
                     claim = claims.claim(session, worker=self.name, lease_s=self.settings.lease_s)
                 if claim is None:
                     outage.note(None)
@@ -75,7 +76,7 @@ class LocalWorker:
                     continue
                 supervisor.run(claim)
                 outage.note(None)
-            except (DBAPIError, OSError) as exc:  # a slot outlives both: the lease takes care of the job
+            except (DBAPIError, OSError, OperatorError) as exc:  # the lease takes care of the job
                 outage.note(exc)
                 self.shutdown.asked.wait(self.settings.poll_s)
 

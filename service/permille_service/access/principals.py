@@ -84,7 +84,8 @@ def find_principal(service: Service, secret: str) -> Principal | None:
     if found is None:
         return None
     is_device = found.caller_id.startswith(f"{Prefix.DEVICE}_")
-    if found.caller_seen_at is None or datetime.now(UTC) - found.caller_seen_at > _SEEN_EVERY:
+    # abs: a clock that was put back must not stop the note for good.
+    if found.caller_seen_at is None or abs(datetime.now(UTC) - found.caller_seen_at) > _SEEN_EVERY:
         touch = (
             partial(devices.touch, device_id=found.caller_id)
             if is_device

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from pydantic import BaseModel
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from permille.errors import OperatorError
 from permille.store import audit, database, trust
-from permille.trust.metadata import is_due
+from permille.trust.metadata import expiry_of, is_due
 from permille.trust.repository import Repository
 from permille.trust.roles import TIMESTAMP, TIMESTAMP_FILE
 from permille_service.access.principals import Operator
@@ -94,16 +95,21 @@ def change_by(
 def read_file(service: Service, tenant_id: str, file: str) -> bytes:
     """One file for a client; a timestamp past half its life is renewed first, and what else is due with it.
 
+    Where it cannot be renewed now (a full disk, a key that is missing), it is served as long as it is good.
+
     Raises:
         NotFoundError: there is no such file.
+        OperatorError, DBAPIError, OSError: the timestamp has ended, and cannot be renewed.
     """
     data, at = trust.read_file(service.database, tenant_id=tenant_id, file=file)
     if file != TIMESTAMP_FILE or not is_due(TIMESTAMP, data, at):
         return data
     try:
         return change(service, tenant_id, _renew)
-    except OperatorError as exc:  # a key is missing: devices go on until this timestamp ends
+    except (OperatorError, DBAPIError, OSError) as exc:  # devices go on until this timestamp ends
         logger.error("trust metadata of tenant %s cannot be renewed: %s", tenant_id, exc)
+        if at >= expiry_of(data):
+            raise
         return data
 
 

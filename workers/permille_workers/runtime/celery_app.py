@@ -18,11 +18,12 @@ from typing import Any
 from celery import signals
 from sqlalchemy.exc import DBAPIError
 
-from permille.errors import RetryableError
+from permille.errors import OperatorError, RetryableError
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import QUEUE, TASK_NAME, CeleryDispatcher, celery_app
+from permille.store.migrations.schema import check_newest
 from permille_workers.runtime import broker
 from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown, Supervisor
@@ -59,13 +60,14 @@ class _Slots:
             try:
                 while not shutdown.asked.is_set() and self._run_next():
                     _log.warning("was told of no job for %.0f s, and found one", silence_s)
-            except (DBAPIError, OSError) as exc:
+            except (DBAPIError, OSError, OperatorError) as exc:
                 _log.warning("database or machine cannot serve, will try again: %s", exc)
             finally:
                 self._free.release()
 
     def _run_next(self) -> bool:
         with self.supervisor.db.write() as session:
+            check_newest(session)
             claim = claims.claim(session, worker=self.name, lease_s=self.supervisor.settings.lease_s)
         if claim is not None:
             self.supervisor.run(claim)
