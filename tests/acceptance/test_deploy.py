@@ -209,9 +209,7 @@ def scraped(client: httpx.Client, health: str) -> dict[str, Any]:
     until, targets = time.monotonic() + 60, list[dict[str, Any]]()
     while time.monotonic() < until:
         time.sleep(0.2)
-        with suppress(
-            httpx.TransportError, KeyError, JSONDecodeError
-        ):  # while it starts it says 503 in words
+        with suppress(httpx.TransportError, KeyError, JSONDecodeError):  # it starts
             targets = client.get("/api/v1/targets").json()["data"]["activeTargets"]
             for target in targets:
                 if target["labels"]["job"] == "permille-api" and target["health"] == health:
