@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -205,10 +206,10 @@ def test_prometheus_scrapes_the_api_as_compose_starts_it(tmp_path: Path) -> None
 
 def scraped(client: httpx.Client, health: str) -> dict[str, Any]:
     """The API's target once Prometheus says this of it."""
-    until = time.monotonic() + 60
+    until, targets = time.monotonic() + 60, list[dict[str, Any]]()
     while time.monotonic() < until:
         time.sleep(0.2)
-        with suppress(httpx.TransportError, KeyError):
+        with suppress(httpx.TransportError, KeyError, JSONDecodeError):  # it starts
             targets = client.get("/api/v1/targets").json()["data"]["activeTargets"]
             for target in targets:
                 if target["labels"]["job"] == "permille-api" and target["health"] == health:
