@@ -1,7 +1,7 @@
 """How many modules of the project stand behind a module: `python -m tests.architecture.reach [MODULE ...]`.
 
 Counts what its imports reach, those within functions included, by reading sources: nothing is imported.
-Without a name it prints the two figures of `docs/architecture.md`.
+Without a name it prints the two figures of `docs/explanation/architecture.md`.
 """
 
 import ast
