@@ -100,7 +100,7 @@ class StoreSettings(BaseSettings):
     blob_bucket: str | None = Field(
         default=None,
         description="`s3://bucket/prefix?endpoint=https://host&region=name`: the results lie [in a "
-        "bucket](#blobs-in-a-bucket)",
+        "bucket](../howto/store-blobs-in-a-bucket.md)",
     )
     blob_cache_bytes: int = Field(
         default=64 << 30,
@@ -129,7 +129,7 @@ class StoreSettings(BaseSettings):
         default=86_400.0,
         ge=0,
         description="what no row names is deleted once it was stored so long ago: see [What is "
-        "kept](#what-is-kept)",
+        "kept](../howto/delete-old-data.md)",
     )
     fisher_split_flops: float = Field(
         default=2e13,

@@ -112,7 +112,7 @@ class Settings(StoreSettings):
     downloads: Downloads = Field(
         default=Downloads.SERVE,
         description="who sends a package's bytes to devices: the API, nginx (`accel`), the bucket "
-        "(`redirect`): [downloads](#downloads)",
+        "(`redirect`): [downloads](../howto/serve-downloads.md)",
     )
     max_job_s: float = Field(default=7 * DAY_S, gt=0, description="preflight refuses a longer job")
 
