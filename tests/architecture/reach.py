@@ -28,9 +28,14 @@ def sources() -> dict[str, Path]:
 
 
 def imported(path: Path, known: Mapping[str, Path]) -> set[str]:
-    """The modules among `known` that the file at `path` imports anywhere."""
+    """Return the modules among `known` that the file at `path` imports when it runs."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue  # for mypy alone
+        waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
