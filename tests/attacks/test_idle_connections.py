@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from permille_agent.local.model import LocalModel
-from permille_agent.local.serve import LocalServer
+from permille_agent.local.serve import Access, LocalServer
 from permille_workers.runtime.metrics import serve_metrics
 from permille_workers.runtime.settings import WorkerSettings
 from tests.ports import free_port
@@ -47,7 +47,7 @@ def ask(port: int, path: str, **headers: str) -> tuple[int, bytes]:
 @pytest.mark.attack(5, "hundreds of idle connections to the device's local server")
 def test_idle_connections_do_not_occupy_the_local_server() -> None:
     model = cast(LocalModel, Named())
-    server = LocalServer(("127.0.0.1", 0), model, "token")
+    server = LocalServer(("127.0.0.1", 0), model, Access(token="token", token_file=Path("serve.token")))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     before = threading.active_count()

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,13 +19,21 @@ from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
     from permille_agent.local.compare import SideBySide
-    from permille_agent.local.model import LocalModel, Variant
+    from permille_agent.local.model import LocalModel, Sampling, Variant
 
 BaseOption = Annotated[bool, typer.Option("--base", help="Use the base, not the personal or pooled model.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of the engine. Default: all cores.")]
 TokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest text, in tokens.")]
-TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0: the most likely text.")]
-TopPOption = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of the likely tokens drawn from.")]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=2.0, help="0: the most likely text. Default: the model's own setting."),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01, max=1.0, help="Share of the likely tokens drawn from. Default: the model's own setting."
+    ),
+]
 SeedOption = Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")]
 
 
@@ -54,8 +63,8 @@ def compare(
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Continue this; may be repeated.")] = None,
     max_tokens: TokensOption = 48,
-    temperature: TemperatureOption = 0.8,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
@@ -70,12 +79,11 @@ def compare(
       permille-agent compare --prompt "Dear Anna," --max-tokens 80
     """
     from permille_agent.local.compare import compare as compare_models
-    from permille_agent.local.model import Sampling
     from permille_agent.state.home import as_json as json_of
 
     home = home_of(context)
-    sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with _open_model(context, threads, engine) as model:
+        sampling = _sampling(model, max_tokens, temperature, top_p, seed)
         result = compare_models(home, model, data_paths=data or [], prompts=prompt or [], sampling=sampling)
     show(json_of(result), as_json=as_json, render=lambda console: _render_comparison(console, result))
 
@@ -114,8 +122,8 @@ def generate(
         bool, typer.Option("--chat", help="Answer the prompt as a user's message, by the chat template.")
     ] = False,
     max_tokens: TokensOption = 128,
-    temperature: TemperatureOption = 0.8,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
@@ -131,10 +139,8 @@ def generate(
 
       permille-agent generate --chat "What is the capital of France?" --temperature 0
     """
-    from permille_agent.local.model import Sampling
-
-    sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with _open_model(context, threads, engine) as model:
+        sampling = _sampling(model, max_tokens, temperature, top_p, seed)
         variant = _variant(model, base)
         if as_chat:
             generated, pieces = model.reply([("user", prompt)], variant, sampling)
@@ -164,8 +170,8 @@ def chat(
     base: BaseOption = False,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: TokensOption = 256,
-    temperature: TemperatureOption = 0.8,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
@@ -179,7 +185,6 @@ def chat(
       permille-agent chat --base --system "Answer in one sentence."
     """
     from permille.errors import InputError
-    from permille_agent.local.model import Sampling
 
     beginning = [("system", system)] if system else []
     messages = list(beginning)
@@ -192,9 +197,7 @@ def chat(
                 messages = list(beginning)
                 continue
             messages.append(("user", line))
-            sampling = Sampling(
-                max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed + len(messages)
-            )
+            sampling = _sampling(model, max_tokens, temperature, top_p, seed + len(messages))
             try:
                 _, pieces = model.reply(messages, variant, sampling)
             except InputError as exc:
@@ -212,14 +215,19 @@ def chat(
 def serve(
     context: typer.Context,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8081,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Let pages of this origin ask, like http://localhost:3000; may be repeated."),
+    ] = None,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve the model to programs on this machine, by the REST interface of OpenAI, on loopback only.
+    """Serve the model to programs on this machine, by the REST interfaces of OpenAI and Ollama.
 
-    Clients need the token in the file that is named at the start. Models: `personal`,
-    `pooled` and `base`, as far as there are such.
+    It listens on loopback only. Programs need the token in the file that is named at the start, as their API
+    key. Models are `personal`, `pooled` and `base`, as far as there are such; other names mean the first of
+    them.
 
     [bold]Examples[/bold]
 
@@ -227,15 +235,19 @@ def serve(
 
       curl -H "Authorization: Bearer $(cat TOKEN_FILE)" http://127.0.0.1:8081/v1/models
     """
-    from permille_agent.local.serve import LocalServer, read_or_make_token
+    from permille_agent.local.serve import LocalServer, read_or_make_access
 
-    home = home_of(context)
-    token_file, token = read_or_make_token(home)
+    access = read_or_make_access(home_of(context), allow_origin or ())
     with _open_model(context, threads, engine) as model:
-        server = LocalServer(("127.0.0.1", port), model, token)
-        address = f"http://127.0.0.1:{server.port}/v1"
-        models = [variant.value for variant in model.variants]
-        show({"address": address, "token_file": str(token_file), "models": models}, as_json=as_json)
+        server = LocalServer(("127.0.0.1", port), model, access)
+        root = f"http://127.0.0.1:{server.port}"
+        document = {
+            "address": f"{root}/v1",
+            "ollama_address": root,
+            "token_file": str(access.token_file),
+            "models": [variant.value for variant in model.variants],
+        }
+        show(document, as_json=as_json)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -329,6 +341,20 @@ def _open_model(context: typer.Context, threads: int | None, engine: str) -> "Lo
     from permille_agent.local.model import LocalModel
 
     return LocalModel(home_of(context), EngineChoice(name=engine, threads=threads))
+
+
+def _sampling(
+    model: "LocalModel", max_tokens: int, temperature: float | None, top_p: float | None, seed: int
+) -> "Sampling":
+    """Return the model's own settings with what the user asks for."""
+    own = model.sampling
+    return replace(
+        own,
+        max_new_tokens=max_tokens,
+        seed=seed,
+        temperature=own.temperature if temperature is None else temperature,
+        top_p=own.top_p if top_p is None else top_p,
+    )
 
 
 def _variant(model: "LocalModel", base: bool) -> "Variant":
