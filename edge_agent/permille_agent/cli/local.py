@@ -1,6 +1,7 @@
 """Commands that use the model on this device: compare, generate, chat, serve, export."""
 
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -106,11 +107,8 @@ def show_page(
       permille-agent show
     """
     from permille_agent.local.show import show_run
-    from permille_agent.state.lock import hold_lock
 
-    home = home_of(context)
-    with hold_lock(home, "show", wait_s=10.0):
-        page = show_run(home, run, EngineChoice(name=engine, threads=threads))
+    page = show_run(home_of(context), run, EngineChoice(name=engine, threads=threads))
     show({"page": str(page)}, as_json=as_json)
 
 
@@ -191,7 +189,8 @@ def chat(
     with _open_model(context, threads, engine) as model:
         model.tokenizer.require_chat()
         variant = _variant(model, base)
-        echo(f"{variant.value} model; /reset, /exit", err=True)
+        if sys.stdin.isatty():
+            echo(f"{variant.value} model; /reset, /exit", err=True)
         while (line := _read_line()) is not None:
             if line == "/reset":
                 messages = list(beginning)
@@ -364,10 +363,11 @@ def _variant(model: "LocalModel", base: bool) -> "Variant":
 
 
 def _read_line() -> str | None:
-    """The next line that says something; None at the end."""
+    """The next line that says something; None at the end. Only a person at a terminal is prompted."""
+    prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            line = input("> ").strip()
+            line = input(prompt).strip()
         except (EOFError, KeyboardInterrupt):
             return None
         if line == "/exit":
