@@ -414,7 +414,8 @@ class Run(_Owned, Base):
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), index=True)
     metrics: Mapped[dict[str, object]]
     # What fleets are counted by, taken out of the metrics; None once the run is forgotten.
-    newest: Mapped[bool]  # of its device on this version
+    ended_at: Mapped[datetime]  # by the device's clock, at most the arrival of the report
+    newest: Mapped[bool]  # of its device on this version, by `ended_at`
     release: Mapped[str | None]
     version: Mapped[int | None] = mapped_column(BigInteger)
     outcome: Mapped[str | None]
@@ -433,9 +434,10 @@ class Run(_Owned, Base):
     log_deleted_at: Mapped[datetime | None]
     state_digest: Mapped[str | None]  # of the server's replay
     deleted_at: Mapped[datetime | None]
-    # Fleets are counted on these two alone: rows with their metrics are twenty times as large.
+    # Fleets are counted on the first and the last alone: rows with their metrics are twenty times as large.
     __table_args__ = (
-        Index("ix_runs_created_at", "tenant_id", "created_at", "outcome"),
+        Index("ix_runs_ended_at", "tenant_id", "ended_at", "outcome"),
+        Index("ix_runs_created_at", "tenant_id", "created_at"),
         Index(
             "ix_runs_newest",
             *("tenant_id", "release", "version", "gain", "outcome", "loss", "rise", "peak_rss_bytes"),

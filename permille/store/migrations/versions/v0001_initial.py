@@ -264,6 +264,7 @@ def upgrade() -> None:
         _column("run_id", TEXT, primary_key=True),
         _column("device_id", TEXT, sa.ForeignKey("devices.id"), index=True),
         _column("metrics", sa.JSON()),
+        _column("ended_at", BIG),
         _column("newest", sa.Boolean()),
         sa.Column("release", TEXT),
         sa.Column("version", BIG),
@@ -285,7 +286,8 @@ def upgrade() -> None:
         sa.Column("deleted_at", BIG),
         _column("created_at", BIG),
     )
-    op.create_index("ix_runs_created_at", "runs", ["tenant_id", "created_at", "outcome"])
+    op.create_index("ix_runs_ended_at", "runs", ["tenant_id", "ended_at", "outcome"])
+    op.create_index("ix_runs_created_at", "runs", ["tenant_id", "created_at"])
     op.create_index(
         "ix_runs_newest",
         "runs",
