@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from permille.plain_console import PlainConsole
-from permille_agent.cli.console import EngineOption, ExitCode, JsonOption, home_of, show
+from permille_agent.cli.console import TEXT_FILES, EngineOption, ExitCode, JsonOption, home_of, show
 from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
@@ -35,10 +35,7 @@ def train(
     context: typer.Context,
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Files (.txt, .md, .jsonl, ChatGPT's conversations.json) or folders; "
-            "default: those of `data add`."
-        ),
+        typer.Argument(help=f"Folders, and files: {TEXT_FILES}. Default: those of `data add`."),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="How long, search and judgement included. Default: 30.")

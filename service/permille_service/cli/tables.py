@@ -77,13 +77,15 @@ def cell(name: str, value: Any, now: datetime | None = None) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key.replace('_', ' ')} {cell(key, part, now)}" for key, part in value.items())
     if isinstance(value, (int, float)) and name.endswith("bytes"):
         return decimal(int(value))
     if name.endswith("_at"):
         return when(value, now or datetime.now(UTC))
-    if name.endswith("fraction"):
+    if name.endswith(("fraction", "progress")):
         return f"{value:.0%}"
-    if name.endswith(("seconds", "seconds_left")):
+    if name.endswith(("seconds", "seconds_left", "eta_s")):
         return span(float(value))
     if isinstance(value, float):
         return f"{value:.4g}"

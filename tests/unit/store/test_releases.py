@@ -266,7 +266,7 @@ def test_the_newest_run_is_the_one_that_ended_last_however_reports_arrive(
 ) -> None:
     with db.read() as session:
         arrival = now(session)
-    on_version = {"release": "tiny", "version": 1, "agent_version": "0.1.0"}
+    on_version: dict[str, Any] = {"release": "tiny", "version": 1, "agent_version": "0.1.0"}
     for name, seconds in (("second", -10), ("third", -5), ("first", -20), ("ahead", 3600)):
         ended_at = (arrival + timedelta(seconds=seconds)).isoformat()
         report(db, tenant_id, device_id, name, ended_at=ended_at, engine=name, **on_version)
