@@ -115,12 +115,16 @@ def forecast(run: Run, plan: Plan) -> str | None:
     if pace is not None and minutes is not None:
         step = duration(pace.step_s * _trainings(run))
         most = "" if plan.total_steps < _most_steps(run) else ", all that this text is good for"
-        return f"a step takes {step} here: {plan.total_steps} steps in {minutes:g} minutes{most}"
+        return f"a step takes {step} here: {_counted(plan.total_steps)} in {minutes:g} minutes{most}"
     step_s = next(filter(None, map(partial(_step_s, run), reversed(other_runs(run.folder)))), None)
     if step_s is None:
         return None
     step, total = duration(step_s), duration(step_s * _trainings(run) * plan.total_steps)
-    return f"a step took {step} here before: {plan.total_steps} steps take about {total}"
+    return f"a step took {step} here before: {_counted(plan.total_steps)} will take about {total}"
+
+
+def _counted(steps: int) -> str:
+    return f"{steps} step" + "s" * (steps != 1)
 
 
 def _step_s(run: Run, other: RunFolder) -> float | None:

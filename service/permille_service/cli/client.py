@@ -194,7 +194,7 @@ def _field_in_words(location: str, message: str) -> str:
     if message.startswith("Extra inputs"):
         return f"{flag} does not go with the other options"
     if found := _PATTERN.search(message):
-        return f"{flag}: expected {_FORMS.get(found[1], f'text of the form {found[1]}')}"
+        return f"{flag}: expected {_FORMS.get(found[1], 'another form')}"
     return f"{flag}: {message[:1].lower()}{message[1:]}"
 
 

@@ -119,9 +119,15 @@ def short(value: str) -> str:
 
 
 def figures_of(figures: Sequence[Row]) -> list[Row]:
-    """Figures of a preflight, each number in its unit."""
+    """Figures of a preflight, each number in its unit, or unknown."""
     return [
-        {**row, **{name: cell(str(row["unit"]), row[name]) for name in ("needed", "available")}}
+        {
+            **row,
+            **{
+                name: "unknown" if row[name] is None else cell(str(row["unit"]), row[name])
+                for name in ("needed", "available")
+            },
+        }
         for row in figures
     ]
 

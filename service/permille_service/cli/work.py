@@ -133,10 +133,10 @@ def _add_preflight(app: typer.Typer, work: WorkKind) -> None:
         answer = session.client.post("/v1/preflights", {"kind": work.kind, "request": body})
         if session.output.as_json:
             session.output.show(answer)
-        elif answer["unknown"]:
-            session.output.say(f"nothing is known yet: {answer['unknown']}")
         else:
             session.output.show(figures_of(answer["figures"]), FIGURES)
+        if answer["unknown"]:
+            session.output.say(f"unknown: {answer['unknown']}")
         if not answer["accepted"]:
             raise CommandError("expected a machine that can hold this build, got too little", Exit.REFUSED)
 

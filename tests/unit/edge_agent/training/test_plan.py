@@ -99,7 +99,7 @@ def _begun(run: Run, step_s: float, **changes: Any) -> Run:
 
 def test_a_run_says_how_long_a_step_takes_and_how_many_fit(package: Package, tmp_path: Path) -> None:
     text, engine = user_text(tmp_path), bigram_engine(package)
-    timed = {"steps": None, "minutes": 30.0}
+    timed: dict[str, Any] = {"steps": None, "minutes": 30.0}
     run = _begun(run_of(package, engine, text, tmp_path / "runs/a", **timed), 0.318)
     assert forecast(run, _plan(85)) == "a step takes 0.32 s here: 85 steps in 30 minutes"
     along = _begun(
@@ -121,7 +121,7 @@ def test_a_run_of_so_many_steps_is_told_by_the_newest_like_it(package: Package, 
     _begun(run_of(package, engine, text, folder / "like"), 3.0)
     (folder / "damaged").mkdir()
     (folder / "damaged/run.json").write_text("{")
-    assert forecast(run, _plan(100)) == "a step took 3 s here before: 100 steps take about 5 min"
+    assert forecast(run, _plan(100)) == "a step took 3 s here before: 100 steps will take about 5 min"
 
 
 def test_the_forecast_is_told_before_the_first_step(package: Package, tmp_path: Path) -> None:
