@@ -183,7 +183,7 @@ HEADERS = {
 def test_open_webui_with_a_connection_of_openai(root: str) -> None:
     """`backend/open_webui/routers/openai.py`: verify_connection, get_all_models, generate_chat_completion;
     `tasks.py`: generate_title, generate_follow_ups."""
-    with httpx.Client(base_url=f"{root}/v1", headers=HEADERS) as webui:
+    with httpx.Client(base_url=f"{root}/v1", headers=HEADERS, timeout=300) as webui:
         models = webui.get("/models").json()
         assert all(model.get("id") for model in models["data"])
         picked = models["data"][0]["id"]
@@ -219,7 +219,7 @@ def test_open_webui_with_a_connection_of_openai(root: str) -> None:
 def test_open_webui_with_a_connection_of_ollama(root: str) -> None:
     """`backend/open_webui/routers/ollama.py`: verify_connection, get_all_models, get_ollama_loaded_models,
     get_ollama_versions, generate_chat_completion, unload_model; `utils/payload.py` turns the body."""
-    with httpx.Client(base_url=root, headers=HEADERS) as webui:
+    with httpx.Client(base_url=root, headers=HEADERS, timeout=300) as webui:
         version = webui.get("/api/version").json()["version"]
         assert all(part.isdigit() for part in version.split("."))
         models = webui.get("/api/tags").json()["models"]
