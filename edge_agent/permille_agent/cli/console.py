@@ -34,6 +34,7 @@ EngineOption = Annotated[
     ),
 ]
 
+TEXT_FILES = ".txt, .md, .jsonl, .html, .eml, .mbox, .pdf, .docx, ChatGPT's conversations.json"
 UNWRAPPED = 4096  # columns, where there is no terminal
 
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from permille.plain_text import echo
-from permille_agent.cli.console import DEVICE, PERSONALISE, ExitCode, JsonOption, home_of, show
+from permille_agent.cli.console import (
+    DEVICE,
+    PERSONALISE,
+    TEXT_FILES,
+    ExitCode,
+    JsonOption,
+    home_of,
+    show,
+)
 
 if TYPE_CHECKING:
     from permille_agent.state.home import Home
@@ -46,7 +54,8 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
 def data_add(
     context: typer.Context,
     paths: Annotated[
-        list[Path], typer.Argument(help="Files (.txt, .md, .jsonl, ChatGPT's conversations.json) or folders.")
+        list[Path],
+        typer.Argument(help=f"Folders, and files: {TEXT_FILES}."),
     ],
     as_json: JsonOption = False,
 ) -> None:
@@ -65,7 +74,12 @@ def data_add(
     with hold_lock(home, "data", wait_s=10.0):
         known = add_references(home, paths)
     _, report = survey(paths)
-    show({"data": [str(path) for path in known], "text": report.summary()}, as_json=as_json)
+    document = {
+        "data": [str(path) for path in known],
+        "text": report.summary(),
+        "skipped": report.examples,
+    }
+    show(document, as_json=as_json)
 
 
 @data.command("list")

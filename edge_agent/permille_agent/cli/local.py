@@ -1,8 +1,10 @@
 """Commands that use the model on this device: compare, generate, chat, serve, export."""
 
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +29,7 @@ from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
     from permille_agent.local.compare import SideBySide
-    from permille_agent.local.model import LocalModel, Variant
+    from permille_agent.local.model import LocalModel, Sampling, Variant
 
 BaseOption = Annotated[bool, typer.Option("--base", help="Use the model as it was before training.")]
 ThreadsOption = Annotated[
@@ -38,15 +40,21 @@ TokensOption = Annotated[
     int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.", rich_help_panel=SAMPLING)
 ]
 TemperatureOption = Annotated[
-    float,
+    float | None,
     typer.Option(
-        min=0.0, max=2.0, help="Randomness; 0 gives the most likely text.", rich_help_panel=SAMPLING
+        min=0.0,
+        max=2.0,
+        help="Randomness; 0 gives the most likely text. Default: the model's own setting.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 TopPOption = Annotated[
-    float,
+    float | None,
     typer.Option(
-        min=0.01, max=1.0, help="Probability mass of the tokens to draw from.", rich_help_panel=SAMPLING
+        min=0.01,
+        max=1.0,
+        help="Probability mass of the tokens to draw from. Default: the model's own setting.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 SeedOption = Annotated[
@@ -81,8 +89,8 @@ def compare(
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue. Repeat it for more.")] = None,
     max_tokens: TokensOption = 48,
-    temperature: TemperatureOption = 0.8,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
@@ -97,12 +105,11 @@ def compare(
       permille-agent compare --prompt "Dear Anna," --max-tokens 80
     """
     from permille_agent.local.compare import compare as compare_models
-    from permille_agent.local.model import Sampling
     from permille_agent.state.home import as_json as json_of
 
     home = home_of(context)
-    sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with _open_model(context, threads, engine) as model:
+        sampling = _sampling(model, max_tokens, temperature, top_p, seed)
         result = compare_models(home, model, data_paths=data or [], prompts=prompt or [], sampling=sampling)
     show(json_of(result), as_json=as_json, render=lambda console: _render_comparison(console, result))
 
@@ -125,11 +132,8 @@ def show_page(
     Any browser opens the page without network. It lies in the run's folder, readable by you alone.
     """
     from permille_agent.local.show import show_run
-    from permille_agent.state.lock import hold_lock
 
-    home = home_of(context)
-    with hold_lock(home, "show", wait_s=10.0):
-        page = show_run(home, run, EngineChoice(name=engine, threads=threads))
+    page = show_run(home_of(context), run, EngineChoice(name=engine, threads=threads))
     show({"page": str(page)}, as_json=as_json)
 
 
@@ -141,8 +145,8 @@ def generate(
         bool, typer.Option("--chat", help="Answer the prompt, using the model's chat template.")
     ] = False,
     max_tokens: TokensOption = 128,
-    temperature: TemperatureOption = 0.8,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
@@ -158,10 +162,8 @@ def generate(
 
       permille-agent generate --chat "What is the capital of France?" --temperature 0
     """
-    from permille_agent.local.model import Sampling
-
-    sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with _open_model(context, threads, engine) as model:
+        sampling = _sampling(model, max_tokens, temperature, top_p, seed)
         variant = _variant(model, base)
         if as_chat:
             generated, pieces = model.reply([("user", prompt)], variant, sampling)
@@ -191,8 +193,8 @@ def chat(
     base: BaseOption = False,
     system: Annotated[str | None, typer.Option(help="System message at the beginning.")] = None,
     max_tokens: TokensOption = 256,
-    temperature: TemperatureOption = 0.8,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
@@ -208,22 +210,20 @@ def chat(
     Type /reset to start a new conversation, /exit or Ctrl-D to end.
     """
     from permille.errors import InputError
-    from permille_agent.local.model import Sampling
 
     beginning = [("system", system)] if system else []
     messages = list(beginning)
     with _open_model(context, threads, engine) as model:
         model.tokenizer.require_chat()
         variant = _variant(model, base)
-        echo(f"{variant.value} model; /reset, /exit", err=True)
+        if sys.stdin.isatty():
+            echo(f"{variant.value} model; /reset, /exit", err=True)
         while (line := _read_line()) is not None:
             if line == "/reset":
                 messages = list(beginning)
                 continue
             messages.append(("user", line))
-            sampling = Sampling(
-                max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed + len(messages)
-            )
+            sampling = _sampling(model, max_tokens, temperature, top_p, seed + len(messages))
             try:
                 _, pieces = model.reply(messages, variant, sampling)
             except InputError as exc:
@@ -243,11 +243,15 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
     ] = 8081,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Allow pages of this origin, like http://localhost:3000. Repeat it for more."),
+    ] = None,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve the model to programs on this machine, through the REST interface of OpenAI.
+    """Serve the model to programs on this machine, through the REST interfaces of OpenAI and Ollama.
 
     [bold]Examples[/bold]
 
@@ -255,18 +259,23 @@ def serve(
 
       curl -H "Authorization: Bearer $(cat TOKEN_FILE)" http://127.0.0.1:8081/v1/models
 
-    The server listens on loopback only. Clients send the token from the file that is named at the start. The
-    models are `personal`, `pooled` and `base`, if the device has them.
+    The server listens on loopback only. Clients send the token from the file that is named at the start, as
+    their API key. The models are `personal`, `pooled` and `base`, if the device has them. Any other name
+    means the first of them.
     """
-    from permille_agent.local.serve import LocalServer, read_or_make_token
+    from permille_agent.local.serve import LocalServer, read_or_make_access
 
-    home = home_of(context)
-    token_file, token = read_or_make_token(home)
+    access = read_or_make_access(home_of(context), allow_origin or ())
     with _open_model(context, threads, engine) as model:
-        server = LocalServer(("127.0.0.1", port), model, token)
-        address = f"http://127.0.0.1:{server.port}/v1"
-        models = [variant.value for variant in model.variants]
-        show({"address": address, "token_file": str(token_file), "models": models}, as_json=as_json)
+        server = LocalServer(("127.0.0.1", port), model, access)
+        root = f"http://127.0.0.1:{server.port}"
+        document = {
+            "address": f"{root}/v1",
+            "ollama_address": root,
+            "token_file": str(access.token_file),
+            "models": [variant.value for variant in model.variants],
+        }
+        show(document, as_json=as_json)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -361,6 +370,20 @@ def _open_model(context: typer.Context, threads: int | None, engine: str) -> "Lo
     return LocalModel(home_of(context), EngineChoice(name=engine, threads=threads))
 
 
+def _sampling(
+    model: "LocalModel", max_tokens: int, temperature: float | None, top_p: float | None, seed: int
+) -> "Sampling":
+    """Return the model's own settings with what the user asks for."""
+    own = model.sampling
+    return replace(
+        own,
+        max_new_tokens=max_tokens,
+        seed=seed,
+        temperature=own.temperature if temperature is None else temperature,
+        top_p=own.top_p if top_p is None else top_p,
+    )
+
+
 def _variant(model: "LocalModel", base: bool) -> "Variant":
     from permille_agent.local.model import Variant
 
@@ -368,10 +391,11 @@ def _variant(model: "LocalModel", base: bool) -> "Variant":
 
 
 def _read_line() -> str | None:
-    """Return the next line that is not empty; None at the end."""
+    """Return the next line that is not empty; None at the end. Only a person at a terminal is prompted."""
+    prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            line = input("> ").strip()
+            line = input(prompt).strip()
         except (EOFError, KeyboardInterrupt):
             return None
         if line == "/exit":

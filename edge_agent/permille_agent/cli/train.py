@@ -12,7 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from permille.plain_console import PlainConsole
-from permille_agent.cli.console import COMPUTING, START, EngineOption, ExitCode, JsonOption, home_of, show
+from permille_agent.cli.console import (
+    COMPUTING,
+    START,
+    TEXT_FILES,
+    EngineOption,
+    ExitCode,
+    JsonOption,
+    home_of,
+    show,
+)
 from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
@@ -36,10 +45,7 @@ def train(
     context: typer.Context,
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Files (.txt, .md, .jsonl, ChatGPT's conversations.json) or folders. "
-            "Default: those of `data add`."
-        ),
+        typer.Argument(help=f"Files ({TEXT_FILES}) or folders. Default: those of `data add`."),
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="How long to train and judge. Default: 30.")] = None,
     steps: Annotated[

@@ -11,6 +11,7 @@ time.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
@@ -206,16 +207,14 @@ def read_reports(home: Home) -> Iterator[Report]:
 
 
 def deliver(home: Home, api: DeviceApi) -> Delivered:
-    """Send everything that waits; what is sent is noted before the next begins.
+    """Send everything that waits, what ended first in front; what is sent is noted before the next begins.
 
     Raises:
         RetryableError, OperatorError: the service cannot be reached or refuses this device; the rest keeps
         waiting.
     """
     sent = refused = 0
-    for report in read_reports(home):
-        if not report.waits:
-            continue
+    for report in sorted(filter(lambda one: one.waits, read_reports(home)), key=_ended_at):
         done = _deliver_one(home, api, report)
         sent, refused = sent + (not done.reason), refused + bool(done.reason)
     return Delivered(sent=sent, refused=refused)
@@ -262,6 +261,11 @@ def want_deletion(home: Home, run_id: str | None) -> int:
     for report in uploaded:
         _save(home, replace(report, log_delivery=Delivery.DELETION_WANTED))
     return len(uploaded)
+
+
+def _ended_at(report: Report) -> datetime:
+    """When the run ended; `forget` leaves no metrics of those whose logs are to be deleted."""
+    return datetime.min.replace(tzinfo=UTC) if report.metrics is None else report.metrics.ended_at
 
 
 def _withdraw(home: Home, report: Report) -> Report:

@@ -65,9 +65,13 @@ def hold_rounds_lock(home: Home, *, wait_s: float = 0.0) -> Iterator[None]:
         yield
 
 
+def _lock(path: Path) -> FileLock:
+    return FileLock(path, mode=0o600, thread_local=False, is_singleton=True, fallback_to_soft=False)
+
+
 @contextmanager
 def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
-    lock = FileLock(path, mode=0o600, thread_local=False, is_singleton=True, fallback_to_soft=False)
+    lock = _lock(path)
     try:
         lock.acquire(timeout=wait_s)
     except Timeout as exc:
@@ -88,11 +92,13 @@ def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
 
 def lock_holder(home: Home) -> Holder | None:
     """Say which other process holds the writers' lock; None where it is free or the holder left no note."""
+    lock = _lock(home.lock)
     try:
-        with hold_lock(home, "status"):
-            return None
-    except LockedError:
+        lock.acquire(timeout=0.0)
+    except Timeout:
         return _read_note(home.lock)
+    lock.release()  # at once and without a note: a writer that begins now must find it free
+    return None
 
 
 def _note(path: Path) -> Path:

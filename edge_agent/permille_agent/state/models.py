@@ -147,12 +147,17 @@ def _is_unused(home: Home, package_digest: str) -> bool:
 def _return_to_previous(home: Home, package_digest: str, error: PackageError) -> InstalledRelease | None:
     if not _is_unused(home, package_digest):
         return None
-    with hold_lock(home, "rollback", wait_s=5.0):
-        known = read_releases(home)
-        refused = None
-        if error.code not in DAMAGED:
-            refused = RefusedPackage(manifest_digest=package_digest, reason=str(error)[:500])
-        write_record(home.releases, replace(known, installed=known.previous, previous=None, refused=refused))
+    try:
+        with hold_lock(home, "rollback", wait_s=5.0):
+            known = read_releases(home)
+            refused = None
+            if error.code not in DAMAGED:
+                refused = RefusedPackage(manifest_digest=package_digest, reason=str(error)[:500])
+            write_record(
+                home.releases, replace(known, installed=known.previous, previous=None, refused=refused)
+            )
+    except LockedError:  # a training goes on: the caller tells what is wrong with the package, not that
+        return None
     return known.previous
 
 

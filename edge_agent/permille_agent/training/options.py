@@ -1,7 +1,9 @@
 """What a training run is told: options, whose defaults need no tuning (docs/adr/0009, 0030), and context."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Self
 
@@ -148,6 +150,11 @@ class TrainOptions:
         return {**asdict(self), **names, **fractions}
 
 
+def utc_now() -> datetime:
+    """Read the clock of this device."""
+    return datetime.now(UTC)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
     """Who trains, beside what is trained: nothing here decides a result but the engine.
@@ -158,6 +165,7 @@ class RunContext:
         withdrawals: how often consent had been withdrawn when the user agreed to that.
         stop: once set, the run stops within one call of the engine, resumable.
         progress: told what happens.
+        now: the time of day, for the report.
         engine_of: opens an engine on a package. A run that goes on keeps its engine; an active model of
             another package is opened with what fits it.
     """
@@ -166,6 +174,7 @@ class RunContext:
     withdrawals: int = 0
     stop: threading.Event | None = None
     progress: RunProgress = SILENT
+    now: Callable[[], datetime] = utc_now
     engine_of: OpenEngine = ANY_ENGINE
 
 

@@ -55,6 +55,7 @@ from permille_agent.training.personal import find_start, model_values, start_sta
 from permille_agent.training.plan import Plan, make_plan
 from permille_agent.training.run import (
     AgreedTo,
+    BegunRun,
     LearnedText,
     Run,
     RunClock,
@@ -138,7 +139,7 @@ class _Task:
         with telling_disk():
             folder = self._open_run(f"refused:{digest}", ())
             known = folder.load("outcome", RunOutcome) is not None
-            facts = self._facts(Outcome.REFUSED_DATA)
+            facts = self._facts(Outcome.REFUSED_DATA, folder)
             end = folder.once("outcome", RunOutcome, lambda: run_outcome(facts, message, self.report))
             return result_of(folder, end, known=known)
 
@@ -209,10 +210,10 @@ class _Task:
                 run=run.folder.name, run_id=run.folder.run_id, outcome=Outcome.INTERRUPTED, message=str(exc)
             )
         except SearchFailed as exc:
-            return self._end(run, self._facts(Outcome.FAILED, run), str(exc))
+            return self._end(run, self._facts(Outcome.FAILED, run.folder, run), str(exc))
         outcome = self._act(run, decision, selected)
         log = lay_out_log(run, selected, decision, share_log=self.context.share_log)
-        return self._end(run, self._facts(outcome, run, plan, decision, log), decision.reason)
+        return self._end(run, self._facts(outcome, run.folder, run, plan, decision, log), decision.reason)
 
     def _act(self, run: Run, decision: Decision, selected: SelectedState) -> Outcome:
         """Activate what was adopted."""
@@ -235,6 +236,7 @@ class _Task:
     def _facts(
         self,
         outcome: Outcome,
+        folder: RunFolder,
         run: Run | None = None,
         plan: Plan | None = None,
         decision: Decision | None = None,
@@ -245,6 +247,8 @@ class _Task:
             options=self.options,
             k=self.package.k,
             outcome=outcome,
+            began_at=folder.require("run", BegunRun).began_at,
+            ended_at=self.context.now(),
             seconds=run.clock.seconds() if run else 0.0,
             prepared=run.prepared if run else None,
             plan=plan,
@@ -257,7 +261,7 @@ class _Task:
         return RunDefinition(package=self.package.digest, data=data_digest, options=self.options, start=start)
 
     def _open_run(self, data_digest: str, data_paths: Sequence[Path], start: str | None = None) -> RunFolder:
-        folder = open_run(self.home, self._definition(data_digest, start))
+        folder = open_run(self.home, self._definition(data_digest, start), self.context.now())
         paths = tuple(path.absolute() for path in data_paths)
         source = TextSource(paths=paths, bad_rows=tuple(self.report.examples))
         folder.once("data", TextSource, lambda: source)

@@ -13,6 +13,7 @@ from typing import Any, Self
 import httpx
 
 from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, PATH_PATTERN, TEXT_PATTERN
+from permille.schemas.inputs import COMMIT_PATTERN, REPOSITORY_PATTERN
 from permille.schemas.jobs import ENDED
 from permille_service.cli.exits import CommandError, Exit, exit_of_status
 from permille_service.cli.forms import flag_of
@@ -23,6 +24,8 @@ _FORMS = {
     ID_PATTERN: "an id, such as model_01jd3kq8z7m4n5p6r7s8t9v0wx",
     DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
     PATH_PATTERN: "a path below the root, such as a/b, of letters, digits, and _ . @ + -",
+    REPOSITORY_PATTERN: "a repository as owner/name",
+    COMMIT_PATTERN: "a commit of 40 hexadecimal digits; the hub's page of commits has it, a branch may move",
     TEXT_PATTERN: "text without control and format characters",
 }
 # Fields whose options are not named after them; a test holds them against the options of the commands.

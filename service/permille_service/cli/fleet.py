@@ -54,7 +54,7 @@ _VERDICTS = {
 }
 _ENTRIES = ("seq", "at", "token_id", "action", "subject")
 _RUNS = (
-    *("run_id", "device_id", "metrics.outcome", "metrics.steps", "metrics.loss_base"),
+    *("run_id", "device_id", "ended_at", "metrics.outcome", "metrics.steps", "metrics.loss_base"),
     *("metrics.loss_personal", "metrics.general_loss_base", "metrics.general_loss_personal", "log.state"),
 )
 

@@ -136,10 +136,10 @@ def _add_preflight(app: typer.Typer, work: WorkKind) -> None:
         answer = session.client.post("/v1/preflights", {"kind": work.kind, "request": body})
         if session.output.as_json:
             session.output.show(answer)
-        elif answer["unknown"]:
-            session.output.say(f"Nothing is known yet: {answer['unknown']}")
         else:
             session.output.show(figures_of(answer["figures"]), FIGURES)
+        if answer["unknown"]:
+            session.output.say(f"Not known yet: {answer['unknown']}")
         if not answer["accepted"]:
             raise CommandError(
                 "This machine cannot hold the build. Ask for less, or use a larger machine.", Exit.REFUSED

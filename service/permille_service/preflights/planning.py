@@ -1,7 +1,9 @@
 """What a request will need, from the rows that it names, and whether the machine has it.
 
-A hub model that no worker has read yet has no figures: the answer says so, and refuses nothing.
+The needs of a hub model that no worker has read yet are unknown: the answer says so, and refuses nothing.
 """
+
+from dataclasses import replace
 
 from sqlalchemy.orm import Session
 
@@ -44,15 +46,26 @@ from permille_service.preflights.estimates import (
     sizes_of,
     sparsification_needs,
 )
+from permille_service.preflights.past import forecast_s
 from permille_service.problems import ApiError
 
 ADAPTER = "adapter"  # the package's own word for the layer
 NOTHING = Needs(memory_bytes=0, disk_bytes=0, seconds=0.0)
 _UNREAD = "the files of this hub model have not been read yet: its first job downloads them"
+_KINDS = {
+    SparsificationCreate: JobKind.SPARSIFICATION,
+    FisherMaskCreate: JobKind.MASK,
+    WeightMaskCreate: JobKind.MASK,
+    QuantizationCreate: JobKind.QUANTIZATION,
+    PackageCreate: JobKind.PACKAGE,
+    BuildCreate: JobKind.BUILD,
+    PoolingCreate: JobKind.POOLING,
+    ExportCreate: JobKind.EXPORT,
+}
 _EXPLANATIONS = {
     "memory": "weights, scores, gradients and activations",
     "disk": "layers, scores and reports in the blob folder",
-    "time": "estimated from the floating-point work",
+    "time": "by the floating-point work alone: no job like it has ended here",
 }
 
 
@@ -76,33 +89,54 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
 
 def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight:
     """What a request needs and whether the machine has it. Raises as `check`, but for the refusal."""
-    machine = measure_machine(service.settings)
+    machine, kind = measure_machine(service.settings), _KINDS[type(request)]
     with service.database.read() as session:
-        needs = _Planner(session, tenant_id, machine).needs_of(request)
-    if needs is NOTHING:
-        return Preflight(accepted=True, figures=[], unknown=_UNREAD)
-    return compare(needs, machine)
+        planner = _Planner(session, tenant_id, machine)
+        needs = planner.needs_of(request)
+        if needs is NOTHING:
+            return compare(None, machine)
+        seconds, jobs = forecast_s(
+            session,
+            tenant_id=tenant_id,
+            kind=kind,
+            estimated_s=needs.seconds,
+            estimate=lambda past: planner.needs_of(past).seconds,
+        )
+    told_by = f"by {jobs} past jobs of kind {kind}" if jobs else ""
+    return compare(replace(needs, seconds=seconds), machine, told_by=told_by)
 
 
-def compare(needs: Needs, machine: Machine) -> Preflight:
-    """Needs against a machine; what is unknown counts as enough."""
-    rows = (
-        ("memory", "bytes", needs.memory_bytes, machine.memory_bytes),
-        ("disk", "bytes", needs.disk_bytes, machine.disk_bytes),
-        ("time", "seconds", needs.seconds, MAX_JOB_S),
+def compare(needs: Needs | None, machine: Machine, *, told_by: str = "") -> Preflight:
+    """Needs, or None where they are unknown, against a machine; what is unknown counts as enough.
+
+    Args:
+        told_by: where the time is from, unless it is from the work alone.
+    """
+    memory, disk, seconds = (
+        (None, None, None) if needs is None else (needs.memory_bytes, needs.disk_bytes, needs.seconds)
     )
+    rows = (
+        ("memory", "bytes", memory, machine.memory_bytes),
+        ("disk", "bytes", disk, machine.disk_bytes),
+        ("time", "seconds", seconds, MAX_JOB_S),
+    )
+    explanations = _EXPLANATIONS | ({"time": told_by} if told_by else {})
     figures = [
         Figure(
             name=name,
             unit=unit,
             needed=needed,
             available=available,
-            enough=available is None or needed <= available,
-            explanation=_EXPLANATIONS[name],
+            enough=available is None or needed is None or needed <= available,
+            explanation=explanations[name],
         )
         for name, unit, needed, available in rows
     ]
-    return Preflight(accepted=all(figure.enough for figure in figures), figures=figures)
+    return Preflight(
+        accepted=all(figure.enough for figure in figures),
+        figures=figures,
+        unknown=_UNREAD if needs is None else None,
+    )
 
 
 class _Planner:

@@ -95,7 +95,7 @@ def list_runs(
     window: MomentPaging,
     device_id: OfDevice = None,
 ) -> Page[Run]:
-    """List runs, the newest first."""
+    """List runs, the one that ended last first."""
     with service.database.read() as session:
         page = runs.list_runs(session, tenant_id=operator.tenant_id, device_id=device_id, window=window)
     return page_of(page, present)
@@ -184,6 +184,7 @@ def present(row: tables.Run) -> Run:
         run_id=row.run_id,
         device_id=row.device_id,
         created_at=row.created_at,
+        ended_at=row.ended_at,
         metrics=RunMetrics.model_validate(row.metrics),
         log=log,
     )

@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from permille.schemas.fields import NAME_PATTERN, PATH_PATTERN
+from permille.schemas.inputs import COMMIT_PATTERN
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK
 from permille.schemas.packages import BuildCreate
@@ -306,6 +307,25 @@ def test_what_is_wrong_with_a_request_is_said_without_patterns() -> None:
     )
     path = {"location": "body.source.folder.path", "message": f"String should match pattern '{PATH_PATTERN}'"}
     assert in_words([path]).startswith("--folder must be a path below the root")
+    commit = {
+        "location": "body.source.hub.commit",
+        "message": f"String should match pattern '{COMMIT_PATTERN}'",
+    }
+    assert in_words([commit]).startswith("--commit must be a commit of 40 hexadecimal digits")
+
+
+def test_an_events_data_is_words() -> None:
+    events = [
+        {"seq": 1, "kind": "progress", "data": {"progress": 0.25, "message": "scoring", "eta_s": 90.0}},
+        {"seq": 2, "kind": "state", "data": {"state": "succeeded"}},
+    ]
+    lines = [
+        " ".join(line.split()) for line in printed(table_of(events, ("seq", "kind", "data"))).splitlines()
+    ]
+    assert lines[1:] == [
+        "1 progress progress 25%, message scoring, eta s 2 min",
+        "2 state state succeeded",
+    ]
 
 
 def test_an_invitation_needs_its_release_and_is_a_line_for_the_device(client: Collections) -> None:

@@ -111,6 +111,14 @@ def test_reports_wait_for_the_network(device: Device) -> None:
     assert set(device.service.runs) == {RUN_ID, OTHER_RUN_ID}
 
 
+def test_reports_are_sent_in_the_order_in_which_their_runs_ended(device: Device) -> None:
+    last, first = sorted((RUN_ID, OTHER_RUN_ID))
+    device.queue(last, log=None, ended_at="2026-11-20T12:00:00Z")
+    device.queue(first, log=None, ended_at="2026-11-20T11:00:00Z")
+    device.deliver()
+    assert list(device.service.runs) == [first, last]
+
+
 def test_an_answer_that_got_lost_is_asked_for_again(device: Device) -> None:
     device.queue()
     device.deliver_in_vain("log")
@@ -240,7 +248,7 @@ def finished_run(
     run = RunFolder(home.runs / name)
     run.path.mkdir()
     definition = RunDefinition(package="a", data="b", options=TrainOptions(steps=1))
-    run.store("run", BegunRun(run_id=run_id, definition=definition))
+    run.store("run", BegunRun(run_id=run_id, began_at=metrics().began_at, definition=definition))
     run.store("outcome", RunOutcome(message="", metrics=metrics(), data=DataReport()))
     if changes:
         path = run.path / "outcome.json"

@@ -1,5 +1,6 @@
 """Using the model: variants, generation, stop strings, comparison, export."""
 
+import io
 import json
 import re
 import sys
@@ -127,6 +128,29 @@ def test_generate_and_chat_say_what_a_model_without_a_template_can_do(
     with LocalModel(chatting, bigram_engine) as model:
         generated, _ = model.reply([("user", "Hello?")], Variant.PERSONAL, GREEDY)
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == generated.prompt_tokens
+
+
+def test_chat_with_piped_input_prints_answers_alone(
+    chatting: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [
+        "--home",
+        str(chatting.root),
+        "generate",
+        "--chat",
+        "Hello?",
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]
+    assert cli.main(asked) == 0
+    answer = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello?\n\n/reset\nHello?\n/exit\nnever\n"))
+    assert cli.main(["--home", str(chatting.root), "chat", "--max-tokens", "4", "--temperature", "0"]) == 0
+    said = capsys.readouterr()
+    assert said.out == answer + answer
+    assert said.err == ""
 
 
 class _FewPositions(BigramEngine):

@@ -7,7 +7,7 @@ import pytest
 
 from permille.errors import InputError, OperatorError
 from permille_agent.state.home import Home, open_home
-from permille_agent.training.options import TrainOptions
+from permille_agent.training.options import TrainOptions, utc_now
 from permille_agent.training.run import (
     BegunRun,
     Evaluation,
@@ -29,7 +29,8 @@ def home(tmp_path: Path) -> Home:
 
 
 def _begin(home: Home, seed: int = 0) -> RunFolder:
-    return open_run(home, RunDefinition(package="a", data="b", options=TrainOptions(seed=seed, minutes=0.1)))
+    definition = RunDefinition(package="a", data="b", options=TrainOptions(seed=seed, minutes=0.1))
+    return open_run(home, definition, utc_now())
 
 
 def test_the_same_definition_finds_the_same_run(home: Home) -> None:
