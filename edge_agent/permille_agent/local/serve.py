@@ -70,13 +70,15 @@ class LocalServer(BoundedServer):
             OperatorError: the port cannot be bound.
         """
         if address[0] not in ("127.0.0.1", "::1", "localhost"):
-            raise InputError(f"expected a loopback address, got {address[0]}")
+            raise InputError(f"The server listens on loopback only, not on {address[0]}.")
         if address[0] == "::1":
             self.address_family = socket.AF_INET6
         try:
             super().__init__(address, _Handler)
         except OSError as exc:
-            raise OperatorError(f"expected to listen on {address[0]}:{address[1]}: {exc}") from exc
+            raise OperatorError(
+                f"Cannot listen on {address[0]}:{address[1]}: {exc}. Choose another --port."
+            ) from exc
         self.model = model
         self.access = access
         self.requests = threading.BoundedSemaphore(MAX_REQUESTS)
@@ -99,7 +101,7 @@ def read_or_make_access(home: Home, origins: Sequence[str] = ()) -> Access:
         write_atomic(path, secrets.token_urlsafe(32).encode() + b"\n", mode=0o600)
     token = path.read_bytes().strip()
     if not token.isascii() or not token.decode().isprintable() or not token:
-        raise OperatorError(f"expected a token in {path}, found something else: delete it")
+        raise OperatorError(f"{path} holds no token. Delete the file.")
     return Access(token=token.decode(), token_file=path, origins=tuple(origins))
 
 
@@ -152,7 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._check_token()
             if not self.server.requests.acquire(blocking=False):
                 raise _RequestError(
-                    HTTPStatus.SERVICE_UNAVAILABLE, f"expected at most {MAX_REQUESTS} requests at a time"
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"There are more than {MAX_REQUESTS} requests at a time. Try again.",
                 )
             try:
                 work()
@@ -175,7 +178,8 @@ class _Handler(BaseHTTPRequestHandler):
         allowed = {*LOOPBACK_NAMES} if self.server.port == 80 else set()
         if host not in allowed and (name not in LOOPBACK_NAMES or port != str(self.server.port)):
             raise _RequestError(
-                HTTPStatus.MISDIRECTED_REQUEST, f"expected Host 127.0.0.1:{self.server.port}, got {host!r}"
+                HTTPStatus.MISDIRECTED_REQUEST,
+                f"The Host must be 127.0.0.1:{self.server.port}, got {host!r}.",
             )
 
     def _check_token(self) -> None:
@@ -222,10 +226,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length") or ""
         if not length.isascii() or not length.isdigit() or "Transfer-Encoding" in self.headers:
-            raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "expected a body with a Content-Length")
+            raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "The request needs a Content-Length.")
         if len(length) > 10 or int(length) > MAX_BODY_BYTES:
             raise _RequestError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {MAX_BODY_BYTES} bytes"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is larger than {MAX_BODY_BYTES} bytes."
             )
         return self.rfile.read(int(length))
 
