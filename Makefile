@@ -89,7 +89,7 @@ JOBS ?= 1000
 chaos: $(VENV)/.native $(EXECUTORCH)/.installed system-packages  ## JOBS jobs while processes, broker, database and store fail; then count what is lost (a quarter of an hour where nothing else runs)
 	@PYTHONPATH=$(EXECUTORCH) OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --jobs $(JOBS)
 
-attack: $(VENV)/.native system-packages  ## Every attack of docs/security.md, on real processes (ten minutes)
+attack: $(VENV)/.native system-packages  ## Every attack of docs/explanation/security.md, on real processes (ten minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.attacks.run
 
 test-neon: $(VENV)/.native  ## The kernels' tests on Arm: cross-compiled, run by an emulator (Debian: see the script)

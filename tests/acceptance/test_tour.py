@@ -1,4 +1,4 @@
-"""The tour of docs/guide/tour.md, typed as it stands: two environments, two shells, one service with TLS.
+"""The tour of docs/tutorial/tour.md, typed as it stands: two environments, two shells, one service with TLS.
 
 Blocks marked `server` or `device` go to that machine's bash as they are, with the variables that the tour
 documents set to places of the test. Blocks marked `install` are read, not run: pip would need a network. Each

@@ -2,7 +2,7 @@
 
 Counts what its imports reach, those within functions included, by reading sources: nothing is imported.
 Imports for types alone do not count.
-Without a name it prints the two figures of `docs/architecture.md`.
+Without a name it prints the two figures of `docs/explanation/architecture.md`.
 """
 
 import ast

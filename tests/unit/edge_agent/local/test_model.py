@@ -208,7 +208,7 @@ def test_export_merges_the_personal_values(
 def test_the_guides_lines_export_for_other_programs(
     trained: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = Path(__file__).resolve().parents[4] / "docs/guide/elsewhere.md"
+    page = Path(__file__).resolve().parents[4] / "docs/howto/export-a-personal-model.md"
     (block,) = re.findall(r"```sh device\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     lines = [line.split()[1:] for line in block.splitlines() if line.startswith("permille-agent ")]
     monkeypatch.chdir(tmp_path)
