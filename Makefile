@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings house results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings commands docs house results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -118,11 +118,24 @@ DATABASE ?= sqlite
 schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service with made-up requests, all checks (DATABASE=postgresql)
 	$(BIN)/python -m tests.api_fuzz --examples 200 --database $(DATABASE)
 
-settings: $(VENV)/.installed  ## Write the table of settings in docs/guide/operate.md
+settings: $(VENV)/.installed  ## Write docs/reference/settings.md from the settings classes
 	$(BIN)/python -m scripts.settings
 
 house: $(VENV)/.installed  ## Count statements, comments, docs and commits (BEFORE=revision: beside that revision)
 	@$(BIN)/python -m permille_lab.house $(BEFORE)
+
+commands: $(VENV)/.installed  ## Write docs/reference/permille.md and permille-agent.md from the command lines
+	$(BIN)/python -m scripts.commands
+
+# In an environment of its own: MkDocs and its theme are no dependencies of the product or its tests.
+SITE := build/site-venv
+$(SITE)/.installed:
+	@$(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/pip --disable-pip-version-check --quiet install mkdocs==1.6.1 mkdocs-material==9.8.2 pymdown-extensions==13.1.2
+	@touch $@
+
+docs: $(SITE)/.installed  ## Build the documentation as a site in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
 results: $(VENV)/.installed  ## Write docs/results from lab/results
 	$(BIN)/python -m permille_lab.pages

@@ -148,7 +148,7 @@ class ServingSettings(SettingsGroup):
     downloads: Downloads = Field(
         default=Downloads.SERVE,
         description="who sends a package's bytes to devices: the API, nginx (`accel`), the bucket "
-        "(`redirect`): [downloads](#downloads)",
+        "(`redirect`): [downloads](../howto/serve-downloads.md)",
     )
     flops_per_s: float | None = Field(
         default=None, gt=0, description="speed of the machine, for preflight; none: 8e9 a core"

@@ -23,7 +23,7 @@ from tests.acceptance.environments import ROOT, Environment, build_wheel, make_e
 from tests.ports import free_port
 
 EXAMPLES = ROOT / "examples"
-TOUR = ROOT / "docs" / "guide" / "tour.md"
+TOUR = ROOT / "docs" / "tutorial" / "tour.md"
 FENCE = re.compile(r"^```(?P<mark>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKS = ("sh server", "sh device", "sh server install", "sh device install")
 DIGEST = re.compile(r"^sha256:[0-9a-f]{64}$", re.MULTILINE)
