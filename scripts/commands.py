@@ -33,6 +33,7 @@ def pages() -> dict[Path, str]:
 
 def _page(app: typer.Typer) -> str:
     root = typer.main.get_command(app)
+    assert isinstance(root, _Command)
     name = str(root.name)
     head = [
         f"# {name}",
@@ -72,6 +73,7 @@ def _options(command: _Command) -> Iterator[str]:
     """Yield a table of arguments and options for each panel."""
     panels: dict[str, list[_Parameter]] = {}
     for one in command.params:
+        assert isinstance(one, _Parameter)
         if one.name not in _OF_EVERY_PROGRAM and not one.hidden:
             panels.setdefault(one.rich_help_panel or "", []).append(one)
     for panel in sorted(panels, key=bool):  # options without a panel come first

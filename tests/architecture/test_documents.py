@@ -1,4 +1,4 @@
-"""Checks of the documents: links, anchors, cited records and named files exist, and generated pages are current."""
+"""Checks of the documents: what they link, cite and name exists, and generated pages are current."""
 
 import re
 from pathlib import Path
@@ -79,9 +79,7 @@ def test_index_and_site_list_every_page() -> None:
     assert len(on_site) == len(set(on_site))
 
 
-@pytest.mark.parametrize(
-    ("path", "text"), commands.pages().items(), ids=lambda value: getattr(value, "stem", "")
-)
+@pytest.mark.parametrize(("path", "text"), commands.pages().items(), ids=["operator", "agent"])
 def test_pages_of_the_command_lines_are_made_from_the_commands(path: Path, text: str) -> None:
     assert path.read_text(encoding="utf-8") == text, "run `make commands`"
 
