@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings commands docs house results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs house results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -117,6 +117,9 @@ kill-agent: $(VENV)/.native  ## Kill training agents at KILLS random moments, cu
 DATABASE ?= sqlite
 schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service with made-up requests, all checks (DATABASE=postgresql)
 	$(BIN)/python -m tests.api_fuzz --examples 200 --database $(DATABASE)
+
+hooks:  ## Check the subjects of your commits (a commit-msg hook of this repository)
+	git config core.hooksPath scripts/hooks
 
 settings: $(VENV)/.installed  ## Write docs/reference/settings.md from the settings classes
 	$(BIN)/python -m scripts.settings
