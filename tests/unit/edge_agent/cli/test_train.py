@@ -66,7 +66,7 @@ def test_train_adopts_reports_and_says_what_it_did(
     shown = capsys.readouterr().out
     assert "adopted" in shown
     assert "held-out loss" in shown
-    assert "tried before, and its model is in use: nothing was computed" in shown
+    assert "trained on before with these options, and its model is in use. Nothing was computed" in shown
 
 
 def test_an_estimator_is_chosen_by_name(
