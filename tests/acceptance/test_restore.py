@@ -81,7 +81,7 @@ def test_what_was_backed_up_comes_back_by_the_guides_commands(tmp_path: Path) ->
         )
         refused = running.permille("releases", "rollback", "tiny", "--to", "2")
         assert refused.returncode == Exit.REFUSED
-        assert "withdrawn for: withdrawn" in refused.stderr and "--yanked" in refused.stderr
+        assert "was yanked: withdrawn" in refused.stderr and "--yanked" in refused.stderr
         assert running.answer("releases", "rollback", "tiny", "--to", "2", "--yanked")["version"] == 6
         listed = running.answer("releases", "list")
         type_in(backup, tmp_path, running.data_dir)

@@ -67,7 +67,7 @@ def test_names_and_beginnings_stand_for_ids(up: Running) -> None:
     unknown = up.permille("masks", "create", "--model", "unknown", "--method", "random")
     assert (unknown.returncode, unknown.stderr) == (
         4,
-        "permille: no model 'unknown': see `permille models list`\n",
+        "permille: There is no model 'unknown'. See `permille models list`.\n",
     )
     assert up.answer("models", "remove", "named") == {"removed": model["id"]}
 
@@ -75,13 +75,13 @@ def test_names_and_beginnings_stand_for_ids(up: Running) -> None:
 def test_what_is_refused_is_said_in_the_words_of_the_command(up: Running) -> None:
     up.answer("models", "add", "refused", "--folder", "tiny")
     for options, said in (
-        ((), "expected --corpus"),
+        ((), "--corpus is missing"),
         (("--method", "random", "--length", "64"), "--length does not go with the other options"),
         (
             ("--method", "random", "--density", "3"),
             "--density: input should be less than or equal to 0.5, got 3",
         ),
-        (("--method", "random", "--scope", "some"), "--scope: expected"),
+        (("--method", "random", "--scope", "some"), "--scope must be of another form"),
     ):
         refused = up.permille("masks", "create", "--model", "refused", *options)
         assert refused.returncode == 3
@@ -104,7 +104,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running, monkeypatch: p
     done = up.permille("masks", "create", "--model", "waited", "--method", "random")
     assert done.returncode == 130
     (job,) = queued() - before
-    assert f"job {job} runs on: `permille jobs watch {job}`" in done.stderr
+    assert f"job {job} goes on. Follow it with `permille jobs watch {job}`" in done.stderr
     assert up.answer("jobs", "cancel", job)["state"] == "cancelled"
 
 
@@ -126,7 +126,7 @@ def test_exit_codes_tell_scripts_what_to_do(up: Running, tmp_path: Path) -> None
     assert up.permille("models", "show", "model_01jd3kq8z7m4n5p6r7s8t9v0wx").returncode == 4
     nope = up.permille("runs", "show", "nope")
     assert nope.returncode == 4
-    assert nope.stderr == "permille: no run 'nope': see `permille runs list`\n"
+    assert nope.stderr == "permille: There is no run 'nope'. See `permille runs list`.\n"
     assert up.permille("models", "add", "UPPER", "--folder", "tiny").returncode == 3
     assert up.permille("models", "add", "x").returncode == 2
     assert up.permille("nonsense").returncode == 2

@@ -19,7 +19,7 @@ from permille_service.cli.forms import flag_of
 
 _PATTERN = re.compile(r"should match pattern '(.*)'")
 _FORMS = {
-    NAME_PATTERN: "small letters, digits, '.', '_' and '-', 63 at most, a letter or digit first",
+    NAME_PATTERN: "1 to 63 small letters, digits, '.', '_' and '-', beginning with a letter or digit",
     ID_PATTERN: "an id, such as model_01jd3kq8z7m4n5p6r7s8t9v0wx",
     DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
     PATH_PATTERN: "a path below the root, such as a/b, of letters, digits, and _ . @ + -",
@@ -149,7 +149,7 @@ class Client:
         except httpx.TransportError as exc:
             raise _unreachable(self._http, exc) from exc
         except ValueError as exc:  # JSON has no NaN and no infinity
-            raise CommandError(f"expected finite numbers, got one that is not: {exc}", Exit.USAGE) from exc
+            raise CommandError(f"A number is infinite or not a number: {exc}", Exit.USAGE) from exc
         if response.is_error:
             raise _error(response)
         return response
@@ -187,15 +187,15 @@ def _field_in_words(location: str, message: str) -> str:
     if not parent:  # of the request as a whole
         return message
     if message == "Field required":
-        return f"expected {flag}"
+        return f"{flag} is missing"
     if message.startswith("Extra inputs"):
         return f"{flag} does not go with the other options"
     if found := _PATTERN.search(message):
-        return f"{flag}: expected {_FORMS.get(found[1], 'another form')}"
+        return f"{flag} must be {_FORMS.get(found[1], 'of another form')}"
     return f"{flag}: {message[:1].lower()}{message[1:]}"
 
 
 def _unreachable(http: httpx.Client, exc: httpx.TransportError) -> CommandError:
     return CommandError(
-        f"expected a service at {http.base_url}, got {str(exc) or type(exc).__name__}", Exit.RETRY
+        f"No service answers at {http.base_url}: {str(exc) or type(exc).__name__}", Exit.RETRY
     )
