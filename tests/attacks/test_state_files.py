@@ -140,7 +140,7 @@ def test_a_damaged_run_is_deleted_by_a_command(
     assert main(["--home", str(home.root), "forget", "--run", again.run]) == 0
     assert not path.exists()
     assert main(["--home", str(home.root), "forget", "--run", str(used_run.run)]) == 3
-    assert "it is active, or was before" in capsys.readouterr().err
+    assert "is in use, or `rollback` returns to it" in capsys.readouterr().err
     assert len(list_runs(home)) == 1
 
 

@@ -110,7 +110,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running, monkeypatch: p
 
 def test_invitation_and_tokens(up: Running) -> None:
     absent = up.permille("invitations", "create", "--release", "absent")
-    assert (absent.returncode, "no release 'absent'" in absent.stderr) == (4, True)
+    assert (absent.returncode, "There is There is no release 'absent'" in absent.stderr) == (4, True)
     token = up.answer("tokens", "create", "ci", "--role", "viewer")
     refused = permille("--url", up.url, "--token", token["secret"], "tenants", "create", "x")
     assert refused.returncode == 6
@@ -182,7 +182,7 @@ def test_an_export_names_its_package_and_the_shape_of_a_pass(up: Running) -> Non
     asked = found["request"]
     assert (asked["package_digest"], asked["weights"], asked["variants"]) == (package.digest, "int4", 4)
     refused = up.permille(*export, "--variants", "17")
-    assert (refused.returncode, "expected a row or more for each of 17 variants" in refused.stderr) == (
+    assert (refused.returncode, "rows are too few for 17 variants" in refused.stderr) == (
         3,
         True,
     )
@@ -200,7 +200,7 @@ def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
     assert [one["name"] for one in up.answer("federations", "list")] == ["readers"]
     assert [one["state"] for one in up.answer("federations", "rounds", "readers")] == ["open"]
     refused = up.permille("federations", "adopt", "readers")
-    assert (refused.returncode, "expected a round whose devices have measured a gain" in refused.stderr) == (
+    assert (refused.returncode, "No round has a measured gain yet" in refused.stderr) == (
         3,
         True,
     )
@@ -209,4 +209,4 @@ def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
     assert up.answer("federations", "show", "readers")["number"] == 1  # its round was void
     forward = up.permille("federations", "create", "other", "--release", "rounds", "--estimator", "spsa")
     assert forward.returncode == 3
-    assert "expected learning_rate and epsilon for spsa" in forward.stderr
+    assert "spsa needs learning_rate and epsilon" in forward.stderr

@@ -95,7 +95,7 @@ def enqueue(
         OperatorError: the disk is full.
     """
     if RUN_ID.fullmatch(run_id) is None:
-        raise InputError(f"expected a uuid as the run's id, got {run_id!r:.60}")
+        raise InputError(f"The id of a run must be a UUID, got {run_id!r:.60}.")
     if (known := read_report(home, run_id)) is not None:
         return known
     if shared_log is None:
@@ -258,7 +258,9 @@ def want_deletion(home: Home, run_id: str | None) -> int:
         r for r in read_reports(home) if r.log_delivery is Delivery.SENT and run_id in (None, r.run_id)
     ]
     if run_id is not None and not uploaded:
-        raise InputError(f"expected a run whose log was uploaded, got {run_id!r:.60}")
+        raise InputError(
+            f"No log of the run {run_id!r:.60} was uploaded. `permille-agent share-log show` lists them."
+        )
     for report in uploaded:
         _save(home, replace(report, log_delivery=Delivery.DELETION_WANTED))
     return len(uploaded)
@@ -343,7 +345,7 @@ def _write_log(home: Home, run_id: str, log: bytes) -> None:
     try:
         write_atomic(_log_path(home, run_id), log, mode=0o600)
     except OSError as exc:
-        raise OperatorError(f"expected to write {_log_path(home, run_id)}: {exc}") from exc
+        raise OperatorError(f"Cannot write {_log_path(home, run_id)}: {exc}") from exc
 
 
 def _save(home: Home, report: Report) -> Report:

@@ -95,7 +95,7 @@ class LocalModel:
             InputError: nothing personal is active.
         """
         if variant not in self._values:
-            raise InputError("expected an active personalisation, there is none: run `permille-agent train`")
+            raise InputError("There is no personal model. Run `permille-agent train`.")
         return self._values[variant]
 
     def complete(self, prompt: str, variant: Variant, sampling: Sampling) -> tuple[Generated, Iterator[str]]:

@@ -45,13 +45,15 @@ class LocalServer(BoundedServer):
             OperatorError: the port cannot be bound.
         """
         if address[0] not in ("127.0.0.1", "::1", "localhost"):
-            raise InputError(f"expected a loopback address, got {address[0]}")
+            raise InputError(f"The server listens on loopback only, not on {address[0]}.")
         if address[0] == "::1":
             self.address_family = socket.AF_INET6
         try:
             super().__init__(address, _Handler)
         except OSError as exc:
-            raise OperatorError(f"expected to listen on {address[0]}:{address[1]}: {exc}") from exc
+            raise OperatorError(
+                f"Cannot listen on {address[0]}:{address[1]}: {exc}. Choose another --port."
+            ) from exc
         self.model = model
         self.token = token
         self.requests = threading.BoundedSemaphore(MAX_REQUESTS)
@@ -69,7 +71,7 @@ def read_or_make_token(home: Home) -> tuple[Path, str]:
         write_atomic(path, secrets.token_urlsafe(32).encode() + b"\n", mode=0o600)
     token = path.read_bytes().strip()
     if not token.isascii() or not token.decode().isprintable() or not token:
-        raise OperatorError(f"expected a token in {path}, found something else: delete it")
+        raise OperatorError(f"{path} holds no token. Delete the file.")
     return path, token.decode()
 
 
@@ -104,7 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._check_access()
             if not self.server.requests.acquire(blocking=False):
                 raise _RequestError(
-                    HTTPStatus.SERVICE_UNAVAILABLE, f"expected at most {MAX_REQUESTS} requests at a time"
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"There are more than {MAX_REQUESTS} requests at a time. Try again.",
                 )
             try:
                 work()
@@ -125,18 +128,21 @@ class _Handler(BaseHTTPRequestHandler):
         allowed = {*LOOPBACK_NAMES} if self.server.port == 80 else set()
         if host not in allowed and (name not in LOOPBACK_NAMES or port != str(self.server.port)):
             raise _RequestError(
-                HTTPStatus.MISDIRECTED_REQUEST, f"expected Host 127.0.0.1:{self.server.port}, got {host!r}"
+                HTTPStatus.MISDIRECTED_REQUEST,
+                f"The Host must be 127.0.0.1:{self.server.port}, got {host!r}.",
             )
         scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
         # Compared as bytes: compare_digest refuses text beyond ASCII.
         right = secrets.compare_digest(token.strip().encode(), self.server.token.encode())
         if scheme.lower() != "bearer" or not right:
-            raise _RequestError(HTTPStatus.UNAUTHORIZED, "expected the token of `permille-agent serve`")
+            raise _RequestError(
+                HTTPStatus.UNAUTHORIZED, "Send the token of `permille-agent serve` as bearer."
+            )
         self.server.prove(self.client_address)
 
     def _get(self) -> None:
         if self.path != "/v1/models":
-            raise _RequestError(HTTPStatus.NOT_FOUND, "expected /v1/models")
+            raise _RequestError(HTTPStatus.NOT_FOUND, "There is no such path. GET knows /v1/models.")
         models = [
             {"id": variant.value, "object": "model", "created": 0, "owned_by": "permille"}
             for variant in self.server.model.variants
@@ -159,7 +165,10 @@ class _Handler(BaseHTTPRequestHandler):
                 generated, text = model.reply(messages, variant, chat.sampling())
                 self._send_text(ChatForm(variant), generated, text, stream=chat.stream)
             else:
-                raise _RequestError(HTTPStatus.NOT_FOUND, "expected /v1/completions or /v1/chat/completions")
+                raise _RequestError(
+                    HTTPStatus.NOT_FOUND,
+                    "There is no such path. POST knows /v1/completions and /v1/chat/completions.",
+                )
         except ValidationError as exc:
             first = exc.errors(include_url=False, include_input=False)[0]
             place = ".".join(str(part) for part in first["loc"])
@@ -168,10 +177,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length") or ""
         if not length.isascii() or not length.isdigit() or "Transfer-Encoding" in self.headers:
-            raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "expected a body with a Content-Length")
+            raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "The request needs a Content-Length.")
         if len(length) > 10 or int(length) > MAX_BODY_BYTES:
             raise _RequestError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {MAX_BODY_BYTES} bytes"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is larger than {MAX_BODY_BYTES} bytes."
             )
         return self.rfile.read(int(length))
 
@@ -181,7 +190,9 @@ class _Handler(BaseHTTPRequestHandler):
             return variants[0]
         if name not in variants:
             known = ", ".join(variants)
-            raise _RequestError(HTTPStatus.NOT_FOUND, f"expected a model of {known}, got {name!r:.100}")
+            raise _RequestError(
+                HTTPStatus.NOT_FOUND, f"There is no model {name!r:.100}. Choose one of {known}."
+            )
         return Variant(name)
 
     def _send_text(self, form: Form, generated: Generated, text: Iterator[str], *, stream: bool) -> None:

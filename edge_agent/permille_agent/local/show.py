@@ -153,7 +153,7 @@ def _run(home: Home, name: str | None) -> RunFolder:
         return named_run(home, name)
     ended = [run for run in runs if run.load("outcome", RunOutcome) is not None]
     if not ended:
-        raise OperatorError("expected a run that has ended, there is none: `permille-agent train`")
+        raise OperatorError("No run has ended yet. Run `permille-agent train`.")
     return ended[-1]
 
 

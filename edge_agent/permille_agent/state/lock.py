@@ -71,9 +71,11 @@ def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
     try:
         lock.acquire(timeout=wait_s)
     except Timeout as exc:
-        raise LockedError(f"expected {path.name} to be free: {_holder(path)} holds it") from exc
+        raise LockedError(
+            f"Another command works on this: {_holder(path)} holds {path.name}. Try again when it has ended."
+        ) from exc
     except OSError as exc:
-        raise OperatorError(f"expected a lock file at {path}: {exc}") from exc
+        raise OperatorError(f"Cannot write the lock file {path}: {exc}") from exc
     try:
         if lock.lock_counter == 1:
             since = datetime.now(UTC).isoformat(timespec="seconds")

@@ -84,7 +84,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     """
     documents, report = survey(paths)
     if not documents:
-        raise InputError(f"expected text in {', '.join(map(str, paths))}, got none: {report.summary()}")
+        raise InputError(f"There is no text in {', '.join(map(str, paths))}: {report.summary()}")
     return documents, report
 
 
@@ -106,7 +106,7 @@ def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
 
 def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
     if not paths:
-        raise InputError("expected at least one file or folder with text, got none")
+        raise InputError("Name at least one file or folder with text.")
     seen: set[Path] = set()
     size_bytes = 0
     for path in paths:

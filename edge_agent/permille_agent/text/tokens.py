@@ -121,7 +121,7 @@ class TextTokenizer:
         if not len(ids_T) and self._bos_id is not None:
             ids_T = np.array([self._bos_id], dtype=np.int64)
         if not len(ids_T):
-            raise InputError("expected a prompt of at least one token, got none")
+            raise InputError("The prompt is empty. Write at least one word.")
         return ids_T
 
     def chat_prompt(self, template: ChatTemplate, messages: Sequence[tuple[str, str]]) -> NDArray[np.int64]:

@@ -121,8 +121,8 @@ class SketchedSteps(LoggedSteps):
             moments = take_gradient_step(run, descent, moments, s_K)
             if moments.record().coefficients != record.coefficients:
                 raise OperatorError(
-                    f"expected step {record.step} as in {self._journal.path}, got another: remove "
-                    f"{self._path.parent} to begin the run again"
+                    f"The run in {self._path.parent} does not match its journal at step {record.step}. "
+                    "Remove the folder to begin the run again."
                 )
             apply_record(s_K, record, descent.header)
         return moments

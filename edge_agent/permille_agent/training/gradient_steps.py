@@ -65,8 +65,8 @@ def gradient_engine(run: Run) -> GradientEngine:
     """
     if not hasattr(run.engine, "gradient"):
         raise InputError(
-            f"expected an engine with a reverse pass, got {run.engine.info()['name']}: "
-            "train with --estimator one-sided"
+            f"The engine {run.engine.info()['name']} computes no gradients. Train with --estimator "
+            "one-sided, or choose another --engine."
         )
     return cast("GradientEngine", run.engine)
 

@@ -85,29 +85,29 @@ class TrainOptions:
             InputError: which number was expected and which came.
         """
         if (self.steps is None) == (self.minutes is None):
-            raise InputError("expected a number of steps or of minutes, got both or neither")
+            raise InputError("Give either --steps or --minutes.")
         if self.steps is not None and not 1 <= self.steps <= 1_000_000:
-            raise InputError(f"expected 1 to 1,000,000 steps, got {self.steps}")
+            raise InputError(f"--steps must be 1 to 1,000,000, got {self.steps}")
         if self.minutes is not None and not 0 < self.minutes <= 10_080:
-            raise InputError(f"expected more than 0 and at most 10,080 minutes, got {self.minutes}")
+            raise InputError(f"--minutes must be above 0 and at most 10,080, got {self.minutes}")
         if not 0 <= self.seed < 2**63:
-            raise InputError(f"expected a seed from 0 to 2**63 - 1, got {self.seed}")
+            raise InputError(f"--seed must be 0 to 2**63 - 1, got {self.seed}")
         sketch = self.estimator is EstimatorKind.SKETCH
         least, most = (0, MAX_GROUPS) if sketch else (1, 256)
         if not least <= self.queries <= most:
-            raise InputError(f"expected queries from {least} to {most}, got {self.queries}")
+            raise InputError(f"--queries must be {least} to {most} for this estimator, got {self.queries}")
         if not 1 <= self.batch_rows <= 256:
-            raise InputError(f"expected batch_rows from 1 to 256, got {self.batch_rows}")
+            raise InputError(f"--rows must be 1 to 256, got {self.batch_rows}")
         if self.estimator is EstimatorKind.ONE_SIDED and self.queries < 2:
-            raise InputError(f"expected at least 2 queries of one-sided differences, got {self.queries}")
+            raise InputError(f"--queries must be at least 2 for one-sided, got {self.queries}")
         if self.estimator is EstimatorKind.SPLIT and self.queries % SPLIT_QUERIES:
-            raise InputError(f"expected a multiple of {SPLIT_QUERIES} queries of a split, got {self.queries}")
+            raise InputError(f"--queries must be a multiple of {SPLIT_QUERIES} for split, got {self.queries}")
         if not 8 <= self.row_tokens <= 8192:
-            raise InputError(f"expected rows of 8 to 8,192 tokens, got {self.row_tokens}")
+            raise InputError(f"rows must have 8 to 8,192 tokens, got {self.row_tokens}")
         if not 0 < self.rate_scale <= 16:
-            raise InputError(f"expected a rate scale above 0 and at most 16, got {self.rate_scale}")
+            raise InputError(f"--rate-scale must be above 0 and at most 16, got {self.rate_scale}")
         if not 0 <= self.keep_general <= 100:
-            raise InputError(f"expected keep-general from 0 to 100 nats a token, got {self.keep_general}")
+            raise InputError(f"--keep-general must be 0 to 100 nats a token, got {self.keep_general}")
 
     @classmethod
     def of(
@@ -189,4 +189,4 @@ def estimator_named(name: str) -> EstimatorKind:
         return _NAMES[name.replace("-", "_")]
     except KeyError:
         known = ", ".join(_NAMES).replace("_", "-")
-        raise InputError(f"expected an estimator of {known}, got {name!r}") from None
+        raise InputError(f"There is no estimator {name!r}. Choose one of {known}.") from None

@@ -130,9 +130,9 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
     if adopted is not None:
         pooled = adopted.start
     if options.start is Start.POOLED and pooled is None:
-        raise InputError("expected a package that carries a pooled state, or a federation's adopted round")
+        raise InputError("There is no pooled state to begin from. Use --from base or --from active.")
     if options.start is Start.POOLED and options.has_log:
-        raise InputError("expected steps along the gradient from a pooled state: leave --estimator out")
+        raise InputError("Forward passes alone cannot begin from a pooled state. Leave --estimator out.")
     if options.start is Start.BASE or options.has_log:
         return None
     active = active_model(home) if options.start is Start.ACTIVE else None

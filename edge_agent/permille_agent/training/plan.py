@@ -148,7 +148,9 @@ def budget_of_gradient(
 def _gradient_plan(run: Run) -> Plan:
     rate = learning_rate(run.package)
     if not 0 < rate < math.inf:
-        raise SearchFailed(f"expected masked weights other than 0, got a rate of {rate}")
+        raise SearchFailed(
+            f"All trained weights of the package are 0, so there is no learning rate (got {rate})."
+        )
     run.progress.phase("looking at the text")
     start_K = run.first_values()
     rows = run.prepared.select or run.prepared.test
@@ -158,7 +160,7 @@ def _gradient_plan(run: Run) -> Plan:
         lambda: LossFound(loss=finite_or_none(mean_loss(run.engine, start_K, rows))),
     )
     if base.loss is None:
-        raise SearchFailed("expected a finite loss of the base model on this text, got none")
+        raise SearchFailed("The loss of the base model on this text is not finite.")
     if run.options.steps is not None:
         budget = budget_of_steps(run.options.steps)
     else:

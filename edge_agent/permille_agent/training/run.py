@@ -167,7 +167,10 @@ class RunFolder:
         """
         result = self.load(name, kind)
         if result is None:
-            raise OperatorError(f"expected {name}.json in {self.path}, found none")
+            raise OperatorError(
+                f"{self.path} has no {name}.json. Erase this run with `permille-agent forget --run "
+                f"{self.path.name}`."
+            )
         return result
 
     def store(self, name: str, result: object) -> None:
@@ -252,7 +255,7 @@ def find_run(home: Home, name: str) -> RunFolder:
     """
     folder = RunFolder(home.runs / name)
     if "/" in name or name.startswith(".") or not folder.path.is_dir():
-        raise OperatorError(f"expected the run {name} in {home.runs}, found none")
+        raise OperatorError(f"There is no run {name} in {home.runs}. `permille-agent status` names the runs.")
     return folder
 
 
@@ -265,7 +268,7 @@ def named_run(home: Home, name: str) -> RunFolder:
     runs = [RunFolder(path) for path in home.runs.iterdir() if path.is_dir() and path.name[0] != "."]
     found = [run for run in runs if run.name.startswith(name) or _id_begins(run, name)]
     if not name or len(found) != 1:
-        raise InputError(f"expected a run, got {len(found)} whose names begin with {name!r:.60}")
+        raise InputError(f"{len(found)} runs have names that begin with {name!r:.60}. Give the name of one.")
     return found[0]
 
 

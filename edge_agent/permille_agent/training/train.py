@@ -67,8 +67,8 @@ from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import FAILED, SelectedState, train
 
 KNOWN_TEXT = (
-    "expected text that the model in use has not learned from, got none: it has learned from all of this; "
-    "add to it, or begin again with `permille-agent reset` (`permille-agent rollback` returns)"
+    "The model in use has learned from all of this text, so nothing is left to judge it. Add text, or begin "
+    "again with `permille-agent reset` (`permille-agent rollback` returns)."
 )
 
 
@@ -114,8 +114,8 @@ def run_training(
         got = prepared.counts[Split.TRAIN].tokens
         return task.refuse(
             [document.group for document in documents],
-            f"expected at least {NEEDED_TOKENS} tokens of text for steps of forward passes alone, got {got}: "
-            "train without --estimator, along the gradient",
+            f"Forward passes alone need at least {NEEDED_TOKENS} tokens of text, got {got}. Add text, or "
+            "train along the gradient, without --estimator.",
         )
     with telling_disk():
         return task.train(prepared, data_paths)
@@ -279,12 +279,12 @@ class _Task:
         used = EngineUsed(**engine.info())
         if begun is not None and begun.name != used.name:
             raise InputError(
-                f"expected engine {begun.name!r}, with which this run began, got {used.name!r}: "
-                f"go on with --engine {begun.name}, or begin another run with --seed"
+                f"This run began with the engine {begun.name!r}, not {used.name!r}. Go on with --engine "
+                f"{begun.name}, or begin another run with --seed."
             )
         if begun is not None and begun.compute_dtype != used.compute_dtype:
             raise InputError(
-                f"expected an engine in {begun.compute_dtype}, as this run began, got {used.compute_dtype}"
+                f"This run began in {begun.compute_dtype}, not {used.compute_dtype}. Go on with that --dtype."
             )
         folder.once("engine", EngineUsed, lambda: used)
         return engine

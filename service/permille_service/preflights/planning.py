@@ -67,7 +67,7 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
     if verdict.accepted:
         return
     short = "; ".join(
-        f"expected {figure.needed} {figure.unit} of {figure.name}, got {figure.available}"
+        f"{figure.name}: {figure.needed} {figure.unit} needed, {figure.available} available"
         for figure in verdict.figures
         if not figure.enough
     )
@@ -203,20 +203,21 @@ class _Planner:
         if mask.model_id != quantization.model_id:
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected parts of one model, got {mask.model_id} and {quantization.model_id}",
+                f"The parts are of two models, {mask.model_id} and {quantization.model_id}.",
             )
 
     def _check_scores(self, mask: Artifact, model_id: str) -> None:
         if mask.model_id != model_id:
             raise ApiError(
-                ProblemType.CONFLICT, f"expected a mask of {model_id}, got {mask.id} of {mask.model_id}"
+                ProblemType.CONFLICT, f"The mask {mask.id} is of {mask.model_id}, not of {model_id}."
             )
         request = parse_request(JobKind.MASK, mask.request)
         if artifacts.blob_of(mask, SCORES) is None or request.scope != "all":
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected a fisher mask of all linears, whose scores squeezellm takes, got {mask.id}: "
-                f"{request.method} of {request.scope}",
+                f"squeezellm needs the scores of a fisher mask of all linears; {mask.id} is "
+                f"{request.method} of "
+                f"{request.scope}.",
             )
 
     def _check_dense(self, model_id: str) -> None:
@@ -225,8 +226,7 @@ class _Planner:
         if model.source["kind"] == "sparsified":
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected a model that is not sparse for squeezellm, got {model.name!r}: nf4 and int4 keep "
-                "its zeros",
+                f"squeezellm does not keep the zeros of the sparse model {model.name!r}. Choose nf4 or int4.",
             )
 
     def _check_adapter(self, adapter: Adapter, model_id: str) -> None:
@@ -237,8 +237,8 @@ class _Planner:
         if adapter.rank > most:
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected an adapter smaller than every linear in scope, of rank {most} at most, "
-                f"got rank {adapter.rank}",
+                f"An adapter of rank {adapter.rank} is larger than a linear. Choose a rank of at most "
+                f"{most}.",
             )
 
     def _build(self, request: BuildCreate) -> Needs:
@@ -250,8 +250,8 @@ class _Planner:
             got = "no mask" if own is None else f"method {own.method}, scope {own.scope}"
             raise ApiError(
                 ProblemType.CONFLICT,
-                "expected a fisher mask of all linears, whose scores squeezellm takes, or another mask of "
-                f"that kind (--scores-of), got {got}",
+                f"squeezellm needs the scores of a fisher mask of all linears; this build has {got}. Name "
+                "one with --scores-of.",
             )
         quantization = self._quantization(request, request.quantization)
         sizes = self._sizes(request.model_id)
@@ -276,18 +276,17 @@ class _Planner:
         if artifacts.blob_of(package, ADAPTER) is not None:
             raise ApiError(
                 ProblemType.CONFLICT,
-                "expected a package with a mask (a program takes sparse values): this one trains an adapter",
+                "This package trains an adapter, and programs take sparse values only.",
             )
         if request.variants > request.rows:  # which no JSON schema can say
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected a row or more for each of {request.variants} variants, got {request.rows}",
+                f"{request.rows} rows are too few for {request.variants} variants: each needs at least one.",
             )
         if none_can_export(self._session):
             raise ApiError(
                 ProblemType.CONFLICT,
-                "expected a worker that can export programs, none that runs can: "
-                "pip install 'permille[executorch]' where one is, and start it again",
+                "No running worker can export programs. Start one with `permille[executorch]` installed.",
             )
         sizes = self._sizes(package.model_id)
         return NOTHING if sizes is None else export_needs(sizes)
@@ -313,6 +312,6 @@ class _Planner:
         if corpus.size_bytes is not None and not packed and tokens > corpus.size_bytes:
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected a corpus that holds {tokens} tokens (sequences times length), got {corpus.name!r} "
-                f"of {corpus.size_bytes} bytes: ask for fewer or shorter sequences",
+                f"The corpus {corpus.name!r} of {corpus.size_bytes} bytes cannot hold {tokens} tokens "
+                "(sequences times length). Ask for fewer or shorter sequences.",
             )

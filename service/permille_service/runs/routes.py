@@ -127,7 +127,8 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _FORMS:
         raise ApiError(
-            ProblemType.UNSUPPORTED_MEDIA_TYPE, f"expected {' or '.join(_FORMS)}, got {media_type[:60]!r}"
+            ProblemType.UNSUPPORTED_MEDIA_TYPE,
+            f"The media type must be {' or '.join(_FORMS)}, got {media_type[:60]!r}.",
         )
     upload_id = await run_in_threadpool(_begin, service, device, run_id)
     folder = uploads.open_folder(service.blobs, tenant_id=device.tenant_id, upload_id=upload_id)
@@ -201,7 +202,9 @@ def _erasing(service: Service, principal: Operator | DevicePrincipal) -> Iterato
             yield session
         return
     if RANK[principal.role] < RANK[Role.OPERATOR]:
-        raise ApiError(ProblemType.FORBIDDEN, f"expected the role operator, got {principal.role}")
+        raise ApiError(
+            ProblemType.FORBIDDEN, f"This needs the role operator; the token has {principal.role}."
+        )
     with changing(service, principal) as session:
         yield session
 

@@ -110,7 +110,9 @@ def test_a_record_is_known_by_its_id_its_name_or_its_beginning() -> None:
     )
     made = {"id": f"sparse_{ULIDS[0]}", "request": {"name": "half"}}
     assert resolve(Collections(sparsifications=[made]), "sparsifications", "half") == made["id"]
-    with pytest.raises(CommandError, match=f"can mean {MODELS[0]['id']}, {MODELS[1]['id']}\\. Give") as ambiguous:
+    with pytest.raises(
+        CommandError, match=f"can mean {MODELS[0]['id']}, {MODELS[1]['id']}\\. Give"
+    ) as ambiguous:
         resolve(client, "models", "model_01jd3kq8z7")
     assert ambiguous.value.code is Exit.USAGE
     assert resolve(client, "packages", "sha256:a") == "sha256:" + "ab" * 32

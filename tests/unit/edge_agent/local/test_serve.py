@@ -161,7 +161,7 @@ def test_a_host_that_is_not_loopback_is_refused(server: LocalServer, host: str) 
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a </s>"}]}, 400, "special token"),
-        ("/v1/embeddings", {"prompt": "a"}, 404, "expected /v1/completions"),
+        ("/v1/embeddings", {"prompt": "a"}, 404, "POST knows /v1/completions"),
     ],
 )
 def test_bad_requests_say_what_was_expected(
@@ -206,12 +206,12 @@ def test_the_token_is_made_once_and_readable_by_its_owner_only(tmp_path: Path) -
     assert len(token) >= 43
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text("")
-    with pytest.raises(OperatorError, match="delete it"):
+    with pytest.raises(OperatorError, match="Delete the file"):
         read_or_make_token(home)
 
 
 def test_only_loopback_addresses_and_free_ports_are_bound(server: LocalServer) -> None:
-    with pytest.raises(InputError, match=r"loopback address, got 0\.0\.0\.0"):
+    with pytest.raises(InputError, match=r"loopback only, not on 0\.0\.0\.0"):
         LocalServer(("0.0.0.0", 0), server.model, TOKEN)
-    with pytest.raises(OperatorError, match="expected to listen on"):
+    with pytest.raises(OperatorError, match="Cannot listen on"):
         LocalServer(("127.0.0.1", server.port), server.model, TOKEN)

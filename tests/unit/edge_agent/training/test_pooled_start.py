@@ -163,10 +163,10 @@ def test_what_is_not_surely_better_leaves_the_pooled_model(device: Device) -> No
 
 
 def test_a_pooled_state_that_is_not_there_is_no_start(bare: Device, device: Device) -> None:
-    with pytest.raises(InputError, match="leave --estimator out"):
+    with pytest.raises(InputError, match="Leave --estimator out"):
         device.train(start=Start.POOLED)
     device = install(device, bare.package, 3)
-    with pytest.raises(InputError, match="carries a pooled state"):
+    with pytest.raises(InputError, match="no pooled state to begin from"):
         device.train(**GRADIENT, start=Start.POOLED)
     assert start_of(device, device.train(**GRADIENT).run) is None
 
