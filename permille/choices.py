@@ -49,7 +49,6 @@ class EstimatorKind(StrEnum):
     SPSA = "spsa"
     FORWARD = "forward"
     ONE_SIDED = "one_sided"
-    DIFFERENCE = "difference"
     SPLIT = "split"
     SKETCH = "sketch"
 

@@ -25,7 +25,6 @@ SMALL = {
     "estimator": "one_sided",
     "steps": 3,
     "queries": 4,
-    "lanes": 1,
     "rounds": 10,
     "learning_rate": 0.01,
     "epsilon": 0.001,
@@ -93,11 +92,12 @@ class Site:
     ) -> bytes:
         """Random integers of a member, signed."""
         rng = np.random.default_rng([seed, self.members.index(member), invitation["round"]])
-        c_TQ = np.rint(rng.normal(0, 300, (self.definition.steps, self.definition.queries))).astype(np.int64)
+        c_TQ = np.rint(rng.normal(0, 300, (self.definition.steps, self.definition.log.queries))).astype(
+            np.int64
+        )
         fields: dict[str, Any] = {
             "definition": self.definition,
             "round_number": invitation["round"],
-            "lane": invitation["lane"],
             "weight": 1,
             "start_digest": invitation["start_digest"],
             "c_TQ": c_TQ,

@@ -22,15 +22,14 @@ from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzig
 MAGIC = b"PMLCTB1\n"
 SIGNATURE_BYTES = 64
 
-_HEAD = struct.Struct("<8s32sIIBH32sI")
+_HEAD = struct.Struct("<8s32sIBH32sI")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What a device was invited to: a round, its lane there, the digest of the state to begin from."""
+    """What a device was invited to: a round, and the digest of the state to begin from."""
 
     round_number: int
-    lane: int
     start_digest: str
 
     def check(self, found: "Place") -> None:
@@ -59,7 +58,6 @@ class Contribution:
 
     definition: Definition
     round_number: int
-    lane: int
     weight: int
     start_digest: str
     c_TQ: NDArray[np.int64]
@@ -67,17 +65,13 @@ class Contribution:
 
     def __post_init__(self) -> None:
         rules = self.definition
-        if not 0 <= self.round_number < rules.rounds or not 0 <= self.lane < rules.lanes:
-            raise InputError(
-                f"expected a round below {rules.rounds} and a lane below {rules.lanes}, "
-                f"got {self.round_number} and {self.lane}"
-            )
+        if not 0 <= self.round_number < rules.rounds:
+            raise InputError(f"expected a round below {rules.rounds}, got {self.round_number}")
         if not 1 <= self.weight <= rules.max_weight:
             raise InputError(f"expected a weight from 1 to {rules.max_weight}, got {self.weight}")
-        if self.c_TQ.dtype != np.int64 or self.c_TQ.ndim != 2 or self.c_TQ.shape[1] != rules.queries:
-            raise InputError(
-                f"expected coefficients int64 [T, {rules.queries}], got {self.c_TQ.dtype} {self.c_TQ.shape}"
-            )
+        queries, shape = rules.log.queries, self.c_TQ.shape
+        if self.c_TQ.dtype != np.int64 or self.c_TQ.ndim != 2 or shape[1] != queries:
+            raise InputError(f"expected coefficients int64 [T, {queries}], got {self.c_TQ.dtype} {shape}")
         if not 1 <= len(self.c_TQ) <= rules.steps:
             raise InputError(f"expected 1 to {rules.steps} steps, got {len(self.c_TQ)}")
         low, high = int(self.c_TQ.min()), int(self.c_TQ.max())
@@ -88,7 +82,7 @@ class Contribution:
     @property
     def place(self) -> Place:
         """What it is to."""
-        return Place(round_number=self.round_number, lane=self.lane, start_digest=self.start_digest)
+        return Place(round_number=self.round_number, start_digest=self.start_digest)
 
 
 def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> bytes:
@@ -99,7 +93,6 @@ def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> b
         MAGIC,
         digest_bytes(contribution.definition.digest),
         contribution.round_number,
-        contribution.lane,
         contribution.weight,
         len(contribution.c_TQ),
         digest_bytes(contribution.start_digest),
@@ -119,12 +112,12 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
     """
     if len(data) < _HEAD.size + SIGNATURE_BYTES:
         raise PackageError("round-content", f"expected a contribution, got {len(data)} bytes")
-    magic, digest, number, lane, weight, steps, start, size = _HEAD.unpack_from(data)
+    magic, digest, number, weight, steps, start, size = _HEAD.unpack_from(data)
     if magic != MAGIC or size != len(data) - _HEAD.size - SIGNATURE_BYTES:
         raise PackageError("round-content", f"expected {MAGIC!r} and {size} bytes, got {magic!r}")
     if digest != digest_bytes(definition.digest):
         raise PackageError("round-binding", f"expected federation {definition.digest}, got {digest.hex()}")
-    values = steps * definition.queries + 1
+    values = steps * definition.log.queries + 1
     if not values <= size <= values * MAX_BYTES:
         raise PackageError("round-content", f"expected {values} integers, got {size} bytes")
     try:
@@ -136,10 +129,9 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
         return Contribution(
             definition=definition,
             round_number=number,
-            lane=lane,
             weight=weight,
             start_digest=f"sha256:{start.hex()}",
-            c_TQ=numbers[:-1].reshape(steps, definition.queries),
+            c_TQ=numbers[:-1].reshape(steps, definition.log.queries),
             gain=int(numbers[-1]),
         )
     except (PackageError, InputError, ValueError) as exc:

@@ -1,6 +1,6 @@
 """What a federation's devices and auditors agree on before its first round (FORMAT 13.1).
 
-The history of a federation is a log as a device's own is, with `lanes * queries` directions a step. So its
+The history of a federation is a log as a device's own is, with the same directions for every device. So its
 directions, limits and replay are those of FORMAT 6 to 9, and the header of that log says most of this.
 """
 
@@ -10,15 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
 from permille.digests import canonical_json, digest_of
 from permille.errors import InputError, PackageError
 from permille.privacy.rules import KEEPER_MINIMUM, Privacy
-from permille.zo.header import DirectionKind, LogHeader, check_range
+from permille.zo.header import LogHeader, check_range
 
 FORMAT = "permille-federation"
 VERSION = 1
@@ -55,7 +53,6 @@ class Definition:
         log: header of the history, on the pooled state's unit; round r owns its steps rK to rK + K - 1.
         round_key: Ed25519 public key that signs heads, base64url without padding.
         steps: K, the local steps of a round.
-        lanes: sets of directions; devices of one lane share theirs, 1: all do.
         guard_bits: F; a device's coefficients stand on the unit `2**(e + F)`.
         rate_shift: g; the pooled state moves by `2**g` times what the rule gives.
         clip: bound on the Euclidean norm of a device's vector, or None.
@@ -74,7 +71,6 @@ class Definition:
     log: LogHeader
     round_key: str
     steps: int
-    lanes: int = 1
     guard_bits: int = 2
     rate_shift: int = 0
     rule: Rule = Rule.MEAN
@@ -94,7 +90,6 @@ class Definition:
 
     def __post_init__(self) -> None:
         check_range("steps", self.steps, 1, self.log.total_steps)
-        check_range("lanes", self.lanes, 1, self.log.queries)
         check_range("guard_bits", self.guard_bits, 0, 8)
         check_range("rate_shift", self.rate_shift, -8, 8)
         check_range("max_weight", self.max_weight, 1, MAX_WEIGHT)
@@ -112,23 +107,13 @@ class Definition:
         decode_key(self.round_key)
         if self.log.total_steps % self.steps:
             raise InputError(f"expected whole rounds of {self.steps} steps, got {self.log.total_steps} steps")
-        blocks = [self.log.queries] if self.log.split is None else self._block_queries()
-        if any(queries % self.lanes for queries in blocks):
-            raise InputError(f"expected queries that {self.lanes} lanes divide, got {blocks}")
-        if self.lanes > 1 and self.log.directions is DirectionKind.GROUPS:
-            raise InputError("expected one lane: the groups of a step are one set of directions")
         if (self.rule is Rule.TRIMMED) != (self.trim_percent > 0):
             raise InputError(f"expected trim_percent for trimmed and only there, got {self.trim_percent}")
-        if self.rule is Rule.TRIMMED and (self.lanes > 1 or self.max_weight > 1):
-            raise InputError("expected one lane and equal weights: order statistics compare single integers")
+        if self.rule is Rule.TRIMMED and self.max_weight > 1:
+            raise InputError("expected equal weights: order statistics compare single integers")
         self.device_log()
         if self.privacy is not None:
             self._check_privacy(self.privacy)
-
-    @property
-    def queries(self) -> int:
-        """Coefficients a step of one device."""
-        return self.log.queries // self.lanes
 
     @property
     def rounds(self) -> int:
@@ -150,35 +135,13 @@ class Definition:
         """sha256 of the canonical bytes: the federation's name."""
         return digest_of(self.to_bytes())
 
-    def queries_of_lane(self, lane: int) -> NDArray[np.int64]:
-        """The history's queries that a lane's devices estimate, int64 [q]; of each block its share.
-
-        Raises:
-            InputError: there is no such lane.
-        """
-        check_range("lane", lane, 0, self.lanes - 1)
-        parts = []
-        for queries, _ in self.log.blocks():
-            share = (queries.stop - queries.start) // self.lanes
-            first = queries.start + lane * share
-            parts.append(np.arange(first, first + share, dtype=np.int64))
-        return np.concatenate(parts)
-
     def device_log(self) -> LogHeader:
-        """The header of one device's steps: the queries of one lane, on the unit of its integers.
+        """Return the header of one device's steps, on the unit of its integers.
 
         Raises:
-            InputError: a lane's share of the queries is no log's.
+            InputError: that unit is out of range.
         """
-        split = self.log.split
-        if split is not None:
-            split = replace(split, lower_queries=split.lower_queries // self.lanes)
-        return replace(
-            self.log,
-            queries=self.queries,
-            split=split,
-            step_unit_exponent=self.log.step_unit_exponent + self.guard_bits,
-        )
+        return replace(self.log, step_unit_exponent=self.log.step_unit_exponent + self.guard_bits)
 
     def to_bytes(self) -> bytes:
         """Canonical JSON (FORMAT 13.1)."""
@@ -212,14 +175,11 @@ class Definition:
         check_range("participations", privacy.participations, 1, self.rounds)
         if privacy.keeper is not None:
             check_range("minimum", self.minimum, KEEPER_MINIMUM, MAX_DEVICES)
-        if self.lanes > 1 or self.rule is not Rule.MEAN or self.max_weight > 1:
+        if self.rule is not Rule.MEAN or self.max_weight > 1:
             raise InputError(
-                "expected one lane, the mean and equal weights with privacy, "
-                f"got {self.lanes} lanes, {self.rule} and weights to {self.max_weight}"
+                "expected the mean and equal weights with privacy, "
+                f"got {self.rule} and weights to {self.max_weight}"
             )
-
-    def _block_queries(self) -> list[int]:
-        return [queries.stop - queries.start for queries, _ in self.log.blocks()]
 
 
 def encode_key(key: Ed25519PublicKey) -> str:

@@ -1,12 +1,12 @@
 """What one device does in a round: K steps from the pooled state on text of its own (FORMAT 13.2).
 
-A step is one of a log (`permille.zo.steps`), along the directions of the device's lane. Its integers are what
+A step is one of a log (`permille.zo.steps`), along its directions. Its integers are what
 is sent, and what moves the state for the next step; so they add up to exactly the local state. A sketch's
 step holds the change that `local_steps` steps of Adam on every weight have made.
 
 Each step is durable before it counts: a device that is killed goes on with the same integers.
 
-Shapes: T = steps done, Q = a lane's queries, J = the history's, W = masked weights.
+Shapes: T = steps done, Q = queries, W = masked weights.
 """
 
 import math
@@ -45,7 +45,6 @@ class LocalRound:
 
     Attributes:
         number: of the round.
-        lane: whose directions the device steps along.
         start_W: int64, the pooled state before the round, on the history's unit.
         w_base_W: the values that state zero stands for.
         exponents: of the package, as far as the history needs them.
@@ -53,7 +52,6 @@ class LocalRound:
 
     definition: Definition
     number: int
-    lane: int
     start_W: NDArray[np.int64]
     w_base_W: NDArray[np.float32]
     exponents: Exponents | None = None
@@ -64,21 +62,17 @@ class LocalRound:
         return self.number * self.definition.steps
 
     def descent(self) -> Descent:
-        """Steps from the pooled state along the lane's directions; their state begins at zero."""
+        """Steps from the pooled state; their state begins at zero."""
         rules = self.definition
         return Descent(
             header=rules.device_log(),
             w_base_K=values(self.w_base_W, self.start_W, rules.log.step_unit_exponent),
             exponents=self.exponents,
-            numbers=tuple(rules.queries_of_lane(self.lane).tolist()),
         )
 
     def moved(self, c_TQ: NDArray[np.int64], *, after: int = 0) -> NDArray[np.int64]:
         """Where steps from `after` on move the state, on the device's unit, int64 [W]."""
-        rules = self.definition
-        c_TJ = np.zeros((len(c_TQ), rules.log.queries), dtype=np.int64)
-        c_TJ[:, rules.queries_of_lane(self.lane)] = c_TQ
-        return replay(rules.log, c_TJ, self.exponents, start=self.first_step + after)
+        return replay(self.definition.log, c_TQ, self.exponents, start=self.first_step + after)
 
 
 def take_local_steps(
@@ -111,7 +105,7 @@ def take_local_steps(
 
 
 class _Steps:
-    """Steps of losses or derivatives along the lane's directions."""
+    """Steps of losses or derivatives."""
 
     def __init__(self, part: LocalRound, descent: Descent, journal: Journal) -> None:
         self._part = part

@@ -62,8 +62,8 @@ class Masked:
 
     @property
     def place(self) -> Place:
-        """What it is to; with privacy there is one lane."""
-        return Place(round_number=self.round_number, lane=0, start_digest=self.start_digest)
+        """What it is to."""
+        return Place(round_number=self.round_number, start_digest=self.start_digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Opening:
 
 def vector_size(definition: Definition) -> int:
     """V: the integers that one device sends for one round."""
-    return definition.steps * definition.queries + 1
+    return definition.steps * definition.log.queries + 1
 
 
 def encode_masked(

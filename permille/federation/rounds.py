@@ -3,7 +3,7 @@
 Sums of integers over a multiset of devices: order, machine and threads cannot matter. The only rounding is
 after the sum, half to even, and what is rounded is published, so the history replays as a log does.
 
-Shapes: M = devices, K = steps of a round, J = directions a step of the history (lanes * queries),
+Shapes: M = devices, K = steps of a round, J = directions a step of the history,
 W = masked weights.
 """
 
@@ -88,7 +88,7 @@ def combine(definition: Definition, number: int, contributions: Sequence[Contrib
         sum_KJ, weight_K = np.zeros(shape, dtype=np.int64), np.zeros(definition.steps, dtype=np.int64)
         for each in contributions:
             c_TQ = clipped(each.c_TQ, definition.clip)
-            sum_KJ[: len(c_TQ), definition.queries_of_lane(each.lane)] += each.weight * c_TQ
+            sum_KJ[: len(c_TQ)] += each.weight * c_TQ
             weight_K[: len(c_TQ)] += each.weight
         divisor_K = weight_K
     return divided(definition, number, sum_KJ, divisor_K, weight_K)

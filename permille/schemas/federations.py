@@ -111,11 +111,6 @@ class FederationCreate(Closed):
         Field(strict=True, ge=1, le=1024, description="those of the lower half, for split; else a fifth"),
         WholeNumber,
     ] = None
-    lanes: Annotated[
-        int,
-        Field(strict=True, ge=1, le=1024, description="sets of directions; 1: all devices share theirs"),
-        WholeNumber,
-    ] = 1
     rounds: Annotated[
         int, Field(strict=True, ge=1, le=MAX_ROUNDS, description="the most rounds there will be"), WholeNumber
     ] = 100
@@ -280,7 +275,6 @@ class RoundInvitation(Closed):
     """What a device needs for its part of the open round."""
 
     round: Count
-    lane: Count
     seconds_left: Annotated[float, Field(ge=0)] = Field(
         description="to the deadline, so that no device's clock need be right"
     )

@@ -513,14 +513,13 @@ class Round(Base):
 
 
 class Participation(Base):
-    """A device's part in a round: its lane, and what it sent, until the round ends."""
+    """A device's part in a round, and what it sent, until the round ends."""
 
     __tablename__ = "participations"
     federation_id: Mapped[str] = mapped_column(primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
-    lane: Mapped[int]
     invited_at: Mapped[datetime]
     digest: Mapped[str | None]  # of the contribution; kept for one round more
     data: Mapped[bytes | None] = mapped_column(LargeBinary)

@@ -103,13 +103,11 @@ class Descent:
         header: of the log.
         w_base_K: the values that state zero stands for.
         exponents: of the package, as far as the header needs them.
-        numbers: of the header's queries where they are some of another log's (FORMAT 13.1); None: 0, 1, ...
     """
 
     header: LogHeader
     w_base_K: NDArray[np.float32]
     exponents: Exponents | None = None
-    numbers: tuple[int, ...] | None = None
 
     @property
     def scale(self) -> float:
@@ -130,19 +128,14 @@ def directions_of(
     header: LogHeader,
     step: int,
     exponents: Exponents | None = None,
-    numbers: tuple[int, ...] | None = None,
 ) -> Directions:
     """All directions of a step, integers [q, k]: int8 as they are made, int32 where exponents scale them.
 
     Divided by `header.sigma` they have unit variance; none is larger than `header.bound`. A direction of one
     block is 0 outside of it (FORMAT 6.3 to 6.6).
 
-    Args:
-        numbers: as `Descent` has them.
-
     Raises:
         PackageError: `log-binding`: the header needs exponents that are absent or other ones.
-        InputError: a number does not fit its counter word.
     """
     e_K = header.needed_exponents(exponents)
     z_QK: Directions = np.zeros((header.queries, header.k), dtype=np.int8 if e_K is None else np.int32)
@@ -150,8 +143,8 @@ def directions_of(
         found = grouping(header, step)
         z_QK[found.group_K, np.arange(header.k)] = found.sign_K
     else:
-        for query, number in enumerate(numbers or range(header.queries)):
-            z_QK[query] = direction(seed=header.seed, step=step, query=number, counts=header.counts)
+        for query in range(header.queries):
+            z_QK[query] = direction(seed=header.seed, step=step, query=query, counts=header.counts)
     if e_K is not None:
         z_QK <<= e_K
     for queries, tensors in header.blocks():
@@ -170,7 +163,7 @@ def estimate(
         raise InputError(
             f"expected an estimator of losses or derivatives, got {descent.header.estimator.value}"
         )
-    z_QK = directions_of(descent.header, step, descent.exponents, descent.numbers)
+    z_QK = directions_of(descent.header, step, descent.exponents)
     return found(engine, batch, descent, s_K, z_QK)
 
 
@@ -213,24 +206,6 @@ def _one_sided(
         mean = losses_V.mean()
         unbiased = queries / (queries - 1)
         return float(mean), (losses_V - mean) * (unbiased / descent.header.epsilon)
-
-
-def _difference(
-    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
-) -> tuple[float, NDArray[np.float64]]:
-    """Forward differences along q directions against the loss at the state itself, q + 1 forward passes.
-
-    `projected_grad_i = (f(w + epsilon*z_i/sigma) - f(w)) / epsilon`, as DeComFL and FedZO take them. What all
-    losses share beside the slope, half epsilon times the curvature, stays in every scalar.
-
-    Returns:
-        The loss at the state, and the q scalars in float64.
-    """
-    values_K = values(descent.w_base_K, s_K, descent.header.step_unit_exponent)
-    values_VK = np.stack([values_K, *(descent.perturbed(s_K, z_K) for z_K in z_QK)])
-    losses_V = _scalars(engine.losses(values_VK, batch), len(values_VK))
-    with np.errstate(invalid="ignore", over="ignore"):
-        return float(losses_V[0]), (losses_V[1:] - losses_V[0]) / descent.header.epsilon
 
 
 def _split(
@@ -286,7 +261,6 @@ _ESTIMATES: dict[EstimatorKind, Estimate] = {
     EstimatorKind.SPSA: _spsa,
     EstimatorKind.FORWARD: _forward,
     EstimatorKind.ONE_SIDED: _one_sided,
-    EstimatorKind.DIFFERENCE: _difference,
     EstimatorKind.SPLIT: _split,
 }
 

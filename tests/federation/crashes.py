@@ -272,7 +272,7 @@ def _send(world: World, number: int, device_id: str) -> None:
 
 def _invite(world: World, device_id: str, session: Session) -> bool:
     federation = _federation(session, world)
-    return contributions.invite(session, federation=federation, device_id=device_id, lanes=1) is not None
+    return contributions.invite(session, federation=federation, device_id=device_id) is not None
 
 
 def _withdraw(world: World, device_id: str, session: Session) -> None:

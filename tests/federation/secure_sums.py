@@ -97,12 +97,11 @@ def _contribution(rules: Definition, number: int, rng: np.random.Generator) -> C
     blank = Contribution(
         definition=rules,
         round_number=number,
-        lane=0,
         weight=1,
         start_digest=rules.digest,
-        c_TQ=np.zeros((1, rules.queries), dtype=np.int64),
+        c_TQ=np.zeros((1, rules.log.queries), dtype=np.int64),
     )
-    c_TQ = np.rint(rng.normal(0, 300, (1, rules.queries))).astype(np.int64)
+    c_TQ = np.rint(rng.normal(0, 300, (1, rules.log.queries))).astype(np.int64)
     return replace(blank, c_TQ=c_TQ, gain=int(rng.integers(-100, 101)))
 
 

@@ -399,11 +399,10 @@ def test_too_little_text_ends_the_part_and_says_why(service: Service, site: Site
 
 FORWARD = {"queries": 4, "local_steps": 1, "learning_rate": 0.05, "epsilon": 0.01, "steps": 3}
 ESTIMATORS: dict[str, dict[str, Any]] = {
-    "spsa": {"estimator": "spsa", "lanes": 2},
+    "spsa": {"estimator": "spsa"},
     "forward": {"estimator": "forward"},
-    "one-sided": {"estimator": "one_sided", "lanes": 2},
-    "difference": {"estimator": "difference"},
-    "split": {"estimator": "split", "queries": 10, "lower_queries": 2, "lanes": 2},
+    "one-sided": {"estimator": "one_sided"},
+    "split": {"estimator": "split", "queries": 10, "lower_queries": 2},
 }
 
 

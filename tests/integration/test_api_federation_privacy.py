@@ -134,8 +134,7 @@ def test_a_round_that_was_summed_and_is_void_stays_charged(api: Api, monkeypatch
     ("changes", "words"),
     [
         ({"clip": None}, "expected a clip with privacy"),
-        ({"lanes": 2, "estimator": "spsa"}, "expected one lane"),
-        ({"rule": "trimmed", "trim_percent": 10}, "expected one lane, the mean"),
+        ({"rule": "trimmed", "trim_percent": 10}, "expected the mean"),
         ({"privacy": {"dp_epsilon": 1.0, "participations": 10}}, "it takes a target of"),
         ({"rounds": 1}, "expected participations"),
         # The most noise does not keep this epsilon, however many devices there are.

@@ -66,10 +66,10 @@ def test_three_devices_move_a_federation_on(api: Api) -> None:
 def test_a_definition_is_made_of_the_package_and_listed_when_started(api: Api) -> None:
     package = api.package()
     api.publish(package)
-    site = make_site(api, start=False, lanes=2, estimator="spsa", steps=2, rounds=5, seed=7)
+    site = make_site(api, start=False, estimator="spsa", steps=2, rounds=5, seed=7)
     log = site.definition.log
     assert (log.package_digest, log.mask_digest) == (package.digest, package.mask_digest)
-    assert (log.queries, log.total_steps, log.seed, site.definition.queries) == (8, 10, 7, 4)
+    assert (log.queries, log.total_steps, log.seed) == (4, 10, 7)
     listed = api.get("/v1/trust/metadata/timestamp.json")
     assert site.api.post(f"{site.path}/start").status_code == 200
     assert api.get("/v1/trust/metadata/timestamp.json").content != listed.content
@@ -130,7 +130,6 @@ def test_a_sketch_needs_no_rate_and_others_name_where_it_comes_from(api: Api) ->
         ({"minimum": 4}, ProblemType.CONFLICT),
         ({"steps": 60_000, "queries": 4, "rounds": 1}, ProblemType.CONFLICT),
         ({"rule": "trimmed"}, ProblemType.CONFLICT),
-        ({"lanes": 300}, ProblemType.CONFLICT),
         ({"queries": 1}, ProblemType.CONFLICT),
         ({"learning_rate": 1e9}, ProblemType.INVALID),
         ({"estimator": "split", "queries": 5, "lower_queries": 2}, ProblemType.CONFLICT),
@@ -267,15 +266,14 @@ def test_a_round_that_leaves_the_exact_range_is_void_with_its_reason(
     assert site.round(1)["state"] == "open"
 
 
-def test_invitations_are_drawn_once_and_lanes_go_round(api: Api) -> None:
-    site = make_site(api, members=20, target=8, lanes=2, estimator="spsa")
+def test_invitations_are_drawn_once(api: Api) -> None:
+    site = make_site(api, members=20, target=8)
     answers = [site.invite(member) for member in site.members]
     assert [answer.status_code for answer in answers] == [
         site.invite(member).status_code for member in site.members
     ]
     invited = [answer.json() for answer in answers if answer.status_code == 201]
     assert 0 < len(invited) < 20
-    assert [one["lane"] for one in invited] == [index % 2 for index in range(len(invited))]
     assert site.round(0)["invited"] == len(invited)
 
 

@@ -199,9 +199,10 @@ def what_leaves(definition: Definition, target: int) -> dict[str, object]:
     Args:
         target: devices with which a round closes, as the service says; the minimum is signed.
     """
-    integers = definition.steps * definition.queries + 1
+    queries = definition.log.queries
+    integers = definition.steps * queries + 1
     document: dict[str, object] = {
-        "leaves_each_round": f"{integers} integers: {definition.steps} steps of {definition.queries}, and "
+        "leaves_each_round": f"{integers} integers: {definition.steps} steps of {queries}, and "
         "what the common model gains on text of yours; never text",
         "bytes_each_round": f"at most {_CONTRIBUTION_BYTES + _INTEGER_BYTES * integers}",
         "rounds": f"at most {definition.rounds}",

@@ -246,7 +246,6 @@ class _Exchange:
             self._membership,
             Invited(
                 number=invitation.round,
-                lane=invitation.lane,
                 deadline=self._now + timedelta(seconds=invitation.seconds_left),
                 start_digest=invitation.start_digest,
                 withdrawals=self._choice.withdrawals,

@@ -57,7 +57,6 @@ class Invited:
     """
 
     number: int
-    lane: int
     deadline: datetime
     start_digest: str
     withdrawals: int
@@ -202,7 +201,6 @@ def _train(
     local = LocalRound(
         definition=definition,
         number=invited.number,
-        lane=invited.lane,
         start_W=history.s_W,
         w_base_W=package.values(),
         exponents=history.exponents,
@@ -222,7 +220,6 @@ def _train(
     contribution = Contribution(
         definition=definition,
         round_number=invited.number,
-        lane=invited.lane,
         weight=_weight(rows, definition),
         start_digest=invited.start_digest,
         c_TQ=c_TQ,

@@ -86,8 +86,8 @@ def tuned(bench: Bench, name: str, method: Method, split: Split) -> float:
     """The rate of a method."""
 
     def gain(clients: Sequence[Client], rate: float) -> float:
-        rules = definition_of(bench.world, method, cohort=TUNING.cohort, rounds=TUNING.rounds, rate=rate)
-        found = federate(bench.world, rules, clients, TUNING)
+        rules = definition_of(bench.world, method, rounds=TUNING.rounds, rate=rate)
+        found = federate(bench.world, rules, clients, replace(TUNING, own=method.own))
         return float(np.mean(bench.world.gains(found.values_W, clients)))
 
     return bench.rate(name, method.rates, split, gain)
@@ -97,8 +97,8 @@ def measured(bench: Bench, name: str, method: Method, split: Split, seed: int) -
     """One method on one division."""
     rate = tuned(bench, name, method, split)
     clients = bench.clients(split, DEVICES)
-    rules = definition_of(bench.world, method, cohort=COHORT, rounds=ROUNDS, rate=rate)
-    plan = Plan(cohort=COHORT, rounds=ROUNDS, seed=seed)
+    rules = definition_of(bench.world, method, rounds=ROUNDS, rate=rate)
+    plan = Plan(cohort=COHORT, rounds=ROUNDS, seed=seed, own=method.own)
     found = federate(bench.world, rules, clients, plan)
     up, down = found.traffic.up, found.traffic.down
     if method.values:
@@ -181,7 +181,7 @@ def ours(
     """Our sketch with its rate, under further rules."""
     rate = tuned(bench, OURS, METHODS[OURS], split)
     method = replace(METHODS[OURS], local_steps=local_steps)
-    found = definition_of(bench.world, method, cohort=plan.cohort, rounds=plan.rounds, rate=rate)
+    found = definition_of(bench.world, method, rounds=plan.rounds, rate=rate)
     return federate(bench.world, replace(found, **rules), clients, plan)  # type: ignore[arg-type]
 
 
@@ -268,7 +268,7 @@ def attackers(bench: Bench) -> None:
 def private(bench: Bench, cohort: int, hundredths: int, rounds: int) -> Result:
     """Rounds of all devices of a cohort with noise of so many hundredths of the clip."""
     clients = small_clients(bench.world.package, bench.sources.data, cohort)
-    rules = definition_of(bench.world, PRIVATE, cohort=cohort, rounds=rounds, rate=0.3)
+    rules = definition_of(bench.world, PRIVATE, rounds=rounds, rate=0.3)
     noise = Privacy(
         mode=PrivacyMode.CENTRAL,
         noise_hundredths=max(1, hundredths),

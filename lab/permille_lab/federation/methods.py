@@ -1,12 +1,13 @@
 """The methods of the papers as definitions of one format, and ours.
 
     FedSPZO     split perturbation, P_1 = 2, P_2 = 8, K = 20, each device its own directions
-    DeComFL     differences to the loss at the state, P = 10, K = 20, all devices the same directions
+    DeComFL     one-sided differences, P = 10, K = 20, all devices the same directions
     FedZO       the same with P = 5; its own directions; sends its values: a packed state each way
     FedKSeed    one direction a step, two-sided, 100 steps, as its pool of seeds
     ours        a gradient's steps on every weight, projected on 1,024 groups; Ferret's idea, in integers
     one-sided   forward passes alone: 16 groups, K = 12
 
+One-sided differences are to the mean of the other losses, where the papers take the loss at the state.
 Scalars are normalised (a step is as long as the rate says) and the rate falls linearly, for all.
 """
 
@@ -57,7 +58,6 @@ class Method:
         passes = {
             EstimatorKind.SPSA: 2 * q,
             EstimatorKind.ONE_SIDED: q,
-            EstimatorKind.DIFFERENCE: q + 1,
             EstimatorKind.FORWARD: q + 1,
             # Half the layers 2 P_1 times, the others 2 P_2 times; P_1 + P_2 = q, P_2 = 4 P_1.
             EstimatorKind.SPLIT: q,
@@ -78,8 +78,8 @@ _SKETCH = Method(
 OURS = "ours, sketch of 1,024"
 METHODS: Mapping[str, Method] = {
     "FedSPZO": Method(estimator=EstimatorKind.SPLIT, queries=10, steps=20, own=True),
-    "DeComFL": Method(estimator=EstimatorKind.DIFFERENCE, queries=10, steps=20),
-    "FedZO, values": Method(estimator=EstimatorKind.DIFFERENCE, queries=5, steps=20, own=True, values=True),
+    "DeComFL": Method(estimator=EstimatorKind.ONE_SIDED, queries=10, steps=20),
+    "FedZO, values": Method(estimator=EstimatorKind.ONE_SIDED, queries=5, steps=20, own=True, values=True),
     "FedKSeed-like": Method(estimator=EstimatorKind.SPSA, queries=1, steps=100, own=True),
     OURS: _SKETCH,
     "ours, one-sided": Method(
@@ -88,23 +88,22 @@ METHODS: Mapping[str, Method] = {
 }
 
 
-def definition_of(world: World, method: Method, *, cohort: int, rounds: int, rate: float) -> Definition:
+def definition_of(world: World, method: Method, *, rounds: int, rate: float) -> Definition:
     """The federation of a method; further rules are the caller's, by `dataclasses.replace`.
 
     Args:
         rate: of the first step; of a sketch a share of the weights' root mean square.
     """
     package = world.package
-    lanes = cohort if method.own else 1
     split = None
     if method.estimator is EstimatorKind.SPLIT:  # P_1 = 2 directions of each device below
-        split = BlockSplit.halving(package.counts, int(package.config["num_hidden_layers"]), 2 * lanes)
+        split = BlockSplit.halving(package.counts, int(package.config["num_hidden_layers"]), 2)
     guard_bits = 2
     if method.estimator is EstimatorKind.SKETCH:
         rate *= learning_rate(package) / RATE
         exponent = unit_exponent(rate) - guard_bits
     else:
-        fewest = method.queries if split is None else split.lower_queries // lanes
+        fewest = method.queries if split is None else split.lower_queries
         exponent = step_unit_exponent_for(rate, 1.0, fewest, 1.0) - guard_bits
     header = LogHeader(
         package_digest=package.digest,
@@ -112,7 +111,7 @@ def definition_of(world: World, method: Method, *, cohort: int, rounds: int, rat
         seed=0,
         directions=DirectionKind.GROUPS if method.groups else DirectionKind.RADEMACHER,
         estimator=method.estimator,
-        queries=method.queries * lanes,
+        queries=method.queries,
         epsilon=method.epsilon,
         learning_rate=rate,
         schedule=Schedule.LINEAR,
@@ -126,7 +125,6 @@ def definition_of(world: World, method: Method, *, cohort: int, rounds: int, rat
         log=header,
         round_key=base64.urlsafe_b64encode(raw).decode().rstrip("="),
         steps=method.steps,
-        lanes=lanes,
         guard_bits=guard_bits,
         batch_rows=method.batch_rows,
         row_tokens=ROW_TOKENS,

@@ -3,13 +3,13 @@
 Devices take their steps by `permille.federation.local` one after the other; what they would send and fetch is
 encoded and counted, and what is combined is what is decoded again. Only the sockets are missing.
 
-Shapes: W = masked weights, T = steps done, Q = a lane's queries.
+Shapes: W = masked weights, T = steps done, Q = queries.
 """
 
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -82,12 +82,14 @@ class Plan:
         rounds: how many are run, of those that the definition allows.
         seed: of the draw and of batches.
         attack: what a device sends in place of its integers.
+        own: each device of a cohort has directions of its own.
     """
 
     cohort: int
     rounds: int
     seed: int = 0
     attack: Attack | None = None
+    own: bool = False
 
 
 def federate(world: World, definition: Definition, clients: Sequence[Client], plan: Plan) -> Outcome:
@@ -98,25 +100,31 @@ def federate(world: World, definition: Definition, clients: Sequence[Client], pl
     with tempfile.TemporaryDirectory(dir=_memory()) as name:
         for number in range(plan.rounds):
             invited = rng.choice(len(clients), size=plan.cohort, replace=False).tolist()
-            sent = []
+            parts, sent = [], []
             for place, index in enumerate(invited):
                 part = LocalRound(
-                    definition=definition,
+                    definition=_own(definition, place) if plan.own else definition,
                     number=number,
-                    lane=place % definition.lanes,
                     start_W=history.s_W,
                     w_base_W=world.package.values(),
                 )
                 c_TQ = _steps(world, part, clients[index], Path(name) / str(index), plan)
                 if plan.attack is not None:
                     c_TQ = plan.attack(index, c_TQ)
+                parts.append(part)
                 sent.append(_contribution(part, c_TQ, history))
             data = [encode_contribution(each, world.key) for each in sent]
             public = world.key.public_key()
-            received = [decode_contribution(each, definition, public) for each in data]
+            received = [
+                decode_contribution(each, part.definition, public)
+                for part, each in zip(parts, data, strict=True)
+            ]
+            traffic.up += sum(map(len, data)) / len(data)
+            if plan.own:
+                traffic.down += _add_own(history, parts, received, data)
+                continue
             published = closed(definition, number, received)
             history.apply([published])
-            traffic.up += sum(map(len, data)) / len(data)
             head = history.head.signed(world.key)
             traffic.down += len(encode_catch_up(None, [published.to_bytes()], head))
     seconds = time.process_time() - begun
@@ -132,6 +140,26 @@ def closed(definition: Definition, number: int, received: Sequence[Contribution]
     return round_of_sum(definition, number, len(received), noised_V)
 
 
+def _own(definition: Definition, place: int) -> Definition:
+    """Return the rules of a device whose directions are its own."""
+    return replace(definition, log=replace(definition.log, seed=definition.log.seed + place))
+
+
+def _add_own(
+    history: History, parts: Sequence[LocalRound], received: Sequence[Contribution], data: Sequence[bytes]
+) -> int:
+    """Move the state by the mean of the devices' own moves; returns the bytes that each device fetches.
+
+    The product's rounds have one set of directions for all devices, so such a round is no record of theirs.
+    A device must fetch every other one's integers.
+    """
+    moved_W = sum(part.moved(each.c_TQ) for part, each in zip(parts, received, strict=True))
+    scale = float(1 << history.definition.guard_bits)
+    history.s_W = history.s_W + np.rint(moved_W * (scale / len(parts))).astype(np.int64)
+    history.number += 1
+    return sum(map(len, data))
+
+
 def _steps(world: World, part: LocalRound, client: Client, folder: Path, plan: Plan) -> NDArray[np.int64]:
     rules = part.definition
     batches = TrainingBatches(client.train, batch_rows=rules.batch_rows, seed=plan.seed)
@@ -144,7 +172,6 @@ def _contribution(part: LocalRound, c_TQ: NDArray[np.int64], history: History) -
     return Contribution(
         definition=part.definition,
         round_number=part.number,
-        lane=part.lane,
         weight=1,
         start_digest=history.digest,
         c_TQ=c_TQ,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from permille.choices import ProgramWeights, choice_of
-from permille.engines.dual.sparse import DualModel, dual_model
+from permille.engines.dual import DualModel, dual_model
 from permille.engines.executorch.program import ProgramShape
 from permille.engines.export import checked_values, new_folder
 from permille.engines.torch_model import MaskedLinear, load_torch_model

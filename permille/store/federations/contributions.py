@@ -40,9 +40,7 @@ class Received:
     data: bytes
 
 
-def invite(
-    session: Session, *, federation: Federation, device_id: str, lanes: int
-) -> tuple[Round, Participation] | None:
+def invite(session: Session, *, federation: Federation, device_id: str) -> tuple[Round, Participation] | None:
     """Invite a member to the open round, or not: drawn once a device and round, the answer stays.
 
     Raises NotFoundError where the device is no member.
@@ -59,13 +57,11 @@ def invite(
     if held is None:
         if not _is_drawn(session, federation, row, device_id):
             return None
-        invited, _ = rounds.counts(session, row)
         held = Participation(
             federation_id=row.federation_id,
             number=row.number,
             device_id=device_id,
             tenant_id=row.tenant_id,
-            lane=invited % lanes,
             invited_at=now(session),
         )
         session.add(held)
@@ -82,7 +78,7 @@ def place_of(session: Session, *, federation: Federation, number: int, device_id
         if number < federation.number:
             raise RoundClosedError(f"expected one to round {federation.number}, got one to {number}")
         raise NotFoundError(f"no invitation to round {number}")
-    return Place(round_number=number, lane=held.lane, start_digest=row.start_digest)
+    return Place(round_number=number, start_digest=row.start_digest)
 
 
 def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[bool, str | None]:
@@ -138,7 +134,7 @@ def received(session: Session, *, federation_id: str, number: int) -> Sequence[R
         Received(
             device_id=part.device_id,
             public_key=key,
-            place=Place(round_number=number, lane=part.lane, start_digest=start_digest),
+            place=Place(round_number=number, start_digest=start_digest),
             data=part.data or b"",
         )
         for part, key in session.execute(query)

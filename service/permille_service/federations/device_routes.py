@@ -96,15 +96,13 @@ def create_round_invitation(
     service.sign_ins.check(f"{device.device_id} rounds")
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
-        lanes = Definition.from_bytes(row.definition).lanes
-        invited = contributions.invite(session, federation=row, device_id=device.device_id, lanes=lanes)
+        invited = contributions.invite(session, federation=row, device_id=device.device_id)
         at = now(session)
     if invited is None:
         return Response(status_code=204)
-    round_row, part = invited
+    round_row, _ = invited
     return RoundInvitation(
         round=round_row.number,
-        lane=part.lane,
         seconds_left=max(0.0, (round_row.deadline_at - at).total_seconds()),
         start_digest=round_row.start_digest,
     )

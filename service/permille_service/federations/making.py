@@ -46,7 +46,6 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
         log=_header(package, body),
         round_key=encode_key(round_key),
         steps=body.steps,
-        lanes=body.lanes,
         guard_bits=body.guard_bits,
         rate_shift=body.rate_shift,
         rule=Rule(body.rule),
@@ -124,16 +123,14 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
             f"expected learning_rate and epsilon for {body.estimator.value}, as the plan of "
             f"`permille-agent train --estimator {body.estimator.value}` has found them on like text"
         )
-    groups = body.estimator is EstimatorKind.SKETCH or (
-        body.estimator is EstimatorKind.ONE_SIDED and body.lanes == 1
-    )
+    groups = body.estimator in (EstimatorKind.SKETCH, EstimatorKind.ONE_SIDED)
     header = LogHeader(
         package_digest=package.digest,
         mask_digest=package.mask_digest,
         seed=body.seed,
         directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
         estimator=body.estimator,
-        queries=body.queries * body.lanes,
+        queries=body.queries,
         epsilon=epsilon,
         learning_rate=rate,
         schedule=Schedule(body.schedule),
@@ -152,7 +149,7 @@ def _device_unit(header: LogHeader, body: FederationCreate) -> int:
     """The unit on which a device's integers stand, fine enough for its steps."""
     if body.estimator is EstimatorKind.SKETCH:
         return unit_exponent(header.learning_rate)
-    widest = max(queries.stop - queries.start for queries, _ in header.blocks()) // body.lanes
+    widest = max(queries.stop - queries.start for queries, _ in header.blocks())
     return step_unit_exponent_for(header.learning_rate, 1.0, widest, header.sigma)
 
 
@@ -161,4 +158,4 @@ def _split(package: Package, body: FederationCreate) -> BlockSplit | None:
         return None
     lower = body.lower_queries or body.queries // _LOWER_SHARE
     decoder_layers = int(package.config["num_hidden_layers"])
-    return BlockSplit.halving(package.counts, decoder_layers, lower * body.lanes)
+    return BlockSplit.halving(package.counts, decoder_layers, lower)

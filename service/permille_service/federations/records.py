@@ -52,7 +52,7 @@ def present_privacy(row: tables.Federation, distribution: dict[int, int]) -> Fed
     privacy, clip = definition.privacy, definition.clip
     if privacy is None or clip is None:
         raise NotFoundError(f"no privacy is promised by federation {row.id!r}")
-    integers = definition.steps * definition.queries
+    integers = definition.steps * definition.log.queries
     return FederationPrivacy(
         mode=privacy.mode.value,
         noise_multiplier=privacy.noise_multiplier,

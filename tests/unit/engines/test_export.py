@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from permille.choices import AdapterKind
-from permille.engines.dual.lora_fa import lora_fa_model
+from permille.engines.dual import dual_model
 from permille.engines.export import ExportDtype, export_transformers
 from permille.engines.gguf.export import export_gguf
 from permille.engines.light.engine import LightEngine
@@ -83,8 +83,8 @@ def test_formats_that_a_package_has_no_numbers_for_are_refused(tiny: Tiny, tmp_p
     package = tiny_package(tmp_path / "adapter", "llama", adapter=adapter).package
     with pytest.raises(InputError, match=r"export peft, of which llama.cpp's convert_lora_to_gguf.py"):
         export_gguf(package, None, tmp_path / "out", kind="f16")
-    with pytest.raises(InputError, match=r"with a mask .sparse values., got one with an adapter: lora-fa"):
-        lora_fa_model(package, rank=2, queries=1)
+    with pytest.raises(InputError, match="expected a package with a mask, got one with an adapter"):
+        dual_model(package)
     assert not (tmp_path / "out").exists()
 
 

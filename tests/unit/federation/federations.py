@@ -26,10 +26,10 @@ def make_definition(*, queries: int = 4, total_steps: int = 30, **changes: Any) 
     return Definition(**fields | changes)
 
 
-def split_log(lanes: int) -> dict[str, Any]:
-    """A header's changes for FedSPZO's estimator: one lower and two upper queries a lane."""
-    split = BlockSplit(first_upper_tensor=2, lower_queries=lanes)
-    return {"estimator": EstimatorKind.SPLIT, "queries": 3 * lanes, "split": split}
+def split_log() -> dict[str, Any]:
+    """A header's changes for FedSPZO's estimator: two lower and four upper queries."""
+    split = BlockSplit(first_upper_tensor=2, lower_queries=2)
+    return {"estimator": EstimatorKind.SPLIT, "queries": 6, "split": split}
 
 
 def make_contributions(
@@ -41,12 +41,11 @@ def make_contributions(
     made = []
     for device in range(devices):
         steps = rules.steps - (device % 3 == 2)
-        c_TQ = np.rint(rng.normal(0, size, (steps, rules.queries))).astype(np.int64)
+        c_TQ = np.rint(rng.normal(0, size, (steps, rules.log.queries))).astype(np.int64)
         made.append(
             Contribution(
                 definition=rules,
                 round_number=history.number,
-                lane=device % rules.lanes,
                 weight=1 + device % rules.max_weight,
                 start_digest=history.digest,
                 c_TQ=c_TQ,

@@ -34,15 +34,13 @@ UNIT = unit_exponent(RATE) - 2
 GROUPS = {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS, "queries": 8}
 DEFINITIONS: dict[str, dict[str, Any]] = {
     "spsa": {},
-    "spsa-lanes": {"lanes": 2},
     "scaled": {"log": {"exponents": EXPONENTS.use}},
     "forward": {"log": {"estimator": EstimatorKind.FORWARD}},
-    "difference": {"log": {"estimator": EstimatorKind.DIFFERENCE}},
-    "one-sided": {"log": {"estimator": EstimatorKind.ONE_SIDED}, "lanes": 2},
+    "one-sided": {"log": {"estimator": EstimatorKind.ONE_SIDED}},
     "one-sided-groups": {
         "log": {"estimator": EstimatorKind.ONE_SIDED, "directions": DirectionKind.GROUPS, "queries": 8}
     },
-    "split": {"log": split_log(2), "lanes": 2},
+    "split": {"log": split_log()},
     "sketch": {"log": GROUPS},
     "sketch-local": {"log": GROUPS, "local_steps": 4},
 }
@@ -66,7 +64,6 @@ def part_of(definition: Definition, *, rounds: int = 2) -> LocalRound:
     return LocalRound(
         definition=definition,
         number=rounds,
-        lane=definition.lanes - 1,
         start_W=history.s_W,
         w_base_W=W_BASE,
         exponents=EXPONENTS,
@@ -82,18 +79,11 @@ def plain_values(part: LocalRound, away_W: NDArray[np.float64]) -> NDArray[np.fl
     return W_BASE.astype(np.float64) + part.start_W * 2.0**part.definition.log.step_unit_exponent + away_W
 
 
-def lane_directions(part: LocalRound, step: int) -> NDArray[np.float64]:
-    """The lane's directions of a step, from those of the whole history."""
-    log = part.definition.log
-    z_JW = directions_of(log, step, EXPONENTS)[part.definition.queries_of_lane(part.lane)]
-    return z_JW.astype(np.float64)
-
-
 def reference_step(part: LocalRound, away_W: NDArray[np.float64], step: int) -> NDArray[np.float64]:
     """What a step of exact derivatives adds, in plain floats: each block the mean over its directions."""
     header = part.definition.device_log()
     gradient_W = ENGINE.curvature_K * (plain_values(part, away_W) - ENGINE.target_K)
-    z_QW = lane_directions(part, step)
+    z_QW = directions_of(part.definition.log, step, EXPONENTS).astype(np.float64)
     g_Q = z_QW @ gradient_W / header.sigma
     if header.estimator is EstimatorKind.ONE_SIDED:
         g_Q = (g_Q - g_Q.mean()) * len(g_Q) / (len(g_Q) - 1)
@@ -129,7 +119,7 @@ def reference_sketch(part: LocalRound) -> NDArray[np.float64]:
 def test_the_steps_are_those_of_plain_floats(name: str, tmp_path: Path) -> None:
     part = part_of(definition_of(name))
     c_TQ = take_local_steps(part, ENGINE, batches, tmp_path)
-    assert c_TQ.shape == (part.definition.steps, part.definition.queries)
+    assert c_TQ.shape == (part.definition.steps, part.definition.log.queries)
     moved_W = part.moved(c_TQ) * 2.0 ** part.definition.device_log().step_unit_exponent
     if part.definition.log.estimator is EstimatorKind.SKETCH:
         expected_W = reference_sketch(part)
@@ -168,17 +158,15 @@ def test_the_integers_add_up_to_the_local_state_and_alone_they_are_the_round(
             assert np.array_equal(at_K, values(first_W, part.moved(c_TQ[:number]), exponent))
     history = History.begin(definition, EXPONENTS)
     history.s_W, history.number = part.start_W, part.number
-    if definition.lanes == 1:  # with one device and one lane, the pooled state is the device's own
-        contribution = Contribution(
-            definition=definition,
-            round_number=part.number,
-            lane=0,
-            weight=1,
-            start_digest=history.digest,
-            c_TQ=c_TQ,
-        )
-        history.apply([combine(definition, part.number, [contribution])])
-        assert np.array_equal(history.s_W, part.start_W + (part.moved(c_TQ) << definition.guard_bits))
+    contribution = Contribution(  # of one device, so the pooled state is its own
+        definition=definition,
+        round_number=part.number,
+        weight=1,
+        start_digest=history.digest,
+        c_TQ=c_TQ,
+    )
+    history.apply([combine(definition, part.number, [contribution])])
+    assert np.array_equal(history.s_W, part.start_W + (part.moved(c_TQ) << definition.guard_bits))
     assert c_TQ.any()
 
 
@@ -198,7 +186,7 @@ def killed_at(count: int) -> Callable[[int], Batch]:
     return batch
 
 
-@pytest.mark.parametrize("name", ["spsa-lanes", "sketch-local"])
+@pytest.mark.parametrize("name", ["spsa", "sketch-local"])
 def test_a_device_killed_before_any_batch_or_write_goes_on_with_the_same_integers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,8 +249,6 @@ def test_an_engine_without_a_reverse_pass_is_told(tmp_path: Path) -> None:
         {"local_steps": 2},
         {"local_steps": 0, "log": GROUPS},
         {"local_steps": 1025, "log": GROUPS},
-        {"lanes": 2, "log": {"estimator": EstimatorKind.ONE_SIDED, "directions": DirectionKind.GROUPS}},
-        {"lanes": 4, "log": {"estimator": EstimatorKind.ONE_SIDED}},
         {"guard_bits": 8, "log": {"step_unit_exponent": 60}},
     ],
 )

@@ -30,7 +30,7 @@ from permille.federation.private_rounds import (
 from permille.federation.rounds import History, combine
 from permille.privacy.masks import mask_of, open_seed, seal_context
 from permille.privacy.rules import PrivacyMode
-from tests.unit.federation.federations import make_contributions, make_definition, split_log
+from tests.unit.federation.federations import make_contributions, make_definition
 from tests.unit.federation.private import KEEPER_KEY, make_masked, make_private, norm_squared
 
 PRIVATE = make_private()
@@ -52,7 +52,6 @@ def test_a_devices_vector_is_within_the_clip_whatever_it_holds(
         Contribution(
             definition=rules,
             round_number=0,
-            lane=0,
             weight=1,
             start_digest=rules.digest,
             c_TQ=np.array(values, dtype=np.int64).reshape(-1, 4),
@@ -134,7 +133,6 @@ def test_definitions_with_privacy_come_back_from_their_bytes() -> None:
     [
         {"clip": None},
         {"clip": 1 << 25},
-        {"lanes": 2, "log": split_log(2)},
         {"max_weight": 2},
         {"rule": Rule.TRIMMED, "trim_percent": 10},
         {"privacy": {"noise_hundredths": 0}},

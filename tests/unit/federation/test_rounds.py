@@ -22,8 +22,8 @@ from tests.unit.zo.logs import make_exponents
 SKETCH = {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS}
 DEFINITIONS = {
     "shared": make_definition(),
-    "lanes": make_definition(lanes=2, max_weight=5),
-    "split-lanes": make_definition(lanes=2, log=split_log(2)),
+    "weights": make_definition(max_weight=5),
+    "split": make_definition(log=split_log()),
     "clipped": make_definition(clip=500, guard_bits=0),
     "slow": make_definition(rate_shift=-4, guard_bits=1),
     "fast": make_definition(rate_shift=3),
@@ -57,7 +57,7 @@ def test_a_stranger_with_the_public_bytes_gets_the_same_state_and_chain(definiti
 def test_a_round_is_what_the_text_says(definition: Definition) -> None:
     history = History.begin(definition)
     contributions = make_contributions(history, 7)
-    devices = [{"lane": c.lane, "weight": c.weight, "rows": c.c_TQ.tolist()} for c in contributions]
+    devices = [{"weight": c.weight, "rows": c.c_TQ.tolist()} for c in contributions]
     expected = reference.round_bytes(json.loads(definition.to_bytes()), 0, devices)
     assert combine(definition, 0, contributions).to_bytes() == expected
 
@@ -72,13 +72,12 @@ def test_the_order_of_the_devices_does_not_matter(order: list[int], name: str) -
 
 
 def test_the_bytes_of_a_known_federation_stay() -> None:
-    definition = make_definition(lanes=2, max_weight=2, clip=600)
+    definition = make_definition(queries=2, max_weight=2, clip=600)
     history = History.begin(definition)
     devices = [
         Contribution(
             definition=definition,
             round_number=0,
-            lane=device % 2,
             weight=1 + device % 2,
             start_digest=history.digest,
             c_TQ=(np.arange(6, dtype=np.int64).reshape(3, 2) * 37 - 11 * device)[: 3 - device // 2],
@@ -86,11 +85,11 @@ def test_the_bytes_of_a_known_federation_stay() -> None:
         for device in range(3)
     ]
     history.apply([combine(definition, 0, devices), combine(definition, 1, [])])
-    assert history.chain == "sha256:dd8b86e8cab95c7ba31b536eaa6ba37ed29f440bb0b972febd23efdad2b40039"
-    assert history.digest == "sha256:6c81a1b6847ab78e86421941f4d850f2f7678d4337613a5d70dcbd3f8d29e9ec"
+    assert history.chain == "sha256:97e6cc3e912e7c8e82e5d1f4f791acd22c7ee3f21531473778490009c6c60104"
+    assert history.digest == "sha256:07b5303478786dfd883eca00db31ebbffc4ee08f23951728412682e1f640e5fa"
 
 
-def test_with_one_lane_the_pooled_state_is_the_mean_of_the_devices_models() -> None:
+def test_the_pooled_state_is_the_mean_of_the_devices_models() -> None:
     definition = make_definition()
     history = History.begin(definition)
     contributions = [c for c in make_contributions(history, 8) if len(c.c_TQ) == definition.steps]
@@ -123,7 +122,6 @@ def test_the_median_ignores_fewer_than_half_liars() -> None:
         Contribution(
             definition=definition,
             round_number=0,
-            lane=0,
             weight=1,
             start_digest=full[0].start_digest,
             c_TQ=np.full((3, 4), 8192),
@@ -135,7 +133,7 @@ def test_the_median_ignores_fewer_than_half_liars() -> None:
 
 
 def test_a_returning_device_catches_up_by_segment_or_checkpoint() -> None:
-    definition = DEFINITIONS["lanes"]
+    definition = DEFINITIONS["weights"]
     history, segment = run(definition, rounds=5)
     rounds = decode_segment(segment, definition, max_bytes=len(segment))
     by_segment = History.begin(definition)
@@ -175,7 +173,7 @@ def test_contributions_and_definitions_come_back_from_their_bytes() -> None:
         for sent in make_contributions(History.begin(definition), 3):
             data = encode_contribution(sent, KEY)
             read = decode_contribution(data, definition, KEY.public_key())
-            assert (read.lane, read.weight, read.start_digest) == (sent.lane, sent.weight, sent.start_digest)
+            assert (read.weight, read.start_digest) == (sent.weight, sent.start_digest)
             assert (read.c_TQ == sent.c_TQ).all()
             assert read.gain == sent.gain
             assert encode_contribution(read, KEY) == data
@@ -198,7 +196,6 @@ def test_a_round_that_is_refused_changes_nothing() -> None:
     [
         {"steps": 0},
         {"steps": 4},
-        {"lanes": 3},
         {"guard_bits": 9},
         {"rate_shift": -9},
         {"clip": 9},
@@ -209,10 +206,7 @@ def test_a_round_that_is_refused_changes_nothing() -> None:
         {"round_key": ""},
         {"trim_percent": 10},
         {"rule": Rule.TRIMMED},
-        {"rule": Rule.TRIMMED, "trim_percent": 10, "lanes": 2},
         {"rule": Rule.TRIMMED, "trim_percent": 10, "max_weight": 2},
-        {"lanes": 2, "log": SKETCH},
-        {"lanes": 2, "log": {**split_log(1), "queries": 3}},
     ],
 )
 def test_definitions_that_cannot_work_are_refused(changes: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ class Site:
         for device_id in self.devices:
             with self.db.write() as session:
                 row = session.get_one(Federation, self.id)
-                assert contributions.invite(session, federation=row, device_id=device_id, lanes=1)
+                assert contributions.invite(session, federation=row, device_id=device_id)
 
     def send(self, device_id: str, number: int = 0) -> bool:
         """Whether it was taken; False: too late, or the device has left."""
@@ -205,7 +205,7 @@ def test_who_has_left_is_invited_no_more(db: Database, tenant_id: str) -> None:
         row = session.get_one(Federation, site.id)
         assert members.count(session, row.id) == 0
         with pytest.raises(NotFoundError):
-            contributions.invite(session, federation=row, device_id=device_id, lanes=1)
+            contributions.invite(session, federation=row, device_id=device_id)
 
 
 def test_operators_and_devices_at_once_wait_for_nobody_in_a_circle(

@@ -11,7 +11,6 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 Header = Mapping[str, Any]
@@ -146,22 +145,16 @@ def read_state(data: bytes) -> tuple[dict[str, Any], list[int]]:
 
 
 def round_bytes(definition: Header, number: int, devices: Sequence[Mapping[str, Any]]) -> bytes:
-    """One round by FORMAT 13.3; a device has `lane`, `weight` and `rows`, its integers step by step."""
-    log, steps, lanes = definition["log"], definition["steps"], definition["lanes"]
-    split = log["split"]
-    edges = [0, log["queries"]] if split is None else [0, split["lower_queries"], log["queries"]]
+    """One round by FORMAT 13.3; a device has `weight` and `rows`, its integers step by step."""
+    log, steps = definition["log"], definition["steps"]
     weights, rows = [0] * steps, [[0] * log["queries"] for _ in range(steps)]
     for step in range(steps):
         given: dict[int, list[tuple[int, int]]] = {query: [] for query in range(log["queries"])}
         for device in devices:
-            mine: list[int] = []
-            for first, last in pairwise(edges):
-                size = (last - first) // lanes
-                mine += range(first + device["lane"] * size, first + (device["lane"] + 1) * size)
             squares = sum(c * c for row in device["rows"] for c in row)
             if step < len(device["rows"]):
                 weights[step] += device["weight"]
-                for query, c in zip(mine, device["rows"][step], strict=True):
+                for query, c in enumerate(device["rows"][step]):
                     if definition["clip"] is not None and squares > definition["clip"] ** 2:
                         shorter = abs(c) * definition["clip"] // (math.isqrt(squares) + 1)
                         c = shorter if c > 0 else -shorter

@@ -93,19 +93,6 @@ def test_all_queries_are_asked_for_in_one_call(kind: EstimatorKind, signs: tuple
     assert np.array_equal(engine.asked_VK, expected)
 
 
-def test_a_difference_is_to_the_loss_at_the_state_and_holds_half_the_curvature() -> None:
-    engine = QuadraticEngine(TARGET, np.full(K, 1.5, dtype=np.float32))
-    descent = kind_descent(EstimatorKind.DIFFERENCE, queries=5, epsilon=0.5)
-    loss, found_Q = estimate(engine, BATCH, descent, ZERO, 3)
-    z_QK = directions_of(descent.header, 3)
-    assert np.array_equal(
-        engine.asked_VK, [W_BASE, *(perturbed(W_BASE, ZERO, -20, z_K, 0.5) for z_K in z_QK)]
-    )
-    assert loss == pytest.approx(float(engine.losses(W_BASE[None], BATCH)[0]))
-    slope_Q = z_QK @ (1.5 * (W_BASE - TARGET).astype(np.float64))
-    assert found_Q == pytest.approx(slope_Q + 0.5 / 2 * 1.5 * K, rel=1e-3)
-
-
 def test_a_loss_that_all_directions_share_does_not_move_a_one_sided_step() -> None:
     class Lifted(QuadraticEngine):
         def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:

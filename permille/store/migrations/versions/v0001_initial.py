@@ -397,7 +397,6 @@ def upgrade() -> None:
         _column("number", sa.Integer(), primary_key=True, autoincrement=False),
         _column("device_id", TEXT, sa.ForeignKey("devices.id"), primary_key=True, index=True),
         _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
-        _column("lane", sa.Integer()),
         _column("invited_at", BIG),
         sa.Column("digest", TEXT),
         sa.Column("data", sa.LargeBinary()),

@@ -388,7 +388,6 @@ def part(home: Home) -> Part:
         membership,
         Invited(
             number=3,
-            lane=0,
             deadline=datetime(2026, 3, 2, tzinfo=UTC),
             start_digest="sha256:" + "0" * 64,
             withdrawals=membership.choice().withdrawals,
