@@ -22,7 +22,7 @@ from tests.api_service import Api, TestDevice
 SMALL = {
     "name": "readers",
     "release": "tiny",
-    "estimator": "one_sided",
+    "method": "zeroth-order",
     "steps": 3,
     "queries": 4,
     "rounds": 10,

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from permille.choices import EstimatorKind
+from permille.choices import EstimatorKind, Method
 from permille.schemas.fields import (
     TEXT_PATTERN,
     Closed,
@@ -97,8 +97,9 @@ class FederationCreate(Closed):
     name: Name = Field(description="of the federation")
     release: Name = Field(description="the release whose devices may join")
     version: Version | None = Field(default=None, description="of the release; else its newest")
-    estimator: EstimatorKind = Field(
-        default=EstimatorKind.SKETCH, description="how a device estimates a step's integers"
+    method: Method = Field(default=Method.GRADIENT, description="how a device finds its steps")
+    estimator: EstimatorKind | None = Field(
+        default=None, description="of zeroth order, how a step is estimated; else one_sided"
     )
     steps: Annotated[
         int, Field(strict=True, ge=1, le=65535, description="logged steps of a round"), WholeNumber
@@ -115,9 +116,9 @@ class FederationCreate(Closed):
         int, Field(strict=True, ge=1, le=MAX_ROUNDS, description="the most rounds there will be"), WholeNumber
     ] = 100
     learning_rate: _Rate | None = Field(
-        default=None, description="for sketch by default that of the package's weights"
+        default=None, description="along the gradient by default that of the package's weights"
     )
-    epsilon: _Rate | None = Field(default=None, description="perturbation scale; not for sketch")
+    epsilon: _Rate | None = Field(default=None, description="perturbation scale, of zeroth order")
     step_unit_exponent: Annotated[
         int | None,
         Field(strict=True, ge=-1074, le=1023, description="the state's unit is two to the power of it"),
@@ -163,7 +164,7 @@ class FederationCreate(Closed):
             strict=True,
             ge=1,
             le=1024,
-            description="of Adam on every weight, whose sum one logged step holds; above 1 for sketch alone",
+            description="of Adam on every weight, whose sum one logged step holds; 1 in zeroth order",
         ),
         WholeNumber,
     ] = 1

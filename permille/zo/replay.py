@@ -48,6 +48,7 @@ def replay(
     e_K = header.needed_exponents(exponents)
     if header.directions is DirectionKind.GROUPS:
         s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
+        s_K[: header.moving.start] = 0
     else:
         s_K = _sums_of_signs(header, coefficients_TQ, start, threads)
     if e_K is not None:

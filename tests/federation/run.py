@@ -368,7 +368,7 @@ def make_run(site: Site, options: argparse.Namespace) -> Run:
     body = {
         "name": NAME,
         "release": "tiny",
-        "estimator": "one_sided",
+        "method": "zeroth-order",
         "steps": 3,
         "queries": 4,
         "rounds": options.rounds,

@@ -39,7 +39,7 @@ def header(
         "mask_digest": "sha256:" + "b" * 64,
         "seed": f"{seed:016x}",
         "directions": "groups" if groups else "rademacher",
-        "estimator": "split" if split else "sketch" if groups else "spsa",
+        "estimator": "split" if split else "gradient" if groups else "spsa",
         "queries": 3,
         "epsilon": (1e-3).hex(),
         "learning_rate": (0.1).hex(),
@@ -49,6 +49,7 @@ def header(
         "counts": COUNTS,
         "exponents": SCALING if exponents else None,
         "split": SPLIT if split else None,
+        "first_tensor": 0,
     }
 
 

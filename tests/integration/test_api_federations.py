@@ -115,13 +115,13 @@ def sign_and_send(api: Api, folder: Path, draft: dict[str, str], *change: str) -
     assert answer.status_code == 200, answer.text
 
 
-def test_a_sketch_needs_no_rate_and_others_name_where_it_comes_from(api: Api) -> None:
-    site = make_site(api, start=False, estimator="sketch", learning_rate=None, epsilon=None)
+def test_the_gradient_needs_no_rate_and_others_name_where_it_comes_from(api: Api) -> None:
+    site = make_site(api, start=False, method="gradient", learning_rate=None, epsilon=None)
     assert site.definition.log.learning_rate > 0
     body = SMALL | {"name": "other", "learning_rate": None}
     answer = api.post("/v1/federations", body)
     assert (answer.status_code, slug(answer)) == (409, "conflict")
-    assert "permille-agent train --estimator one_sided" in answer.json()["detail"]
+    assert "--method zeroth-order --estimator one_sided" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(

@@ -269,12 +269,14 @@ class Daemon:
         consent = read_consent(self._home)
         request = TrainingRequest(
             data_paths=read_references(self._home),
-            minutes=policy.minutes_per_run,
+            minutes=policy.minutes_per_run if "minutes_per_run" in policy.model_fields_set else None,
+            method=policy.method,
             share_log=consent.share_log,
+            share_state=consent.share_state,
             withdrawals=consent.withdrawals,
             engine=self._engine,
         )
-        log.info("training starts: %d data references, %g minutes", len(request.data_paths), request.minutes)
+        log.info("training starts: %d data references", len(request.data_paths))
         meter = _Meter(self, policy, lambda: not self.exchange_meanwhile())
         try:
             outcome = self._world.train(self._home, request, meter.keep_going)

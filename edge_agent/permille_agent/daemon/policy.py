@@ -5,7 +5,8 @@
     min_battery = 50            # percent, checked where there is a battery
     max_load = 0.5              # load of one minute, a core, before training starts
     minutes_per_day = 60          # of training; a run that is not done by then goes on the next day
-    minutes_per_run = 30          # search and judgement included
+    minutes_per_run = 30          # search and judgement included; else the release's steps, if it names some
+    method = "zeroth-order"       # or "gradient"; left out, the release or the engine decides
 
 Each key may be left out. A key that is not known is refused by name: a typing error must not switch a limit
 off. Deciding is pure; `read_machine` reads what it looks at.
@@ -21,6 +22,7 @@ from typing import Annotated
 import psutil
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from permille.choices import Method
 from permille.errors import InputError
 from permille_agent.state.home import Home
 
@@ -76,6 +78,7 @@ class Policy(BaseModel, frozen=True, extra="forbid", strict=True):
     max_load: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = 0.5
     minutes_per_day: Annotated[float, Field(ge=0, le=1440)] = 60.0
     minutes_per_run: Annotated[float, Field(ge=0.1, le=1440)] = 30.0
+    method: Annotated[Method | None, Field(strict=False)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from permille_agent.link.report import (
     want_deletion,
     withdraw_logs,
 )
-from permille_agent.state.choices import set_share_log
+from permille_agent.state.choices import set_sharing
 from permille_agent.state.home import Home, open_home, overwrite_record
 from permille_agent.state.models import referenced_models
 from permille_agent.training.run import named_run
@@ -67,7 +67,7 @@ def forget(home: Home) -> Erased:
     deletions = _deletions(home)
     try:
         if home.consent.exists():
-            set_share_log(home, False)
+            set_sharing(home, log=False, state=False)
         left = _choices_taken_back(home)
         for path, run_id in deletions.items():
             size_bytes += _keep_deletion(path, run_id)

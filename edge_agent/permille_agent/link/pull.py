@@ -21,7 +21,7 @@ from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.plan import DownloadPlan, check_plan
 from permille.package.reader import Package
-from permille.trust.roles import aliases_of, target_path
+from permille.trust.roles import aliases_of, target_path, training_of
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
@@ -161,8 +161,9 @@ def _choose(
         )
     try:
         aliases, digest = aliases_of(target), f"sha256:{target.hashes['sha256']}"
+        training = training_of(target)
     except (InputError, KeyError) as exc:
-        raise PackageError("release-malformed", f"expected aliases and a SHA-256 of {target.path}") from exc
+        raise PackageError("release-malformed", f"{target.path}: {exc}") from exc
     if alias not in aliases:
         raise PackageError(
             "release-alias", f"expected a version for {alias!r}, {name} {version} is for {sorted(aliases)}"
@@ -170,7 +171,7 @@ def _choose(
     if target.length > MAX_MANIFEST_BYTES:
         got = target.length
         raise PackageError("json-size", f"expected a manifest of {MAX_MANIFEST_BYTES} bytes, got {got}")
-    return InstalledRelease(name=name, version=version, manifest_digest=digest), target
+    return InstalledRelease(name=name, version=version, manifest_digest=digest, training=training), target
 
 
 def _fetch_manifest(

@@ -1,11 +1,10 @@
 """Reports to the service: kept on disk until they are delivered, each run once.
 
 By default only metrics leave the device: the closed schema of `permille.schemas.runs`, numbers and enums. A
-log, or the packed state in its place where that is shorter, is queued only where the user agreed to share it,
-on this device; withdrawing the consent removes every one that waits. One file a run, `reports/<run_id>.json`,
-is queue entry and receipt in one; the log that waits lies beside it. `collect_reports` queues what finished
-runs say, once; a run that ended while nothing could queue it (a kill between the two) is found there the next
-time.
+log, or a packed state, is queued only where the user agreed to share it, on this device; withdrawing the
+consent removes every one that waits. One file a run, `reports/<run_id>.json`, is queue entry and receipt in
+one; the log that waits lies beside it. `collect_reports` queues what finished runs say, once; a run that
+ended while nothing could queue it (a kill between the two) is found there the next time.
 """
 
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 from permille.errors import InputError, OperatorError
 from permille.files import write_atomic
 from permille.schemas.problems import ProblemType
-from permille.schemas.runs import MAX_LOG_BYTES, RunMetrics
+from permille.schemas.runs import MAX_LOG_BYTES, LogForm, RunMetrics
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.state.choices import read_consent
@@ -133,13 +132,15 @@ def collect_reports(home: Home) -> int:
     return sum(_collect(home, run) for run in list_runs(home))
 
 
-def share_log(home: Home, name: str, *, withdrawals: int) -> Delivery:
-    """Queue the log of a run that was reported without it, by the user's word of now; the caller holds the
-    writers' lock.
+def share_run(home: Home, name: str, form: LogForm, *, withdrawals: int) -> Delivery:
+    """Queue the log or state of a run that was reported without it, by the user's word of now.
+
+    The caller holds the writers' lock.
 
     Args:
         home: the home folder.
         name: folder name of the run.
+        form: what is to be shared.
         withdrawals: how often consent had been withdrawn when the user said so.
 
     Returns:
@@ -148,7 +149,7 @@ def share_log(home: Home, name: str, *, withdrawals: int) -> Delivery:
     Raises:
         OperatorError: there is no such run, or the disk is full.
         PackageError: the log is damaged.
-        InputError: the log is larger than the service takes.
+        InputError: the run has no log, or it is larger than the service takes.
     """
     run = find_run(home, name)
     report = read_report(home, run.run_id)
@@ -158,7 +159,7 @@ def share_log(home: Home, name: str, *, withdrawals: int) -> Delivery:
     decision = run.load("decision", Decision)
     has_state = decision is not None and decision.step > 0
     if may_follow and has_state and report.metrics_delivery not in (Delivery.REFUSED, Delivery.FULL):
-        report = queue_log(home, report, shareable(run), withdrawals=withdrawals)
+        report = queue_log(home, report, shareable(run, form), withdrawals=withdrawals)
     return report.log_delivery
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.choices import EstimatorKind
 from permille.training.adam import learning_rate
 from permille_agent.text.rows import Row
 from permille_agent.training.evaluation import mean_loss
@@ -35,7 +34,7 @@ TIMED_ROWS = 8
 # Along gradients: passes over the training text at most, but so many steps at least where time allows.
 PASSES = 8
 LEAST_STEPS = 40
-# Stands in the header of a sketch's log, where nothing reads it.
+# Stands in the header that a gradient's log would have, where nothing reads it.
 NO_EPSILON = 1.0
 
 
@@ -95,8 +94,8 @@ def make_plan(run: Run) -> Plan:
     Raises:
         SearchFailed: no usable epsilon or step size.
     """
-    sketch = run.options.estimator is EstimatorKind.SKETCH
-    return run.folder.once("plan", Plan, lambda: _gradient_plan(run) if sketch else _plan(run))
+    plan = _plan if run.options.has_log else _gradient_plan
+    return run.folder.once("plan", Plan, lambda: plan(run))
 
 
 def budget_of_steps(steps: int) -> Budget:

@@ -24,7 +24,7 @@ from permille.engines.factory import open_engine
 from permille.federation.catch_up import pack_state
 from permille.federation.definition import Rule
 from permille.privacy.rules import Privacy, PrivacyMode
-from permille.training.adam import RATE, Moments, learning_rate, unit_exponent, unlogged_step
+from permille.training.adam import RATE, Moments, adam_step, learning_rate, unit_exponent
 from permille.zo.lattice import values
 from permille_agent.embed import TrainingBatches
 from permille_lab.federation import references
@@ -48,7 +48,7 @@ _KIND = {
 DIRECTIONS = Method(estimator=EstimatorKind.SPSA, queries=1, steps=20)
 """The paper's figure 5: two-sided, one direction a step."""
 PRIVATE = Method(
-    estimator=EstimatorKind.SKETCH, queries=64, steps=1, batch_rows=4, local_steps=1, groups=True
+    estimator=EstimatorKind.GRADIENT, queries=64, steps=1, batch_rows=4, local_steps=1, groups=True
 )
 _OWN_STEPS = 40
 
@@ -99,14 +99,16 @@ def measured(bench: Bench, name: str, method: Method, split: Split, seed: int) -
     clients = bench.clients(split, DEVICES)
     rules = definition_of(bench.world, method, rounds=ROUNDS, rate=rate)
     plan = Plan(cohort=COHORT, rounds=ROUNDS, seed=seed, own=method.own)
+    before = bench.world.engine.layer_passes
     found = federate(bench.world, rules, clients, plan)
+    passes = bench.world.engine.layer_passes - before
     up, down = found.traffic.up, found.traffic.down
     if method.values:
         up = down = float(ROUNDS * len(pack_state(rules, found.history.s_W)))
     return {
         "gains": bench.world.gains(found.values_W, clients),
         "rate": rate,
-        "row_passes": method.row_passes * ROUNDS,
+        "row_passes": passes / (int(bench.world.package.config["num_hidden_layers"]) * COHORT),
         "up": up,
         "down": down,
         "seconds": found.seconds / (COHORT * ROUNDS),
@@ -178,7 +180,7 @@ def ours(
     local_steps: int = METHODS[OURS].local_steps,
     **rules: object,
 ) -> Outcome:
-    """Our sketch with its rate, under further rules."""
+    """Our gradient with its rate, under further rules."""
     rate = tuned(bench, OURS, METHODS[OURS], split)
     method = replace(METHODS[OURS], local_steps=local_steps)
     found = definition_of(bench.world, method, rounds=plan.rounds, rate=rate)
@@ -196,7 +198,7 @@ def own_values(
     for step in range(steps):
         found = bench.world.gradient(values(start_W, moments.s_K, exponent), batches(step))
         step_rate = first * (1 - step / steps)
-        moments = unlogged_step(moments, *found, rate=step_rate, step_unit_exponent=exponent)
+        moments = adam_step(moments, *found, rate=step_rate, step_unit_exponent=exponent)
     return values(start_W, moments.s_K, exponent)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from permille.choices import EstimatorKind
+from permille.choices import EstimatorKind, Method
 from permille.errors import InputError
 from permille.federation.definition import FEW_DEVICES, Definition, Rule, encode_key
 from permille.package.reader import Package
@@ -25,7 +25,7 @@ from permille.training.adam import learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import check_step_unit_exponent, step_unit_exponent_for
 
-_NO_EPSILON = 1.0  # stands in the header of a sketch's log, where nothing reads it
+_NO_EPSILON = 1.0  # stands in the header of a gradient's log, where nothing reads it
 _LOWER_SHARE = 5
 
 
@@ -114,22 +114,22 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
 
 
 def _header(package: Package, body: FederationCreate) -> LogHeader:
-    rate, epsilon = body.learning_rate, body.epsilon
-    if body.estimator is EstimatorKind.SKETCH:
+    rate, epsilon, estimator = body.learning_rate, body.epsilon, _estimator(body)
+    if estimator is EstimatorKind.GRADIENT:
         rate = rate or learning_rate(package)
         epsilon = epsilon or _NO_EPSILON
     if rate is None or epsilon is None:
         raise InputError(
-            f"expected learning_rate and epsilon for {body.estimator.value}, as the plan of "
-            f"`permille-agent train --estimator {body.estimator.value}` has found them on like text"
+            f"expected learning_rate and epsilon for {estimator.value}, as the plan of `permille-agent train "
+            f"--method zeroth-order --estimator {estimator.value}` has found them on like text"
         )
-    groups = body.estimator in (EstimatorKind.SKETCH, EstimatorKind.ONE_SIDED)
+    groups = estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
     header = LogHeader(
         package_digest=package.digest,
         mask_digest=package.mask_digest,
         seed=body.seed,
         directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
-        estimator=body.estimator,
+        estimator=estimator,
         queries=body.queries,
         epsilon=epsilon,
         learning_rate=rate,
@@ -141,20 +141,32 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
     )
     exponent = body.step_unit_exponent
     if exponent is None:
-        exponent = _device_unit(header, body) - body.guard_bits
+        exponent = _device_unit(header) - body.guard_bits
     return replace(header, step_unit_exponent=check_step_unit_exponent(exponent))
 
 
-def _device_unit(header: LogHeader, body: FederationCreate) -> int:
+def _estimator(body: FederationCreate) -> EstimatorKind:
+    """Find the estimator of the method that is asked for."""
+    if body.method is Method.ZEROTH_ORDER and body.estimator is not EstimatorKind.GRADIENT:
+        return body.estimator or EstimatorKind.ONE_SIDED
+    if body.estimator is not None:
+        raise InputError(
+            f"{body.estimator.value} is no estimator of {body.method.value}. Leave it out, or name "
+            " spsa, split or forward with the method zeroth-order."
+        )
+    return EstimatorKind.GRADIENT
+
+
+def _device_unit(header: LogHeader) -> int:
     """The unit on which a device's integers stand, fine enough for its steps."""
-    if body.estimator is EstimatorKind.SKETCH:
+    if header.estimator is EstimatorKind.GRADIENT:
         return unit_exponent(header.learning_rate)
     widest = max(queries.stop - queries.start for queries, _ in header.blocks())
     return step_unit_exponent_for(header.learning_rate, 1.0, widest, header.sigma)
 
 
 def _split(package: Package, body: FederationCreate) -> BlockSplit | None:
-    if body.estimator is not EstimatorKind.SPLIT:
+    if _estimator(body) is not EstimatorKind.SPLIT:
         return None
     lower = body.lower_queries or body.queries // _LOWER_SHARE
     decoder_layers = int(package.config["num_hidden_layers"])

@@ -19,7 +19,7 @@ from tests.unit.federation.federations import KEY, make_contributions, make_defi
 from tests.unit.zo import reference
 from tests.unit.zo.logs import make_exponents
 
-SKETCH = {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS}
+GRADIENT = {"estimator": EstimatorKind.GRADIENT, "directions": DirectionKind.GROUPS}
 DEFINITIONS = {
     "shared": make_definition(),
     "weights": make_definition(max_weight=5),
@@ -29,7 +29,7 @@ DEFINITIONS = {
     "fast": make_definition(rate_shift=3),
     "trimmed": make_definition(rule=Rule.TRIMMED, trim_percent=20),
     "median": make_definition(rule=Rule.TRIMMED, trim_percent=50),
-    "groups": make_definition(log=SKETCH),
+    "groups": make_definition(log=GRADIENT),
 }
 
 

@@ -39,7 +39,7 @@ def sign(seed: int, step: int, query: int, tensor_id: int, rank: int) -> int:
 
 
 def z(header: Header, step: int, query: int, exponents: Sequence[int] | None = None) -> list[int]:
-    """A whole direction in flat order, by FORMAT 6.3 to 6.6."""
+    """A whole direction in flat order, by FORMAT 6.3 to 6.6 and 8.1."""
     seed, counts, split = int(header["seed"], 16), header["counts"], header["split"]
     places = [(tensor, rank) for tensor in range(len(counts)) for rank in range(counts[tensor])]
     if header["directions"] == "groups":
@@ -50,6 +50,8 @@ def z(header: Header, step: int, query: int, exponents: Sequence[int] | None = N
     if header["exponents"] is not None:
         assert exponents is not None
         found = [value * 2**d for value, d in zip(found, exponents, strict=True)]
+    still = sum(counts[: header["first_tensor"]])
+    found = [0 if index < still else value for index, value in enumerate(found)]
     if split is not None:
         below = sum(counts[: split["first_upper_tensor"]])
         lower = query < split["lower_queries"]

@@ -18,7 +18,7 @@ from permille.zo.exponents import Exponents
 from permille.zo.groups import group_sums, grouping
 from permille.zo.header import LogHeader
 from permille.zo.records import StepFlag
-from permille.zo.steps import apply_record, sketch_step
+from permille.zo.steps import apply_record, change_step
 from tests.unit.zo import reference
 from tests.unit.zo.logs import BATCH, QuadraticEngine, kind_fields, make_exponents, make_header
 
@@ -27,8 +27,8 @@ COUNTS = (70, 0, 1, 129)
 K = sum(COUNTS)
 
 
-def sketch_header(**changes: Any) -> LogHeader:
-    fields = {"queries": 7, "counts": COUNTS} | kind_fields(EstimatorKind.SKETCH)
+def gradient_header(**changes: Any) -> LogHeader:
+    fields = {"queries": 7, "counts": COUNTS} | kind_fields(EstimatorKind.GRADIENT)
     return make_header(**fields | changes)
 
 
@@ -42,7 +42,7 @@ def dense(header: LogHeader, step: int) -> NDArray[np.int64]:
 
 @pytest.mark.parametrize("vector", [vector for vector in GOLDEN["vectors"] if vector["groups"]])
 def test_groups_match_the_golden_vectors(vector: dict[str, Any]) -> None:
-    header = sketch_header(seed=int(vector["seed"], 16), counts=(5, 0, 129, 40), queries=3)
+    header = gradient_header(seed=int(vector["seed"], 16), counts=(5, 0, 129, 40), queries=3)
     z_K = dense(header, vector["step"])[vector["query"]]
     if vector["exponents"]:
         z_K <<= np.array(GOLDEN["exponents"][0])
@@ -59,7 +59,7 @@ def test_groups_match_the_golden_vectors(vector: dict[str, Any]) -> None:
     counts=st.lists(st.integers(0, 70), min_size=1, max_size=4).filter(any),
 )
 def test_any_grouping_equals_the_reference(seed: int, step: int, queries: int, counts: list[int]) -> None:
-    found = grouping(sketch_header(seed=seed, queries=queries, counts=tuple(counts)), step)
+    found = grouping(gradient_header(seed=seed, queries=queries, counts=tuple(counts)), step)
     expected = [
         reference.group_and_sign(seed, step, queries, tensor, rank)
         for tensor, count in enumerate(counts)
@@ -69,7 +69,7 @@ def test_any_grouping_equals_the_reference(seed: int, step: int, queries: int, c
 
 
 def test_groups_and_signs_are_fair() -> None:
-    found = grouping(sketch_header(counts=(200_000,), queries=50), 3)
+    found = grouping(gradient_header(counts=(200_000,), queries=50), 3)
     sizes_Q = np.bincount(found.group_K, minlength=50)
     assert abs(sizes_Q - 4000).max() < 5 * np.sqrt(4000)
     assert abs(int(found.sign_K.sum(dtype=np.int64))) < 5 * np.sqrt(200_000)
@@ -78,7 +78,7 @@ def test_groups_and_signs_are_fair() -> None:
 def test_weights_of_several_tasks_and_steps_of_several_parts_are_one_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    header = sketch_header(counts=(5000, 3, 130))
+    header = gradient_header(counts=(5000, 3, 130))
     c_TQ = np.random.default_rng(0).integers(-9, 10, (21, 7))
     whole_K = group_sums(header, c_TQ)
     monkeypatch.setattr("permille.zo.groups._SPAN", 1024)
@@ -88,7 +88,7 @@ def test_weights_of_several_tasks_and_steps_of_several_parts_are_one_sum(
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_projection_is_orthogonal(scaled: bool) -> None:
-    header, e_K = sketch_header(), make_exponents(K).e_K if scaled else None
+    header, e_K = gradient_header(), make_exponents(K).e_K if scaled else None
     change_K = np.random.default_rng(0).standard_normal(K)
     found = grouping(header, 5)
     z_QK = dense(header, 5) << (0 if e_K is None else e_K)
@@ -98,7 +98,7 @@ def test_a_projection_is_orthogonal(scaled: bool) -> None:
 
 
 def test_an_empty_group_has_nothing_of_a_change() -> None:
-    found_Q = grouping(sketch_header(queries=8192), 0).project(np.ones(K), None)
+    found_Q = grouping(gradient_header(queries=8192), 0).project(np.ones(K), None)
     assert np.isfinite(found_Q).all()
     assert (found_Q == 0).sum() > 7900
 
@@ -107,9 +107,9 @@ def test_an_empty_group_has_nothing_of_a_change() -> None:
 def test_a_record_moves_the_state_by_the_projection_rounded_to_the_lattice(
     exponents: Exponents | None,
 ) -> None:
-    header = sketch_header(exponents=None if exponents is None else exponents.use)
+    header = gradient_header(exponents=None if exponents is None else exponents.use)
     change_K = np.random.default_rng(1).standard_normal(K).astype(np.float32)
-    record = sketch_step(change_K, 2.5, header, 3, exponents)
+    record = change_step(change_K, 2.5, header, 3, exponents)
     assert (record.step, record.loss, record.flags) == (3, 2.5, StepFlag.NONE)
     z_QK = dense(header, 3) << (0 if exponents is None else exponents.e_K)
     exact_Q = (z_QK @ change_K.astype(np.float64)) / (z_QK**2).sum(axis=1) * 2.0**20
@@ -123,19 +123,19 @@ def test_a_record_moves_the_state_by_the_projection_rounded_to_the_lattice(
 def test_what_is_not_finite_or_too_large_is_rejected_and_moves_nothing(change: float, loss: float) -> None:
     change_K = np.full(K, 0.1, np.float32)
     change_K[17] = change
-    record = sketch_step(change_K, loss, sketch_header(), 0)
+    record = change_step(change_K, loss, gradient_header(), 0)
     assert record.flags is StepFlag.REJECTED
     assert set(record.coefficients) == {0}
 
 
 def test_a_change_is_refused_where_the_exponents_are_not_there() -> None:
-    header = sketch_header(exponents=make_exponents(K).use)
+    header = gradient_header(exponents=make_exponents(K).use)
     with pytest.raises(PackageError, match="log-binding"):
-        sketch_step(np.zeros(K), 1.0, header, 0)
+        change_step(np.zeros(K), 1.0, header, 0)
 
 
-def test_losses_alone_make_no_sketch() -> None:
+def test_losses_alone_make_no_such_step() -> None:
     engine = QuadraticEngine(np.zeros(K, np.float32), np.ones(K, np.float32))
-    descent = Descent(header=sketch_header(), w_base_K=np.zeros(K, np.float32))
-    with pytest.raises(InputError, match="expected an estimator of losses or derivatives, got sketch"):
+    descent = Descent(header=gradient_header(), w_base_K=np.zeros(K, np.float32))
+    with pytest.raises(InputError, match="expected an estimator of losses or derivatives, got gradient"):
         estimate(engine, BATCH, descent, np.zeros(K, np.int64), 0)

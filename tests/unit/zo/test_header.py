@@ -20,7 +20,7 @@ EXPONENTS = ExponentsUse(digest=DIGEST, largest=2, sum_of_squares=588)
 
 BYTES = (
     b'{"counts":[130,0,17],"directions":"rademacher","epsilon":"0x1.0624dd2f1a9fcp-10","estimator":"spsa",'
-    b'"exponents":null,"format":"permille-log","generator":"philox4x32-10","generator_version":1,'
+    b'"exponents":null,"first_tensor":0,"format":"permille-log","generator":"philox4x32-10","generator_version":1,'
     b'"learning_rate":"0x1.999999999999ap-4","mask_digest":"sha256:' + b"b" * 64 + b'",'
     b'"package_digest":"sha256:' + b"a" * 64 + b'","queries":2,"schedule":"constant",'
     b'"seed":"0123456789abcdef","split":null,"step_unit_exponent":-20,"total_steps":5000,"version":1}'
@@ -77,9 +77,9 @@ def split(**changes: Any) -> dict[str, Any]:
         {"mask_digest": "md5:" + "0" * 64},
         *({"seed": bad} for bad in (2**64, -1)),
         *({"queries": bad} for bad in (0, 1025)),
-        {"estimator": EstimatorKind.SKETCH},
+        {"estimator": EstimatorKind.GRADIENT},
         {"directions": DirectionKind.GROUPS},
-        {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS, "queries": 8193},
+        {"estimator": EstimatorKind.GRADIENT, "directions": DirectionKind.GROUPS, "queries": 8193},
         {"queries": 1, "estimator": EstimatorKind.ONE_SIDED},
         *({"epsilon": bad} for bad in (0.0, math.nan)),
         {"learning_rate": math.inf},
@@ -91,6 +91,9 @@ def split(**changes: Any) -> dict[str, Any]:
         *(split() | {"queries": bad} for bad in (2, 4)),
         *(split(first_upper_tensor=bad) for bad in (0, 3)),
         split(lower_queries=0),
+        *({"first_tensor": bad} for bad in (-1, 3)),
+        {"first_tensor": 1, "counts": (130, 0, 0)},
+        split() | {"first_tensor": 2},
         *(split() | {"counts": bad} for bad in ((0, 0, 147), (130, 17, 0))),
         *({"exponents": replace(EXPONENTS, sum_of_squares=bad)} for bad in (K - 1, K * 4**15 + 1)),
     ],

@@ -105,7 +105,7 @@ def test_one_pass_pulls_trains_reports_and_notes_it(
         daemon.run_once()
     assert installed_release(home) is not None
     (request,) = outside.requests
-    assert request == TrainingRequest(data_paths=(tmp_path / "notes.txt",), minutes=30.0, share_log=False)
+    assert request == TrainingRequest(data_paths=(tmp_path / "notes.txt",), minutes=None, share_log=False)
     state = read_daemon_state(home)
     assert (state.last_outcome, state.seconds_used) == ("adopted", 60.0)
     assert (state.poll_error, state.training_error) == ("", "")

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.choices import EstimatorKind
+from permille.choices import EstimatorKind, Method
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
+from permille.schemas.runs import LogForm
 from permille.zo.estimators import Batch, Descent, directions_of, estimate
 from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import BlockSplit
@@ -17,8 +18,8 @@ from permille.zo.journal import read_journal
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
 from permille_agent.state.models import InstalledRelease, record_installed
-from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_named
-from permille_agent.training.personal import canonical_log
+from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_of
+from permille_agent.training.personal import shareable
 from permille_agent.training.run import find_run, widest_block
 from permille_agent.training.step_size import STEP_NORM, find_step_size, step_spread
 from tests.bigram_engine import BigramEngine
@@ -88,7 +89,7 @@ def test_an_adopted_model_is_rebuilt_from_its_log_and_the_packages_layers(device
     cached_K = device.used_values()
     (run.path / "state.i64").unlink()
     assert np.array_equal(device.used_values(), cached_K)
-    log = decode_canonical(canonical_log(run), max_bytes=1 << 20, max_steps=100)
+    log = decode_canonical(shareable(run, LogForm.LOG), max_bytes=1 << 20, max_steps=100)
     assert log.header.exponents is not None
     with pytest.raises(PackageError) as refused:
         replay(log.header, log.coefficients_TQ, exponents_of(tiny_package(device.home.blobs)))
@@ -180,9 +181,11 @@ def test_one_masked_layer_cannot_be_split() -> None:
 
 def test_estimators_have_names() -> None:
     for name in ("one_sided", "one-sided"):
-        assert estimator_named(name) is EstimatorKind.ONE_SIDED
+        assert estimator_of(Method.ZEROTH_ORDER, name) is EstimatorKind.ONE_SIDED
     with pytest.raises(InputError, match="spsa, forward, one-sided, split"):
-        estimator_named("adam")
+        estimator_of(Method.ZEROTH_ORDER, "adam")
+    with pytest.raises(InputError, match="is no estimator of a gradient run"):
+        estimator_of(Method.GRADIENT, "spsa")
 
 
 @pytest.mark.parametrize("kind", DEFAULT_QUERIES)
@@ -193,8 +196,8 @@ def test_every_estimator_has_a_number_of_queries_that_it_takes(kind: EstimatorKi
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"queries": -1}, "expected"),
-        ({"queries": 8193}, "expected"),
+        ({"queries": 257, "estimator": EstimatorKind.SPSA}, "expected"),
+        ({"queries": 16}, "A gradient run takes no queries"),
         ({"queries": 0, "estimator": EstimatorKind.ONE_SIDED}, "expected"),
         ({"queries": 1, "estimator": EstimatorKind.ONE_SIDED}, "queries"),
         ({"queries": 8, "estimator": EstimatorKind.SPLIT}, "queries"),
