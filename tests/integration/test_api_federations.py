@@ -14,7 +14,7 @@ from permille.federation.rounds import History, decode_segment
 from permille.schemas.access import Role
 from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE
 from permille.schemas.problems import ProblemType
-from permille.store.tables import Checkpoint
+from permille.store.tables import FederationCheckpoint
 from permille.trust.repository import Repository
 from permille.trust.roles import federation_path
 from permille_service.cli.main import main
@@ -366,7 +366,7 @@ def test_a_returning_device_gets_rounds_or_a_checkpoint_whichever_is_smaller(api
     assert size(9) == least
     assert size(8) == least + records[8]
     with api.service.database.read() as session:
-        kept = {row.number: len(row.state) for row in session.query(Checkpoint)}
+        kept = {row.number: len(row.state) for row in session.query(FederationCheckpoint)}
     assert set(kept) == {1, 2, 4, 8, 9}
     assert size(0) == min(least + sum(records), least + 180 + kept[9])
     for until in range(10):

@@ -15,7 +15,7 @@ from permille_agent.cli.federations import document_of
 from permille_agent.daemon.state import DaemonState, read_daemon_state
 from permille_agent.federation.membership import memberships
 from permille_agent.link.enrolment import Enrolment, load_enrolment
-from permille_agent.link.report import RUN_ID, Delivery, Report, read_report
+from permille_agent.link.report import RUN_ID, Delivery, RunReport, read_report
 from permille_agent.state.choices import Consent, read_consent, read_references
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import (
@@ -52,7 +52,7 @@ class Status:
     progress: Standing | None
     run: RunFolder | None
     outcome: RunOutcome | None
-    reports: tuple[Report, ...]
+    reports: tuple[RunReport, ...]
     federations: tuple[dict[str, object], ...]
     daemon: DaemonState
     run_id: str | None

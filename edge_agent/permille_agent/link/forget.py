@@ -23,7 +23,7 @@ from permille_agent.link.client import AccessRefusedError, RequestRefusedError
 from permille_agent.link.report import (
     RUN_ID,
     Delivery,
-    Report,
+    RunReport,
     deliver,
     read_report,
     want_deletion,
@@ -179,7 +179,7 @@ def _leave_service(home: Home, api: DeviceApi) -> None:
 
 def _keep_deletion(path: Path, run_id: str) -> int:
     """Keep of a report only that its log is to be deleted; what it said is overwritten."""
-    entry = Report(run_id=run_id, log_delivery=Delivery.DELETION_WANTED)
+    entry = RunReport(run_id=run_id, log_delivery=Delivery.DELETION_WANTED)
     with path.open("r+b", buffering=0) as old:
         overwrite_record(path, entry)
         return 0 if os.path.samestat(os.fstat(old.fileno()), path.stat()) else _overwrite(old)

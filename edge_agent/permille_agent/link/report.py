@@ -51,7 +51,7 @@ WAITING = frozenset({Delivery.QUEUED, Delivery.DELETION_WANTED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RunReport:
     """One run's report.
 
     Attributes:
@@ -82,7 +82,7 @@ class Delivered:
 
 def enqueue(
     home: Home, run_id: str, metrics: RunMetrics, *, shared_log: bytes | None, withdrawals: int = 0
-) -> Report:
+) -> RunReport:
     """Keep a report until it is delivered. The same run again changes nothing.
 
     Args:
@@ -101,7 +101,7 @@ def enqueue(
         metrics = metrics.model_copy(update=_NO_DIGESTS)
     else:
         _write_log(home, run_id, shared_log)
-    report = Report(
+    report = RunReport(
         run_id=run_id,
         metrics=metrics,
         metrics_delivery=Delivery.QUEUED,
@@ -112,7 +112,7 @@ def enqueue(
     return report
 
 
-def queue_log(home: Home, report: Report, log: bytes, *, withdrawals: int) -> Report:
+def queue_log(home: Home, report: RunReport, log: bytes, *, withdrawals: int) -> RunReport:
     """Have a log follow a report that went without it. The metrics stay as they were reported.
 
     Raises:
@@ -194,12 +194,12 @@ def _is_withdrawn(home: Home, withdrawals: int) -> bool:
     return read_consent(home).withdrawals != withdrawals
 
 
-def read_report(home: Home, run_id: str) -> Report | None:
+def read_report(home: Home, run_id: str) -> RunReport | None:
     """Read the report or the receipt of one run; None where there is none."""
-    return read_record(home.reports / f"{run_id}.json", Report)
+    return read_record(home.reports / f"{run_id}.json", RunReport)
 
 
-def read_reports(home: Home) -> Iterator[Report]:
+def read_reports(home: Home) -> Iterator[RunReport]:
     """Read all reports and receipts, by run id."""
     for path in sorted(home.reports.glob("*.json")):
         if RUN_ID.fullmatch(path.stem) and (report := read_report(home, path.stem)) is not None:
@@ -265,7 +265,7 @@ def want_deletion(home: Home, run_id: str | None) -> int:
     return len(uploaded)
 
 
-def _withdraw(home: Home, report: Report) -> Report:
+def _withdraw(home: Home, report: RunReport) -> RunReport:
     _log_path(home, report.run_id).unlink(missing_ok=True)
     metrics = report.metrics and report.metrics.model_copy(update=_NO_DIGESTS)
     known = report.metrics_delivery is Delivery.SENT
@@ -273,7 +273,7 @@ def _withdraw(home: Home, report: Report) -> Report:
     return _save(home, replace(report, log_delivery=log, metrics=metrics))
 
 
-def _deliver_one(home: Home, api: DeviceApi, report: Report) -> Report:
+def _deliver_one(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
     log = _log_path(home, report.run_id)
     queued = report.log_delivery is Delivery.QUEUED
     if queued and (not log.is_file() or _is_withdrawn(home, report.withdrawals)):
@@ -289,7 +289,7 @@ def _deliver_one(home: Home, api: DeviceApi, report: Report) -> Report:
     return report
 
 
-def _send_metrics(home: Home, api: DeviceApi, report: Report, metrics: RunMetrics) -> Report:
+def _send_metrics(home: Home, api: DeviceApi, report: RunReport, metrics: RunMetrics) -> RunReport:
     try:
         api.report_run(report.run_id, metrics)
         report = replace(report, metrics_delivery=Delivery.SENT)
@@ -304,7 +304,7 @@ def _send_metrics(home: Home, api: DeviceApi, report: Report, metrics: RunMetric
     return _save(home, report)
 
 
-def _send_log(home: Home, api: DeviceApi, report: Report) -> Report:
+def _send_log(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
     def check() -> None:
         if _is_withdrawn(home, report.withdrawals):
             raise _WithdrawnError
@@ -325,7 +325,7 @@ def _send_log(home: Home, api: DeviceApi, report: Report) -> Report:
     return sent
 
 
-def _send_deletion(home: Home, api: DeviceApi, report: Report) -> Report:
+def _send_deletion(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
     try:
         api.delete_log(report.run_id)
     except RequestRefusedError as exc:
@@ -347,6 +347,6 @@ def _write_log(home: Home, run_id: str, log: bytes) -> None:
         raise OperatorError(f"expected to write {_log_path(home, run_id)}: {exc}") from exc
 
 
-def _save(home: Home, report: Report) -> Report:
+def _save(home: Home, report: RunReport) -> RunReport:
     write_record(home.reports / f"{report.run_id}.json", report)
     return report

@@ -234,7 +234,7 @@ def export_needs(sizes: Sizes) -> Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Capacity:
     """What a job may use. None: unknown, and then nothing is refused for it."""
 
     memory_bytes: int | None
@@ -244,10 +244,10 @@ class Machine:
     max_job_s: float
 
 
-def look(settings: Settings) -> Machine:
+def look(settings: Settings) -> Capacity:
     """Measure the machine now."""
     free = settings.memory_bytes if settings.memory_bytes is not None else available_memory()
-    return Machine(
+    return Capacity(
         memory_bytes=free,
         disk_bytes=_free_disk(settings.blob_root),
         flops_per_s=settings.flops_per_s or FLOPS_A_CORE * (os.cpu_count() or 1),

@@ -30,7 +30,7 @@ from permille.store.tables import Artifact, Corpus, Model
 from permille_service.context import Service
 from permille_service.preflights.estimates import (
     FLOAT_BYTES,
-    Machine,
+    Capacity,
     Needs,
     Sizes,
     export_needs,
@@ -82,7 +82,7 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
     return compare(needs, machine)
 
 
-def compare(needs: Needs, machine: Machine) -> Preflight:
+def compare(needs: Needs, machine: Capacity) -> Preflight:
     """Needs against a machine; what is unknown counts as enough."""
     rows = (
         ("memory", "bytes", needs.memory_bytes, machine.memory_bytes),
@@ -106,7 +106,7 @@ def compare(needs: Needs, machine: Machine) -> Preflight:
 class _Planner:
     """Finds what a tenant's requests name, and estimates their needs on a machine."""
 
-    def __init__(self, session: Session, tenant_id: str, machine: Machine) -> None:
+    def __init__(self, session: Session, tenant_id: str, machine: Capacity) -> None:
         self._session = session
         self._tenant_id = tenant_id
         self._machine = machine

@@ -7,7 +7,7 @@ from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.quantizations import AutoRound, BuildSqueezeLLM, Int4, Int8, Nf4, SchemeName
 from permille_service.preflights.estimates import (
     PROCESS_BYTES,
-    Machine,
+    Capacity,
     Needs,
     mask_needs,
     quantization_needs,
@@ -93,9 +93,9 @@ def test_steps_in_a_row_need_the_larger_memory_and_the_sum_of_the_rest() -> None
 
 def test_verdict_names_what_is_missing_and_lets_the_unknown_pass() -> None:
     needs = Needs(memory_bytes=100, disk_bytes=100, seconds=10.0)
-    unknown = Machine(memory_bytes=None, disk_bytes=None, flops_per_s=1.0, split_flops=0, max_job_s=10.0)
+    unknown = Capacity(memory_bytes=None, disk_bytes=None, flops_per_s=1.0, split_flops=0, max_job_s=10.0)
     assert compare(needs, unknown).accepted
-    small = Machine(memory_bytes=99, disk_bytes=100, flops_per_s=1.0, split_flops=0, max_job_s=9.0)
+    small = Capacity(memory_bytes=99, disk_bytes=100, flops_per_s=1.0, split_flops=0, max_job_s=9.0)
     verdict = compare(needs, small)
     assert not verdict.accepted
     assert [figure.enough for figure in verdict.figures] == [False, True, False]

@@ -14,7 +14,7 @@ from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.report import (
     Delivered,
     Delivery,
-    Report,
+    RunReport,
     collect_reports,
     deliver,
     enqueue,
@@ -44,7 +44,7 @@ class Device:
     api: DeviceApi
     service: DeviceService
 
-    def queue(self, run_id: str = RUN_ID, *, log: bytes | None = LOG, **changes: object) -> Report:
+    def queue(self, run_id: str = RUN_ID, *, log: bytes | None = LOG, **changes: object) -> RunReport:
         return enqueue(self.home, run_id, metrics(**changes), shared_log=log)
 
     def deliver(self) -> Delivered:
@@ -57,7 +57,7 @@ class Device:
             self.deliver()
         self.service.faults = []
 
-    def report(self) -> Report:
+    def report(self) -> RunReport:
         found = read_report(self.home, RUN_ID)
         assert found is not None
         return found
