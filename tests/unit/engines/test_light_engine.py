@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.engines.interface import GradientEngine
 from permille.engines.light import blas
 from permille.engines.light.engine import LightEngine
@@ -23,7 +24,8 @@ from permille.package.blobs import BlobFolder
 from permille.package.config_files import clean_config
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
-from permille.zo.estimators import Batch
+from permille.zo.estimators import Batch, Descent
+from permille.zo.steps import take_step
 from permille_lab.measuring.random_packages import Shape, random_package
 from tests.unit.engines.conformance import Conformance
 from tests.unit.engines.tiny import (
@@ -37,6 +39,7 @@ from tests.unit.engines.tiny import (
     variants,
     write_package,
 )
+from tests.unit.zo.logs import make_header
 
 Array = NDArray[np.float32]
 
@@ -288,6 +291,18 @@ def test_layers_below_the_first_perturbed_one_are_computed_once_a_batch(tmp_path
     expected = [LightEngine(package).losses(values_K[None], batch)[0] for values_K in values_VK]
     assert engine.losses(values_VK, batch).tolist() == expected
     assert engine.layer_passes == 2 * (3 + 8)
+
+
+@pytest.mark.parametrize("kind", [EstimatorKind.SPSA, EstimatorKind.ONE_SIDED])
+def test_a_step_of_the_upper_layers_computes_the_lower_ones_once(kind: EstimatorKind, tmp_path: Path) -> None:
+    shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
+    package, batch = random_package(tmp_path, shape, density=0.01), tiny_batch(lengths=(12, 7))
+    tensor = 3 * len(package.counts) // 4
+    header = make_header(counts=package.counts, estimator=kind, queries=4, first_tensor=tensor)
+    engine, s_K = LightEngine(package), np.zeros(package.k, np.int64)
+    descent = Descent(header=header, w_base_K=package.values())
+    take_step(engine, batch, descent, s_K, 0, normalised=True)
+    assert engine.layer_passes == 2 * (3 + (8 if kind is EstimatorKind.SPSA else 4))
 
 
 def test_a_gradient_counts_the_passes_of_the_masked_layers(tmp_path: Path) -> None:

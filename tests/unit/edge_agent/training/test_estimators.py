@@ -24,7 +24,7 @@ from permille_agent.training.run import find_run, widest_block
 from permille_agent.training.step_size import STEP_NORM, find_step_size, step_spread
 from tests.bigram_engine import BigramEngine
 from tests.packages import layered_package, tiny_package
-from tests.unit.edge_agent.runs import Begin, Device, plan_and_train
+from tests.unit.edge_agent.runs import TINY_RATE, Begin, Device, plan_and_train
 from tests.unit.zo.logs import make_header
 
 
@@ -186,6 +186,21 @@ def test_estimators_have_names() -> None:
         estimator_of(Method.ZEROTH_ORDER, "adam")
     with pytest.raises(InputError, match="is no estimator of a gradient run"):
         estimator_of(Method.GRADIENT, "spsa")
+
+
+@pytest.mark.parametrize("kind", [EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED, EstimatorKind.SPSA])
+def test_weights_below_the_first_layer_stay_where_they_are(
+    begin: Begin, package: Package, kind: EstimatorKind
+) -> None:
+    queries = 0 if kind is EstimatorKind.GRADIENT else 4
+    run = begin(estimator=kind, queries=queries, steps=4, first_layer=1, rate_scale=TINY_RATE)
+    _, selected = plan_and_train(run)
+    middle = package.k // 2
+    assert (run.trained, selected.step > 0) == (slice(middle, package.k), True)
+    assert not selected.s_K[:middle].any()
+    assert selected.s_K[middle:].any()
+    with pytest.raises(InputError, match="No masked weight is in layer 2 or above"):
+        _ = replace(run, options=replace(run.options, first_layer=2)).trained
 
 
 @pytest.mark.parametrize("kind", DEFAULT_QUERIES)
