@@ -2,12 +2,14 @@
 #   docker build --target api -t permille-api .
 #   docker build --target worker --build-arg TORCH_INDEX=<address of PyTorch's CPU wheels> -t permille-worker .
 # Without TORCH_INDEX the worker gets the default build of torch with the libraries of CUDA.
+# To pin the base image by its digest: --build-arg BASE=python:3.11-slim@sha256:...
 # The service binds an address other than loopback only with TLS, so mount a certificate and its key:
 #   docker run -p 8321:8321 -v permille:/var/lib/permille -v ./tls:/run/tls:ro permille-api \
 #     up --no-worker --data-dir /var/lib/permille --host 0.0.0.0 --allow-host models.example.org \
 #     --tls-certificate /run/tls/cert.pem --tls-key /run/tls/key.pem
 #   docker run -v permille:/var/lib/permille permille-worker
-FROM python:3.11-slim AS wheel
+ARG BASE=python:3.11-slim
+FROM ${BASE} AS wheel
 WORKDIR /src
 # The native kernels are compiled here; the images need no compiler.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
@@ -34,7 +36,7 @@ RUN python -m venv /opt/permille \
       ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} $([ -n "$TORCH_INDEX" ] || echo -r requirements/cuda.txt) \
  && /opt/permille/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl
 
-FROM python:3.11-slim AS base
+FROM ${BASE} AS base
 RUN useradd --system --uid 10001 --create-home --home-dir /var/lib/permille permille \
  && install -d -m 700 -o permille -g permille /var/lib/permille-private
 ENV PATH=/opt/permille/bin:$PATH PYTHONUNBUFFERED=1 PERMILLE_DATA_DIR=/var/lib/permille

@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings house results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -121,6 +121,9 @@ schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service w
 settings: $(VENV)/.installed  ## Write the table of settings in docs/guide/operate.md
 	$(BIN)/python -m scripts.settings
 
+house: $(VENV)/.installed  ## Count statements, comments, docs and commits (BEFORE=revision: beside that revision)
+	@$(BIN)/python -m permille_lab.house $(BEFORE)
+
 results: $(VENV)/.installed  ## Write docs/results from lab/results
 	$(BIN)/python -m permille_lab.pages
 
@@ -140,20 +143,20 @@ bench-large: $(VENV)/.native  ## Are mask and package of a 7B model made in 12 G
 	$(BIN)/python -m permille_lab.large
 
 bench-shards: $(VENV)/.native  ## How much sooner is a mask made by four workers than by one? (minutes)
-	$(BIN)/python -m tests.shard_workers
+	$(BIN)/python -m permille_lab.service.shard_workers
 
 bench-decision: $(VENV)/.installed  ## How often is a useless model adopted? (a simulation, two minutes)
 	$(BIN)/python -m permille_lab.decision
 
 bench-page: $(VENV)/.native  ## How long do the page's views take at 10,000 devices and 100,000 runs? (DATABASE=postgresql)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.page_times --database $(DATABASE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.page_times --database $(DATABASE)
 
 bench-queue: $(VENV)/.installed  ## How fast is a claim at 10,000 queued and 1,000,000 ended jobs, on both databases? (minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.queue_times
+	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.queue_times
 
-bench-service: $(VENV)/.native  ## How fast is the API beside a bare route, its downloads beside nginx, polls of 10,000 devices? (minutes)
+bench-service: $(VENV)/.native  ## Measure downloads beside nginx, and polls of 10,000 devices (minutes)
 	@bash scripts/system-packages.sh wrk
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.service_times
+	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.service_times
 
 bench-estimators: $(VENV)/.native  ## Which estimator learns most for its cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.estimators

@@ -1,5 +1,6 @@
 """Files: written so that a crash leaves the old content or the new; found below a root that none leaves."""
 
+import errno
 import os
 import tempfile
 from pathlib import Path, PurePath
@@ -22,14 +23,19 @@ def make_private(folder: Path) -> None:
     """Make a folder of its owner's alone (0700), or make it so where it existed with other modes.
 
     Raises:
-        OperatorError: it belongs to another user and lets others in.
+        OperatorError: it cannot be made, or belongs to another user and lets others in.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:
+        raise OperatorError(f"{folder} cannot be made: {exc.strerror}. Name another folder") from exc
     mode = folder.stat().st_mode & 0o777
     if mode & 0o077:
         try:
             folder.chmod(0o700)
-        except PermissionError as exc:
+        except OSError as exc:
+            if exc.errno == errno.EROFS:
+                raise OperatorError(f"{folder} is on a disk that is read-only. Name another folder") from exc
             raise OperatorError(
                 f"{folder} lets other users in (mode {mode:04o}) and belongs to another user. Type: "
                 f"chmod 700 {folder}, or name a folder below it"

@@ -2,17 +2,18 @@
 
     python -m scripts.settings
 
-It is made from the fields of the settings classes: their names, defaults and descriptions. A test finds
-where the guide is older than they are.
+It is made from the groups of the settings classes: their fields' names, defaults and descriptions. A test
+finds where the guide is older than they are.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from pydantic.fields import FieldInfo
 
-from permille.store.settings import PREFIX, StoreSettings, layout
+from permille.store.settings import PREFIX, SettingsGroup, StoreSettings, layout
 from permille_service.settings import MIB, Settings
 from permille_workers.runtime.settings import WorkerSettings
 
@@ -24,14 +25,23 @@ _DATA: Final = Path("/data")
 
 
 def table() -> str:
-    """The table: what all programs read first, then the API's own, then a worker's."""
-    fields = StoreSettings.model_fields | Settings.model_fields | WorkerSettings.model_fields
-    fields["data_dir"] = Settings.model_fields["data_dir"]  # only a worker can do without
-    rows = (
-        f"| `{PREFIX}{name.upper()}` | {_readers(name)} | {_default(name, field)} | {field.description} |\n"
-        for name, field in fields.items()
-    )
-    return _HEAD + "".join(rows)
+    """The table: group by group what all programs read first, then the API's own, then a worker's."""
+    return _HEAD + "".join(line for group in groups() for line in _lines(group))
+
+
+def groups() -> tuple[type[SettingsGroup], ...]:
+    """The groups of both programs, in the order of the table."""
+    inherited = (*reversed(Settings.__mro__), *reversed(WorkerSettings.__mro__))
+    found = dict.fromkeys(kind for kind in inherited if SettingsGroup in kind.__bases__)
+    return tuple(found)
+
+
+def _lines(group: type[SettingsGroup]) -> Iterator[str]:
+    yield f"| **{group.__doc__}** | | | |\n"
+    for name, field in group.model_fields.items():
+        shown = Settings.model_fields[name] if name == "data_dir" else field  # only a worker can do without
+        variable = f"`{PREFIX}{name.upper()}`"
+        yield f"| {variable} | {_readers(name)} | {_default(name, shown)} | {field.description} |\n"
 
 
 def up_to_date(page: str) -> str:

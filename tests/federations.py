@@ -4,13 +4,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 from sqlalchemy import update
 
 from permille.federation.catch_up import caught_up
 from permille.federation.contribution import Contribution, encode_contribution
 from permille.federation.definition import Definition
 from permille.federation.rounds import History
-from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE
+from permille.schemas.federations import (
+    CONTRIBUTION_MEDIA_TYPE,
+    AggregationCreate,
+    ScheduleCreate,
+    TrainingCreate,
+)
 from permille.store import tables
 from permille.store.federations import rounds
 from permille.store.jobs import claims
@@ -19,6 +25,11 @@ from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.tasks import TASKS
 from tests.api_service import Api, TestDevice
 
+GROUPS: dict[str, type[BaseModel]] = {
+    "schedule": ScheduleCreate,
+    "training": TrainingCreate,
+    "aggregation": AggregationCreate,
+}
 SMALL = {
     "name": "readers",
     "release": "tiny",
@@ -33,6 +44,16 @@ SMALL = {
     "few_devices": True,
     "deadline_s": 3600,
 }
+
+
+def request_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """A request for a federation: each of its fields in the group that has it."""
+    body: dict[str, Any] = {}
+    for name, value in fields.items():
+        groups = (group for group, model in GROUPS.items() if name in model.model_fields)
+        group = next(groups, None)
+        (body if group is None else body.setdefault(group, {}))[name] = value
+    return body
 
 
 @dataclass(slots=True)
@@ -151,7 +172,7 @@ def make_site(api: Api, *, members: int = 0, start: bool = True, **changes: Any)
     """A federation on a tiny package's release."""
     if not api.get("/v1/releases").json()["items"]:
         api.publish(api.package())
-    answer = api.post("/v1/federations", SMALL | changes)
+    answer = api.post("/v1/federations", request_of(SMALL | changes))
     assert answer.status_code == 201, answer.text
     data = api.get(f"/v1/federations/{answer.json()['id']}/definition").content
     site = Site(api=api, id=answer.json()["id"], definition=Definition.from_bytes(data))

@@ -6,7 +6,7 @@ No torch, no files from elsewhere; the same arguments give the same package dige
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model, write_manifest
-from permille.package.layers import write_exponents
 from permille.package.limits import Role
-from permille.package.manifest import Layer, sort_layers
+from permille.package.manifest import Layer
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
@@ -137,14 +136,6 @@ class MemoryModel:
 
     def file(self, name: str, *, limit: int) -> bytes | None:
         return self.files.get(name)
-
-
-def layered_package(package: Package, *, exponents_K: NDArray[np.int8]) -> Package:
-    """The package with scaling exponents added, in the same folder."""
-    manifest, folder = package.manifest, package.blobs
-    counts = {tensor.name: tensor.count for tensor in manifest.tensors}
-    layers = sort_layers([*manifest.layers, write_exponents(folder, exponents_K, counts)])
-    return Package.open(folder, write_manifest(folder, replace(manifest, layers=layers)))
 
 
 def pooled_package(package: Package, s_K: NDArray[np.int64], step_unit_exponent: int) -> Package:

@@ -119,13 +119,12 @@ def stock(data_dir: Path, database: Database, *, devices: int, runs: int, words:
 
 
 def _half(blobs: BlobFolder, model_id: str) -> Made:
-    """Half of a model's weights, in two rounds; the report's names are what a worker says."""
+    """Half of a model's weights, then a recovery; the report's names are what a worker says."""
     rows = [{"name": f"{HOSTILE} {i}", "zeros": 0.5, "relative_error": 0.1 * i} for i in range(3)]
     perplexity = {"before": 14.2, "pruned": 31.9, "after": 17.1, "held_out": False}
     report = {
         "zeros": 0.5,
         "perplexity": perplexity,
-        "rounds": [{"rate": rate, "perplexity": perplexity} for rate in (0.3, 0.5)],
         "layers": rows,
         "tensors": rows,
     }

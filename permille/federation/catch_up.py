@@ -57,7 +57,7 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
     if state:
         head, position = data[position : position + HEAD_BYTES], position + HEAD_BYTES
         s_W = _state(state, held.definition)
-        history = History.resume(held.definition, s_W, head, held.exponents)
+        history = History.resume(held.definition, s_W, head)
     segment, position = _sized(data, position)
     history.apply(decode_segment(segment, held.definition, max_bytes=len(segment)))
     history.check_head(data[position:])

@@ -19,12 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
-from permille.errors import InputError, OperatorError
+from permille.errors import InputError
 from permille.federation.definition import MAX_CONTRIBUTED, Definition
-from permille.files import write_atomic
 from permille.training.adam import Moments, adam_step
 from permille.zo.estimators import Batch, Descent, LossEngine
-from permille.zo.exponents import Exponents
 from permille.zo.header import LogHeader
 from permille.zo.journal import Journal
 from permille.zo.lattice import values
@@ -48,14 +46,12 @@ class LocalRound:
         number: of the round.
         start_W: int64, the pooled state before the round, on the history's unit.
         w_base_W: the values that state zero stands for.
-        exponents: of the package, as far as the history needs them.
     """
 
     definition: Definition
     number: int
     start_W: NDArray[np.int64]
     w_base_W: NDArray[np.float32]
-    exponents: Exponents | None = None
 
     @property
     def first_step(self) -> int:
@@ -68,12 +64,11 @@ class LocalRound:
         return Descent(
             header=rules.device_log(),
             w_base_K=values(self.w_base_W, self.start_W, rules.log.step_unit_exponent),
-            exponents=self.exponents,
         )
 
     def moved(self, c_TQ: NDArray[np.int64], *, after: int = 0) -> NDArray[np.int64]:
         """Where steps from `after` on move the state, on the device's unit, int64 [W]."""
-        return replay(self.definition.log, c_TQ, self.exponents, start=self.first_step + after)
+        return replay(self.definition.log, c_TQ, start=self.first_step + after)
 
 
 def take_local_steps(
@@ -122,9 +117,8 @@ class _GradientSteps:
         self._descent = descent
         self._path = path
         first_W = np.zeros(descent.header.k, np.int64)
-        self._moments = _load_moments(path) or replace(
-            Moments.first(len(first_W), first_W), step=part.first_step
-        )
+        first = replace(Moments.first(len(first_W), first_W), step=part.first_step)
+        self._moments = Moments.load(path) or first
 
     def record(
         self, engine: LossEngine, batches: Callable[[int], Batch], s_W: NDArray[np.int64], step: int
@@ -149,7 +143,7 @@ class _GradientSteps:
             losses.append(loss)
         change_W = (moments.s_K - before_W) * math.ldexp(1.0, exponent)
         loss = math.fsum(losses) / len(losses)
-        record = change_step(_stretched(change_W, header), loss, header, step, self._descent.exponents)
+        record = change_step(_stretched(change_W, header), loss, header, step)
         self._moments = replace(
             moments,
             step=step + 1,
@@ -157,7 +151,7 @@ class _GradientSteps:
             loss=loss,
             flags=int(record.flags),
         )
-        write_atomic(self._path, self._moments.to_bytes(), mode=0o600)
+        self._moments.store(self._path)
         return record
 
 
@@ -168,15 +162,6 @@ def _stretched(change_K: NDArray[np.float64], header: LogHeader) -> NDArray[np.f
     """
     weights = header.k / header.queries  # of a group
     return change_K * max(1.0, min(weights, 2 * math.sqrt(weights)))
-
-
-def _load_moments(path: Path) -> Moments | None:
-    try:
-        return Moments.from_bytes(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as exc:
-        raise OperatorError(f"expected the moments of a round in {path}, got {exc}") from exc
 
 
 def _bounded(record: StepRecord) -> StepRecord:

@@ -11,7 +11,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature
@@ -23,7 +23,6 @@ from permille.errors import InputError, PackageError
 from permille.federation.contribution import SIGNATURE_BYTES, Contribution
 from permille.federation.definition import MAX_DEVICES, MAX_WEIGHT, Definition, Rule
 from permille.federation.masked import Masked
-from permille.zo.exponents import Exponents
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT, state_digest
 from permille.zo.records import weight_of_rows
 from permille.zo.replay import replay
@@ -192,13 +191,12 @@ class History:
     chain: str
     number: int = 0
     reach: int = 0
-    exponents: Exponents | None = field(default=None, repr=False)
 
     @classmethod
-    def begin(cls, definition: Definition, exponents: Exponents | None = None) -> "History":
+    def begin(cls, definition: Definition) -> "History":
         """The history before the first round: the package's own weights."""
         zero = np.zeros(definition.log.k, dtype=np.int64)
-        return cls(definition=definition, s_W=zero, chain=definition.digest, exponents=exponents)
+        return cls(definition=definition, s_W=zero, chain=definition.digest)
 
     def apply(self, rounds: Iterable[Round]) -> None:
         """Move on by the next rounds; one that is refused changes nothing.
@@ -208,11 +206,11 @@ class History:
         """
         for each in rounds:
             self._check_next(each)
-            reach = self.reach + weight_of_rows(each.u_KJ, self.definition.log)
+            reach = self.reach + weight_of_rows(each.u_KJ)
             if reach > STATE_LIMIT:
-                raise PackageError("round-limit", f"expected sum |u| * max |z| within 2**53, got {reach}")
+                raise PackageError("round-limit", f"expected sum |u| within 2**53, got {reach}")
             start = each.number * self.definition.steps
-            self.s_W = self.s_W + replay(self.definition.log, each.u_KJ, self.exponents, start=start)
+            self.s_W = self.s_W + replay(self.definition.log, each.u_KJ, start=start)
             self.reach, self.number = reach, each.number + 1
             self.chain = chain_after(self.chain, each.to_bytes(), self.digest)
 
@@ -245,20 +243,14 @@ class History:
             )
 
     @classmethod
-    def resume(
-        cls,
-        definition: Definition,
-        s_W: NDArray[np.int64],
-        head: bytes,
-        exponents: Exponents | None = None,
-    ) -> "History":
+    def resume(cls, definition: Definition, s_W: NDArray[np.int64], head: bytes) -> "History":
         """The history at a checkpoint: a packed state (FORMAT 11) and the head that names it.
 
         Raises:
             PackageError: as `check_head`.
         """
         named = Head.read(head, definition)
-        history = cls.begin(definition, exponents)
+        history = cls.begin(definition)
         history.s_W, history.number, history.reach = s_W, named.number, named.reach
         history.chain = named.chain
         history.check_head(head)

@@ -39,6 +39,8 @@ class Architecture:
 
     Attributes:
         positions: the longest sequence.
+        residual_scale: factor of what a part of a layer adds to the residual.
+        logits_scale: factor of the logits.
         learned_positions: rows before position 0 in the table of learned positions, or None without one.
     """
 
@@ -58,6 +60,8 @@ class Architecture:
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     learned_positions: int | None = None
     embedding: str = "model.embed_tokens"
     final_norm: str | None = "model.norm"
@@ -85,6 +89,13 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             settings.require("attn_logit_softcapping")
         else:
             attention_softcap = settings.optional_number("attn_logit_softcapping", about.attention_softcap)
+    scale, embedding_scale = scalar**-0.5, float(shape.hidden**0.5) if about.embedding_scaled else 1.0
+    residual_scale = logits_scale = 1.0
+    if about.multiplied:
+        scale = settings.number("attention_multiplier", 1.0)
+        embedding_scale = settings.number("embedding_multiplier", 1.0)
+        residual_scale = settings.number("residual_multiplier", 1.0)
+        logits_scale = 1 / settings.number("logits_scaling", 1.0)
     found = Architecture(
         family=shape.family,
         prefix=about.prefix,
@@ -97,10 +108,12 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         norm=about.norm,
         norm_epsilon=1e-5 if learned else settings.number(*about.norm_epsilon),
         activation=_activation(settings, shape),
-        attention_scale=scalar**-0.5,
+        attention_scale=scale,
         attention_softcap=attention_softcap,
         final_softcap=final_softcap,
-        embedding_scale=float(shape.hidden**0.5) if about.embedding_scaled else 1.0,
+        embedding_scale=embedding_scale,
+        residual_scale=residual_scale,
+        logits_scale=logits_scale,
         learned_positions=2 if learned else None,
         names=about.names,
         embedding=about.embedding,
@@ -144,13 +157,29 @@ def _activation(settings: Settings, shape: ModelShape) -> Activation:
 def _layers(settings: Settings, shape: ModelShape, positions: int) -> tuple[LayerSettings, ...]:
     windows = _windows(settings, shape)
     if shape.about.rotation is Rotation.BY_LAYER:
-        everywhere, near = _ropes_by_layer(settings, shape.head, positions)
+        everywhere, near = _ropes_by_layer(settings, shape, positions)
         ropes: list[Rope | None] = [everywhere if window is None else near for window in windows]
     elif shape.about.rotation is Rotation.LEARNED:
         ropes = [None] * shape.layers
     else:
-        ropes = [_rope(settings, shape, positions)] * shape.layers
+        rope, rotated = _rope(settings, shape, positions), _rotated(settings, shape, windows)
+        ropes = [rope if each else None for each in rotated]
     return tuple(LayerSettings(window=window, rope=rope) for window, rope in zip(windows, ropes, strict=True))
+
+
+def _rotated(settings: Settings, shape: ModelShape, windows: tuple[int | None, ...]) -> list[bool]:
+    """Whether each layer is rotated."""
+    if shape.about.rotation is Rotation.WINDOWED and any(window is not None for window in windows):
+        return [window is not None for window in windows]
+    if shape.about.rotation is not Rotation.SOME:
+        return [True] * shape.layers
+    interval = settings.size("no_rope_layer_interval", 4)
+    flags = settings.flags("no_rope_layers")
+    if flags is None:
+        flags = [bool((layer + 1) % interval) for layer in range(shape.layers)]
+    if len(flags) < shape.layers:
+        raise unsupported(f"{shape.layers} no_rope_layers", flags)
+    return flags[: shape.layers]
 
 
 def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
@@ -166,32 +195,38 @@ def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
     settings.require("partial_rotary_factor", 1.0)
     if parameters.get("partial_rotary_factor") not in (None, 1.0):
         raise unsupported("rotation of whole heads in this family", parameters)
-    parameters.setdefault("rope_theta", settings.number("rope_theta", 1e4))
+    parameters.setdefault("rope_theta", settings.number("rope_theta", shape.about.theta))
     return rope_of(parameters, head=shape.head, positions=positions)
 
 
-def _ropes_by_layer(settings: Settings, head: int, positions: int) -> list[Rope]:
+def _ropes_by_layer(settings: Settings, shape: ModelShape, positions: int) -> list[Rope]:
     """Frequencies of the layers that see everything, then of those with a window."""
     given = settings.table("rope_parameters")
     if given.keys() - {"full_attention", "sliding_attention"}:
         raise unsupported("rope_parameters by layer type", sorted(given))
-    full = {"rope_theta": settings.number("rope_theta", 1e6)} | dict(given.get("full_attention") or {})
+    key, theta = shape.about.near_theta
+    full = {"rope_theta": settings.number("rope_theta", shape.about.theta)}
+    full |= dict(given.get("full_attention") or {})
     full |= settings.table("rope_scaling")
-    near = {"rope_theta": settings.number("rope_local_base_freq", 1e4)}
+    near = {"rope_theta": theta if key is None else settings.number(key, theta)}
     near |= dict(given.get("sliding_attention") or {})
     for parameters in (full, near):
-        if parameters.get("rope_type", parameters.get("type", "default")) not in ("default", "linear"):
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if shape.family is Family.GEMMA3_TEXT and kind not in ("default", "linear"):
             raise unsupported("gemma3_text with rope type default or linear", parameters)
         if parameters.get("partial_rotary_factor") is not None:
-            raise unsupported("gemma3_text without partial_rotary_factor", parameters)
+            raise unsupported(f"{shape.family} without partial_rotary_factor", parameters)
     settings.require("partial_rotary_factor", 1.0)
-    return [rope_of(parameters, head=head, positions=positions) for parameters in (full, near)]
+    return [rope_of(parameters, head=shape.head, positions=positions) for parameters in (full, near)]
 
 
 def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
     """How many tokens each layer attends to, itself included; None: all before it."""
     kind, count = shape.about.windows, shape.layers
     if kind is Windows.NONE:
+        if shape.about.rotation is Rotation.SOME:  # SmolLM3 names windows that it does not use
+            settings.require("use_sliding_window", False)
+            settings.passed_over(("sliding_window", "layer_types"))
         return (None,) * count
     window = settings.optional_size("sliding_window", 4096)
     if kind is Windows.ALL:
@@ -203,7 +238,10 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
         near = tuple(window is not None and layer >= first for layer in range(count))
     else:
         pattern = shape.about.window_pattern
-        if shape.family is Family.GEMMA3_TEXT:
+        kinds = settings.texts("layer_types")
+        if kinds is not None:
+            settings.passed_over(("sliding_window_pattern",))
+        elif shape.family in (Family.GEMMA3_TEXT, Family.EXAONE4):
             pattern = settings.size("sliding_window_pattern", pattern)
         near = tuple(bool((layer + 1) % pattern) for layer in range(count))
     kinds = settings.texts("layer_types")

@@ -7,7 +7,7 @@ engine). Names of tensors and defaults are those of transformers 5.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -23,6 +23,11 @@ class Family(StrEnum):
     GEMMA2 = "gemma2"
     GEMMA3_TEXT = "gemma3_text"
     GPT_NEOX = "gpt_neox"
+    SMOLLM3 = "smollm3"
+    GRANITE = "granite"
+    OLMO2 = "olmo2"
+    OLMO3 = "olmo3"
+    EXAONE4 = "exaone4"
 
 
 class NormKind(StrEnum):
@@ -37,7 +42,7 @@ class BlockKind(StrEnum):
     """Where the norms stand.
 
     PRE: `x += f(norm(x))`, twice. SANDWICH: `x += norm(f(norm(x)))`. POST: `x = norm(x + f(x))`. PARALLEL:
-    both parts read the block's input.
+    both parts read the block's input. A norm that the family lacks is left out.
     """
 
     PRE = "pre"
@@ -59,13 +64,19 @@ class Windows(StrEnum):
 
 
 class Rotation(StrEnum):
-    """How positions come in: LEARNED, a table; WHOLE heads are rotated, or the first PART of them; BY_LAYER:
-    layers with a window have frequencies of their own."""
+    """How positions come in.
+
+    LEARNED: by a table. WHOLE: heads are rotated; PART: the first numbers of them. BY_LAYER: layers with a
+    window have frequencies of their own. SOME: `no_rope_layers` says which layers are rotated. WINDOWED: only
+    layers with a window are rotated, where there are any.
+    """
 
     LEARNED = "learned"
     WHOLE = "whole"
     PART = "part"
     BY_LAYER = "by_layer"
+    SOME = "some"
+    WINDOWED = "windowed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +91,9 @@ class BlockNames:
     gate: str | None = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
-    norm_attention: str = "input_layernorm"
+    norm_attention: str | None = "input_layernorm"
     norm_attention_out: str | None = None
-    norm_mlp: str = "post_attention_layernorm"
+    norm_mlp: str | None = "post_attention_layernorm"
     norm_mlp_out: str | None = None
     norm_query: str | None = None
     norm_key: str | None = None
@@ -100,6 +111,10 @@ class Description:
         attention_bias, mlp_bias: the flag that gives the part's layers a bias.
         query_scalar: default of `query_pre_attn_scalar`; None: scores are scaled by the size of a head.
         attention_softcap, final_softcap: defaults.
+        head_norms_joined: one norm over all heads of a query or key, not one for each.
+        theta: default of `rope_theta`.
+        near_theta: of layers with a window where they have frequencies of their own: a key, its default.
+        multiplied: the config has multipliers of embedding, scores, residuals and logits.
     """
 
     prefix: str = "model.layers"
@@ -124,6 +139,10 @@ class Description:
     query_scalar: int | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
+    head_norms_joined: bool = False
+    theta: float = 1e4
+    near_theta: tuple[str | None, float] = (None, 1e4)
+    multiplied: bool = False
 
 
 _NORMED_HEADS = {"norm_query": "self_attn.q_norm", "norm_key": "self_attn.k_norm"}
@@ -132,6 +151,21 @@ _SANDWICH = {
     "norm_mlp": "pre_feedforward_layernorm",
     "norm_mlp_out": "post_feedforward_layernorm",
 }
+
+# Norms stand behind attention and feed-forward part, and none before them.
+_NORMED_AFTER = BlockNames(
+    norm_attention=None,
+    norm_attention_out="post_attention_layernorm",
+    norm_mlp=None,
+    norm_mlp_out="post_feedforward_layernorm",
+    **_NORMED_HEADS,
+)
+_OLMO2 = Description(
+    silent_kv_heads=True,
+    names=_NORMED_AFTER,
+    norm_epsilon=("rms_norm_eps", 1e-5),
+    head_norms_joined=True,
+)
 
 DESCRIPTIONS: Mapping[Family, Description] = {
     Family.LLAMA: Description(silent_kv_heads=True, mlp_bias=("mlp_bias", False)),
@@ -171,6 +205,8 @@ DESCRIPTIONS: Mapping[Family, Description] = {
         windows=Windows.PATTERN,
         window_pattern=6,
         rotation=Rotation.BY_LAYER,
+        theta=1e6,
+        near_theta=("rope_local_base_freq", 1e4),
         embedding_scaled=True,
         query_scalar=256,
     ),
@@ -215,5 +251,30 @@ DESCRIPTIONS: Mapping[Family, Description] = {
         norm_epsilon=("layer_norm_eps", 1e-5),
         activation=("hidden_act", "gelu"),
         rotation=Rotation.PART,
+    ),
+    Family.SMOLLM3: Description(
+        silent_kv_heads=True,
+        tied=True,
+        mlp_bias=("mlp_bias", False),
+        rotation=Rotation.SOME,
+        theta=2e6,
+    ),
+    Family.GRANITE: Description(silent_kv_heads=True, mlp_bias=("mlp_bias", False), multiplied=True),
+    Family.OLMO2: _OLMO2,
+    Family.OLMO3: replace(
+        _OLMO2,
+        windows=Windows.PATTERN,
+        window_pattern=4,
+        rotation=Rotation.BY_LAYER,
+        theta=5e5,
+        near_theta=(None, 5e5),
+    ),
+    Family.EXAONE4: Description(
+        names=_NORMED_AFTER,
+        attention_bias=None,
+        norm_epsilon=("rms_norm_eps", 1e-5),
+        windows=Windows.PATTERN,
+        window_pattern=4,
+        rotation=Rotation.WINDOWED,
     ),
 }

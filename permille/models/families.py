@@ -54,6 +54,20 @@ _EXPERT_TYPES = (
     "gpt_oss",
     "llama4_text",
 )
+# What a family needs that no engine here has.
+_MISSING_LAYERS = {
+    "falcon_h1": "state-space layers (Mamba)",
+    "gemma3": "vision; its text model alone is gemma3_text",
+    "jamba": "state-space layers (Mamba)",
+    "lfm2": "short convolutions",
+    "mamba": "state-space layers (Mamba)",
+    "mamba2": "state-space layers (Mamba)",
+    "ministral3": "attention scaled by position",
+    "mistral3": "vision",
+    "phi3": "layers whose queries, keys and values are one matrix",
+    "qwen3_5": "linear attention",
+    "qwen3_next": "linear attention",
+}
 
 # Bounds far above any published model and far below an overflow of the sizes computed from them.
 _LARGEST_LAYERS = 4096
@@ -64,16 +78,22 @@ def family_of(config: Config) -> Family:
     """The family of a `config.json`.
 
     Raises:
-        InputError: unknown family (with the list of known ones), mixture of experts, an already quantized
-            model, or a config that asks for code of its own (`auto_map`).
+        InputError: unknown family (with what it needs, or the list of known ones), mixture of experts, or an
+            already quantized model. Code that a config names (`auto_map`) is never run: a known family needs
+            none.
     """
     model_type = config.get("model_type")
     if config.get("quantization_config") is not None:
         raise InputError(f"expected a model in full precision, got one already quantized ({_method(config)})")
-    if "auto_map" in config:
-        raise InputError("expected a built-in architecture, got a config with auto_map (code of its own)")
     if _is_mixture(config):
         raise InputError(f"expected dense layers, got a mixture of experts (model_type {model_type!r})")
+    if model_type not in set(Family):
+        if (missing := _MISSING_LAYERS.get(str(model_type))) is not None:
+            raise InputError(f"Models of type {model_type} are not supported: they need {missing}.")
+        if "auto_map" in config:
+            raise InputError(
+                f"Models of type {model_type} bring code of their own (auto_map), which is not run."
+            )
     return choice_of(Family, str(model_type), "a model_type")
 
 
@@ -135,7 +155,9 @@ class ModelShape:
         tensors: dict[str, TensorShape] = dict(self.linear())
         for role in _NORMS if self.normed else ():
             if (name := getattr(names, role)) is not None:
-                width = self.head if role in ("norm_query", "norm_key") else self.hidden
+                counts = {"norm_query": self.heads, "norm_key": self.kv_heads}
+                joined = counts.get(role, 1) if self.about.head_norms_joined else 1
+                width = joined * self.head if role in counts else self.hidden
                 tensors |= self.norm(name, width)
         roles = [role for roles in _ROLES.values() for role in roles if role in self.biased]
         biased = [name for role in roles if (name := getattr(names, role)) is not None]

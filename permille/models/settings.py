@@ -103,6 +103,15 @@ class Settings:
             raise unsupported(f"{key} to be a list of texts", value)
         return tuple(value)
 
+    def flags(self, key: str) -> list[bool] | None:
+        """A list of true or false, also written as 1 and 0; None where the key is absent or null."""
+        value = self._value(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(item not in (0, 1) for item in value):
+            raise unsupported(f"{key} to be a list of 0 and 1", value)
+        return [bool(item) for item in value]
+
     def require(self, key: str, *allowed: object) -> None:
         """The key is absent, null or one of the values that change nothing here."""
         value = self._value(key, None)

@@ -22,7 +22,6 @@ from permille.package.layers import (
     masked_values,
     write_adapter,
     write_dense,
-    write_exponents,
     write_file,
     write_mask,
     write_plain,
@@ -79,14 +78,12 @@ class ChosenMask:
 
     Attributes:
         indices: strictly increasing flat indices by tensor; a tensor without any may be left out.
-        exponents_K: powers of two for directions, [k] int8 in flat order, or none.
     """
 
     indices: Mapping[str, NDArray[np.uint32]]
     method: str
     density: float | str
     scope: str = "all"
-    exponents_K: NDArray[np.int8] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +118,7 @@ def pack_model(
         scores: Fisher scores of all linears, for code books; without any all weights count the same.
 
     Raises:
-        InputError: a mask, exponents or an adapter that do not fit, weights that are not finite, too large a
+        InputError: a mask or an adapter that does not fit, weights that are not finite, too large a
             file.
         PackageError: a file of the model may not be in a package.
         OSError: as the file system reports it.
@@ -241,8 +238,6 @@ def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask, how: Qu
     counts = {name: indices.size for name, indices in masks.items()}
     values = (_kept(masked_values(model.raw(name), indices), indices, how) for name, indices in masks.items())
     own = [write_mask(blobs, mask.indices, list(scoped)), write_values(blobs, values, list(scoped))]
-    if mask.exponents_K is not None:
-        own.append(write_exponents(blobs, mask.exponents_K, counts))
     about = MaskInfo(
         method=mask.method,
         density=decimal_text(float(mask.density)),

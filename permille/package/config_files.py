@@ -28,7 +28,8 @@ partial_rotary_factor pretraining_tp query_pre_attn_scalar rms_norm_eps rope_loc
 rope_scaling rope_theta sliding_window sliding_window_pattern use_bidirectional_attention use_sliding_window
 activation_dropout activation_function do_layer_norm_before dropout enable_bias ffn_dim init_std
 layer_norm_elementwise_affine layerdrop prefix word_embed_proj_dim _remove_final_layer_norm classifier_dropout
-hidden_dropout layer_norm_eps rotary_emb_base rotary_pct use_parallel_residual
+hidden_dropout layer_norm_eps rotary_emb_base rotary_pct use_parallel_residual attention_multiplier
+embedding_multiplier logits_scaling no_rope_layer_interval no_rope_layers residual_multiplier
 """
 CONFIG_KEYS = frozenset(_SHARED.split())
 

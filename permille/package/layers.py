@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.config_files import check_file
-from permille.package.limits import FILE_NAMES, MAX_EXPONENT, Role
+from permille.package.limits import FILE_NAMES, Role
 from permille.package.manifest import AdapterInfo, Layer, Quantization, TensorInfo
 from permille.package.safetensors_io import SafetensorsWriter
 from permille.quantization.nf4 import NF4_CODES
@@ -128,33 +128,6 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
         if missing is not None:
             raise InputError(f"expected values of {missing!r}, got no more")
         return _layer(Role.VALUES, writer.finish())
-
-
-def write_exponents(blobs: BlobFolder, exponents_K: NDArray[np.int8], counts: Mapping[str, int]) -> Layer:
-    """The power of two by which each masked weight's direction may be scaled (FORMAT 4.6).
-
-    Args:
-        exponents_K: [k] in flat order, from 0 to `MAX_EXPONENT`, the smallest 0.
-        counts: masked weights by tensor, in tensor_id order.
-
-    Raises:
-        InputError: another dtype, size or range.
-    """
-    shape = (sum(counts.values()),)
-    if exponents_K.dtype != np.int8 or exponents_K.shape != shape or not exponents_K.size:
-        raise InputError(f"expected int8 {shape}, got {exponents_K.dtype} {exponents_K.shape}")
-    if not are_exponents(exponents_K):
-        raise InputError(f"expected exponents from exactly 0 to {MAX_EXPONENT}")
-    parts = np.split(exponents_K, np.cumsum(list(counts.values()))[:-1])
-    with SafetensorsWriter(blobs) as writer:
-        for name, part in zip(counts, parts, strict=True):
-            writer.add(name, "I8", part.shape, part)
-        return _layer(Role.EXPONENTS, writer.finish())
-
-
-def are_exponents(exponents_K: NDArray[np.int8]) -> bool:
-    """Whether the numbers are from 0 to 15, the smallest 0 (FORMAT 4.6)."""
-    return int(exponents_K.min()) == 0 and int(exponents_K.max()) <= MAX_EXPONENT
 
 
 def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:

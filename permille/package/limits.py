@@ -16,7 +16,6 @@ MAX_LAYER_BYTES = 1 << 42
 MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
 MAX_K = (1 << 32) - 1  # FORMAT 8.1: what the header of a log can say
-MAX_EXPONENT = 15  # FORMAT 4.6
 MAX_RANK = 256  # FORMAT 3.1: of an adapter
 MAX_ALPHA = 1024
 BLOCK_BYTES = 1 << 20  # FORMAT 4.7
@@ -56,7 +55,6 @@ class Role(StrEnum):
     MASK = "mask"
     ADAPTER = "adapter"
     VALUES = "values"
-    EXPONENTS = "exponents"
     REFERENCE = "reference"
     POOLED = "pooled"
     PROGRAM = "program"
@@ -70,15 +68,13 @@ MEDIA_TYPES = {
     Role.MASK: "application/vnd.permille.mask+safetensors",
     Role.ADAPTER: "application/vnd.permille.adapter+safetensors",
     Role.VALUES: "application/vnd.permille.values+safetensors",
-    Role.EXPONENTS: "application/vnd.permille.exponents+safetensors",
     Role.REFERENCE: "application/vnd.permille.reference+safetensors",
     Role.POOLED: "application/vnd.permille.state",
     Role.PROGRAM: "application/vnd.permille.program",
     Role.FILE: "application/vnd.permille.file",
 }
 
-# FORMAT 3.3: one of each; a reference, a pooled state, a program and files besides; with a mask also
-# exponents.
+# FORMAT 3.3: one of each; a reference, a pooled state, a program and files besides.
 REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS)
 MASK_ROLES, ADAPTER_ROLES = (Role.MASK, Role.VALUES), (Role.ADAPTER,)
 # FORMAT 4.9: what a package's parent lacks, by the key of provenance that goes with it.

@@ -348,9 +348,9 @@ class Manifest:
                 )
 
     def _check_layers(self) -> None:
-        with_mask, with_adapter = (*MASK_ROLES, Role.EXPONENTS), ADAPTER_ROLES
-        required = (*REQUIRED_ROLES, *(MASK_ROLES if self.adapter is None else ADAPTER_ROLES))
-        excluded: tuple[Role, ...] = with_adapter if self.adapter is None else with_mask
+        roles: tuple[tuple[Role, ...], tuple[Role, ...]] = (MASK_ROLES, ADAPTER_ROLES)
+        trained, excluded = roles if self.adapter is None else reversed(roles)
+        required = (*REQUIRED_ROLES, *trained)
         for role in Role:
             found = sum(layer.role is role for layer in self.layers)
             if role is not Role.FILE and (found > 1 or (role in required and found == 0)):
@@ -384,7 +384,6 @@ class Manifest:
             Role.MASK: (4 * k, 4 * k + overhead),
             Role.ADAPTER: (2 * frozen, 4 * frozen + overhead),
             Role.VALUES: (2 * k, 4 * k + overhead),
-            Role.EXPONENTS: (k, k + overhead),
             Role.REFERENCE: (0, MAX_REFERENCE_BYTES),
             Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),
             # Every weight in 4 bytes, those of 2 bytes and a tied head twice, a mask's places in 8 bytes

@@ -1,7 +1,7 @@
 """Opening a package: nothing is returned that was not checked (FORMAT 4.8).
 
 `Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, blocks, mask,
-adapter, values, exponents, reference), and holds the structure of all layers against the manifest and the
+adapter, values, reference), and holds the structure of all layers against the manifest and the
 config. The big layers (dense, plain) are mapped. All their blocks are hashed when the first tensor of them is
 asked for, so opening stays quick and nothing computes with damaged bytes. Scales and plain numbers are
 checked as they are read.
@@ -25,8 +25,8 @@ from permille.package import reference_rows
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
-from permille.package.layers import ABSMAX, CODE_BOOKS, PATTERN, SCALES, are_exponents, are_table_scales
-from permille.package.limits import BLOCKED_ROLES, MAX_EXPONENT, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
+from permille.package.layers import ABSMAX, CODE_BOOKS, PATTERN, SCALES, are_table_scales
+from permille.package.limits import BLOCKED_ROLES, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import AdapterInfo, Layer, Manifest, Quantization
 from permille.package.safetensors_io import SafetensorsFile
 from permille.package.structure import (
@@ -58,7 +58,6 @@ _DTYPES = {
     Role.MASK: frozenset({"U32"}),
     Role.ADAPTER: FLOATS,
     Role.VALUES: FLOATS,
-    Role.EXPONENTS: frozenset({"I8"}),
     Role.REFERENCE: reference_rows.DTYPES,
 }
 
@@ -92,7 +91,6 @@ class Package:
         check_shapes(manifest, self.config, self._layers)
         for tensor in manifest.tensors if manifest.adapter is None else ():
             check_indices(tensor.name, self.mask(tensor.name), tensor.shape[0] * tensor.shape[1])
-        self.exponents()
         self.reference_rows()
 
     @classmethod
@@ -245,25 +243,6 @@ class Package:
     def values_dtype(self, name: str) -> str:
         """The source model's dtype of a masked weight: BF16, F16 or F32 (KeyError: beside an adapter)."""
         return self._layers[Role.VALUES].specs[name].dtype
-
-    def exponents(self) -> NDArray[np.int8] | None:
-        """The power of two of each masked weight [k], flat order (FORMAT 4.6); None: the package has none.
-
-        Raises:
-            PackageError: `blob-digest` or `exponents-range`.
-        """
-        layer = self._layers.get(Role.EXPONENTS)
-        if layer is None:
-            return None
-        self.blobs.check(self.manifest.layer(Role.EXPONENTS).digest)
-        found = [layer.tensor(tensor.name).data.view(np.int8) for tensor in self.manifest.tensors]
-        exponents_K = np.concatenate(found)
-        if not are_exponents(exponents_K):
-            got = f"{exponents_K.min()} to {exponents_K.max()}"
-            raise PackageError(
-                "exponents-range", f"expected exponents from exactly 0 to {MAX_EXPONENT}, got {got}"
-            )
-        return exponents_K
 
     def reference_rows(self) -> reference_rows.ReferenceRows | None:
         """The rows that pull and measure a training (FORMAT 4.12); None: the package has none.

@@ -72,7 +72,7 @@ def check_shapes(
     if manifest.adapter is not None:
         rank = manifest.adapter.rank
         expected[Role.ADAPTER] = {t.name: (rank, t.shape[1]) for t in manifest.tensors if t.count}
-    for role in (Role.MASK, Role.VALUES, Role.EXPONENTS):
+    for role in (Role.MASK, Role.VALUES):
         if role in layers:
             expected[role] = counts
     for role, shapes in expected.items():

@@ -18,7 +18,6 @@ from permille.schemas.fields import (
     Id,
     Name,
     Positive,
-    Seed,
     Timestamp,
     WholeNumber,
 )
@@ -69,6 +68,82 @@ class ChargeState(StrEnum):
     RELEASED = "released"
 
 
+class ScheduleCreate(Closed):
+    """When a round ends, and how many there are."""
+
+    rounds: Annotated[
+        int, Field(strict=True, ge=1, le=MAX_ROUNDS, description="the most rounds there will be"), WholeNumber
+    ] = 100
+    target: Annotated[
+        int,
+        Field(strict=True, ge=1, le=MAX_DEVICES, description="a round closes with so many devices"),
+        WholeNumber,
+    ] = 100
+    minimum: Annotated[
+        int, Field(strict=True, ge=1, le=MAX_DEVICES, description="a round of fewer is void"), WholeNumber
+    ] = 10
+    deadline_s: Annotated[
+        int,
+        Field(strict=True, ge=1, le=30 * 86400, description="seconds until a round closes in any case"),
+        WholeNumber,
+    ] = 86400
+
+
+class TrainingCreate(Closed):
+    """What a device computes in a round."""
+
+    method: Method = Field(default=Method.GRADIENT, description="how a device finds its steps")
+    estimator: EstimatorKind | None = Field(
+        default=None, description="of zeroth order, how a step is estimated; else one_sided"
+    )
+    steps: Annotated[
+        int, Field(strict=True, ge=1, le=65535, description="logged steps of a round"), WholeNumber
+    ] = 1
+    queries: Annotated[
+        int, Field(strict=True, ge=1, le=8192, description="integers a step of one device"), WholeNumber
+    ] = 1024
+    local_steps: Annotated[
+        int,
+        Field(
+            strict=True,
+            ge=1,
+            le=1024,
+            description="of Adam on every weight, whose sum one logged step holds; 1 in zeroth order",
+        ),
+        WholeNumber,
+    ] = 1
+    learning_rate: _Rate | None = Field(
+        default=None, description="along the gradient by default that of the package's weights"
+    )
+    epsilon: _Rate | None = Field(default=None, description="perturbation scale, of zeroth order")
+    batch_rows: Annotated[
+        int, Field(strict=True, ge=1, le=1024, description="texts of a device's batch"), WholeNumber
+    ] = 4
+    row_tokens: Annotated[
+        int, Field(strict=True, ge=8, le=8192, description="the most tokens of a text"), WholeNumber
+    ] = 128
+
+
+class AggregationCreate(Closed):
+    """How the integers of a round's devices become one."""
+
+    rule: Literal["mean", "trimmed"] = Field(default="mean", description="how devices' integers become one")
+    trim_percent: Annotated[
+        int,
+        Field(strict=True, ge=0, le=50, description="left out at each end, for trimmed; 50: the median"),
+        WholeNumber,
+    ] = 0
+    clip: Annotated[
+        int | None,
+        Field(strict=True, ge=10, le=(1 << 31) - 1, description="bound on the norm of a device's integers"),
+        WholeNumber,
+    ] = None
+    few_devices: bool = Field(
+        default=False,
+        description="publish sums without noise over fewer than ten devices, each of which they expose",
+    )
+
+
 class PrivacyCreate(Closed):
     """What each device is promised: noise in every sum, and an end to taking part."""
 
@@ -92,100 +167,22 @@ class PrivacyCreate(Closed):
 
 
 class FederationCreate(Closed):
-    """Define a federation on a release; devices join it by their own choice once it runs."""
+    """Define a federation on a release; devices join it by their own choice once it runs.
+
+    Example:
+
+        FederationCreate(name="readers", release="chat", schedule=ScheduleCreate(rounds=50, minimum=30))
+    """
 
     name: Name = Field(description="of the federation")
     release: Name = Field(description="the release whose devices may join")
     version: Version | None = Field(default=None, description="of the release; else its newest")
-    method: Method = Field(default=Method.GRADIENT, description="how a device finds its steps")
-    estimator: EstimatorKind | None = Field(
-        default=None, description="of zeroth order, how a step is estimated; else one_sided"
+    schedule: ScheduleCreate = Field(default=ScheduleCreate(), description="when rounds end")
+    training: TrainingCreate = Field(default=TrainingCreate(), description="what devices compute")
+    aggregation: AggregationCreate = Field(
+        default=AggregationCreate(), description="how devices' integers become one"
     )
-    steps: Annotated[
-        int, Field(strict=True, ge=1, le=65535, description="logged steps of a round"), WholeNumber
-    ] = 1
-    queries: Annotated[
-        int, Field(strict=True, ge=1, le=8192, description="integers a step of one device"), WholeNumber
-    ] = 1024
-    lower_queries: Annotated[
-        int | None,
-        Field(strict=True, ge=1, le=1024, description="those of the lower half, for split; else a fifth"),
-        WholeNumber,
-    ] = None
-    rounds: Annotated[
-        int, Field(strict=True, ge=1, le=MAX_ROUNDS, description="the most rounds there will be"), WholeNumber
-    ] = 100
-    learning_rate: _Rate | None = Field(
-        default=None, description="along the gradient by default that of the package's weights"
-    )
-    epsilon: _Rate | None = Field(default=None, description="perturbation scale, of zeroth order")
-    step_unit_exponent: Annotated[
-        int | None,
-        Field(strict=True, ge=-1074, le=1023, description="the state's unit is two to the power of it"),
-        WholeNumber,
-    ] = None
-    schedule: Literal["constant", "linear"] = Field(
-        default="constant", description="how the learning rate falls over all rounds"
-    )
-    seed: Seed = Field(default=0, description="of the directions")
-    guard_bits: Annotated[
-        int,
-        Field(strict=True, ge=0, le=8, description="bits of the mean that a device's integers lack"),
-        WholeNumber,
-    ] = 2
-    rate_shift: Annotated[
-        int,
-        Field(strict=True, ge=-8, le=8, description="the mean moves the state by two to the power of it"),
-        WholeNumber,
-    ] = 0
-    rule: Literal["mean", "trimmed"] = Field(default="mean", description="how devices' integers become one")
-    trim_percent: Annotated[
-        int,
-        Field(strict=True, ge=0, le=50, description="left out at each end, for trimmed; 50: the median"),
-        WholeNumber,
-    ] = 0
-    clip: Annotated[
-        int | None,
-        Field(strict=True, ge=10, le=(1 << 31) - 1, description="bound on the norm of a device's integers"),
-        WholeNumber,
-    ] = None
-    max_weight: Annotated[
-        int, Field(strict=True, ge=1, le=16, description="1: all devices count the same"), WholeNumber
-    ] = 1
-    batch_rows: Annotated[
-        int, Field(strict=True, ge=1, le=1024, description="texts of a device's batch"), WholeNumber
-    ] = 4
-    row_tokens: Annotated[
-        int, Field(strict=True, ge=8, le=8192, description="the most tokens of a text"), WholeNumber
-    ] = 128
-    local_steps: Annotated[
-        int,
-        Field(
-            strict=True,
-            ge=1,
-            le=1024,
-            description="of Adam on every weight, whose sum one logged step holds; 1 in zeroth order",
-        ),
-        WholeNumber,
-    ] = 1
-    target: Annotated[
-        int,
-        Field(strict=True, ge=1, le=MAX_DEVICES, description="a round closes with so many devices"),
-        WholeNumber,
-    ] = 100
-    minimum: Annotated[
-        int, Field(strict=True, ge=1, le=MAX_DEVICES, description="a round of fewer is void"), WholeNumber
-    ] = 10
-    deadline_s: Annotated[
-        int,
-        Field(strict=True, ge=1, le=30 * 86400, description="seconds until a round closes in any case"),
-        WholeNumber,
-    ] = 86400
     privacy: PrivacyCreate | None = Field(default=None, description="noise in the sums; wants a clip")
-    few_devices: bool = Field(
-        default=False,
-        description="publish sums without noise over fewer than ten devices, each of which they expose",
-    )
 
 
 class FederationSummary(Closed):

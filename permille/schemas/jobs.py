@@ -38,6 +38,7 @@ class JobState(StrEnum):
 
 
 ENDED: Final = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.DEAD})
+UNFINISHED: Final = frozenset(JobState) - ENDED
 
 
 class EventKind(StrEnum):

@@ -78,11 +78,6 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
                     "mask": _FISHER,
                     "quantization": {"scheme": "nf4"},
                 },
-                "the same with powers of two": {
-                    "model_id": _MODEL,
-                    "mask": _FISHER,
-                    "fisher_exponents": True,
-                },
                 "an adapter in place of sensitive weights": {
                     "model_id": _MODEL,
                     "adapter": {"kind": "lora-fa", "rank": 16},
@@ -108,12 +103,12 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
                     "method": "sparsegpt",
                     "pattern": "2:4",
                 },
-                "in five rounds of pruning and fine-tuning": {
+                "with LoRA to make up for it": {
                     "model_id": _MODEL,
                     "corpus_id": _CORPUS,
                     "name": "tuned",
                     "rate": 0.6,
-                    "recovery": {"steps": 400, "rounds": 5},
+                    "recovery": {"steps": 400},
                 },
             },
             key="sparsification_id",

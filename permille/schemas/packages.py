@@ -19,7 +19,6 @@ from permille.schemas.quantizations import (
 )
 
 MANIFEST_MEDIA_TYPE: Final = "application/vnd.permille.manifest+json"
-_EXPONENTS: Final = "add powers of two from the scores of a fisher mask"
 _EITHER: Final = "expected a mask or an adapter, got both or none"
 
 
@@ -49,16 +48,14 @@ def _either(mask: str, kind: str) -> ConfigDict:
     with_mask: JsonDict = {"required": [mask], "properties": {mask: {"type": kind}, "adapter": nothing}}
     with_adapter: JsonDict = {
         "required": ["adapter"],
-        "properties": {"adapter": {"type": "object"}, mask: nothing, "fisher_exponents": {"const": False}},
+        "properties": {"adapter": {"type": "object"}, mask: nothing},
     }
     return ConfigDict(json_schema_extra={"oneOf": [with_mask, with_adapter]})
 
 
-def _check_trainable(mask: object, adapter: object, fisher_exponents: bool) -> None:
+def _check_trainable(mask: object, adapter: object) -> None:
     if (mask is None) == (adapter is None):
         raise ValueError(_EITHER)
-    if adapter is not None and fisher_exponents:
-        raise ValueError("expected no exponents beside an adapter: they scale masked weights")
 
 
 class PackageCreate(Closed):
@@ -69,11 +66,10 @@ class PackageCreate(Closed):
     mask_id: Id | None = Field(default=None, description="the mask")
     adapter: Adapter | None = None
     quantization_id: Id = Field(description="a quantization of the same model")
-    fisher_exponents: bool = Field(default=False, description=_EXPONENTS)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_trainable(self.mask_id, self.adapter, self.fisher_exponents)
+        _check_trainable(self.mask_id, self.adapter)
         return self
 
 
@@ -147,7 +143,6 @@ class BuildCreate(Closed):
     adapter: Adapter | None = None
     quantization: BuildOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
-    fisher_exponents: bool = Field(default=False, description=_EXPONENTS)
 
     @model_validator(mode="before")
     @classmethod
@@ -159,7 +154,7 @@ class BuildCreate(Closed):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_trainable(self.mask, self.adapter, self.fisher_exponents)
+        _check_trainable(self.mask, self.adapter)
         return self
 
     @property
@@ -191,7 +186,6 @@ class BuildCreate(Closed):
             mask_id=mask_id,
             adapter=self.adapter,
             quantization_id=quantization_id,
-            fisher_exponents=self.fisher_exponents,
         )
 
 

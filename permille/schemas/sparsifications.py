@@ -1,21 +1,10 @@
 """Sparsifications: a model with weights set to zero, registered as a model of its own."""
 
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from permille.errors import InputError
-from permille.pruning.plan import (
-    LONGER,
-    SPREAD,
-    AdapterKind,
-    IterativePlan,
-    Pattern,
-    PruningMethod,
-    PruningPlan,
-    RecoveryPlan,
-)
+from permille.pruning.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
 from permille.schemas.fields import Closed, Id, Name, Seed, WholeNumber
 from permille.schemas.jobs import Made
 
@@ -54,16 +43,11 @@ EvaluationRows = Annotated[
 ]
 
 
-class LayerRates(StrEnum):
-    """How zeros are spread over the decoder layers: equally, or more where layers are alike."""
-
-    EQUAL = "equal"
-    SIMILARITY = "similarity"
-
-
 class Recovery(Closed):
-    """Fine-tune small adapters on the corpus, in one turn or in rounds of pruning and fine-tuning, and merge
-    them into the weights that stay. The whole model is held in memory."""
+    """Fine-tune LoRA adapters on the corpus and merge them into the weights that stay.
+
+    The whole model is held in memory.
+    """
 
     steps: Annotated[
         int,
@@ -72,33 +56,12 @@ class Recovery(Closed):
             ge=1,
             le=100_000,
             examples=[200],
-            description="steps of fine-tuning in all; a recovery needs them",
+            description="steps of fine-tuning; a recovery needs them",
         ),
         WholeNumber,
     ]
-    rounds: Annotated[
-        int,
-        Field(
-            strict=True,
-            ge=1,
-            le=50,
-            examples=[1],
-            description="of pruning and fine-tuning, each to a higher rate; the last of several has "
-            f"{LONGER} times the steps of the others",
-        ),
-        WholeNumber,
-    ] = 1
-    adapter: AdapterKind = Field(default=AdapterKind.LORA, description="what is trained beside each linear")
     rank: Annotated[
-        int,
-        Field(
-            strict=True,
-            ge=1,
-            le=256,
-            examples=[8],
-            description="of LoRA; pooling takes as many numbers as LoRA of this rank",
-        ),
-        WholeNumber,
+        int, Field(strict=True, ge=1, le=256, examples=[8], description="of LoRA"), WholeNumber
     ] = 8
     rows: Annotated[
         int,
@@ -107,24 +70,19 @@ class Recovery(Closed):
     ] = 8
     learning_rate: Annotated[
         float,
-        Field(
-            strict=True, gt=0, le=1, examples=[_LEARNING_RATE], description="Adam's at a round's first step"
-        ),
+        Field(strict=True, gt=0, le=1, examples=[_LEARNING_RATE], description="Adam's at the first step"),
     ] = _LEARNING_RATE
-    norm_control: Annotated[
-        float,
-        Field(
-            strict=True, ge=0, le=1, examples=[0.0], description="weight of the adapters' squares in the loss"
-        ),
-    ] = 0.0
-    layer_rates: LayerRates = Field(
-        default=LayerRates.EQUAL, description="equal ones, or more zeros in layers that are like others"
-    )
 
     @property
     def sequences(self) -> int:
         """Of the corpus: each is trained on once, up to a limit."""
         return min(self.steps * self.rows, _MOST_SEQUENCES)
+
+    def plan(self, seed: int) -> RecoveryPlan:
+        """Return what the library is asked for."""
+        return RecoveryPlan(
+            steps=self.steps, rows=self.rows, rate=self.learning_rate, rank=self.rank, seed=seed
+        )
 
 
 class SparsificationCreate(Closed):
@@ -155,38 +113,6 @@ class SparsificationCreate(Closed):
         pattern = None if self.pattern is None else Pattern.parse(self.pattern)
         own = _HALF if pattern is None else pattern.rate
         return PruningPlan(method=self.method, rates=self.rate or own, pattern=pattern)
-
-    def rounds(self) -> IterativePlan:
-        """What the library is asked for where there is a recovery.
-
-        Raises:
-            InputError: fewer steps than rounds take.
-        """
-        asked, pruning = self.recovery, self.plan()
-        if asked is None:
-            raise InputError("expected a recovery, got none")
-        longer = LONGER if asked.rounds > 1 else 1
-        turns = asked.rounds - 1 + longer
-        if asked.steps < turns:
-            raise InputError(f"expected {turns} steps or more for {asked.rounds} rounds, got {asked.steps}")
-        steps = RecoveryPlan(
-            steps=asked.steps // turns,
-            rows=asked.rows,
-            rate=asked.learning_rate,
-            l2=asked.norm_control,
-            seed=self.seed,
-        )
-        return IterativePlan(
-            rate=pruning.rate(0),
-            method=pruning.method,
-            pattern=pruning.pattern,
-            rounds=asked.rounds,
-            adapter=asked.adapter,
-            rank=asked.rank,
-            spread=SPREAD if asked.layer_rates is LayerRates.SIMILARITY else 0.0,
-            recovery=steps,
-            longer=longer,
-        )
 
 
 class Sparsification(Made):

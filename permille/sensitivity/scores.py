@@ -2,7 +2,7 @@
 
 The file is safetensors with float32 tensors [N, K] in tensor_id order (FORMAT 4.1), so any safetensors
 library reads it. Scores are the input of every mask: with the same file, every machine selects the same
-weights. `fisher_exponents` makes of the masked weights' scores what scales a device's directions.
+weights.
 """
 
 import math
@@ -21,7 +21,6 @@ from permille.digests import JSON, canonical_json
 from permille.errors import InputError
 from permille.files import fsync_folder
 from permille.package.blobs import BlobFolder
-from permille.package.limits import MAX_EXPONENT
 from permille.package.safetensors_io import SafetensorsFile
 from permille.tensors import release
 
@@ -196,30 +195,6 @@ class PartialSums:
         pattern = re.compile(re.escape(self.fingerprint) + r"-(\d{1,9})\.safetensors")
         matches = ((pattern.fullmatch(path.name), path) for path in self.folder.iterdir())
         return {int(match[1]): path for match, path in matches if match}
-
-
-def fisher_exponents(scores_K: NDArray[np.float32], power: float = -0.25) -> NDArray[np.int8]:
-    """Powers of two near `F ** power`, moved so that the smallest is 0.
-
-    A direction scaled by `D = 2 ** e` makes a step along `D^2 g`: with the power -1/4 that is the gradient
-    divided by the root of the Fisher score, Adam's scaling in the mean. A score of 0 counts as the smallest
-    score above it. Exponents are cut to 15 in all, on both sides of their median: 7 below it, 8 above.
-
-    Args:
-        scores_K: Fisher scores of the masked weights, flat order.
-
-    Raises:
-        InputError: a score that is negative, NaN or infinite; no score above 0.
-    """
-    scores = np.asarray(scores_K, np.float64)
-    if scores.ndim != 1 or not (np.isfinite(scores) & (scores >= 0)).all() or not (scores > 0).any():
-        raise InputError("expected finite scores [k] of at least 0 and not all 0, got others")
-    octaves = power * np.log2(np.maximum(scores, scores[scores > 0].min()))
-    exponents = np.rint(octaves - np.median(octaves))
-    # The bulk keeps its place: extreme scores are cut on both sides of the median.
-    low = MAX_EXPONENT // 2
-    cut = exponents.clip(-low, MAX_EXPONENT - low)
-    return np.asarray(cut - cut.min(), np.int8)
 
 
 def _file_parts(scores: Scores) -> Iterator[bytes]:

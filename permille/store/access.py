@@ -1,14 +1,9 @@
-"""Tenants, operators' tokens; who calls, found by its token, and what it asks for beside it.
+"""Tenants, operators' tokens, and the callers that tokens stand for."""
 
-That is one statement: one for the token and one for the row cost half as much again, most of it the way to a
-server.
-"""
-
-from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from typing import Any, Generic, TypeVar, cast
+from typing import Any
 
-from sqlalchemy import ColumnElement, Select, bindparam, delete, func, or_, select, true, update
+from sqlalchemy import Select, bindparam, delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
@@ -39,9 +34,10 @@ _OPERATOR = select(
 """The token of a secret (`token_hash`), unless it is unknown, expired or revoked."""
 _ENDED = select(EndedSession.id).where(EndedSession.id == bindparam("session_id"))
 MAX_TOKEN_CHARACTERS = 200
-AskedRow = TypeVar("AskedRow")
-_Rows = Select[*tuple[Any, ...]]
-_FOUND: dict[str, _Rows] = {OPERATOR_TOKEN_PREFIX: _OPERATOR, DEVICE_TOKEN_PREFIX: devices.FOUND}
+_CALLERS: dict[str, Select[*tuple[Any, ...]]] = {
+    OPERATOR_TOKEN_PREFIX: _OPERATOR,
+    DEVICE_TOKEN_PREFIX: devices.CALLER,
+}
 
 
 def create_tenant(session: Session, *, name: str) -> Tenant:
@@ -100,8 +96,9 @@ def create_token(
 
 
 def touch_token(session: Session, *, token_id: str) -> None:
-    """Note that a token is used now."""
-    used = update(OperatorToken).where(OperatorToken.id == token_id).values(last_used_at=moment(session))
+    """Note that a token is used now, unless another transaction holds its row."""
+    free = select(OperatorToken.id).where(OperatorToken.id == token_id).with_for_update(skip_locked=True)
+    used = update(OperatorToken).where(OperatorToken.id.in_(free)).values(last_used_at=moment(session))
     session.execute(used.execution_options(synchronize_session=False))
 
 
@@ -132,41 +129,10 @@ def is_session_ended(database: Database, session_id: str) -> bool:
     return database.first(_ENDED, session_id=session_id) is not None
 
 
-class Asked(Generic[AskedRow]):
-    """What callers ask for: rows of their tenant. Made once: making a statement costs more than running it.
-
-    Args:
-        statement: reads rows of the tenant that it is given, in no order; their first column is never NULL.
-    """
-
-    def __init__(self, statement: Callable[[ColumnElement[str]], _Rows]) -> None:
-        self._statements = {prefix: self._beside(found, statement) for prefix, found in _FOUND.items()}
-
-    def find(self, database: Database, secret: str, **values: str) -> tuple[Any, list[AskedRow]] | None:
-        """The caller, as `find_caller`, and the rows that there are; `values` are the statement's."""
-        statement = _of(secret, self._statements)
-        if statement is None:
-            return None
-        found = database.rows(statement, token_hash=hash_secret(secret), **values)
-        if not found:
-            return None
-        return found[0], [cast(AskedRow, row) for row in found if getattr(row, self._first) is not None]
-
-    def _beside(self, found: _Rows, statement: Callable[[ColumnElement[str]], _Rows]) -> _Rows:
-        caller = found.cte()
-        part = statement(select(caller.c.caller_tenant_id).scalar_subquery()).subquery()
-        self._first = part.c[0].name
-        return select(caller, part).select_from(caller.outerjoin(part, true()))
-
-
 def find_caller(database: Database, secret: str) -> Any | None:
-    """The row of a token's operator or device, its columns named `caller_...`; None: the token is no good."""
-    statement = _of(secret, _FOUND)
-    return None if statement is None else database.first(statement, token_hash=hash_secret(secret))
-
-
-def _of(secret: str, statements: Mapping[str, _Rows]) -> _Rows | None:
-    """The statement that knows such a token, if it can be one."""
+    """Return the row of a token's operator or device, its columns named `caller_...`; None: the token is no
+    good."""
     if len(secret) > MAX_TOKEN_CHARACTERS or not secret.isascii():
         return None
-    return statements.get(secret[: len(OPERATOR_TOKEN_PREFIX)])
+    statement = _CALLERS.get(secret[: len(OPERATOR_TOKEN_PREFIX)])
+    return None if statement is None else database.first(statement, token_hash=hash_secret(secret))

@@ -4,23 +4,21 @@ A worker adds an artifact in the transaction that completes its job; the blobs a
 that.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, cast
 
-from sqlalchemy import ColumnElement, Connection, Select, String, bindparam, delete, exists, select
+from sqlalchemy import Select, delete, exists, select
 from sqlalchemy.orm import Session, aliased
 
 from permille.digests import JSON
-from permille.schemas.jobs import ENDED, JobKind
+from permille.schemas.jobs import UNFINISHED, JobKind
 from permille.schemas.kinds import MAKES_PACKAGES
 from permille.store import inputs
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.jobs.claims import Claim
-from permille.store.rows import FIRST, Page, Window, fetch_page, one
+from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Federation, Job, Release
 
 MANIFEST, SCORES, REPORT, PICTURE = "manifest", "scores", "report", "picture"
@@ -32,45 +30,6 @@ _PREFIXES = {
     JobKind.PACKAGE: Prefix.PACKAGE,
 }
 _EVIDENCE = frozenset({SCORES, REPORT, PICTURE})
-_COLUMNS, _BLOB_COLUMNS = Artifact.__table__, ArtifactBlob.__table__
-_SHOWN = (
-    "id",
-    "kind",
-    "job_id",
-    "model_id",
-    "request",
-    "digest",
-    "k",
-    "made_model_id",
-    "size_bytes",
-    "created_at",
-)
-_WITH_BLOBS = select(
-    *(_COLUMNS.c[name] for name in _SHOWN),
-    *(
-        _BLOB_COLUMNS.c[name].label(f"blob_{name}")
-        for name in ("role", "media_type", "digest", "size_bytes", "path", "position")
-    ),
-).join(_BLOB_COLUMNS, _BLOB_COLUMNS.c.artifact_id == _COLUMNS.c.id)
-
-
-def statement_of(kind: JobKind, tenant: ColumnElement[str]) -> Select[Any]:
-    """A row for each blob of an artifact, by its `key`: its id, or the digest of a package. See `looked`."""
-    key = _COLUMNS.c.digest if kind is JobKind.PACKAGE else _COLUMNS.c.id
-    return _WITH_BLOBS.where(
-        _COLUMNS.c.tenant_id == tenant, _COLUMNS.c.kind == kind.value, key == bindparam("key")
-    )
-
-
-_OWN = {kind: statement_of(kind, bindparam("tenant_id", type_=String())) for kind in _PREFIXES}
-_PUBLISHED = _OWN[JobKind.PACKAGE].where(
-    exists().where(
-        Release.package_id == _COLUMNS.c.id,
-        Release.tenant_id == _COLUMNS.c.tenant_id,
-        Release.name == bindparam("release"),
-        Release.yanked_at.is_(None),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,37 +118,13 @@ def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifac
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """The columns of an artifact (not its provenance), which belongs to no session, and its blobs."""
-
-    row: Artifact
-    blobs: tuple[Blob, ...]
-
-
-def look(connection: Connection, *, tenant_id: str, kind: JobKind, key: str) -> Looked:
-    """As `get`, in one statement and without objects: for who shows it. Raises NotFoundError."""
-    return looked(connection.execute(_OWN[kind], {"tenant_id": tenant_id, "key": key}).all(), kind, key)
-
-
-def looked(found: Sequence[Any], kind: JobKind, key: str) -> Looked:
-    """The artifact of such rows. Raises NotFoundError: there are none."""
-    first = one(found, kind, key)
-    blobs = (
-        Blob(
-            role=row.blob_role,
-            media_type=row.blob_media_type,
-            digest=row.blob_digest,
-            size_bytes=row.blob_size_bytes,
-            path=row.blob_path,
-        )
-        for row in sorted(found, key=attrgetter("blob_position"))
-    )
-    return Looked(cast(Artifact, first), tuple(blobs))
-
-
-def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None:
+def remove(
+    session: Session, *, tenant_id: str, kind: JobKind, key: str, named: Mapping[str, str] | None = None
+) -> None:
     """Forget an artifact that nothing names. Its blobs, which others may have too, stay.
+
+    Args:
+        named: what `inputs.named_by_jobs` found in this transaction, for who removes many.
 
     Raises:
         NotFoundError: there is none.
@@ -200,10 +135,11 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> None
     # Nobody publishes it meanwhile; and a job that ends meanwhile is seen, or what it has made.
     if session.scalar(select(Artifact.id).where(Artifact.id == row.id).with_for_update()) is None:
         raise NotFoundError(f"no {kind} {key!r}")  # removed while this waited
-    unfinished = inputs.unfinished_job_with(session, tenant_id=tenant_id, key=key)
-    whole = aliased(Job)
-    parts = select(whole.id).join(Job, Job.parent_id == whole.id).where(whole.tenant_id == tenant_id)
-    build = session.scalar(parts.where(whole.state.not_in(ENDED), Job.result_id == key).limit(1))
+    unfinished = (inputs.named_by_jobs(session, tenant_id=tenant_id) if named is None else named).get(key)
+    part = aliased(Job)
+    made_it = select(part.id).where(part.parent_id == Job.id, part.result_id == key).exists()
+    builds = select(Job.id).where(Job.tenant_id == tenant_id, Job.state.in_(UNFINISHED))
+    build = session.scalar(builds.where(made_it).limit(1))
     release = select(Release.name, Release.version).where(Release.package_id == row.id).limit(1)
     published = session.execute(release).first()
     made = select(Artifact).join(ArtifactSource, ArtifactSource.artifact_id == Artifact.id)
@@ -265,34 +201,44 @@ def list_artifacts(
     return fetch_page(session, query, window, Artifact.id)
 
 
-def package_for_device(connection: Connection, *, tenant_id: str, release: str, digest: str) -> Looked:
+def package_for_device(session: Session, *, tenant_id: str, release: str, digest: str) -> Artifact:
     """Read a package that a device following `release` may read: one that was published under that name.
 
     Raises:
         NotFoundError: no such package, another release's, or only yanked versions of it.
     """
-    values = {"tenant_id": tenant_id, "release": release, "key": digest}
-    return looked(connection.execute(_PUBLISHED, values).all(), JobKind.PACKAGE, digest)
+    published = exists().where(
+        Release.package_id == Artifact.id,
+        Release.tenant_id == Artifact.tenant_id,
+        Release.name == release,
+        Release.yanked_at.is_(None),
+    )
+    found = session.scalar(_packages(tenant_id, digest).where(published))
+    if found is None:
+        raise NotFoundError(f"no package {digest!r}")
+    return found
 
 
-def blob_with(artifact: Looked, *, digest: str) -> Blob:
-    """What is known of one blob of an artifact that the caller may read. Raises NotFoundError."""
+def blob_with(artifact: Artifact, *, digest: str) -> ArtifactBlob:
+    """Return a blob of an artifact that the caller may read. Raises NotFoundError."""
     for blob in artifact.blobs:
         if blob.digest == digest:
             return blob
-    raise NotFoundError(f"no blob {digest!r} in this {artifact.row.kind}")
+    raise NotFoundError(f"no blob {digest!r} in this {artifact.kind}")
 
 
-def blob_of(artifact: Artifact | Looked, role: str) -> ArtifactBlob | Blob | None:
-    """The first blob with this role, if there is one."""
+def blob_of(artifact: Artifact, role: str) -> ArtifactBlob | None:
+    """Return the first blob with this role, if there is one."""
     return next((blob for blob in artifact.blobs if blob.role == role), None)
 
 
 def _package(session: Session, tenant_id: str, digest: str) -> Artifact | None:
-    return session.scalar(
-        select(Artifact).where(
-            Artifact.tenant_id == tenant_id,
-            Artifact.kind == JobKind.PACKAGE.value,
-            Artifact.digest == digest,
-        )
+    return session.scalar(_packages(tenant_id, digest))
+
+
+def _packages(tenant_id: str, digest: str) -> Select[Artifact]:
+    return select(Artifact).where(
+        Artifact.tenant_id == tenant_id,
+        Artifact.kind == JobKind.PACKAGE.value,
+        Artifact.digest == digest,
     )

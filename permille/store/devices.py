@@ -20,7 +20,7 @@ from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
 INVITATION_LIFE = timedelta(hours=24)
 NONCE_LIFE = timedelta(minutes=5)
 TOKEN_LIFE = timedelta(hours=1)
-FOUND = (
+CALLER = (
     select(
         Device.id.label("caller_id"),
         Device.tenant_id.label("caller_tenant_id"),
@@ -162,9 +162,14 @@ def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
 
 
 def touch(session: Session, *, device_id: str, version: int | None = None) -> None:
-    """Note that a device is seen now, and where that is given which version of its release it is told."""
-    told = {} if version is None else {"version": version}
-    seen = update(Device).where(Device.id == device_id).values(last_seen_at=moment(session), **told)
+    """Note that a device is seen now, unless another transaction holds its row.
+
+    Args:
+        version: the version of its release that the device is told.
+    """
+    free = select(Device.id).where(Device.id == device_id).with_for_update(skip_locked=True)
+    values = {} if version is None else {"version": version}
+    seen = update(Device).where(Device.id.in_(free)).values(last_seen_at=moment(session), **values)
     session.execute(seen.execution_options(synchronize_session=False))
 
 

@@ -20,8 +20,7 @@ from permille.schemas.inputs import (
     SparsifiedModel,
     StreamedCorpus,
 )
-from permille.schemas.jobs import ENDED, JobKind
-from permille.schemas.kinds import WORK
+from permille.schemas.jobs import UNFINISHED, JobKind
 from permille.store import access, rows
 from permille.store.database import now
 from permille.store.errors import ConflictError
@@ -161,19 +160,19 @@ def ids_in(request: Mapping[str, object]) -> Iterator[str]:
             yield value
 
 
-def unfinished_job_with(session: Session, *, tenant_id: str, key: str) -> str | None:
-    """The id of a job that has not ended and whose request names this id or digest, if any."""
-    of_tenant = Job.tenant_id == tenant_id, Job.kind.in_([kind.value for kind in WORK])
-    jobs = session.execute(select(Job.id, Job.payload).where(*of_tenant, Job.state.not_in(ENDED)))
-    return next((job_id for job_id, payload in jobs if key in _values_in(payload)), None)
+def named_by_jobs(session: Session, *, tenant_id: str) -> dict[str, str]:
+    """Map every string in the requests of jobs that have not ended to the id of such a job."""
+    query = select(Job.id, Job.payload).where(Job.tenant_id == tenant_id, Job.state.in_(UNFINISHED))
+    jobs = session.execute(query)
+    return {value: job_id for job_id, payload in jobs for value in _strings_in(payload)}
 
 
-def _values_in(request: Mapping[str, object]) -> Iterator[object]:
-    """Every value of a request, however deep."""
+def _strings_in(request: Mapping[str, object]) -> Iterator[str]:
+    """Every string of a request, however deep."""
     for value in request.values():
         if isinstance(value, Mapping):
-            yield from _values_in(value)
-        else:
+            yield from _strings_in(value)
+        elif isinstance(value, str):
             yield value
 
 
@@ -200,7 +199,7 @@ def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: st
         kind, artifact_id, digest = first
         name = f"{kind} {digest if kind == JobKind.PACKAGE else artifact_id}"
         raise ConflictError(f"expected a {table.noun} without results, got {row_id}: {name} is made of it")
-    unfinished = unfinished_job_with(session, tenant_id=tenant_id, key=row_id)
+    unfinished = named_by_jobs(session, tenant_id=tenant_id).get(row_id)
     if unfinished is not None:
         raise ConflictError(f"expected a {table.noun} that no job needs, got {row_id}: {unfinished} does")
     session.execute(update(Artifact).where(Artifact.made_model_id == row_id).values(made_model_id=None))

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Final
 
-from sqlalchemy import ColumnElement, Select, and_, bindparam, func, select
+from sqlalchemy import Row, and_, bindparam, func, select
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts
-from permille.store.database import now
+from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.rows import FIRST, Page, Window, fetch_page
@@ -141,16 +141,27 @@ def list_aliases(session: Session, *, tenant_id: str, name: str) -> Sequence[Ali
     return session.scalars(query.order_by(Alias.alias)).all()
 
 
-def meant(tenant: ColumnElement[str]) -> Select[int, str, int, datetime | None]:
-    """What an alias (`name`, `alias`) points at: every device asks it at every poll."""
-    return (
-        select(Release.version, Release.package_digest, Artifact.size_bytes, Release.yanked_at)
-        .join(Alias, and_(Alias.tenant_id == Release.tenant_id, Alias.name == Release.name))
-        .join(Artifact, Artifact.id == Release.package_id)
-        .where(
-            Alias.tenant_id == tenant,
-            Alias.name == bindparam("name"),
-            Alias.alias == bindparam("alias"),
-            Release.version == Alias.version,
-        )
+_RESOLVED = (
+    select(Release.version, Release.package_digest, Artifact.size_bytes, Release.yanked_at)
+    .join(Alias, and_(Alias.tenant_id == Release.tenant_id, Alias.name == Release.name))
+    .join(Artifact, Artifact.id == Release.package_id)
+    .where(
+        Alias.tenant_id == bindparam("tenant_id"),
+        Alias.name == bindparam("name"),
+        Alias.alias == bindparam("alias"),
+        Release.version == Alias.version,
     )
+)
+
+
+def resolve_alias(
+    database: Database, *, tenant_id: str, name: str, alias: str
+) -> Row[int, str, int, datetime | None]:
+    """Return the version, package digest, size and time of withdrawal that an alias points at.
+
+    Every device asks this at every poll: one statement, made once. Raises NotFoundError.
+    """
+    found = database.first(_RESOLVED, tenant_id=tenant_id, name=name, alias=alias)
+    if found is None:
+        raise NotFoundError(f"no alias {alias!r} of release {name!r}")
+    return found

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from sqlalchemy import ColumnElement, Select, and_, bindparam, or_, select
+from sqlalchemy import Select, bindparam, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.errors import InputError
@@ -49,35 +49,27 @@ def get(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str)
     found: Sequence[NamedRow] = session.scalars(
         _row_of(table), {"tenant_id": tenant_id, "row_id": row_id}
     ).all()
-    return one(found, table.noun, row_id)
+    return _require(found, table.noun, row_id)
 
 
 def lock(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str) -> NamedRow:
     """Read one row, to remove it: who comes at the same time waits, and finds none. Raises NotFoundError."""
     query = _row_of(table).with_for_update()
     found: Sequence[NamedRow] = session.scalars(query, {"tenant_id": tenant_id, "row_id": row_id}).all()
-    return one(found, table.noun, row_id)
-
-
-def one(found: Sequence[Row], noun: str, key: str) -> Row:
-    """The one row that was asked for by a key. Raises NotFoundError."""
-    if not found:
-        raise NotFoundError(f"no {noun} {key!r}")
-    return found[0]
-
-
-def columns_of(table: type[Named], tenant: ColumnElement[str], *names: str) -> Select[Any]:
-    """Some columns of one row (`row_id`); each costs. Without names: all."""
-    columns = table.__table__.c
-    return select(*((columns[name] for name in names) if names else columns)).where(
-        columns.tenant_id == tenant, columns.id == bindparam("row_id")
-    )
+    return _require(found, table.noun, row_id)
 
 
 @cache
 def _row_of(table: type[NamedRow]) -> Select[NamedRow]:
     """Made once a table: making a statement costs more than running it."""
     return select(table).where(table.tenant_id == bindparam("tenant_id"), table.id == bindparam("row_id"))
+
+
+def _require(found: Sequence[Row], noun: str, key: str) -> Row:
+    """Return the one row that was found by a key. Raises NotFoundError."""
+    if not found:
+        raise NotFoundError(f"no {noun} {key!r}")
+    return found[0]
 
 
 def list_all(
@@ -113,7 +105,8 @@ def fetch_page(
         query = query.order_by(made_at.desc(), key.desc())
         if window.cursor is not None:
             at, last = _parse_moment(window.cursor)
-            query = query.where(or_(made_at < at, and_(made_at == at, key < last)))
+            # The first condition alone would do, but only the second lets SQLite begin at the cursor.
+            query = query.where(or_(made_at < at, key < last), made_at <= at)
     rows = session.scalars(query.limit(window.limit + 1)).all()
     items = tuple(rows[: window.limit])
     if len(rows) <= window.limit:

@@ -16,6 +16,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from permille.telemetry import LogFormat
 
 PREFIX = "PERMILLE_"
+FISHER_SPLIT_FLOPS: Final = 2e13
+"""Work above which a `fisher` mask is split into jobs of 16 sequences, which all workers share.
+
+Some forty minutes of a core: each job starts torch and reads the model, which less work does not pay for. The
+mask is the same. Each job leaves as many bytes as the scores until they are joined.
+"""
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _PREFIX: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?", re.ASCII)
 
@@ -80,13 +86,19 @@ class Quota:
     bytes_kept: int
 
 
-class StoreSettings(BaseSettings):
-    """Where the rows, the blobs and the inputs are: below the data folder unless named.
+class SettingsGroup(BaseSettings):
+    """A group of settings that belong together.
 
-    A field's description is its meaning in the operator's guide, which `make settings` writes from here.
+    A group's docstring is its heading in the operator's reference, a field's description its meaning there:
+    `make settings` writes them. A program's settings inherit all groups that it reads, so that each variable
+    keeps a short name. For example, `Settings(data_dir=path).port` is PERMILLE_PORT.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
+
+
+class StorageSettings(SettingsGroup):
+    """Storage"""
 
     data_dir: Path | None = Field(
         default=None, description="folder of the token, the keys, and of whatever is not named elsewhere"
@@ -107,53 +119,12 @@ class StoreSettings(BaseSettings):
         ge=0,
         description="bytes of a bucket's blobs that a machine keeps in its folder; those in use may be more",
     )
-    model_root: Path = Field(description="the first tenant can register models below this folder only")
-    corpus_root: Path = Field(description="texts, likewise")
-    tenant_root: Path = Field(
-        description="every other tenant's, below `<tenant id>/models` and `<tenant id>/corpora`"
-    )
-    work_root: Path = Field(description="scratch of jobs; may be erased while no job runs")
-    max_replay_work: int = Field(
-        default=10**13,
-        ge=1,
-        description="a log whose replay costs more additions is refused: some three minutes of a core",
-    )
-    memory_bytes: int | None = Field(
-        default=None,
-        ge=1,
-        description="memory that a job may use, on a GPU the GPU's; none: what is free when it begins. "
-        "Preflight refuses what needs more; a model that does not fit whole is scored and "
-        "measured one decoder layer at a time, with the same bits, slower",
-    )
     collection_grace_s: float = Field(
         default=86_400.0,
         ge=0,
         description="what no row names is deleted once it was stored so long ago: see [What is "
         "kept](#what-is-kept)",
     )
-    fisher_split_flops: float = Field(
-        default=2e13,
-        ge=0,
-        description="a `fisher` mask of more work (some forty minutes of a core: each job starts torch "
-        "and reads the model, which less work does not pay for) is scored by jobs of 16 "
-        "sequences or more, which all workers share; the mask is the same. Each leaves as "
-        "many bytes as the scores until they are joined",
-    )
-    log_format: LogFormat = Field(
-        default=LogFormat.TEXT,
-        description="`json`: one object a line on standard error, with `request_id` and `job_id`",
-    )
-    broker_url: SecretStr | None = Field(
-        default=None,
-        description="`redis://...` carries jobs by Celery; without it workers look into the database",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _below_data_dir(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("data_dir"):
-            return {**layout(Path(values["data_dir"])), **values}
-        return values
 
     @field_validator("blob_bucket")
     @classmethod
@@ -162,6 +133,17 @@ class StoreSettings(BaseSettings):
             BucketAddress.parse(value)
         return value
 
+
+class FolderSettings(SettingsGroup):
+    """Folders of inputs and scratch"""
+
+    model_root: Path = Field(description="the first tenant can register models below this folder only")
+    corpus_root: Path = Field(description="texts, likewise")
+    tenant_root: Path = Field(
+        description="every other tenant's, below `<tenant id>/models` and `<tenant id>/corpora`"
+    )
+    work_root: Path = Field(description="scratch of jobs; may be erased while no job runs")
+
     @model_validator(mode="after")
     def _apart(self) -> Self:
         others = self.tenant_root.resolve()
@@ -169,6 +151,37 @@ class StoreSettings(BaseSettings):
             if own.is_relative_to(others) or others.is_relative_to(own):
                 raise ValueError(f"expected tenant_root apart from {own}, got {others}")
         return self
+
+
+class ProcessSettings(SettingsGroup):
+    """Jobs, messages and logs"""
+
+    broker_url: SecretStr | None = Field(
+        default=None,
+        description="`redis://...` carries jobs by Celery; without it workers look into the database",
+    )
+    memory_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="memory that a job may use, on a GPU the GPU's; none: what is free when it begins. "
+        "Preflight refuses what needs more; a model that does not fit whole is scored and "
+        "measured one decoder layer at a time, with the same bits, slower",
+    )
+    log_format: LogFormat = Field(
+        default=LogFormat.TEXT,
+        description="`json`: one object a line on standard error, with `request_id` and `job_id`",
+    )
+
+
+class StoreSettings(ProcessSettings, FolderSettings, StorageSettings):
+    """The settings that service and workers share: below the data folder unless named."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _below_data_dir(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("data_dir"):
+            return {**layout(Path(values["data_dir"])), **values}
+        return values
 
 
 def layout(data_dir: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ not removed.
 """
 
 from datetime import UTC, datetime, timedelta
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from sqlalchemy import (
     JSON,
@@ -91,6 +91,7 @@ class Named(_Owned, Base):
     __abstract__ = True
     noun: ClassVar[str]
     id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))  # its index is at the end of the module
 
 
 class OperatorToken(Named):
@@ -162,6 +163,7 @@ class Model(Named):
     parameter_count: Mapped[int | None] = mapped_column(BigInteger)
     scoped_parameter_count: Mapped[int | None] = mapped_column(BigInteger)
     digest: Mapped[str | None]  # of the list of its files' names and digests
+    __table_args__ = (Index(None, "tenant_id", "name"),)
 
 
 class Corpus(Named):
@@ -172,11 +174,21 @@ class Corpus(Named):
     name: Mapped[str]
     source: Mapped[dict[str, object]]  # as requests have it
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    __table_args__ = (Index(None, "tenant_id", "name"),)
 
 
 def _partial_index(name: str, where: str, *columns: str) -> Index:
     """An index of the rows for which the condition holds."""
     return Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
+
+
+def _index_of_some(table: str, column: str) -> Index:
+    """An index of a column that few rows have. SQLite would count the others as rows of one value."""
+    return _partial_index(f"ix_{table}_{column}", f"{column} IS NOT NULL", column)
+
+
+UNSUCCESSFUL: Final = "state IN ('cancelled', 'dead', 'failed')"
+"""The condition of an index. A statement that is to use it must say the same words."""
 
 
 class Job(Named):
@@ -189,10 +201,8 @@ class Job(Named):
     payload: Mapped[dict[str, object]]
     request_digest: Mapped[str]  # of version, kind and payload: equal requests have the same
     idempotency_key: Mapped[str | None]
-    parent_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
-    device_id: Mapped[str | None] = mapped_column(
-        ForeignKey("devices.id"), index=True
-    )  # whose upload it checks
+    parent_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
+    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # whose upload it checks
     progress: Mapped[float] = mapped_column(default=0.0)  # 0..1
     message: Mapped[str | None] = mapped_column(Text)
     eta_at: Mapped[datetime | None]  # when it should end, by its own estimate
@@ -214,8 +224,12 @@ class Job(Named):
     __table_args__ = (
         UniqueConstraint("tenant_id", "idempotency_key"),
         Index("ix_jobs_state", "tenant_id", "state", "id"),
-        Index("ix_jobs_newest", "tenant_id", "id"),
+        Index("ix_jobs_kind", "tenant_id", "kind", "id"),
+        _index_of_some("jobs", "parent_id"),
+        _partial_index("ix_jobs_device", "device_id IS NOT NULL", "device_id", "state"),
         Index("ix_jobs_request_digest", "tenant_id", "request_digest"),
+        _partial_index("ix_jobs_ended", "parent_id IS NULL", "tenant_id", "ended_at"),
+        _partial_index("ix_jobs_unsuccessful", UNSUCCESSFUL, "kind", "state"),
         # For the queue. None of them may begin with `available_at`: PostgreSQL would look for a tenant's
         # first job by it, past the jobs of all the others.
         _partial_index("ix_jobs_queued", "state = 'queued'", "tenant_id", "available_at"),
@@ -247,8 +261,8 @@ class Artifact(Named):
     __tablename__ = "artifacts"
     noun = "artifact"
     kind: Mapped[str]  # of its job
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
-    model_id: Mapped[str] = mapped_column(ForeignKey("models.id"), index=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
     request: Mapped[dict[str, object]]  # what was asked for: its job's payload
     digest: Mapped[str]
     k: Mapped[int | None] = mapped_column(BigInteger)
@@ -257,6 +271,9 @@ class Artifact(Named):
     provenance: Mapped[dict[str, object]]
     blobs: Mapped[list["ArtifactBlob"]] = relationship(lazy="selectin", order_by="ArtifactBlob.position")
     __table_args__ = (
+        Index("ix_artifacts_kind", "tenant_id", "kind", "id"),
+        Index("ix_artifacts_model", "model_id", "kind", "id"),
+        _index_of_some("artifacts", "made_model_id"),
         Index(
             "uq_artifacts_package",
             "tenant_id",
@@ -277,9 +294,10 @@ class ArtifactBlob(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     role: Mapped[str]
     media_type: Mapped[str]
-    digest: Mapped[str] = mapped_column(index=True)
+    digest: Mapped[str]
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     path: Mapped[str | None] = mapped_column(String(1024))
+    __table_args__ = (Index("ix_artifact_blobs_digest", "digest", "size_bytes"),)
 
 
 class ArtifactSource(Base):
@@ -371,7 +389,15 @@ class Device(Named):
     served_at: Mapped[datetime | None]  # as a tenant's
     revoked_at: Mapped[datetime | None]  # by an operator
     unenrolled_at: Mapped[datetime | None]  # by the device itself
-    __table_args__ = (UniqueConstraint("tenant_id", "public_key"),)
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "public_key"),
+        _partial_index(
+            "ix_devices_active",
+            "revoked_at IS NULL AND unenrolled_at IS NULL",
+            # SQLite reads the rows as well, unless the index has the columns of its own condition.
+            *("tenant_id", "release", "version", "alias", "revoked_at", "unenrolled_at"),
+        ),
+    )
 
 
 class DeviceNonce(_Owned, Base):
@@ -380,7 +406,7 @@ class DeviceNonce(_Owned, Base):
     __tablename__ = "device_nonces"
     nonce_hash: Mapped[str] = mapped_column(primary_key=True)
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), index=True)
-    expires_at: Mapped[datetime]
+    expires_at: Mapped[datetime] = mapped_column(index=True)
     used_at: Mapped[datetime | None]
 
 
@@ -390,7 +416,7 @@ class DeviceToken(_Owned, Base):
     __tablename__ = "device_tokens"
     token_hash: Mapped[str] = mapped_column(primary_key=True)
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), index=True)
-    expires_at: Mapped[datetime]
+    expires_at: Mapped[datetime] = mapped_column(index=True)
 
 
 class Upload(Named):
@@ -400,9 +426,12 @@ class Upload(Named):
     noun = "upload"
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
     run_id: Mapped[str]
-    state: Mapped[str] = mapped_column(index=True)
+    state: Mapped[str]
     size_bytes: Mapped[int] = mapped_column(BigInteger)
-    __table_args__ = (Index("ix_uploads_device_id_created_at", "device_id", "created_at"),)
+    __table_args__ = (
+        Index("ix_uploads_device_id_created_at", "device_id", "created_at"),
+        Index("ix_uploads_state", "state", "created_at"),
+    )
 
 
 class Run(_Owned, Base):
@@ -411,7 +440,7 @@ class Run(_Owned, Base):
     __tablename__ = "runs"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     run_id: Mapped[str] = mapped_column(primary_key=True)  # made by the device
-    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), index=True)
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
     metrics: Mapped[dict[str, object]]
     # What fleets are counted by, taken out of the metrics; None once the run is forgotten.
     newest: Mapped[bool]  # of its device on this version
@@ -433,8 +462,12 @@ class Run(_Owned, Base):
     log_deleted_at: Mapped[datetime | None]
     state_digest: Mapped[str | None]  # of the server's replay
     deleted_at: Mapped[datetime | None]
-    # Fleets are counted on these two alone: rows with their metrics are twenty times as large.
     __table_args__ = (
+        Index("ix_runs_device", "device_id", "created_at"),
+        _index_of_some("runs", "log_upload_id"),
+        _index_of_some("runs", "log_job_id"),
+        _partial_index("ix_runs_log_sent_at", "log_upload_id IS NOT NULL", "tenant_id", "log_sent_at"),
+        # Fleets are counted on these two alone: rows with their metrics are twenty times as large.
         Index("ix_runs_created_at", "tenant_id", "created_at", "outcome"),
         Index(
             "ix_runs_newest",
@@ -510,6 +543,7 @@ class Round(Base):
     reach: Mapped[int | None] = mapped_column(BigInteger)
     gain_mean: Mapped[float | None]  # of the state that it began from, nats a token
     gain_error: Mapped[float | None]
+    __table_args__ = (_index_of_some("rounds", "job_id"),)
 
 
 class Participation(Base):
@@ -576,3 +610,7 @@ class IdempotentAnswer(Base):
         LargeBinary
     )  # encrypted by the API: an answer may hold a new secret
     created_at: Mapped[datetime] = mapped_column(index=True)
+
+
+for _table in Named.__subclasses__():
+    Index(None, _table.tenant_id, _table.id)  # a list reads one page of it, newest first

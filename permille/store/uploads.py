@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from sqlalchemy import Select, delete, func, select, update
+from sqlalchemy import Select, delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from permille.files import fsync_folder
 from permille.package.blobs import BlobFolder, BlobWriter
-from permille.schemas.jobs import ENDED, JobKind
+from permille.schemas.jobs import UNFINISHED, JobKind
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, QuotaError, QuotaSpentError
 from permille.store.ids import Prefix, new_id
@@ -50,7 +50,7 @@ def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quot
     _lock_device(session, device_id)
     _check_kept(session, device_id, run_id, quota)
     at = now(session)
-    today = (Upload.device_id == device_id, Upload.created_at > at - DAY)
+    today = (Upload.device_id == device_id, Upload.created_at.between(at - DAY, at))
     number, size, oldest = session.execute(
         select(
             func.count(), func.coalesce(func.sum(Upload.size_bytes), 0), func.min(Upload.created_at)
@@ -91,7 +91,7 @@ def check_runs(session: Session, *, device_id: str, quota: Quota) -> None:
         raise QuotaSpentError(f"expected at most {quota.runs_kept} reports kept of one device, got {kept}")
     at = now(session)
     query = select(func.count(), func.min(Run.created_at)).where(
-        Run.device_id == device_id, Run.created_at > at - DAY
+        Run.device_id == device_id, Run.created_at.between(at - DAY, at)
     )
     number, oldest = session.execute(query).one()
     if number > quota.runs_a_day:
@@ -170,7 +170,10 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
         at = now(session)
         session.execute(
             update(Upload)
-            .where(Upload.state == UploadState.COMING.value, Upload.created_at < at - ARRIVAL)
+            .where(
+                Upload.state == UploadState.COMING.value,
+                or_(Upload.created_at < at - ARRIVAL, Upload.created_at > at + ARRIVAL),
+            )
             .values(state=UploadState.DOOMED.value)
         )
         doomed = session.scalars(_some(UploadState.DOOMED)).all()
@@ -241,7 +244,7 @@ def _outstanding(session: Session, device_id: str, at: datetime) -> int:
     waiting = select(func.count()).where(
         Job.device_id == device_id,
         Job.kind == JobKind.REPLAY.value,
-        Job.state.not_in([state.value for state in ENDED]),
+        Job.state.in_(UNFINISHED),
     )
     return (session.scalar(coming) or 0) + (session.scalar(waiting) or 0)
 

@@ -15,11 +15,14 @@ import io
 import math
 import zipfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.choices import AdapterKind
+from permille.errors import OperatorError
+from permille.files import write_atomic
 from permille.package.reader import Package
 from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
@@ -83,6 +86,26 @@ class Moments:
         )
         data = file.getvalue()
         return data + hashlib.sha256(data).digest()
+
+    def store(self, path: Path) -> None:
+        """Write what Adam remembers, whole or not at all; durable on return."""
+        write_atomic(path, self.to_bytes(), mode=0o600)
+
+    @classmethod
+    def load(cls, path: Path) -> "Moments | None":
+        """Read what Adam remembers; None before the first step.
+
+        Raises:
+            OperatorError: the file is damaged.
+        """
+        try:
+            return cls.from_bytes(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as exc:
+            raise OperatorError(
+                f"expected the moments of a run in {path}, got {exc}: remove {path.parent} to begin it again"
+            ) from exc
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Moments":

@@ -14,6 +14,7 @@ Shapes: N = rows of the corpus, B = rows of a batch, T = tokens, K = masked weig
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,7 @@ from numpy.typing import NDArray
 
 from permille.digests import JSON
 from permille.engines.interface import GradientEngine
-from permille.errors import InputError
-from permille.files import write_atomic
+from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.build import write_manifest
 from permille.package.limits import Role
@@ -121,7 +121,7 @@ def pool(
         step_rate = rate * (1 - step / plan.steps)
         moments = adam_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
         if moments.step % STEPS_A_CHECKPOINT == 0 or moments.step == plan.steps:
-            write_atomic(checkpoint, moments.to_bytes())
+            moments.store(checkpoint)
         progress(moments.step, plan.steps)
     s_K = moments.s_K
     if reference is not None:
@@ -190,11 +190,10 @@ def write_pooled(
 
 
 def _kept(checkpoint: Path) -> Moments | None:
-    """What an earlier call has kept; None where there is nothing, or damage: the steps are made again."""
-    try:
-        return Moments.from_bytes(checkpoint.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
+    """Return what an earlier call has kept; None where there is nothing, or damage: steps are made again."""
+    with suppress(OperatorError):
+        return Moments.load(checkpoint)
+    return None
 
 
 def _order(rows: int, plan: PoolingPlan, step: int) -> NDArray[np.int64]:

@@ -62,12 +62,17 @@ class RoleState:
     signed_here: bool
 
 
+def expiry_of(data: bytes) -> datetime:
+    """Until when a role's metadata is good."""
+    expires_at: datetime = Metadata.from_bytes(data).signed.expires
+    return expires_at
+
+
 def is_due(role: str, data: bytes, now: datetime) -> bool:
     """Whether a role's metadata is past half its life, or was signed under a clock that went too far: what
     is good for years would hold devices at it for as long.
     """
-    expires_at: datetime = Metadata.from_bytes(data).signed.expires
-    left, life = expires_at - now, life_of(role)
+    left, life = expiry_of(data) - now, life_of(role)
     return not life / 2 <= left <= life + CLOCK_SLACK
 
 

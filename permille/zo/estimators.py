@@ -1,12 +1,11 @@
 """Estimate, from a state and a batch, the loss and one projected gradient for each direction of a step.
 
 All directions are along `z / sigma` (unit variance), and a step moves by the mean over the directions of
-a block of `projected_grad * z / sigma`. Its expectation is `M g`, g the gradient and M the covariance of
-the directions (the identity without exponents), up to terms of the order of epsilon squared (none for
-forward mode). Costs, in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, forward mode
-about q + 1 of somewhat dearer passes, split 2 P_1 of the lower block's layers and 2 P_2 of the others. The
-last holds for the light engine, which computes once what variants share; others make 2 P_2 whole passes.
-`layer_passes` of an engine counts what it did.
+a block of `projected_grad * z / sigma`. Its expectation is the gradient, up to terms of the order of
+epsilon squared (none for forward mode). Costs, in forward passes of the batch, with q directions: SPSA 2 q,
+one-sided q, forward mode about q + 1 of somewhat dearer passes, split 2 P_1 of the lower block's layers and
+2 P_2 of the others. The last holds for the light engine, which computes once what variants share; others make
+2 P_2 whole passes. `layer_passes` of an engine counts what it did.
 
 Estimators know nothing of models, engines nothing of optimizers: `LossEngine` is the seam.
 
@@ -25,10 +24,9 @@ from numpy.typing import NDArray
 from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.zo.directions import direction
-from permille.zo.exponents import Exponents
 from permille.zo.groups import grouping
 from permille.zo.header import DirectionKind, LogHeader
-from permille.zo.lattice import Directions, perturbed, perturbed_pairs, values
+from permille.zo.lattice import perturbed, perturbed_pairs, values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,51 +100,42 @@ class Descent:
     Attributes:
         header: of the log.
         w_base_K: the values that state zero stands for.
-        exponents: of the package, as far as the header needs them.
     """
 
     header: LogHeader
     w_base_K: NDArray[np.float32]
-    exponents: Exponents | None = None
 
     @property
     def scale(self) -> float:
         """What a perturbation multiplies z by: `epsilon / sigma`."""
         return self.header.epsilon / self.header.sigma
 
-    def perturbed(self, s_K: NDArray[np.int64], z_K: Directions) -> NDArray[np.float32]:
+    def perturbed(self, s_K: NDArray[np.int64], z_K: NDArray[np.int8]) -> NDArray[np.float32]:
         """Values of a state moved along one direction, float32 [k]."""
         return perturbed(self.w_base_K, s_K, self.header.step_unit_exponent, z_K, self.scale)
 
 
 Estimate = Callable[
-    [LossEngine, Batch, Descent, NDArray[np.int64], Directions], tuple[float, NDArray[np.float64]]
+    [LossEngine, Batch, Descent, NDArray[np.int64], NDArray[np.int8]], tuple[float, NDArray[np.float64]]
 ]
 
 
-def directions_of(
-    header: LogHeader,
-    step: int,
-    exponents: Exponents | None = None,
-) -> Directions:
-    """All directions of a step, integers [q, k]: int8 as they are made, int32 where exponents scale them.
+def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
+    """All directions of a step, [q, k], of -1, 0 and 1.
 
-    Divided by `header.sigma` they have unit variance; none is larger than `header.bound`. A direction of one
-    block is 0 outside of it (FORMAT 6.3 to 6.6).
+    Divided by `header.sigma` they have unit variance. A direction of one block is 0 outside of it
+    (FORMAT 6.3, 6.5 and 6.6).
 
     Raises:
-        PackageError: `log-binding`: the header needs exponents that are absent or other ones.
+        InputError: a number does not fit its counter word.
     """
-    e_K = header.needed_exponents(exponents)
-    z_QK: Directions = np.zeros((header.queries, header.k), dtype=np.int8 if e_K is None else np.int32)
+    z_QK = np.zeros((header.queries, header.k), dtype=np.int8)
     if header.directions is DirectionKind.GROUPS:
         found = grouping(header, step)
         z_QK[found.group_K, np.arange(header.k)] = found.sign_K
     else:
         for query in range(header.queries):
             z_QK[query] = direction(seed=header.seed, step=step, query=query, counts=header.counts)
-    if e_K is not None:
-        z_QK <<= e_K
     for queries, tensors in header.blocks():
         weights = header.weights_of(tensors)
         z_QK[queries, : weights.start] = 0
@@ -163,12 +152,12 @@ def estimate(
         raise InputError(
             f"expected an estimator of losses or derivatives, got {descent.header.estimator.value}"
         )
-    z_QK = directions_of(descent.header, step, descent.exponents)
+    z_QK = directions_of(descent.header, step)
     return found(engine, batch, descent, s_K, z_QK)
 
 
 def _spsa(
-    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: NDArray[np.int8]
 ) -> tuple[float, NDArray[np.float64]]:
     """Two-sided finite differences along q directions, all 2q variants in one call of the engine.
 
@@ -187,7 +176,7 @@ def _spsa(
 
 
 def _one_sided(
-    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: NDArray[np.int8]
 ) -> tuple[float, NDArray[np.float64]]:
     """One-sided differences along q directions against the mean of their own losses, q forward passes.
 
@@ -209,7 +198,7 @@ def _one_sided(
 
 
 def _split(
-    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: NDArray[np.int8]
 ) -> tuple[float, NDArray[np.float64]]:
     """Two blocks: each of the P_1 lower directions and its negative carry J = P_2 / (2 P_1) upper pairs.
 
@@ -242,7 +231,7 @@ def _split(
 
 
 def _forward(
-    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: Directions
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: NDArray[np.int8]
 ) -> tuple[float, NDArray[np.float64]]:
     """Exact directional derivatives `grad f . z_i / sigma`: no epsilon, and the same log.
 

@@ -44,20 +44,14 @@ class Grouping:
     sign_K: NDArray[np.int8]
     queries: int
 
-    def project(self, change_K: NDArray[np.floating], e_K: NDArray[np.int8] | None) -> NDArray[np.float64]:
+    def project(self, change_K: NDArray[np.floating]) -> NDArray[np.float64]:
         """What each direction has of a change: `<change, z_i> / <z_i, z_i>`, float64 [Q]; 0: an empty group.
 
         `sum_i found_i * z_i` is the orthogonal projection of the change on the step's directions.
-
-        Args:
-            e_K: the powers of two that scale the directions, or None.
         """
-        z_K = self.sign_K.astype(np.float64)
-        if e_K is not None:
-            np.ldexp(z_K, e_K, out=z_K)
-        sums_Q = np.bincount(self.group_K, weights=z_K * change_K, minlength=self.queries)
-        squares_Q = np.bincount(self.group_K, weights=z_K * z_K, minlength=self.queries)
-        found_Q: NDArray[np.float64] = sums_Q / np.maximum(squares_Q, 1)
+        sums_Q = np.bincount(self.group_K, weights=self.sign_K * change_K, minlength=self.queries)
+        sizes_Q = np.bincount(self.group_K, minlength=self.queries)
+        found_Q: NDArray[np.float64] = sums_Q / np.maximum(sizes_Q, 1)
         return found_Q
 
 
@@ -83,7 +77,7 @@ def grouping(header: LogHeader, step: int) -> Grouping:
 def group_sums(
     header: LogHeader, coefficients_TQ: NDArray[np.int64], *, start: int = 0, threads: int = 1
 ) -> NDArray[np.int64]:
-    """`sum over steps t and groups i of c[t, i] * z[t, i]` without exponents, int64 [k].
+    """`sum over steps t and groups i of c[t, i] * z[t, i]` as int64 [k].
 
     The same bits for any number of threads; that no sum leaves 2**53 is checked by whoever calls.
     """

@@ -13,14 +13,9 @@ import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-import numpy as np
-from numpy.typing import NDArray
-
 from permille.choices import EstimatorKind, choice_of
 from permille.digests import canonical_json, digest_of, is_digest
 from permille.errors import InputError, PackageError
-from permille.package.limits import MAX_EXPONENT
-from permille.zo.exponents import Exponents, ExponentsUse
 from permille.zo.lattice import check_step_unit_exponent
 from permille.zo.philox import GENERATOR, GENERATOR_VERSION
 
@@ -103,7 +98,6 @@ class LogHeader:
         queries: coefficients a step; of both blocks together where there are two.
         total_steps: the most steps the log may hold; the linear schedule ends there.
         counts: masked weights per tensor, in tensor order.
-        exponents: powers of two that scale the directions, or None.
         split: the two blocks of `EstimatorKind.SPLIT`; None for every other kind.
         first_tensor: the masked weights of the tensors before it do not move.
 
@@ -123,7 +117,6 @@ class LogHeader:
     total_steps: int
     step_unit_exponent: int
     counts: tuple[int, ...]
-    exponents: ExponentsUse | None = None
     split: BlockSplit | None = None
     first_tensor: int = 0
 
@@ -155,9 +148,6 @@ class LogHeader:
         for name, number in (("epsilon", self.epsilon), ("learning_rate", self.learning_rate)):
             if not (math.isfinite(number) and number > 0):
                 raise InputError(f"expected a positive finite {name}, got {number}")
-        if self.exponents is not None:
-            squares = self.exponents.sum_of_squares
-            check_range("exponents.sum_of_squares", squares, self.k, self.k << 2 * MAX_EXPONENT)
         if (self.split is not None) != (self.estimator is EstimatorKind.SPLIT):
             raise InputError(f"expected two blocks for split and only there, got {self.estimator.value}")
         if self.split is not None:
@@ -180,15 +170,8 @@ class LogHeader:
 
     @property
     def sigma(self) -> float:
-        """Root mean square of z, in binary64, the same bits on every machine (FORMAT 6.3, 6.4, 6.6)."""
-        squares = 1.0 if self.exponents is None else float(self.exponents.sum_of_squares) / float(self.k)
-        overlaps = self.queries if self.directions is DirectionKind.GROUPS else 1
-        return math.sqrt(squares / float(overlaps))
-
-    @property
-    def bound(self) -> int:
-        """Largest |z| (FORMAT 6.3, 6.4)."""
-        return 1 if self.exponents is None else 1 << self.exponents.largest
+        """Root mean square of z, in binary64, the same bits on every machine (FORMAT 6.3, 6.6)."""
+        return math.sqrt(1.0 / self.queries) if self.directions is DirectionKind.GROUPS else 1.0
 
     def learning_rate_at(self, step: int) -> float:
         """Learning rate of `step` (0 first): constant, or falling linearly to 0 at `total_steps`."""
@@ -241,7 +224,7 @@ class LogHeader:
             fields = json.loads(data)
             for name in ("format", "version", "generator", "generator_version"):
                 del fields[name]  # to_bytes knows the only value of each
-            exponents, split = fields.pop("exponents"), fields.pop("split")
+            split = fields.pop("split")
             header = cls(
                 **fields
                 | {
@@ -249,7 +232,6 @@ class LogHeader:
                     "epsilon": float.fromhex(fields["epsilon"]),
                     "learning_rate": float.fromhex(fields["learning_rate"]),
                     "counts": tuple(fields["counts"]),
-                    "exponents": None if exponents is None else ExponentsUse(**exponents),
                     "split": None if split is None else BlockSplit(**split),
                 }
             )
@@ -282,22 +264,6 @@ class LogHeader:
             raise PackageError(
                 "log-binding", f"expected mask {mask_digest}, got {self.mask_digest} or other counts"
             )
-
-    def needed_exponents(self, known: Exponents | None) -> NDArray[np.int8] | None:
-        """The powers of two that scale this log's directions, int8 [k]; None where it needs none.
-
-        Args:
-            known: of the log's package; not looked at where the log needs none.
-
-        Raises:
-            PackageError: `log-binding`: the package has none, or others than the log says (FORMAT 9.3).
-        """
-        if self.exponents is None:
-            return None
-        if known is None or known.use != self.exponents or len(known.e_K) != self.k:
-            got = "none" if known is None else f"{known.use} of {len(known.e_K)} weights"
-            raise PackageError("log-binding", f"expected {self.exponents} of {self.k} weights, got {got}")
-        return known.e_K
 
 
 def check_range(name: str, number: object, least: int, most: int) -> None:

@@ -65,7 +65,7 @@ class Journal:
         self._descriptor = descriptor
         self._records = list(contents.records)
         self._end = contents.end
-        self._weight = sum(weight_of(record, self.header) for record in self._records)
+        self._weight = sum(weight_of(record) for record in self._records)
         self._seed = _entry_seed(self.header)
         self._broken = False
 
@@ -126,7 +126,7 @@ class Journal:
                 f"expected a journal that can be written, got an earlier failure of {self.path}"
             )
         check_record(record, self.header, expected_step=self.next_step)
-        weight = self._weight + weight_of(record, self.header)
+        weight = self._weight + weight_of(record)
         check_weight(weight)
         entry = _encode_entry(record, self._seed)
         try:

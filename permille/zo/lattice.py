@@ -18,14 +18,11 @@ from permille.native.arrays import check_array, check_writable
 from permille.native.library import load
 
 STATE_LIMIT = 1 << 53
-"""Bound on sum |c| * max |z| of a log, and so on |s|: below it float64(s) is exact."""
+"""Bound on sum |c| of a log, and so on |s|: below it float64(s) is exact."""
 
 MAX_COEFFICIENT = (1 << 31) - 1
 MIN_STEP_UNIT_EXPONENT = -149
 MAX_STEP_UNIT_EXPONENT = 64
-
-Directions = NDArray[np.signedinteger]
-"""int8 as they are made, int32 where exponents scaled them."""
 
 _STATE_DOMAIN = b"permille-state-1\0"
 _COEFFICIENT_RMS = 1024
@@ -42,7 +39,7 @@ def perturbed(
     w_base_K: NDArray[np.float32],
     s_K: NDArray[np.int64],
     step_unit_exponent: int,
-    z_K: Directions,
+    z_K: NDArray[np.int8],
     scale: float,
 ) -> NDArray[np.float32]:
     """Weights moved by `scale * z`, `scale = +-epsilon / sigma`, rounded to float32 once; float32 [k].
@@ -54,7 +51,7 @@ def perturbed(
     if library is not None:
         out_K = np.empty(w_K.shape, dtype=np.float32)
         numbers = (_unit(step_unit_exponent), np.array(scale, dtype=np.float64))
-        library.call(f"perturbed_{z_K.dtype.name}", w_K, state_K, *numbers, z_K, len(z_K), out_K)
+        library.call("perturbed", w_K, state_K, *numbers, z_K, len(z_K), out_K)
         return out_K
     moved_K = _exact(w_K, state_K, step_unit_exponent)
     moved_K += scale * z_K.astype(np.float64)
@@ -65,7 +62,7 @@ def perturbed_pairs(
     w_base_K: NDArray[np.float32],
     s_K: NDArray[np.int64],
     step_unit_exponent: int,
-    z_QK: Directions,
+    z_QK: NDArray[np.int8],
     scale: float,
 ) -> NDArray[np.float32]:
     """All queries in one pass over the state: rows +z_0, -z_0, +z_1, ... as `perturbed` gives them, [2q, k].
@@ -78,7 +75,7 @@ def perturbed_pairs(
     library = load()
     if library is not None:
         numbers = (_unit(step_unit_exponent), np.array(scale, dtype=np.float64))
-        library.call(f"perturbed_pairs_{z_QK.dtype.name}", w_K, state_K, *numbers, z_QK, *z_QK.shape, out_VK)
+        library.call("perturbed_pairs", w_K, state_K, *numbers, z_QK, *z_QK.shape, out_VK)
         return out_VK
     exact_K = _exact(w_K, state_K, step_unit_exponent)
     for query, z_K in enumerate(z_QK):
@@ -88,7 +85,7 @@ def perturbed_pairs(
     return out_VK
 
 
-def add_scaled(s_K: NDArray[np.int64], c: int, z_K: Directions) -> None:
+def add_scaled(s_K: NDArray[np.int64], c: int, z_K: NDArray[np.int8]) -> None:
     """`s += c * z` in place; that no sum leaves the exact range is checked by whoever calls.
 
     Raises:
@@ -97,10 +94,10 @@ def add_scaled(s_K: NDArray[np.int64], c: int, z_K: Directions) -> None:
     check_array("the state", s_K, np.int64, (None,))
     check_writable("the state", s_K)
     z_K = np.ascontiguousarray(z_K)
-    _check_directions(z_K, s_K.shape)
+    check_array("z", z_K, np.int8, s_K.shape)
     library = load()
     if library is not None:
-        library.call(f"add_scaled_{z_K.dtype.name}", s_K, c, z_K, len(z_K))
+        library.call("add_scaled", s_K, c, z_K, len(z_K))
     else:
         s_K += c * z_K.astype(np.int64)
 
@@ -172,18 +169,14 @@ def _exact(
 
 
 def _checked(
-    w_base_K: NDArray[np.float32], s_K: NDArray[np.int64], z: Directions
-) -> tuple[NDArray[np.float32], NDArray[np.int64], Directions]:
+    w_base_K: NDArray[np.float32], s_K: NDArray[np.int64], z: NDArray[np.int8]
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int8]]:
     """The arrays as the kernels take them: contiguous, of their types and of one size."""
     w_K, state_K, z = np.ascontiguousarray(w_base_K), np.ascontiguousarray(s_K), np.ascontiguousarray(z)
     check_array("base weights", w_K, np.float32, (None,))
     check_array("the state", state_K, np.int64, w_K.shape)
-    _check_directions(z, (*z.shape[:-1], len(w_K)))
+    check_array("z", z, np.int8, (*z.shape[:-1], len(w_K)))
     return w_K, state_K, z
-
-
-def _check_directions(z: Directions, shape: tuple[int, ...]) -> None:
-    check_array("z", z, np.int32 if z.dtype == np.int32 else np.int8, shape)
 
 
 def _unit(step_unit_exponent: int) -> NDArray[np.float64]:

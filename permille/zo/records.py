@@ -69,12 +69,12 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
         raise InputError(f"expected zero coefficients in a rejected step, got {record.coefficients}")
 
 
-def weight_of(record: StepRecord, header: LogHeader) -> int:
-    """How much a step adds to the bound on |s|: `sum |c| * max |z|` (FORMAT 7.3)."""
-    return sum(abs(c) for c in record.coefficients) * header.bound
+def weight_of(record: StepRecord) -> int:
+    """Return how much a step adds to the bound on |s|: `sum |c|` (FORMAT 7.3)."""
+    return sum(abs(c) for c in record.coefficients)
 
 
-def weight_of_rows(coefficients_TQ: NDArray[np.int64], header: LogHeader) -> int:
+def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
     """The same for many steps: exact within the limit of FORMAT 7.3, beyond it wherever the truth is."""
     total = 0
     for first in range(0, len(coefficients_TQ), _ROWS):
@@ -85,7 +85,7 @@ def weight_of_rows(coefficients_TQ: NDArray[np.int64], header: LogHeader) -> int
         total += int(np.abs(rows_TQ).sum())
         if total > STATE_LIMIT:
             break
-    return total * header.bound
+    return total
 
 
 def check_weight(weight: int) -> None:
@@ -95,4 +95,4 @@ def check_weight(weight: int) -> None:
         InputError: the bound is passed.
     """
     if weight > STATE_LIMIT:
-        raise InputError(f"expected sum |c| * max |z| within 2**53, got {weight}")
+        raise InputError(f"expected sum |c| within 2**53, got {weight}")

@@ -1,29 +1,31 @@
 """Replay: from a log's integers to the state, exactly, on every machine and in every order.
 
 `s = sum_t sum_i c[t, i] * z[t, i]` is a sum of integers, so any split of the steps or of the weights gives
-the same bits. Scaled directions share one shift at the end; the blocks of a split are summed apart.
+the same bits. The blocks of a split are summed apart.
 
 Shapes: T = steps, Q = queries, K = masked weights, D = directions whose coefficient is not 0.
 """
+
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError, PackageError
 from permille.zo.directions import Combination
-from permille.zo.exponents import Exponents
 from permille.zo.groups import group_sums
 from permille.zo.header import MAX_STEPS, DirectionKind, LogHeader
 from permille.zo.log import read_head
 from permille.zo.records import check_weight, weight_of_rows
 
+MAX_REPLAY_WORK: Final = 10**13
+"""Additions of the costliest replay of a log: some three minutes of a core."""
 _GROUPS_COST = 100  # measured: 6e8 weights a second against 6e10
 
 
 def replay(
     header: LogHeader,
     coefficients_TQ: NDArray[np.int64],
-    exponents: Exponents | None = None,
     *,
     start: int = 0,
     threads: int = 1,
@@ -33,27 +35,21 @@ def replay(
     States of parts of a log add up to the state of the whole, whatever the parts and their order.
 
     Args:
-        exponents: of the log's package, as far as its header needs them.
         threads: spans of weights summed at the same time.
 
     Raises:
         InputError: the coefficients are not [T, queries] or could leave the exact range (FORMAT 7.3).
-        PackageError: `log-binding`: the header needs exponents that are absent or other ones.
     """
     if coefficients_TQ.ndim != 2 or coefficients_TQ.shape[1] != header.queries:
         raise InputError(f"expected coefficients [T, {header.queries}], got {coefficients_TQ.shape}")
     if not 0 <= start <= MAX_STEPS - len(coefficients_TQ):
         raise InputError(f"expected steps below {MAX_STEPS}, got {len(coefficients_TQ)} from {start}")
-    check_weight(weight_of_rows(coefficients_TQ, header))
-    e_K = header.needed_exponents(exponents)
+    check_weight(weight_of_rows(coefficients_TQ))
     if header.directions is DirectionKind.GROUPS:
         s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
         s_K[: header.moving.start] = 0
-    else:
-        s_K = _sums_of_signs(header, coefficients_TQ, start, threads)
-    if e_K is not None:
-        s_K <<= e_K
-    return s_K
+        return s_K
+    return _sums_of_signs(header, coefficients_TQ, start, threads)
 
 
 def work_of(header: LogHeader, steps: int) -> int:
@@ -65,8 +61,8 @@ def work_of(header: LogHeader, steps: int) -> int:
     return steps * a_step * header.k
 
 
-def check_replay_work(head: bytes, *, most: int) -> None:
-    """Refuse a log whose replay would cost more than `most`, by its first bytes alone.
+def check_replay_work(head: bytes) -> None:
+    """Refuse a log whose replay would cost more than `MAX_REPLAY_WORK`, by its first bytes alone.
 
     What they say is checked by whoever replays it; what cannot be read here costs nothing.
 
@@ -78,11 +74,11 @@ def check_replay_work(head: bytes, *, most: int) -> None:
     except PackageError:
         return
     work = work_of(header, steps)
-    if work > most:
+    if work > MAX_REPLAY_WORK:
         raise PackageError(
             "log-limit",
-            f"expected a log whose replay costs at most {most} additions, got {work}: {steps} steps of "
-            f"{header.queries} {header.directions.value} over {header.k} weights",
+            f"expected a log whose replay costs at most {MAX_REPLAY_WORK} additions, got {work}: "
+            f"{steps} steps of {header.queries} {header.directions.value} over {header.k} weights",
         )
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.zo.estimators import Batch, Descent, LossEngine, directions_of, estimate
-from permille.zo.exponents import Exponents
 from permille.zo.groups import group_sums, grouping
 from permille.zo.header import DirectionKind, LogHeader
 from permille.zo.journal import Journal
@@ -39,9 +38,6 @@ def take_step(
 
     Returns:
         The record. A non-finite loss or scalar, or a coefficient beyond the format, gives zeros, REJECTED.
-
-    Raises:
-        PackageError: `log-binding`: the header needs exponents that are absent or other ones.
     """
     loss, projected_grad_Q = estimate(engine, batch, descent, s_K, step)
     return rounded_step(loss, projected_grad_Q, descent.header, step, normalised=normalised)
@@ -67,13 +63,7 @@ def rounded_step(
     return StepRecord(step=step, coefficients=coefficients, loss=loss)
 
 
-def change_step(
-    change_K: NDArray[np.floating],
-    loss: float,
-    header: LogHeader,
-    step: int,
-    exponents: Exponents | None = None,
-) -> StepRecord:
+def change_step(change_K: NDArray[np.floating], loss: float, header: LogHeader, step: int) -> StepRecord:
     """Make the record of what the step's groups can express of a change of the values (FORMAT 7.4).
 
     `c_i = rint(<change, z_i> / (<z_i, z_i> 2**e))`: the change's orthogonal projection, on the lattice.
@@ -81,11 +71,8 @@ def change_step(
     Returns:
         The record. A loss or change that is not finite, or a coefficient beyond the format, gives zeros,
         REJECTED.
-
-    Raises:
-        PackageError: `log-binding`: the header needs exponents that are absent or other ones.
     """
-    found_Q = grouping(header, step).project(change_K, header.needed_exponents(exponents))
+    found_Q = grouping(header, step).project(change_K)
     c_Q = np.rint(found_Q / math.ldexp(1.0, header.step_unit_exponent))
     if not math.isfinite(loss) or not (np.abs(c_Q) <= MAX_COEFFICIENT).all():  # a NaN is not within
         rejected = (0,) * header.queries
@@ -93,32 +80,28 @@ def change_step(
     return StepRecord(step=step, coefficients=tuple(c_Q.astype(np.int64).tolist()), loss=loss)
 
 
-def apply_record(
-    s_K: NDArray[np.int64], record: StepRecord, header: LogHeader, exponents: Exponents | None = None
-) -> None:
+def apply_record(s_K: NDArray[np.int64], record: StepRecord, header: LogHeader) -> None:
     """Move a state by one record, in place: `s += sum_i c_i * z_i`.
 
     Raises:
         InputError: the state would leave the exact range (FORMAT 7.3); it is then unchanged.
-        PackageError: `log-binding`: the header needs exponents that are absent or other ones.
     """
     if len(s_K) != header.k or len(record.coefficients) != header.queries:
         raise InputError(
             f"expected a state of {header.k} and {header.queries} coefficients, "
             f"got {len(s_K)} and {len(record.coefficients)}"
         )
-    reach = weight_of(record, header)
+    reach = weight_of(record)
     if reach and max(int(s_K.max()), -int(s_K.min())) + reach > STATE_LIMIT:
         raise InputError(f"expected a state within 2**53, got a step of {reach} that may leave it")
-    e_K = header.needed_exponents(exponents)
     if not reach:
         return
     if header.directions is DirectionKind.GROUPS:
         moved_K = group_sums(header, np.array([record.coefficients], np.int64), start=record.step)
         moved_K[: header.moving.start] = 0
-        s_K += moved_K if e_K is None else moved_K << e_K
+        s_K += moved_K
     else:
-        for c, z_K in zip(record.coefficients, directions_of(header, record.step, exponents), strict=True):
+        for c, z_K in zip(record.coefficients, directions_of(header, record.step), strict=True):
             if c:
                 add_scaled(s_K, c, z_K)
 
@@ -159,13 +142,13 @@ class JournaledSteps:
     def append(self, record: StepRecord) -> None:
         """Make the step with the number `step` durable, and move by it."""
         self._journal.append(replace(record, step=self.done))
-        apply_record(self.s_K, record, self._descent.header, self._descent.exponents)
+        apply_record(self.s_K, record, self._descent.header)
 
     def before(self, done: int) -> NDArray[np.int64]:
         """Replay the state that the first `done` steps make."""
         header, records = self._descent.header, list(self._journal.records())[:done]
         c_TQ = coefficients_of(records, header)
-        return replay(header, c_TQ, self._descent.exponents, start=self._first_step)
+        return replay(header, c_TQ, start=self._first_step)
 
 
 def _coefficients(header: LogHeader, step: int, projected_grad_Q: NDArray[np.float64]) -> tuple[int, ...]:

@@ -44,6 +44,9 @@ def main() -> int:
         app = create_app(settings)
         connections = Connections(settings, files=raise_file_limit())
         listening = listen(settings, connections)
+        url = client_url(settings, listening.getsockname()[1])
+        url_path = settings.data_dir / "service.url"
+        write_atomic(url_path, f"{url}\n".encode(), mode=0o600)
     except (OperatorError, RetryableError, OSError) as exc:
         print(f"permille: {exc}", file=sys.stderr)
         return EXIT_RETRY if isinstance(exc, RetryableError) else EXIT_USAGE
@@ -51,9 +54,6 @@ def main() -> int:
     gc.freeze()  # what is here now stays: no collection looks at all modules and routes again
     gc.set_threshold(COLLECT_AFTER)
     gc.enable()
-    url = client_url(settings, listening.getsockname()[1])
-    url_path = settings.data_dir / "service.url"
-    write_atomic(url_path, f"{url}\n".encode(), mode=0o600)
     config = uvicorn.Config(
         app,
         loop="asyncio",

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from permille.files import make_private
@@ -21,6 +21,7 @@ from permille.store.migrations.schema import migrate
 from permille.version import __version__
 from permille_service import console, guard, keys, observing, problems
 from permille_service.access import routes as access_routes
+from permille_service.access.principals import check_routes
 from permille_service.context import Service
 from permille_service.devices import enrolment
 from permille_service.devices import routes as device_routes
@@ -29,8 +30,10 @@ from permille_service.federations import routes as federation_routes
 from permille_service.fleet import routes as fleet_routes
 from permille_service.inputs import corpora, models
 from permille_service.jobs import routes as job_routes
+from permille_service.jobs.stream import MAX_STREAMS, MAX_STREAMS_PER_TOKEN
 from permille_service.limits import RateLimit, Slots
 from permille_service.pages import routes as pages
+from permille_service.parameters import check_given_once
 from permille_service.preflights import routes as preflight_routes
 from permille_service.releases import routes as release_routes
 from permille_service.runs import routes as run_routes
@@ -68,7 +71,7 @@ TAGS: Final = [
     {"name": "health", "description": "Whether the service answers."},
 ]
 
-ROUTERS = (  # what is asked most first: each is passed over in turn
+ROUTERS = (
     console.health,
     release_routes.router,
     trust_routes.router,
@@ -92,7 +95,7 @@ ROUTERS = (  # what is asked most first: each is passed over in turn
 
 def create_app(settings: Settings) -> FastAPI:
     """Open what the settings name (folders, database, keys, first token) and make the app on it."""
-    service = _opened(settings)
+    service = _open_service(settings)
     access_routes.ensure_token(service)
     app = FastAPI(
         title=TITLE,
@@ -102,6 +105,7 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=problems.operation_id,
         lifespan=_closing(service),
+        dependencies=[Depends(check_given_once)],
         telemetry={"operation_spans": False, "metrics": False, "logs": False},
     )
     app.state.service = service
@@ -110,13 +114,14 @@ def create_app(settings: Settings) -> FastAPI:
     console.install(app)
     pages.install(app)
     _document(app)
-    problems.install(app, (*ROUTERS, *pages.ROUTERS, console.router, observing.router))
+    problems.install(app)
     app.add_middleware(guard.Guard, settings=settings)
     observing.install(app)
+    check_routes(app)
     return app
 
 
-def _opened(settings: Settings) -> Service:
+def _open_service(settings: Settings) -> Service:
     """Make the folders, bring the database up to date, read or make the sealing key."""
     make_private(settings.data_dir)
     if settings.private_dir is not None:
@@ -134,7 +139,7 @@ def _opened(settings: Settings) -> Service:
         blobs=open_blobs(settings, attempts=2),
         seal=keys.Seal(settings.keys_dir),
         sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),
-        streams=Slots(settings.max_streams, of_one=settings.max_streams_per_token),
+        streams=Slots(MAX_STREAMS, of_one=MAX_STREAMS_PER_TOKEN),
         trust_keys=keys.TrustKeys(settings.keys_dir),
         round_keys=keys.RoundKeys(settings.keys_dir),
         dispatcher=CeleryDispatcher(broker.get_secret_value()) if broker else None,

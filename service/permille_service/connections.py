@@ -257,24 +257,24 @@ class LimitedProtocol(H11Protocol):
             return
         self._body_bytes += len(data)
         super().data_received(data)
-        self._look()
+        self._note_state()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look()
+        self._note_state()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._stalling is None:
             self._stalling = self.loop.call_later(STALL_S, self.transport.abort)
-        self._look()
+        self._note_state()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._stalling is not None:
             self._stalling.cancel()
             self._stalling = None
-        self._look()
+        self._note_state()
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(ProblemType.BAD_REQUEST, msg)
@@ -306,7 +306,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
         self.loop.call_later(CLOSE_S, self.transport.abort)
 
-    def _look(self) -> None:
+    def _note_state(self) -> None:
         """Note whether the connection owes us a head, a body, the taking of its answer, or nothing."""
         if self._connection is None or self.transport.is_closing():
             return

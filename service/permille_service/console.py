@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import DBAPIError
@@ -24,10 +24,10 @@ from permille.schemas.problems import ProblemType
 from permille.store.database import Database, check_writable
 from permille.telemetry import Outage
 from permille.version import __version__
+from permille_service.access.principals import PUBLIC
 from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
 from permille_service.problems import OPEN, UNANSWERED, ApiError, documented, words_of_database, words_of_disk
-from permille_service.routing import Router
 
 STATIC: Final = Path(__file__).parent / "static"
 PAGE: Final = """<!doctype html>
@@ -54,17 +54,17 @@ ANSWER_S: Final = 4.0
 PROBE_BYTES: Final = 64 * 1024
 
 logger = logging.getLogger(__name__)
-router = Router(include_in_schema=False)
-health = Router(prefix="/v1/health", tags=["health"], responses=documented(*OPEN))
+router = APIRouter(include_in_schema=False)
+health = APIRouter(prefix="/v1/health", tags=["health"], responses=documented(*OPEN))
 
 
-@router.get("/docs")
+@router.get("/docs", dependencies=[PUBLIC])
 def console() -> HTMLResponse:
     """The console's page."""
     return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONSOLE_POLICY})
 
 
-@health.get("")
+@health.get("", dependencies=[PUBLIC])
 async def get_health(request: Request) -> Health:
     """Whether the service can read and write its database and its blobs.
 
@@ -77,13 +77,13 @@ async def get_health(request: Request) -> Health:
     return Health(status="ok", version=__version__)
 
 
-@router.get("/livez")
+@router.get("/livez", dependencies=[PUBLIC])
 async def livez() -> Health:
     """Whether the process answers at all: restart it where it does not, whatever its disks are like."""
     return Health(status="ok", version=__version__)
 
 
-@router.get("/readyz")
+@router.get("/readyz", dependencies=[PUBLIC])
 async def readyz(request: Request, service: Served) -> Health:
     """Whether to send requests here: as health, and not while the process stops."""
     if service.draining.is_set():
@@ -102,33 +102,33 @@ class WriteCheck:
     database: Database
     blobs: BlobFolder
     clock: Callable[[], float] = time.monotonic
-    _asked: str = "the store of blobs"
-    _looking: "asyncio.Future[str | None] | None" = None
-    _looked_at: float = 0.0
+    _awaited: str = "the store of blobs"
+    _check: "asyncio.Future[str | None] | None" = None
+    _checked_at: float = 0.0
     _outage: Outage = field(default_factory=lambda: Outage(logger, "not well", logging.ERROR))
 
     async def problem(self) -> str | None:
         """What keeps the service from writing, in words; None: nothing."""
-        looking = self._looking
-        if looking is None or (looking.done() and self.clock() - self._looked_at >= EVERY_S):
-            looking = self._looking = asyncio.ensure_future(self._look_in_thread())
-        if not looking.done():
-            await asyncio.wait([looking], timeout=ANSWER_S)
-        problem = looking.result() if looking.done() else f"{self._asked} did not answer in time"
+        check = self._check
+        if check is None or (check.done() and self.clock() - self._checked_at >= EVERY_S):
+            check = self._check = asyncio.ensure_future(self._write_in_thread())
+        if not check.done():
+            await asyncio.wait([check], timeout=ANSWER_S)
+        problem = check.result() if check.done() else f"{self._awaited} did not answer in time"
         self._outage.note(problem)
         return problem
 
-    async def _look_in_thread(self) -> str | None:
+    async def _write_in_thread(self) -> str | None:
         try:
-            return await to_thread.run_sync(self._look, limiter=CapacityLimiter(1))
+            return await to_thread.run_sync(self._write, limiter=CapacityLimiter(1))
         finally:
-            self._looked_at = self.clock()
+            self._checked_at = self.clock()
 
-    def _look(self) -> str | None:
-        self._asked = "the store of blobs"
+    def _write(self) -> str | None:
+        self._awaited = "the store of blobs"
         try:
             self.blobs.check_writable(PROBE_BYTES)
-            self._asked = "the database"
+            self._awaited = "the database"
             check_writable(self.database)
         except OSError as exc:
             return words_of_disk(exc)
@@ -141,7 +141,7 @@ class WriteCheck:
         return None
 
 
-@router.get("/")
+@router.get("/", dependencies=[PUBLIC])
 def root() -> RedirectResponse:
     """People who open the server in a browser want the console."""
     return RedirectResponse("/docs")

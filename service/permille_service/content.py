@@ -84,7 +84,7 @@ def blob_response(
     if service.settings.blob_bucket is not None:
         headers |= {"Accept-Ranges": "bytes", "Content-Type": media_type}
         if gets:
-            return _passed_on(blobs, digest, size, asked, headers)
+            return _stream_from_bucket(blobs, digest, size, asked, headers)
         return Response(headers={**headers, "Content-Length": str(size)})
     path = blobs.path(digest)
     # nginx would compare an If-Match again, with an ETag that it has not.
@@ -94,7 +94,7 @@ def blob_response(
     return _Blob(path, headers=headers, media_type=media_type, ranged=asked is not None)
 
 
-def _passed_on(
+def _stream_from_bucket(
     blobs: BlobFolder, digest: str, size: int, asked: range | None, headers: dict[str, str]
 ) -> Response:
     part, status = range(size), 200

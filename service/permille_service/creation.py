@@ -111,7 +111,7 @@ class Creation:
                 raise ChangedError(
                     "expected a name that is free, but this request's first sending has it"
                 ) from exc
-            answer = self._noted(session, made, body)
+            answer = self._audit(session, made, body)
             if key is not None:
                 self._keep(session, digest, seal.close(answer.model_dump_json().encode(), context))
             return answer
@@ -119,7 +119,7 @@ class Creation:
         # The same key at the same moment: run again, the answer is there now.
         return self.service.database.transact(work)
 
-    def _noted(self, session: Session, answer: Answer, body: BaseModel) -> Answer:
+    def _audit(self, session: Session, answer: Answer, body: BaseModel) -> Answer:
         """The answer, once the audit log says what was made."""
         change = self.operator.change(made=_path_below(answer), body=body)
         audit.append(session, tenant_id=self.operator.tenant_id, change=change)
@@ -160,7 +160,7 @@ class Creation:
             limit = self.service.settings.queued_jobs_per_tenant
             queue.check_room(session, tenant_id=tenant_id, limit=limit)
             row = queue.submit(session, new, None if again else self._find_part)
-            record = self._noted(session, present(session, row), request)
+            record = self._audit(session, present(session, row), request)
             if self.key is not None:  # the row may be removed before the day is over
                 self._keep(session, digest, b"")
             return record

@@ -15,6 +15,7 @@ from permille.schemas.problems import ProblemType
 from permille_service.problems import ApiError, problem_response
 from permille_service.settings import Settings
 
+MAX_BODY_BYTES: Final = 1024 * 1024
 LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 SECURITY_HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
@@ -76,7 +77,7 @@ class Guard:
 
     def _body_limit(self, scope: Scope) -> int:
         log = scope["method"] == "PUT" and _LOG_PATH.fullmatch(scope["path"])
-        return self._settings.max_log_bytes if log else self._settings.max_body_bytes
+        return self._settings.max_log_bytes if log else MAX_BODY_BYTES
 
 
 def _limited(receive: Receive, limit: int) -> Receive:

@@ -40,8 +40,7 @@ class TrustKeys:
         key = Ed25519PrivateKey.generate()
         signer = CryptoSigner(key)
         path = self._folder / tenant_id / f"{signer.public_key.keyid}.key"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(path, key.private_bytes_raw(), mode=0o600)
+        _write(path, key.private_bytes_raw())
         return signer
 
     def drop(self, tenant_id: str, key_ids: Iterable[str]) -> None:
@@ -63,8 +62,7 @@ class RoundKeys:
         key = Ed25519PrivateKey.generate()
         public = key.public_key()
         path = self._path(tenant_id, public)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(path, key.private_bytes_raw(), mode=0o600)
+        _write(path, key.private_bytes_raw())
         return public
 
     def read(self, tenant_id: str, public: Ed25519PublicKey) -> Ed25519PrivateKey:
@@ -93,6 +91,14 @@ class Seal:
     def open(self, sealed: bytes, context: str) -> bytes:
         """Decrypt. Raises cryptography's InvalidTag for other bytes, context or key."""
         return self._cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], context.encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomic(path, data, mode=0o600)
+    except OSError as exc:
+        raise OperatorError(f"the folder of keys cannot be written: {exc.strerror}") from exc
 
 
 def _load_or_make(path: Path, make: Callable[[], bytes]) -> bytes:

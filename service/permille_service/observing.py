@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,15 +21,15 @@ from permille import telemetry
 from permille.schemas.problems import ProblemType
 from permille.store.database import Database
 from permille.store.jobs.figures import Figures, read_figures
+from permille_service.access.principals import Authentication
 from permille_service.context import Served, Service
 from permille_service.problems import UNANSWERED, ApiError
-from permille_service.routing import Router
 
 REQUEST_ID: Final = "X-Request-ID"
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """What is counted by its name: anyone may make up others, and each would be kept for ever."""
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-router = Router(include_in_schema=False)
+router = APIRouter(include_in_schema=False)
 
 
 class Observed:
@@ -48,16 +48,16 @@ class Observed:
         above = telemetry.Trace.parse(Headers(scope=scope).get("traceparent"))
         with telemetry.request(above) as here:
 
-            async def named(message: Message) -> None:
+            async def send_with_id(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     MutableHeaders(scope=message)[REQUEST_ID] = here.trace_id
                     route = getattr(scope.get("route"), "path", "other")
                     method = scope["method"] if scope["method"] in _METHODS else "other"
-                    told = self._requests.labels(method, route, str(message["status"]))
-                    told.observe(time.monotonic() - begun)
+                    timer = self._requests.labels(method, route, str(message["status"]))
+                    timer.observe(time.monotonic() - begun)
                 await send(message)
 
-            await self._app(scope, receive, named)
+            await self._app(scope, receive, send_with_id)
 
 
 class _Rows(Collector):
@@ -77,7 +77,7 @@ class _Rows(Collector):
 
 
 def _families(found: Figures) -> Iterator[Metric]:
-    jobs = GaugeMetricFamily("permille_jobs", "Jobs by kind and state.", labels=("kind", "state"))
+    jobs = GaugeMetricFamily("permille_jobs", "Jobs that have not succeeded.", labels=("kind", "state"))
     for labels, count in found.jobs.items():
         jobs.add_metric(labels, count)
     waiting = GaugeMetricFamily(
@@ -107,17 +107,24 @@ def _families(found: Figures) -> Iterator[Metric]:
         )
 
 
-@router.get("/metrics")
-def metrics(request: Request, service: Served) -> Response:
+class MetricsToken(Authentication):
+    """A dependency: Prometheus, by the token of the settings. Without one there is no such path."""
+
+    def __call__(self, request: Request, service: Served) -> None:
+        """Raise ApiError (`not-found`, `unauthenticated`) for anybody else."""
+        expected = service.settings.metrics_token
+        if expected is None:
+            raise ApiError(ProblemType.NOT_FOUND, "there is no such path")
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            token.encode(), expected.get_secret_value().encode()
+        ):
+            raise ApiError(ProblemType.UNAUTHENTICATED, "expected the token of PERMILLE_METRICS_TOKEN")
+
+
+@router.get("/metrics", dependencies=[Depends(MetricsToken())])
+def metrics(request: Request) -> Response:
     """The numbers in Prometheus' text form."""
-    expected = service.settings.metrics_token
-    if expected is None:
-        raise ApiError(ProblemType.NOT_FOUND, "there is no such path")
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(
-        token.encode(), expected.get_secret_value().encode()
-    ):
-        raise ApiError(ProblemType.UNAUTHENTICATED, "expected the token of PERMILLE_METRICS_TOKEN")
     registry: CollectorRegistry = request.app.state.metrics
     try:
         content = generate_latest(registry)

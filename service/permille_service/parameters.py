@@ -1,9 +1,13 @@
 """Parameters: ids by their table's prefix, digests, names, pages of lists; in paths and queries."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Path, Query
+from fastapi import Depends, HTTPException, Path, Query, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import ClientDisconnect
 
 from permille.schemas.fields import (
     DIGEST_PATTERN,
@@ -82,6 +86,35 @@ MomentPaging = Annotated[Window, Depends(_moment_window)]
 """Of lists by time, whose cursors begin with microseconds."""
 NumberPaging = Annotated[Window, Depends(_number_window)]
 """Of the rounds of a federation."""
+
+
+async def check_given_once(request: Request) -> None:
+    """Refuse a parameter that comes twice in a query: FastAPI would take the last and ignore the others."""
+    if b"&" not in request.scope["query_string"]:
+        return
+    names = _query_names(request.scope["route"].dependant)
+    counts = Counter(name for name, _ in request.query_params.multi_items() if name in names)
+    errors = [
+        {"loc": ("query", name), "msg": f"expected one value, got {count}"}
+        for name, count in counts.items()
+        if count > 1
+    ]
+    if errors:
+        raise RequestValidationError(errors)
+
+
+async def read_body(request: Request) -> bytes:
+    """Read a body that is no JSON. Raises HTTPException (400) where the client goes away before its end."""
+    try:
+        return await request.body()
+    except ClientDisconnect as exc:
+        raise HTTPException(400, "expected a whole body, the client went away") from exc
+
+
+def _query_names(dependant: Dependant) -> frozenset[str]:
+    """The names of all parameters of a route's query, those of its dependencies too."""
+    own = frozenset(field.alias for field in dependant.query_params)
+    return own.union(*map(_query_names, dependant.dependencies))
 
 
 def page_of(page: rows.Page[Row], present: Callable[[Row], Record]) -> Page[Record]:

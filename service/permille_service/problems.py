@@ -7,20 +7,21 @@ traceback.
 
 import errno
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from sqlalchemy.exc import DBAPIError, OperationalError
+from fastapi.routing import APIRoute, iter_route_contexts
+from sqlalchemy.exc import DatabaseError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Match
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
 from permille.schemas.problems import MEDIA_TYPE, FieldError, Figure, Problem, ProblemType
+from permille.store.database import name_fault
 from permille.store.errors import (
     BudgetSpentError,
     ConflictError,
@@ -38,9 +39,8 @@ _Handler = Callable[[Request, Exception], Coroutine[Any, Any, Response]]
 RETRY_AFTER_S = 5
 UNANSWERED = "the database did not answer in time"
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-_DISK_ERRNOS = _FULL_ERRNOS | {errno.EFBIG, errno.EROFS, errno.EIO}
-"""What a disk can have: full or over its quota, a limit on files, mounted read-only, broken."""
-_POSTGRES_FULL = "53100"
+_DISK_ERRNOS = _FULL_ERRNOS | {errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES}
+"""What a disk can have: full or over its quota, a limit on files, mounted read-only, broken, not ours."""
 _TYPE_OF_STATUS = {
     400: ProblemType.BAD_REQUEST,
     401: ProblemType.UNAUTHENTICATED,
@@ -128,9 +128,8 @@ def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
     return {status: _documented_status(status, found) for status, found in sorted(by_status.items())}
 
 
-def install(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Answer every error of the app with a problem. The routers tell which methods a path offers."""
-    app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
+def install(app: FastAPI) -> None:
+    """Answer every error of the app with a problem."""
     for kind, handler in _handlers():
         app.add_exception_handler(kind, handler)
 
@@ -151,6 +150,7 @@ def _handlers() -> tuple[tuple[type[Exception], _Handler], ...]:
         (PermilleError, _on_permille_error),
         (OperationalError, _on_database_error),
         (NoConnectionError, _on_database_error),
+        (DatabaseError, _on_damaged_database),
         (OSError, _on_os_error),
         (Exception, _on_bug),
     )
@@ -209,6 +209,12 @@ async def _on_database_error(request: Request, exc: Exception) -> Response:
     return problem_response(request.url.path, ProblemType.UNAVAILABLE, words)
 
 
+async def _on_damaged_database(request: Request, exc: Exception) -> Response:
+    if isinstance(exc, DBAPIError) and name_fault(exc):
+        return await _on_database_error(request, exc)
+    return await _on_bug(request, exc)
+
+
 async def _on_os_error(request: Request, exc: Exception) -> Response:
     if not isinstance(exc, OSError) or exc.errno not in _DISK_ERRNOS:
         raise exc
@@ -251,21 +257,16 @@ def words_of_disk(exc: OSError) -> str:
 
 def words_of_database(exc: DBAPIError) -> str:
     """What is wrong with the database, as far as its error says."""
-    name = getattr(exc.orig, "sqlite_errorname", None) or ""
-    if name == "SQLITE_FULL" or getattr(exc.orig, "sqlstate", None) == _POSTGRES_FULL:
-        return "the disk of the database is full"
-    if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
-        return f"the database cannot be written: {exc.orig}"
-    return UNANSWERED
+    return name_fault(exc) or UNANSWERED
 
 
 def _allowed_methods(request: Request) -> list[str]:
     """All methods of all routes of this path: the router itself only knows the first route that matches."""
     methods: set[str] = set()
-    for route in request.app.state.routes:
+    for route in iter_route_contexts(request.app.routes):
         match, _ = route.matches(request.scope)
         if match is not Match.NONE:
-            methods |= getattr(route, "methods", None) or set()
+            methods |= route.methods or set()
     return sorted(methods)
 
 

@@ -13,11 +13,14 @@ from typing import Any, Self
 from pydantic import Field, SecretStr, model_validator
 
 from permille.addresses import is_loopback
-from permille.store.settings import Quota, StoreSettings
+from permille.store.settings import Quota, SettingsGroup, StoreSettings
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MIB = 1024 * 1024
-DAY_S = 86_400.0
+UPLOADS_WAITING = 4
+"""Logs and states of one device that may wait for their check."""
+UPLOADS_KEPT = 1000
+"""Logs and states that are kept of one device; what waits for its check may come on top."""
 
 
 class Downloads(StrEnum):
@@ -28,17 +31,9 @@ class Downloads(StrEnum):
     REDIRECT = "redirect"
 
 
-class Settings(StoreSettings):
-    """Settings of one API process. Rows, blobs and inputs are below `data_dir` unless named."""
+class AddressSettings(SettingsGroup):
+    """Address and TLS of the API"""
 
-    data_dir: Path = Field(
-        description="folder of the token, the keys, and of whatever is not named elsewhere"
-    )
-    private_dir: Path | None = Field(
-        default=None,
-        description="folder of `keys/` and `operator.token`, where workers have the data folder but must not "
-        "see these; none: the data folder",
-    )
     host: str = Field(default="127.0.0.1", description="address to bind, also `permille up --host`")
     port: int = Field(
         default=8321, ge=0, le=65_535, description="0: any free port; also `permille up --port`"
@@ -50,71 +45,9 @@ class Settings(StoreSettings):
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="JSON list of names to answer to, beside loopback's"
     )
-    max_body_bytes: int = Field(default=MIB, ge=1024, description="largest request")
-    max_log_bytes: int = Field(default=64 * MIB, ge=1024, description="largest shared log or state")
-    sign_ins_per_minute: int = Field(
-        default=60,
-        ge=1,
-        description="of one device with its signature, of one invitation, and unknown invitations of one "
-        "address; a device's questions for a round, and its refused contributions; by process",
-    )
     trusted_proxies: tuple[str, ...] = Field(
         default=(), description="JSON list of addresses and networks whose `X-Forwarded-For` is believed"
     )
-    header_s: float = Field(default=10.0, gt=0, description="a request's head must be whole in this time")
-    body_s: float = Field(
-        default=20.0, gt=0, description="its body must be whole in this time beyond what it takes at 4 KiB/s"
-    )
-    max_connections: int = Field(
-        default=1000, ge=1, description="fewer where the hard limit of open files is low: half of it, less 64"
-    )
-    max_connections_per_address: int = Field(
-        default=250,
-        ge=1,
-        description="of an IPv4 address or an IPv6 /64; trusted proxies have no limit of their own",
-    )
-    stream_s: float = Field(
-        default=900.0, gt=0, description="an event stream ends after this; clients resume"
-    )
-    max_streams: int = Field(default=200, ge=1, description="event streams at a time")
-    max_streams_per_token: int = Field(default=10, ge=1, description="those of one operator token")
-    queued_jobs_per_tenant: int = Field(
-        default=10_000,
-        ge=1,
-        description="jobs of a tenant's own that may be queued, without its devices' uploads",
-    )
-    runs_per_device_day: int = Field(default=200, ge=1, description="reports of a device in 24 hours")
-    uploads_per_device_day: int = Field(
-        default=50, ge=1, description="its logs and states, those sent again too"
-    )
-    upload_bytes_per_device_day: int = Field(default=512 * MIB, ge=1, description="their bytes")
-    uploads_per_device_waiting: int = Field(
-        default=4, ge=1, description="those of them that are not checked yet"
-    )
-    runs_per_device: int = Field(
-        default=10_000,
-        ge=1,
-        description="reports that are kept of a device: one more is refused (`device-quota-spent`), and "
-        "the agent keeps it",
-    )
-    uploads_per_device: int = Field(
-        default=1000,
-        ge=1,
-        description="its logs and states that are kept; what waits for its check may come on top",
-    )
-    upload_bytes_per_device: int = Field(default=4096 * MIB, ge=1, description="their bytes, likewise")
-    flops_per_s: float | None = Field(
-        default=None, gt=0, description="speed of the machine, for preflight; none: 8e9 a core"
-    )
-    metrics_token: SecretStr | None = Field(
-        default=None, description="what Prometheus sends as bearer; without it there is no `/metrics`"
-    )
-    downloads: Downloads = Field(
-        default=Downloads.SERVE,
-        description="who sends a package's bytes to devices: the API, nginx (`accel`), the bucket "
-        "(`redirect`): [downloads](#downloads)",
-    )
-    max_job_s: float = Field(default=7 * DAY_S, gt=0, description="preflight refuses a longer job")
 
     @model_validator(mode="after")
     def _safe_bind(self) -> Self:
@@ -127,14 +60,6 @@ class Settings(StoreSettings):
         return self
 
     @model_validator(mode="after")
-    def _sent_by_who_has_them(self) -> Self:
-        if self.downloads is Downloads.REDIRECT and self.blob_bucket is None:
-            raise ValueError("expected blob_bucket for downloads by redirect, got none")
-        if self.downloads is Downloads.ACCEL and self.blob_bucket is not None:
-            raise ValueError("expected serve or redirect with blob_bucket, got downloads by accel")
-        return self
-
-    @model_validator(mode="after")
     def _named_proxies(self) -> Self:
         _ = self.proxy_networks
         return self
@@ -144,6 +69,60 @@ class Settings(StoreSettings):
         """The trusted proxies. Raises ValueError: one is no address and no network."""
         return tuple(ipaddress.ip_network(proxy) for proxy in self.trusted_proxies)
 
+
+class ConnectionSettings(SettingsGroup):
+    """Limits of connections and requests"""
+
+    max_connections: int = Field(
+        default=1000, ge=1, description="fewer where the hard limit of open files is low: half of it, less 64"
+    )
+    max_connections_per_address: int = Field(
+        default=250,
+        ge=1,
+        description="of an IPv4 address or an IPv6 /64; trusted proxies have no limit of their own",
+    )
+    header_s: float = Field(default=10.0, gt=0, description="a request's head must be whole in this time")
+    body_s: float = Field(
+        default=20.0, gt=0, description="its body must be whole in this time beyond what it takes at 4 KiB/s"
+    )
+    stream_s: float = Field(
+        default=900.0, gt=0, description="an event stream ends after this; clients resume"
+    )
+    max_log_bytes: int = Field(default=64 * MIB, ge=1024, description="largest shared log or state")
+    sign_ins_per_minute: int = Field(
+        default=60,
+        ge=1,
+        description="of one device with its signature, of one invitation, and unknown invitations of one "
+        "address; a device's questions for a round, and its refused contributions; by process",
+    )
+
+
+class QuotaSettings(SettingsGroup):
+    """What devices and tenants may store"""
+
+    runs_per_device_day: int = Field(default=200, ge=1, description="reports of a device in 24 hours")
+    uploads_per_device_day: int = Field(
+        default=50, ge=1, description="its logs and states, those sent again too"
+    )
+    upload_bytes_per_device_day: int = Field(default=512 * MIB, ge=1, description="their bytes")
+    runs_per_device: int = Field(
+        default=10_000,
+        ge=1,
+        description="reports that are kept of a device: one more is refused (`device-quota-spent`), and "
+        "the agent keeps it",
+    )
+    upload_bytes_per_device: int = Field(
+        default=4096 * MIB,
+        ge=1,
+        description="bytes of its logs and states that are kept, likewise; what waits for its check may come "
+        "on top",
+    )
+    queued_jobs_per_tenant: int = Field(
+        default=10_000,
+        ge=1,
+        description="jobs of a tenant's own that may be queued, without its devices' uploads",
+    )
+
     @property
     def quota(self) -> Quota:
         """What one device may send, and what is kept of it."""
@@ -151,11 +130,48 @@ class Settings(StoreSettings):
             runs_a_day=self.runs_per_device_day,
             uploads_a_day=self.uploads_per_device_day,
             bytes_a_day=self.upload_bytes_per_device_day,
-            outstanding=self.uploads_per_device_waiting,
+            outstanding=UPLOADS_WAITING,
             runs_kept=self.runs_per_device,
-            uploads_kept=self.uploads_per_device,
+            uploads_kept=UPLOADS_KEPT,
             bytes_kept=self.upload_bytes_per_device,
         )
+
+
+class ServingSettings(SettingsGroup):
+    """Keys, downloads, preflight and metrics of the API"""
+
+    private_dir: Path | None = Field(
+        default=None,
+        description="folder of `keys/` and `operator.token`, where workers have the data folder but must not "
+        "see these; none: the data folder",
+    )
+    downloads: Downloads = Field(
+        default=Downloads.SERVE,
+        description="who sends a package's bytes to devices: the API, nginx (`accel`), the bucket "
+        "(`redirect`): [downloads](#downloads)",
+    )
+    flops_per_s: float | None = Field(
+        default=None, gt=0, description="speed of the machine, for preflight; none: 8e9 a core"
+    )
+    metrics_token: SecretStr | None = Field(
+        default=None, description="what Prometheus sends as bearer; without it there is no `/metrics`"
+    )
+
+
+class Settings(ServingSettings, QuotaSettings, ConnectionSettings, AddressSettings, StoreSettings):
+    """Settings of one API process. Rows, blobs and inputs are below `data_dir` unless named."""
+
+    data_dir: Path = Field(
+        description="folder of the token, the keys, and of whatever is not named elsewhere"
+    )
+
+    @model_validator(mode="after")
+    def _sent_by_who_has_them(self) -> Self:
+        if self.downloads is Downloads.REDIRECT and self.blob_bucket is None:
+            raise ValueError("expected blob_bucket for downloads by redirect, got none")
+        if self.downloads is Downloads.ACCEL and self.blob_bucket is not None:
+            raise ValueError("expected serve or redirect with blob_bucket, got downloads by accel")
+        return self
 
     @property
     def token_path(self) -> Path:

@@ -24,10 +24,9 @@ def rows(title: str) -> list[list[str]]:
 def test_table_of_settings_is_made_from_the_settings() -> None:
     assert settings.up_to_date(PAGE) == PAGE, "make settings"
     names = Settings.model_fields.keys() | WorkerSettings.model_fields.keys()
-    assert sorted(row[0] for row in rows("Settings")) == sorted(
-        f"`PERMILLE_{name.upper()}`" for name in names
-    )
-    assert all(meaning not in ("", "None") for *_, meaning in rows("Settings"))
+    fields = [row for row in rows("Settings") if not row[0].startswith("**")]
+    assert sorted(row[0] for row in fields) == sorted(f"`PERMILLE_{name.upper()}`" for name in names)
+    assert all(meaning not in ("", "None") for *_, meaning in fields)
     assert {
         ("`PERMILLE_DATA_DIR`", "API, worker, command line", ""),
         ("`PERMILLE_BLOB_ROOT`", "API, worker", "`<data>/blobs`"),

@@ -39,17 +39,27 @@ def type_in(block: str, folder: Path, data_dir: Path) -> str:
     return done.stdout
 
 
-def publish(running: Running, seed: int) -> str:
-    """Put a package into the service and publish it as `tiny`, `stable`; return its digest."""
+def add(running: Running, seed: int, *, url: str | None = None) -> str:
+    """Put a package into the service; return its digest.
+
+    Args:
+        url: of the database, where it does not lie in the data folder.
+    """
     package = tiny_package(running.data_dir / "blobs", seed=seed)
-    database = Database(f"sqlite:///{running.data_dir}/permille.db")
+    database = Database(url or f"sqlite:///{running.data_dir}/permille.db")
     with database.write() as session:
         tenant = access.first_tenant(session)
         assert tenant is not None
         add_package(session, tenant_id=tenant.id, manifest=package.manifest)
     database.close()
-    running.answer("releases", "publish", "tiny", "--package", package.digest, "--alias", "stable")
     return package.digest
+
+
+def publish(running: Running, seed: int) -> str:
+    """Put a package into the service and publish it as `tiny`, `stable`; return its digest."""
+    digest = add(running, seed)
+    running.answer("releases", "publish", "tiny", "--package", digest, "--alias", "stable")
+    return digest
 
 
 @pytest.mark.timeout(600)

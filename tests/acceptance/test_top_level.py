@@ -95,7 +95,7 @@ def test_a_model_of_transformers_passes_in_and_out(tmp_path: Path, texts: list[s
     [
         (lambda: permille.load_model("no/such/model"), "no folder or file"),
         (lambda: permille.load_model(MODEL, tokenizer=object()), "its own tokenizer"),
-        (lambda: permille.load_model(3), "not int"),  # type: ignore[arg-type]
+        (lambda: permille.load_model(3), "not int"),
         (lambda: permille.sensitivity_mask(permille.load_model(MODEL), "one text"), "a list of texts"),
         (lambda: permille.sensitivity_mask(permille.load_model(MODEL), [b"x"]), "not bytes"),  # type: ignore[list-item]
         (

@@ -105,13 +105,13 @@ ENTRIES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("header-schema", "three_offsets", "mask", {"data_offsets": [0, 20, 20]}),
     ("header-dtype", "signed_indices", "mask", {"dtype": "I32"}),
     ("header-dtype", "a_list_for_a_dtype", "mask", {"dtype": ["U32"]}),
-    ("header-dtype", "no_sign", "exponents", {"dtype": "U8"}),
+    ("header-dtype", "no_sign", "mask", {"dtype": "I8"}),
     # 2^62 * 4 bytes is 0 modulo 2^64
     ("header-overflow", "a_product_that_wraps", "mask", {"shape": [2**62], "data_offsets": [0, 0]}),
     ("header-overflow", "five_terabytes", "mask", {"shape": [5 << 38], "data_offsets": [0, 5 << 40]}),
     ("header-offsets", "fewer_bytes_than_its_shape", "mask", {"shape": [6]}),
     ("header-offsets", "offsets_that_run_backwards", "mask", {"data_offsets": [20, 0]}),
-    ("tensor-shape", "two_dimensions", "exponents", {"shape": [5, 1]}),
+    ("tensor-shape", "two_dimensions", "mask", {"shape": [5, 1]}),
 ]
 for code, name, role, fields in ENTRIES:
     register(code, f"{role}_entry_with_{name}", partial(container_with, role, partial(entry_with, fields)))
@@ -182,8 +182,6 @@ NUMBERS: list[tuple[str, str, str, tuple[str, int, float]]] = [
     ("mask-range", "mask", Q0, ("<u4", -1, 32 * 32)),
     ("mask-range", "mask", Q0, ("<u4", -1, 2**32 - 1)),
     ("values-not-finite", "values", Q0, ("<f4", 0, np.nan)),
-    ("exponents-range", "exponents", Q0, ("i1", 2, 16)),
-    ("exponents-range", "exponents", Q0, ("i1", 2, -1)),
 ]
 for code, role, tensor, place in NUMBERS:
     change_number = partial(number_in, tensor, place)
@@ -232,10 +230,6 @@ def let_indices_fall(container: Container) -> None:
     indices[:] = indices[::-1].copy()
 
 
-def begin_at_one(container: Container) -> None:
-    np.frombuffer(container.body, np.int8)[:] = 1
-
-
 def rename(old: str, new: str, container: Container) -> None:
     container.entries[new] = container.entries.pop(old)
 
@@ -257,11 +251,10 @@ CONTAINERS: list[tuple[str, str, Callable[[Container], None]]] = [
     ("dense-code-book", "dense", state_another_shape),
     ("mask-order", "mask", repeat_an_index),
     ("mask-order", "mask", let_indices_fall),
-    ("exponents-range", "exponents", begin_at_one),
     ("tensor-names", "values", leave_the_last_out),
     ("tensor-shape", "plain", transpose_the_embedding),
     ("tensor-names", "plain", partial(rename, "lm_head.weight", "lm_head.bias")),
-    ("tensor-names", "exponents", partial(rename, Q0, "lm_head.weight")),
+    ("tensor-names", "mask", partial(rename, Q0, "lm_head.weight")),
 ]
 for code, role, edit_container in CONTAINERS:
     name = getattr(edit_container, "__name__", "rename")
@@ -275,14 +268,6 @@ def hidden_bits_in_the_last_nibble(forge: Forge) -> str:
     container.view(Q0, "u1")[-1] |= 1
     other.replace("dense", container.data())
     return other.seal()
-
-
-@attack("tensor-shape")
-def exponents_of_one_weight_less(forge: Forge) -> str:
-    forge.rewrite("exponents", Q0, "I8", np.ones(4, np.int8))
-    # The layer must weigh a byte for each masked weight, so the missing one is added elsewhere.
-    forge.rewrite("exponents", Q0.replace("q_proj", "k_proj"), "I8", np.ones(6, np.int8))
-    return forge.seal()
 
 
 # --- FORMAT 4.10: adapters -------------------------------------------------------------------------------
@@ -340,10 +325,7 @@ ADAPTERS: list[tuple[str, str, Callable[[Forge], object]]] = [
     ("manifest-counts", "one_number_more", one_more_of_b),
     ("manifest-layers", "no_layer", lambda f: layer_is_missing("adapter", f)),
     ("manifest-counts", "a_mask_of_other_counts", mask_for_an_adapter),
-    *(
-        ("manifest-layers", role, partial(layer_beside_an_adapter, role))
-        for role in ("mask", "values", "exponents")
-    ),
+    *(("manifest-layers", role, partial(layer_beside_an_adapter, role)) for role in ("mask", "values")),
     ("layer-size", "an_exabyte", lambda f: layer_with("adapter", {"size_bytes": 2**60}, f)),
     ("layer-size", "half_of_a", lambda f: layer_with("adapter", {"size_bytes": 3839}, f)),
     ("adapter-not-finite", "nan", partial(adapter_with, partial(number_in, Q0, ("<f2", 5, np.nan)))),

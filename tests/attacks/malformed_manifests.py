@@ -64,7 +64,7 @@ def one_bit_is_flipped(role: str, forge: Forge) -> str:
     return digest
 
 
-for role in ("dense", "values", "exponents"):
+for role in ("dense", "values"):
     register("blob-digest", f"one_bit_of_{role}", partial(one_bit_is_flipped, role))
 
 
@@ -157,18 +157,16 @@ MEDIA_TYPE = "application/vnd.permille.values+safetensors"
 OTHER_LAYERS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("digest-malformed", "a_path_for_a_digest", "mask", {"digest": "sha256:" + "../" * 19 + "etc/pwd"}),
     ("manifest-schema", "another_media_type", "mask", {"media_type": MEDIA_TYPE}),
-    ("manifest-schema", "another_media_type", "exponents", {"media_type": MEDIA_TYPE}),
     ("layer-path", "a_path_above_the_folder", "LICENSE", {"path": "../.bashrc"}),
     ("layer-path", "code", "LICENSE", {"path": "modeling_llama.py"}),
     ("layer-path", "no_name", "LICENSE", {"path": None}),
     ("layer-path", "a_path", "mask", {"path": "config.json"}),
-    ("layer-path", "a_path", "exponents", {"path": "config.json"}),
     ("layer-size", "an_exabyte", "mask", {"size_bytes": 2**60}),
     ("layer-size", "fewer_bytes_than_codes", "dense", {"size_bytes": 100}),
     ("layer-size", "a_negative_size", "LICENSE", {"size_bytes": -1}),
     ("layer-size", "a_gigabyte", "LICENSE", {"size_bytes": 1 << 30}),
-    ("layer-size", "more_than_its_header_allows", "exponents", {"size_bytes": 70 + MAX_HEADER_BYTES + 9}),
-    ("layer-size", "less_than_a_byte_a_weight", "exponents", {"size_bytes": 69}),
+    ("layer-size", "more_than_its_header_allows", "mask", {"size_bytes": 280 + MAX_HEADER_BYTES + 9}),
+    ("layer-size", "less_than_four_bytes_a_weight", "mask", {"size_bytes": 279}),
 ]
 for code, name, layer, fields in OTHER_LAYERS:
     register(code, f"{layer}_with_{name}", partial(layer_with, layer, fields))
@@ -193,14 +191,14 @@ def layer_comes_twice(layer: str, forge: Forge) -> str:
 
 for layer in ("mask", "config.json"):
     register("manifest-layers", f"no_{layer}", partial(layer_is_missing, layer))
-for layer in ("mask", "exponents", "config.json"):
+for layer in ("mask", "config.json"):
     register("manifest-layers", f"two_of_{layer}", partial(layer_comes_twice, layer))
 
 
 @attack("manifest-layers")
-def exponents_before_the_values(forge: Forge) -> str:
+def values_before_the_mask(forge: Forge) -> str:
     layers = forge.manifest["layers"]
-    layers[4], layers[5] = layers[5], layers[4]
+    layers[3], layers[4] = layers[4], layers[3]
     return forge.seal()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-ROWS = range(1, 19)
+ROWS = range(1, 20)
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 TESTS = Path(__file__).parents[1]
 _PROPERTY = "attack"

@@ -13,6 +13,7 @@ import pytest
 
 from permille.package.blobs import BlobFolder
 from permille.store.jobs.dispatch import QUEUE, CeleryDispatcher
+from permille_workers.runtime import sweeper as sweeper_module
 from permille_workers.runtime.broker import problem_of
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
@@ -133,11 +134,14 @@ def test_only_what_the_service_sends_passes(site: Site, redis: Redis) -> None:
 
 
 @pytest.mark.attack(10, "lets jobs wait until messages of them fill the broker")
-def test_messages_of_jobs_that_wait_do_not_pile_up(site: Site, redis: Redis) -> None:
+def test_messages_of_jobs_that_wait_do_not_pile_up(
+    site: Site, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeper_module, "RESEND_AFTER_S", 1e-6)
     for _ in range(40):
         site.submit()
     values = {name.removeprefix("PERMILLE_").lower(): value for name, value in site.environment().items()}
-    settings = WorkerSettings.model_validate({**values, "resend_after_s": 1e-6})
+    settings = WorkerSettings.model_validate(values)
     assert site.broker_url is not None
     dispatcher = CeleryDispatcher(site.broker_url)
     sweeper = Sweeper(

@@ -1,20 +1,22 @@
-"""Hundreds of connections that say nothing, or little, at the small servers: who asks is answered."""
+"""Up to a thousand connections that say nothing, or little, at the small servers: who asks is answered."""
 
+import json
 import socket
-import threading
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from permille_agent.local.model import LocalModel
-from permille_agent.local.serve import LocalServer
 from permille_workers.runtime.metrics import serve_metrics
 from permille_workers.runtime.settings import WorkerSettings
 from tests.ports import free_port
+from tests.unit.edge_agent.runs import home_with_package
 
 BEGUN = (
     b"",
@@ -44,19 +46,36 @@ def ask(port: int, path: str, **headers: str) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
-@pytest.mark.attack(5, "hundreds of idle connections to the device's local server")
-def test_idle_connections_do_not_occupy_the_local_server() -> None:
-    model = cast(LocalModel, Named())
-    server = LocalServer(("127.0.0.1", 0), model, "token")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    before = threading.active_count()
-    with idle(server.port, 400):
-        for _ in range(3):
-            assert ask(server.port, "/v1/models", Authorization="Bearer token")[0] == 200
-        assert threading.active_count() - before < 200, "each has a thread and a timer"
-    server.shutdown()
-    server.server_close()
+@pytest.mark.attack(5, "a thousand idle connections to `permille-agent serve`")
+def test_a_thousand_idle_connections_do_not_occupy_the_local_server(tmp_path: Path) -> None:
+    home, _ = home_with_package(tmp_path / "home")
+    port = free_port()
+    command = (sys.executable, "-P", "-m", "permille_agent", "--home", str(home.root), "serve", "--json")
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        assert process.stdout is not None
+        lines = takewhile(lambda line: line.rstrip() != "}", process.stdout)
+        told = json.loads("".join(lines) + "}")
+        token = {"Authorization": f"Bearer {Path(told['token_file']).read_text().strip()}"}
+        threads, files = _held(process.pid)
+        with idle(port, 1000):
+            for _ in range(3):
+                assert ask(port, "/v1/models", **token)[0] == 200
+            more_threads, more_files = _held(process.pid)
+        assert more_threads - threads < 200, "each has a thread and a timer"
+        assert more_files - files < 100
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def _held(pid: int) -> tuple[int, int]:
+    """The numbers of threads and of open files of a process."""
+    folder = Path(f"/proc/{pid}")
+    return len(list((folder / "task").iterdir())), len(list((folder / "fd").iterdir()))
 
 
 @pytest.mark.attack(5, "idle connections to a worker's metrics port, and other paths of it")
@@ -70,9 +89,3 @@ def test_idle_connections_do_not_occupy_a_workers_numbers(tmp_path: Path) -> Non
         assert b"permille_attempt_seconds" in body
     for path in ("/", "/metrics/../etc/passwd", "/debug"):
         assert ask(port, path) == (404, b"")
-
-
-class Named:
-    """What the local server asks of a model to list it."""
-
-    variants = ()

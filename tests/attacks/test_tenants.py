@@ -19,7 +19,7 @@ from permille_workers.runtime.child import attempt
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.tasks import TASKS
 from tests.api_service import Api, new_run_id, run_metrics, running_api
-from tests.federations import SMALL, make_site
+from tests.federations import SMALL, make_site, request_of
 from tests.tiny_model import write_corpus, write_model
 
 SPY = "spy"
@@ -210,7 +210,7 @@ def test_what_another_tenant_has_answers_as_what_nobody_has(api: Api) -> None:
         ("POST", "/v1/builds", {"model_id": "{model}", "mask": mask}),
         ("POST", "/v1/preflights", {"kind": "mask", "request": {"model_id": "{model}", **mask}}),
         *(("POST", f"/v1/federations/{{fed}}/{path}", {}) for path in _OF_FEDERATIONS),
-        ("POST", "/v1/federations", SMALL | {"release": "{release}"}),
+        ("POST", "/v1/federations", request_of(SMALL | {"release": "{release}"})),
         ("POST", "/v1/releases", {"name": "mine", "package_digest": "{package}"}),
         ("PUT", "/v1/releases/{release}/aliases/stable", {"version": 1}),
         ("POST", "/v1/releases/{release}/versions/1/yank", {"reason": "mine"}),

@@ -20,6 +20,7 @@ from permille.store import uploads
 from permille.store.database import Database
 from permille.zo.header import DirectionKind, LogHeader, Schedule
 from permille.zo.log import MAGIC
+from permille_service import settings
 from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
 from tests.attacks.test_connections import answer_of, device_and_run, is_problem, sending, wait_until
 from tests.running_service import running_service
@@ -184,12 +185,16 @@ def test_a_log_whose_replay_would_take_hours_is_refused_before_it_is_queued(api:
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ({"uploads_per_device_waiting": 2}, "wait for their check"),
+        ({}, "wait for their check"),
         ({"uploads_per_device_day": 2}, "logs or states a day"),
         ({"upload_bytes_per_device_day": 2 * len(LAYER)}, "bytes of logs and states a day"),
     ],
 )
-def test_a_device_sends_so_much_and_no_more(tmp_path: Path, setting: dict[str, int], told: str) -> None:
+def test_a_device_sends_so_much_and_no_more(
+    tmp_path: Path, setting: dict[str, int], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not setting:
+        monkeypatch.setattr(settings, "UPLOADS_WAITING", 2)
     clock = Clock()
     with running_api(tmp_path, clock=clock, **setting) as api:
         greedy, modest = api.device(), api.device()
@@ -225,9 +230,13 @@ def test_a_device_reports_so_many_runs_a_day(tmp_path: Path) -> None:
 @pytest.mark.attack(10, "fills the service with reports and logs over many days")
 @pytest.mark.parametrize(
     "setting",
-    [{"uploads_per_device": 2}, {"upload_bytes_per_device": 2 * len(LAYER)}, {"runs_per_device": 2}],
+    [{}, {"upload_bytes_per_device": 2 * len(LAYER)}, {"runs_per_device": 2}],
 )
-def test_so_much_is_kept_of_a_device_and_no_more(tmp_path: Path, setting: dict[str, Any]) -> None:
+def test_so_much_is_kept_of_a_device_and_no_more(
+    tmp_path: Path, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not setting:
+        monkeypatch.setattr(settings, "UPLOADS_KEPT", 2)
     with running_api(tmp_path, **setting) as api:
         greedy, modest = api.device(), api.device()
         assert _sent(api, greedy) == [202, 202]

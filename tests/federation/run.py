@@ -368,18 +368,22 @@ def make_run(site: Site, options: argparse.Namespace) -> Run:
     body = {
         "name": NAME,
         "release": "tiny",
-        "method": "zeroth-order",
-        "steps": 3,
-        "queries": 4,
-        "rounds": options.rounds,
-        "learning_rate": 0.01,
-        "epsilon": 0.001,
-        "target": max(2, options.devices // 2),
-        "minimum": 2,
-        "few_devices": True,
-        "deadline_s": options.deadline_s,
-        "batch_rows": 2,
-        "row_tokens": 32,
+        "schedule": {
+            "rounds": options.rounds,
+            "target": max(2, options.devices // 2),
+            "minimum": 2,
+            "deadline_s": options.deadline_s,
+        },
+        "training": {
+            "method": "zeroth-order",
+            "steps": 3,
+            "queries": 4,
+            "learning_rate": 0.01,
+            "epsilon": 0.001,
+            "batch_rows": 2,
+            "row_tokens": 32,
+        },
+        "aggregation": {"few_devices": True},
     }
     found = site.call("POST", "/v1/federations", body, expected=201).json()
     data = site.call("GET", f"/v1/federations/{found['id']}/definition").content

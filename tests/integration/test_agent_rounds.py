@@ -409,7 +409,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "spsa": {"estimator": "spsa"},
     "forward": {"estimator": "forward"},
     "one-sided": {"estimator": "one_sided"},
-    "split": {"estimator": "split", "queries": 10, "lower_queries": 2},
+    "split": {"estimator": "split", "queries": 10},
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from permille.schemas.access import Role
 from permille.store.access import find_caller
 from tests.api_service import Api, new_run_id, run_metrics, running_api
-from tests.federations import SMALL, make_site
+from tests.federations import SMALL, make_site, request_of
 
 pytestmark = pytest.mark.attack(13, "routes called by whom they are not for")
 
@@ -61,7 +61,7 @@ BODIES: dict[str, Any] = {
     "put_trust_metadata": {},
     "create_invitation": {"release": "tiny"},
     "create_run": {"run_id": "5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11", "metrics": run_metrics()},
-    "create_federation": SMALL,
+    "create_federation": request_of(SMALL),
     "create_adoption": {"reason": "a pilot"},
     "create_tenant": {"name": "acme"},
     "create_token": {"name": "t", "role": "viewer"},
@@ -223,7 +223,7 @@ def test_other_tenant_sees_nothing(api: Api) -> None:
     assert api.delete(f"/v1/runs/{run_id}", stranger).status_code == 404
     for action in ("start", "pause", "finish", "adoptions"):
         assert api.post(f"{federation}/{action}", {}, stranger).status_code == 404, action
-    assert api.post("/v1/federations", SMALL | {"name": "mine"}, stranger).status_code == 404
+    assert api.post("/v1/federations", request_of(SMALL | {"name": "mine"}), stranger).status_code == 404
     assert api.post("/v1/masks", {"model_id": model["id"], "method": "random"}, stranger).status_code == 404
     body = {"name": "mine", "package_digest": package.digest}
     assert api.post("/v1/releases", body, stranger).status_code == 404

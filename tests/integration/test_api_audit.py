@@ -32,7 +32,7 @@ NOTED_OR_NO_OPERATORS = {
     "delete_membership": "a device's part in a federation",
     "ensure_token": "the first token, at the first start",
     "forget": "the end of a session of the page",
-    "note": "when a token was used, which version a device was told",
+    "_note_seen": "when a token was used, which version a device was told",
     "once": "notes what it made",
     "put_contribution": "a device's part in a round",
     "put_membership": "a device's part in a federation",

@@ -9,6 +9,7 @@ import pytest
 
 from permille.schemas.problems import MEDIA_TYPE, TYPE_BASE
 from permille.store.jobs import queue
+from permille_service import guard
 from permille_service.creation import Creation
 from tests.api_fuzz import empty_database
 from tests.api_service import Api, running_api
@@ -99,8 +100,11 @@ def test_configured_host_is_answered(tmp_path: Path) -> None:
         assert api.client.get("/v1/health", headers={"Host": "other.example"}).status_code == 421
 
 
-def test_large_body_is_refused_by_its_length_and_by_its_bytes(tmp_path: Path) -> None:
-    with running_api(tmp_path, max_body_bytes=2048) as api:
+def test_large_body_is_refused_by_its_length_and_by_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "MAX_BODY_BYTES", 2048)
+    with running_api(tmp_path) as api:
         headers = api.auth() | {"Content-Type": "application/json"}
         for content in (b"[" + b" " * 4096, iter([b"[", b" " * 4096])):
             answer = api.client.post("/v1/tenants", content=content, headers=headers)

@@ -17,7 +17,7 @@ from permille.store import tables
 from permille.store.federations import rounds
 from permille_keeper.main import init, public_text
 from tests.api_service import Api
-from tests.federations import SMALL, Member, Site, make_site, run_one
+from tests.federations import SMALL, Member, Site, make_site, request_of, run_one
 from tests.unit.keeper.keepers import running
 
 PRIVATE: dict[str, Any] = {"clip": 2000, "privacy": {"dp_epsilon": 30.0, "participations": 2}}
@@ -167,7 +167,7 @@ def test_settings_that_cannot_work_are_refused_with_those_that_would(
     api: Api, changes: dict[str, Any], words: str
 ) -> None:
     api.publish(api.package())
-    answer = api.post("/v1/federations", SMALL | PRIVATE | changes)
+    answer = api.post("/v1/federations", request_of(SMALL | PRIVATE | changes))
     assert answer.status_code == 409
     assert words in answer.json()["detail"]
 
@@ -175,12 +175,12 @@ def test_settings_that_cannot_work_are_refused_with_those_that_would(
 def test_the_numbers_that_would_work_do(api: Api) -> None:
     api.publish(api.package())
     asked = SMALL | PRIVATE | {"privacy": {"dp_epsilon": 4.0, "participations": 10}}
-    detail = api.post("/v1/federations", asked).json()["detail"]
+    detail = api.post("/v1/federations", request_of(asked)).json()["detail"]
     target = int(detail.partition("a target of ")[2].split()[0])
     dp_epsilon = float(detail.partition("dp_epsilon ")[2].split()[0].rstrip(","))
-    assert api.post("/v1/federations", asked | {"target": target}).status_code == 201
+    assert api.post("/v1/federations", request_of(asked | {"target": target})).status_code == 201
     again = asked | {"name": "weaker", "privacy": {"dp_epsilon": dp_epsilon, "participations": 10}}
-    assert api.post("/v1/federations", again).status_code == 201
+    assert api.post("/v1/federations", request_of(again)).status_code == 201
 
 
 def test_a_federation_without_privacy_says_so(api: Api) -> None:

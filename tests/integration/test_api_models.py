@@ -62,10 +62,11 @@ def test_link_out_of_the_root_is_refused(tmp_path: Path, root: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mamba"}, "llama"),
+        ({"model_type": "mamba"}, "state-space"),
+        ({"model_type": "gpt2"}, "llama"),
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        ({"model_type": "own", "auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     ],
 )
 def test_other_architectures_are_refused_by_name(

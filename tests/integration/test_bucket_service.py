@@ -136,7 +136,7 @@ def test_what_a_bucket_refuses_is_said_and_health_knows(
     answer = api.get(path)
     assert (answer.status_code, answer.headers["content-type"]) == (503, "application/problem+json")
     assert site.bucket in answer.json()["detail"] and "403" in answer.json()["detail"]
-    api.client.app.state.writes._looking = None  # type: ignore[attr-defined]  # it looks every two seconds
+    api.client.app.state.writes._check = None  # type: ignore[attr-defined]  # it looks every two seconds
     answer = api.get("/readyz")
     assert answer.status_code == 503 and site.bucket in answer.json()["detail"]
     site.faults = [Fault("^GET", times=9, cut_after=0)]

@@ -125,7 +125,7 @@ def test_between_points_losses_are_on_a_line() -> None:
 
 def test_contenders_are_compared_in_the_runs_that_both_have(tmp_path: Path) -> None:
     cells = Cells(tmp_path / "estimators.jsonl")
-    common = {"batch_rows": 2, "scaling": False, "model": "m"}
+    common = {"batch_rows": 2, "model": "m"}
     for text, estimator, queries, last, seconds in (
         ("a", "spsa", 8, 4.0, 10.0),
         ("a", "one_sided", 16, 3.0, 20.0),

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from permille.models.checkpoint import Checkpoint
-from permille.sparse_tuning.iterative import IterativeText
 from permille_lab.measuring.cells import Cells
 from permille_lab.sparse.__main__ import CASES, Material, measured, planned, settings_of
 from permille_lab.sparse.page import tables, verdict
+from permille_lab.sparse.rounds import IterativeText
 from permille_lab.sparse.ways import ABLATED, ABLATIONS, STEPS, TABLE, Rates, Way, plan_of
 from tests.unit.engines.tiny import tiny_model
 

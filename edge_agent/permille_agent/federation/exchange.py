@@ -22,7 +22,6 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.schemas.federations import FederationOffer, FederationState
 from permille.trust.roles import federation_path
-from permille.zo.exponents import Exponents, exponents_of
 from permille_agent.federation.adopted import AdoptedRound, keep_adopted, kept_round
 from permille_agent.federation.history import max_bytes, update_history
 from permille_agent.federation.ledger import charge, is_used_up
@@ -143,8 +142,7 @@ class _Exchange:
             self._api.join_federation(self._choice.federation_id)
         if not (offer.member and self._choice.told):
             self._membership.choose(lambda now: replace(now, told=now.joined))
-        exponents = exponents_of(package)
-        history = self._follow(definition, exponents, offer.number)
+        history = self._follow(definition, offer.number)
         self._adopt(offer, history, definition)
         sent = self._send(history.number)
         waiting = "" if self._has_text else "there is no text: `permille-agent data add`"
@@ -176,9 +174,9 @@ class _Exchange:
             return None
         return Package.open(BlobFolder(self._home.blobs), release.manifest_digest)
 
-    def _follow(self, definition: Definition, exponents: Exponents | None, offered: int) -> History:
+    def _follow(self, definition: Definition, offered: int) -> History:
         fetch = partial(self._fetch, None)
-        return update_history(self._membership, definition, exponents, offered, fetch)
+        return update_history(self._membership, definition, offered, fetch)
 
     def _fetch(self, until: int | None, after: int, limit_bytes: int) -> bytes:
         federation_id = self._choice.federation_id
@@ -191,7 +189,7 @@ class _Exchange:
             return
         if history.number != wanted:
             limit = max_bytes(definition)
-            begin = History.begin(definition, history.exponents)
+            begin = History.begin(definition)
             history = caught_up(begin, self._fetch(wanted, 0, limit), max_bytes=limit)
         if history.number != wanted:
             raise PackageError(

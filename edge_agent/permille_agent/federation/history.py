@@ -12,7 +12,6 @@ from permille.federation.catch_up import PooledCheckpoint, caught_up, encode_cat
 from permille.federation.definition import Definition
 from permille.federation.rounds import HEAD_BYTES, History
 from permille.files import write_atomic
-from permille.zo.exponents import Exponents
 from permille_agent.federation.membership import Membership
 
 _ROUNDS_BYTES = 64 << 20
@@ -27,13 +26,13 @@ def max_bytes(definition: Definition) -> int:
     return _ROUNDS_BYTES + _WEIGHT_BYTES * definition.log.k
 
 
-def load_history(membership: Membership, definition: Definition, exponents: Exponents | None) -> History:
+def load_history(membership: Membership, definition: Definition) -> History:
     """Read where this device stands; the beginning where nothing is kept.
 
     Raises:
         PackageError: the file is damaged.
     """
-    begin = History.begin(definition, exponents)
+    begin = History.begin(definition)
     try:
         data = membership.history.read_bytes()
     except FileNotFoundError:
@@ -41,9 +40,7 @@ def load_history(membership: Membership, definition: Definition, exponents: Expo
     return caught_up(begin, data, max_bytes=len(data))
 
 
-def update_history(
-    membership: Membership, definition: Definition, exponents: Exponents | None, offered: int, fetch: Fetch
-) -> History:
+def update_history(membership: Membership, definition: Definition, offered: int, fetch: Fetch) -> History:
     """Follow the federation to where it is now; durable on return.
 
     Args:
@@ -54,9 +51,9 @@ def update_history(
             another code where what it sent breaks a rule. What is held stays.
     """
     try:
-        held = load_history(membership, definition, exponents)
+        held = load_history(membership, definition)
     except PackageError:  # damaged on the disk: what is signed comes again
-        held = History.begin(definition, exponents)
+        held = History.begin(definition)
     if offered < held.number:
         raise PackageError(
             "round-chain", f"expected what follows round {held.number}, the service has {offered} rounds"

@@ -27,7 +27,6 @@ from permille.federation.local import LocalRound, take_local_steps
 from permille.files import fsync_folder, write_atomic
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.zo.exponents import exponents_of
 from permille.zo.lattice import values
 from permille_agent.federation.history import load_history
 from permille_agent.federation.membership import Membership, memberships
@@ -187,7 +186,7 @@ def _train(
     with opening(home, release.manifest_digest):
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
         package.check_blocks()
-    history = load_history(membership, definition, exponents_of(package))
+    history = load_history(membership, definition)
     if (history.number, history.digest) != (invited.number, invited.start_digest):
         raise InputError(f"expected to be at round {invited.number}, the history is at {history.number}")
     name = membership.choice().name
@@ -207,7 +206,6 @@ def _train(
         number=invited.number,
         start_W=history.s_W,
         w_base_W=package.values(),
-        exponents=history.exponents,
     )
     rows = training_rows(prepared)
     try:

@@ -17,9 +17,7 @@ from permille.zo.records import StepFlag
 from permille.zo.steps import JournaledSteps
 from permille_agent.training.gradient_steps import (
     load_best_state,
-    load_moments,
     store_best_state,
-    store_moments,
     take_gradient_step,
 )
 from permille_agent.training.run import Run
@@ -101,9 +99,9 @@ class GradientSteps:
         self._number = number
         self._first_K = first_state(run, descent.header.step_unit_exponent)
         self._path = run.folder.moments(number)
-        if (known := load_moments(self._path)) is None:
+        if (known := Moments.load(self._path)) is None:
             known = Moments.first(run.package.k, self._first_K)
-            store_moments(self._path, known)
+            known.store(self._path)
         self._moments = known
         self.s_K = known.s_K
 
@@ -120,7 +118,7 @@ class GradientSteps:
     def take(self) -> float:
         """See `Steps`."""
         self._moments = take_gradient_step(self._run, self._descent, self._moments, self.s_K)
-        store_moments(self._path, self._moments)
+        self._moments.store(self._path)
         self.s_K = self._moments.s_K
         return self._moments.loss
 

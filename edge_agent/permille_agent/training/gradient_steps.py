@@ -5,14 +5,13 @@ Adam on the lattice is the library's (`permille.training.adam`); here are its ba
 Shapes: K = masked weights.
 """
 
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.interface import GradientEngine
-from permille.errors import InputError, OperatorError
+from permille.errors import InputError
 from permille.files import write_atomic
 from permille.training.adam import Moments, adam_step
 from permille.zo.estimators import Descent
@@ -68,27 +67,6 @@ def gradient_engine(run: Run) -> GradientEngine:
             "train with --method zeroth-order"
         )
     return cast("GradientEngine", run.engine)
-
-
-def store_moments(path: Path, moments: Moments) -> None:
-    """Write what Adam remembers, whole or not at all; durable on return."""
-    write_atomic(path, moments.to_bytes(), mode=0o600)
-
-
-def load_moments(path: Path) -> Moments | None:
-    """Read what Adam remembers; None before the first step.
-
-    Raises:
-        OperatorError: the file is damaged.
-    """
-    try:
-        return Moments.from_bytes(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as exc:
-        raise OperatorError(
-            f"expected the moments of a run in {path}, got {exc}: remove {path.parent} to begin it again"
-        ) from exc
 
 
 def store_best_state(run: Run, descent: Descent, number: int, s_K: NDArray[np.int64]) -> None:

@@ -51,7 +51,6 @@ class TrainOptions:
         queries: directions a step of zeroth order, of both blocks together where there are two. Along the
             gradient 0: every weight moves by its own integer, and there is no log, but a state.
         start: without a log, a run may go on from a state; the others begin at the base.
-        scaling: scale directions by the package's exponents, where it has some.
         batch_rows: rows a step.
         row_tokens: longest row.
         learn: whose turns of a conversation count in the loss; other documents are learned whole.
@@ -65,7 +64,6 @@ class TrainOptions:
     minutes: float | None = None
     estimator: EstimatorKind = DEFAULT_ESTIMATOR
     queries: int = DEFAULT_QUERIES[DEFAULT_ESTIMATOR]
-    scaling: bool = False
     batch_rows: int = DEFAULT_ROWS[DEFAULT_ESTIMATOR]
     row_tokens: int = 128
     start: Start = Start.ACTIVE

@@ -15,7 +15,6 @@ from permille.package.manifest import Manifest
 from permille.package.reader import Package
 from permille.schemas.runs import LogForm
 from permille.training.strength import EIGHTHS, scaled
-from permille.zo.exponents import exponents_of
 from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest, values
@@ -99,7 +98,7 @@ def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> S
     )
     s_K = _cached_state(folder, decision, header)
     if s_K is None:
-        s_K = replay(header, coefficients_of(records, header), exponents_of(package))
+        s_K = replay(header, coefficients_of(records, header))
         if (digest := _digest(s_K, header)) != decision.state_digest:
             raise PackageError(
                 "state-digest",
@@ -214,8 +213,6 @@ def shareable(folder: RunFolder, form: LogForm) -> bytes:
     header, records = _selected_log(folder, decision)
     if form is LogForm.LOG:
         return encode_canonical(header, records)
-    if header.exponents is not None:
-        raise InputError("The state of a run with scaled directions cannot be shared. Share its log.")
     return packed_state(header, replay(header, coefficients_of(records, header)))
 
 

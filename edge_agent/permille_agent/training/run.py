@@ -46,7 +46,6 @@ from permille.files import fsync_folder
 from permille.package.reader import Package
 from permille.training.reference import Reference
 from permille.zo.estimators import Batch, Descent, estimate
-from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import values
 from permille.zo.records import StepRecord
@@ -388,11 +387,6 @@ class Run:
         return self.reference.pull(step)
 
     @cached_property
-    def exponents(self) -> Exponents | None:
-        """The package's scale exponents, where the options ask for them and it has them."""
-        return exponents_of(self.package) if self.options.scaling else None
-
-    @cached_property
     def first_tensor(self) -> int:
         """The first tensor that is trained.
 
@@ -440,11 +434,10 @@ class Run:
             total_steps=total_steps,
             step_unit_exponent=0,
             counts=self.package.counts,
-            exponents=None if self.exponents is None else self.exponents.use,
             split=split,
             first_tensor=self.first_tensor if self.options.has_log else 0,
         )
-        return Descent(header=header, w_base_K=self.w_base_K, exponents=self.exponents)
+        return Descent(header=header, w_base_K=self.w_base_K)
 
     def take_step(self, descent: Descent, s_K: NDArray[np.int64], step: int) -> StepRecord:
         """Compute one step from state `s_K` on its batch, pulled by the reference; the state stays as it is.

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from permille.choices import EstimatorKind
 from permille.errors import PermilleError
 from permille.zo.estimators import Descent, estimate
-from permille.zo.header import Schedule
+from permille.zo.header import LogHeader, Schedule
 from permille.zo.lattice import step_unit_exponent_for, values
 from permille.zo.steps import apply_record
 from permille_agent.training.evaluation import mean_loss
@@ -114,7 +114,7 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
     Raises:
         SearchFailed: no learning rate gave a finite loss.
     """
-    start = STEP_NORM / step_spread(run.descent(seed=0, epsilon=epsilon))
+    start = STEP_NORM / step_spread(run.descent(seed=0, epsilon=epsilon).header)
     base = run.folder.once("search-base", LossFound, lambda: _loss_found(_loss(run, run.w_base_K)))
     if base.loss is None:
         raise SearchFailed("expected a finite loss of the base model on this text, got none")
@@ -161,7 +161,7 @@ class Trial:
         header, s_K = descent.header, np.zeros(run.package.k, dtype=np.int64)
         for step in range(self.steps):
             record = run.take_step(descent, s_K, step)
-            apply_record(s_K, record, header, run.exponents)
+            apply_record(s_K, record, header)
         return _loss_found(_loss(run, values(run.w_base_K, s_K, header.step_unit_exponent)))
 
 
@@ -172,33 +172,17 @@ def with_step_unit(descent: Descent) -> Descent:
     return replace(descent, header=replace(header, step_unit_exponent=exponent))
 
 
-def step_spread(descent: Descent) -> float:
+def step_spread(header: LogHeader) -> float:
     """Compute the length of a step with the learning rate 1.
 
-    `sqrt(sum over blocks of n * (1 / q + (1 - 1 / q) / r))`, n a block's sum of variances, r the number of
-    dimensions that its directions really fill. Without scale exponents directions have unit variance and fill
-    all: `k / q`, the mean of q of them is `sqrt(q)` times shorter than one. Where directions share a strong
-    one, the parts of their mean along it do not cancel: each projected gradient has the sign of its own.
+    `sqrt(sum over blocks of k / q)`: the mean of q directions of unit variance is `sqrt(q)` times shorter
+    than one.
     """
-    header, total = descent.header, 0.0
+    total = 0.0
     for queries, tensors in header.blocks():
-        number = queries.stop - queries.start
-        variance, filled = _filled(descent, header.weights_of(tensors))
-        total += variance * (1 / number + (1 - 1 / number) / filled)
+        weights = header.weights_of(tensors)
+        total += (weights.stop - weights.start) / (queries.stop - queries.start)
     return math.sqrt(total)
-
-
-def _filled(descent: Descent, weights: slice) -> tuple[float, float]:
-    """Return, of a block's directions, the sum of their variances, and the participation ratio
-    `(tr M)^2 / tr M^2` of their covariance M, 1 to k; infinite without exponents, where it is large."""
-    e_K = descent.header.needed_exponents(descent.exponents)
-    if e_K is None:
-        return float(weights.stop - weights.start), math.inf
-    variances_K = np.exp2(2.0 * e_K[weights])
-    trace, sum_of_squares = float(variances_K.sum()), float((variances_K * variances_K).sum())
-    if not sum_of_squares:  # nothing in this block moves
-        return 0.0, math.inf
-    return trace / descent.header.sigma**2, trace * trace / sum_of_squares
 
 
 def _probe(run: Run, epsilon: float) -> Probe:

@@ -33,7 +33,6 @@ class Contender:
     estimator: EstimatorKind
     queries: int
     batch_rows: int = 2
-    scaling: bool = False
 
     def row_passes(self) -> int:
         """Count those of one step as the engine does: half of the layers see a split's lower variants."""

@@ -24,7 +24,8 @@ Points = list[dict[str, Any]]
 def label(settings: Settings) -> str:
     """An estimator's name in tables: its kind, queries x rows."""
     name = f"{settings['estimator']} {settings['queries']} x {settings['batch_rows']}"
-    return f"{name}, scaled" if settings["scaling"] else name
+    # Cells from before their removal know directions that were scaled by the Fisher score.
+    return f"{name}, scaled" if settings.get("scaling") else name
 
 
 def loss_at(points: Points, axis: str, place: float) -> float:

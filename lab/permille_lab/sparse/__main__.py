@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from permille.corpora.sequences import POOL, token_sequences
 from permille.models.checkpoint import Checkpoint
 from permille.models.loading import FileTokenizer, load_model
-from permille.pruning.plan import AdapterKind, IterativePlan, PruningPlan
+from permille.pruning.plan import PruningPlan
 from permille.pruning.streaming import PruningText, prune_model
 from permille.quantization.perplexity import perplexity
-from permille.sparse_tuning.iterative import IterativeText, iterate
 from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
 from permille_lab.measuring.model_packages import Sources, sources_from_environment
 from permille_lab.quantization.__main__ import texts
+from permille_lab.sparse.adapters import AdapterKind
+from permille_lab.sparse.rounds import IterativePlan, IterativeText, iterate
 from permille_lab.sparse.ways import (
     ABLATED,
     ABLATIONS,

@@ -22,20 +22,18 @@ from permille.choices import MaskMethod
 from permille.corpora.sequences import POOL, token_sequences
 from permille.engines.factory import open_engine
 from permille.models.checkpoint import Checkpoint
-from permille.models.families import scoped_tensors
 from permille.models.loading import FileTokenizer, load_model
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model
 from permille.package.reader import Package
-from permille.pruning.plan import AdapterKind, Pattern, PruningMethod, PruningPlan, RecoveryPlan
-from permille.pruning.streaming import PruningText, copy_model, prune_model, write_weight
+from permille.pruning.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
+from permille.pruning.recovery import recover_model
+from permille.pruning.streaming import PruningText, prune_model
 from permille.quantization import default_group_size, quantize
 from permille.quantization.perplexity import apply_quantized
 from permille.quantization.types import Scheme
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import select_mask
-from permille.sparse_tuning.adapters import attach, merge
-from permille.sparse_tuning.recovery import recover
 from permille_agent.embed import TrainOptions, package_tokenizer
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.model_packages import DENSITIES, Sources, sources_from_environment
@@ -82,18 +80,11 @@ def made(sources: Sources, case: Case, folder: Path, rate: float) -> Made:
         PruningPlan(method=PruningMethod.SPARSEGPT, rates=pattern.rate, pattern=pattern),
         resume=folder / f"{case.model}-resume",
     )
-    model = load_model(found.pruned)
-    sizes = {name: min(RANK, *shape) for name, shape in scoped_tensors(source.config)}
-    trained = attach(model, sizes, AdapterKind.LORA, masked=True, seed=0)
-    plan = RecoveryPlan(steps=steps, rows=ROWS, rate=rate, recomputed=False)
+    plan = RecoveryPlan(steps=steps, rows=ROWS, rate=rate, rank=RANK)
     text_NT = rows(steps * ROWS, POOL * CALIBRATION)
-    recover(model, trained, text_NT, plan, checkpoint=folder / f"{named}-steps.npz")
-    merge(model)
-    pruned = Checkpoint(found.pruned)
     incoming = folder / f"{named}-incoming"
-    copy_model(pruned, incoming)
-    for name in sizes:
-        write_weight(pruned, incoming, name, model.get_parameter(name).detach(), updated=True)
+    steps_file = folder / f"{named}-steps.npz"
+    recover_model(Checkpoint(found.pruned), incoming, text_NT, plan, checkpoint=steps_file)
     incoming.rename(found.recovered)
     return found
 

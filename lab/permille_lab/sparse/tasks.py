@@ -19,12 +19,12 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.loading import load_model
 from permille.pruning.plan import PruningPlan
 from permille.pruning.streaming import PruningText, prune_model
-from permille.sparse_tuning.iterative import iterate
 from permille_lab.evaluate.cell_data import Encoder
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.model_packages import sources_from_environment
 from permille_lab.models.trainables import parameters_of
 from permille_lab.sparse.__main__ import CASES, Bench, material, tuned
+from permille_lab.sparse.rounds import iterate
 from permille_lab.sparse.ways import ABLATED, Way, plan_of
 from permille_lab.tasks.examples import Task
 from permille_lab.tasks.rows import read_file

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from permille.pruning.plan import AdapterKind, IterativePlan, Pattern, PruningMethod, RecoveryPlan
+from permille.pruning.plan import Pattern, PruningMethod, RecoveryPlan
+from permille_lab.sparse.adapters import AdapterKind
+from permille_lab.sparse.rounds import IterativePlan
 
 STEPS = 48
 RANK = 2
@@ -81,12 +83,13 @@ def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
         rank=RANK,
         rounds=ROUNDS,
         longer=LONGER,
-        recovery=RecoveryPlan(steps=0, rows=1, rate=0.0, l2=L2, seed=100 * seed, recomputed=False),
+        recovery=RecoveryPlan(steps=0, rows=1, rate=0.0, seed=100 * seed),
+        l2=L2,
     )
     if way in ONE_SHOT:
         kind = AdapterKind.POOLING if way is Way.WANDA_POOLING else AdapterKind.LORA
         plan = replace(plan, method=ONE_SHOT[way], adapter=kind, rounds=1, by_loss=False, spread=0.0)
-        plan = replace(plan, masked=way is not Way.WANDA_DENSE, recovery=replace(plan.recovery, l2=0.0))
+        plan = replace(plan, masked=way is not Way.WANDA_DENSE, l2=0.0)
     match way:
         case Way.SPARSEGPT_ITERATIVE:
             plan = replace(plan, method=PruningMethod.SPARSEGPT)
@@ -107,9 +110,9 @@ def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
         case Way.EQUAL_SIZES:
             plan = replace(plan, by_loss=False)
         case Way.NO_NORM:
-            plan = replace(plan, recovery=replace(plan.recovery, l2=0.0))
+            plan = replace(plan, l2=0.0)
         case Way.MORE_NORM:
-            plan = replace(plan, recovery=replace(plan.recovery, l2=0.1))
+            plan = replace(plan, l2=0.1)
     steps = STEPS // (plan.rounds - 1 + plan.longer)
     rate = rates.of(plan.adapter) / (3 if way is Way.SLOWER else 1)
     recovery = replace(plan.recovery, steps=steps, rate=rate)

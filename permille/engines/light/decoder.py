@@ -64,15 +64,29 @@ def run_layer(run: Pass, architecture: Architecture, layer: LightLayer, x_GMH: A
         return
     if layer.norm_attention_out is not None:
         run.norm(layer.norm_attention_out, attended_GMH, attended_GMH)
+    scale_residual(architecture, attended_GMH)
     x_GMH += attended_GMH
     if kind is BlockKind.POST and layer.norm_attention is not None:
         run.norm(layer.norm_attention, x_GMH, x_GMH)
     moved_GMH = _mlp(run, layer, x_GMH, normed=kind is not BlockKind.POST)
     if layer.norm_mlp_out is not None:
         run.norm(layer.norm_mlp_out, moved_GMH, moved_GMH)
+    scale_residual(architecture, moved_GMH)
     x_GMH += moved_GMH
     if kind is BlockKind.POST and layer.norm_mlp is not None:
         run.norm(layer.norm_mlp, x_GMH, x_GMH)
+
+
+def scale_residual(architecture: Architecture, added: Array) -> None:
+    """Multiply what a part of a layer adds by the family's factor, in place. Linear: tangents alike."""
+    if architecture.residual_scale != 1:
+        added *= np.float32(architecture.residual_scale)
+
+
+def norm_heads(run: Pass, norm: Norm, x_GMAD: Array) -> None:
+    """Norm each head, in place; or all heads of a token as one, where the norm is as wide."""
+    x = x_GMAD.reshape(*x_GMAD.shape[:2], -1, len(norm.weight_H))
+    run.norm(norm, x, x)
 
 
 def finish(run: Pass, model: LightModel, states_GRH: Array) -> Array:
@@ -88,8 +102,8 @@ def _attention(run: Pass, architecture: Architecture, layer: LightLayer, x_GMH: 
     outs, (q, k, v) = head_buffers(run, "inner", architecture, layer, x_GMH)
     run.linear(layer.projections, normed_GMH, outs)
     if layer.norm_query is not None and layer.norm_key is not None:
-        run.norm(layer.norm_query, q, q)
-        run.norm(layer.norm_key, k, k)
+        norm_heads(run, layer.norm_query, q)
+        norm_heads(run, layer.norm_key, k)
     if layer.settings.rope is not None:
         run.rotate(layer, q)
         run.rotate(layer, k)

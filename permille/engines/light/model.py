@@ -130,7 +130,7 @@ def load_model(package: Package, tools: Tools) -> LightModel:
             _layer(parts, settings, f"{architecture.prefix}.{index}.")
             for index, settings in enumerate(architecture.layers)
         ),
-        final_norm=parts.norm("", architecture.final_norm),
+        final_norm=parts.norm("", architecture.final_norm, scale=architecture.logits_scale),
         head=LightHead(tools, head, architecture.final_softcap),
         limits=ModelLimits(
             k=package.k,
@@ -208,8 +208,12 @@ class _Parts:
                 found[layer_of(info.name) or 0].append(slice(start, start + info.count))
         return tuple(tuple(spans) for spans in found)
 
-    def norm(self, prefix: str, leaf: str | None) -> Norm | None:
-        """None: there is no such norm. A norm without weights (OPT) is one of ones."""
+    def norm(self, prefix: str, leaf: str | None, *, scale: float = 1.0) -> Norm | None:
+        """None: there is no such norm. A norm without weights (OPT) is one of ones.
+
+        Args:
+            scale: factor of the weights. The head is linear, so the final norm can scale the logits.
+        """
         if leaf is None:
             return None
         kind = self.architecture.norm
@@ -220,7 +224,7 @@ class _Parts:
             weight_H = weight_H + np.float32(1)
         return Norm(
             kind=kind,
-            weight_H=weight_H,
+            weight_H=weight_H if scale == 1 else weight_H * np.float32(scale),
             bias_H=self._vector(f"{prefix}{leaf}.bias"),
             epsilon=self.architecture.norm_epsilon,
         )

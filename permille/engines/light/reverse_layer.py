@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.light.decoder import head_buffers
+from permille.engines.light.decoder import head_buffers, norm_heads, scale_residual
 from permille.engines.light.layers import activate, rotate
 from permille.engines.light.linear import LightLinear, Tools
 from permille.engines.light.model import LightLayer, Norm
@@ -94,12 +94,14 @@ class LayerReverse(LossPass):
             self.norm_or_copy(layer.norm_attention, moved_MH, middle_MH)
         else:
             self.norm_or_copy(layer.norm_attention_out, moved_MH, middle_MH)
+            scale_residual(self._architecture, middle_MH)
             middle_MH += x_MH
         fed = self._feed(layer, middle_MH)
         d_out_MH = self._after_feed_forward(layer, fed, middle_MH, d_MH)
         d_MH += self._feed_forward_back(layer, middle_MH, fed, d_out_MH)
         d_out_MH = d_MH if post else moved_MH
         self.norm_back(layer.norm_attention if post else layer.norm_attention_out, moved_MH, d_MH, d_out_MH)
+        scale_residual(self._architecture, d_out_MH)
         d_MH += self._attention_back(layer, x_MH, attended, d_out_MH)
 
     def _after_feed_forward(self, layer: LightLayer, fed: _Fed, middle_MH: Array, d_MH: Array) -> Array:
@@ -107,7 +109,12 @@ class LayerReverse(LossPass):
         post = self._architecture.block is BlockKind.POST
         norm = layer.norm_mlp if post else layer.norm_mlp_out
         if norm is None:
-            return d_MH
+            if self._architecture.residual_scale == 1:
+                return d_MH
+            out_MH = self._take("fed", d_MH)
+            np.copyto(out_MH, d_MH)
+            scale_residual(self._architecture, out_MH)
+            return out_MH
         out_MH = self._take("fed", d_MH)
         self.linear([layer.down], fed.inner_MI[None], [out_MH[None]])
         if post:
@@ -124,8 +131,8 @@ class LayerReverse(LossPass):
         before = None
         if layer.norm_query is not None and layer.norm_key is not None:
             before = (q[0].copy(), k[0].copy())
-            self.norm(layer.norm_query, q, q)
-            self.norm(layer.norm_key, k, k)
+            norm_heads(self, layer.norm_query, q)
+            norm_heads(self, layer.norm_key, k)
         self.rotate(layer, q)
         self.rotate(layer, k)
         out = self._workspace.take("out", q.shape)
@@ -151,7 +158,9 @@ class LayerReverse(LossPass):
             for norm, before, d_head in zip(
                 (layer.norm_query, layer.norm_key), attended.before_norm, (d.q, d.k), strict=True
             ):
-                width = before.shape[2]
+                if norm is None:
+                    continue
+                width = len(norm.weight_H)
                 d_flat = d_head.reshape(-1, width)
                 self.norm_back(norm, before.reshape(-1, width), d_flat, d_flat)
         d_MH = self._take("d normed", x_MH)

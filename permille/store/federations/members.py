@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from sqlalchemy import Connection, and_, bindparam, func, or_, select, update
+from sqlalchemy import and_, bindparam, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.federations import FederationState, FederationSummary, RoundState
@@ -37,11 +37,11 @@ _OFFERS = (
 
 
 def offers(
-    connection: Connection, *, tenant_id: str, release: str, device_id: str
+    session: Session, *, tenant_id: str, release: str, device_id: str
 ) -> list[tuple[Federation, bool]]:
     """Federations that a device may join, and those that it is a member of, as columns; oldest first."""
     values = {"tenant_id": tenant_id, "release": release, "device_id": device_id}
-    found = connection.execute(_OFFERS, values)
+    found = session.execute(_OFFERS, values)
     return [(cast(Federation, row), row.device_id is not None) for row in found]
 
 

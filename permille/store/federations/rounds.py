@@ -10,10 +10,10 @@ member, a round. They do not stop rows that only refer to these (FOR NO KEY UPDA
 """
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import BigInteger, ColumnElement, delete, func, literal, or_, select, type_coerce, update
 from sqlalchemy.orm import Session
 
 from permille.federation.definition import Definition
@@ -25,7 +25,7 @@ from permille.store.errors import NotFoundError
 from permille.store.federations import charges, members
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
-from permille.store.tables import Federation, FederationCheckpoint, Job, Participation, Round
+from permille.store.tables import Federation, FederationCheckpoint, Instant, Job, Participation, Round
 
 _ATTEMPTS: Final = 20
 _WITHOUT_RESULT: Final = (JobState.FAILED.value, JobState.DEAD.value, JobState.CANCELLED.value)
@@ -132,8 +132,11 @@ def sweep(db: Database) -> None:
     """
     with db.read() as session:
         due = session.execute(
-            select(Round.tenant_id, Round.federation_id, Round.number).where(
-                Round.state == RoundState.OPEN.value, Round.deadline_at <= now(session)
+            select(Round.tenant_id, Round.federation_id, Round.number)
+            .join(Federation, Federation.id == Round.federation_id)
+            .where(
+                Round.state == RoundState.OPEN.value,
+                or_(Round.deadline_at <= (at := now(session)), _is_misdated(at)),
             )
         ).all()
         stuck = session.execute(
@@ -144,9 +147,11 @@ def sweep(db: Database) -> None:
     for tenant_id, federation_id, number in due:
         with db.write() as session:
             federation = lock_federation(session, tenant_id=tenant_id, federation_id=federation_id)
-            row = lock(session, federation_id, number)
-            if row is not None and row.deadline_at <= now(session):
+            row, at = lock(session, federation_id, number), now(session)
+            if row is not None and row.deadline_at <= at:
                 end(session, federation, row)
+            elif row is not None and row.state == RoundState.OPEN:
+                row.deadline_at = min(row.deadline_at, at + timedelta(seconds=federation.deadline_s))
     for tenant_id, federation_id, number, job_id in stuck:
         with db.write() as session:
             job = queue.lock(session, tenant_id=tenant_id, job_id=job_id)
@@ -159,6 +164,12 @@ def sweep(db: Database) -> None:
                     # Trying again changes nothing: the next round would be lost, and charged for, as well.
                     federation.state = FederationState.PAUSED.value
                 void(session, federation, row, f"{job.id} is {job.state}: {error}")
+
+
+def _is_misdated(at: datetime) -> ColumnElement[bool]:
+    """Whether a round ends later than if it had begun now: the clock has gone back since it did."""
+    left = type_coerce(Round.deadline_at, BigInteger) - literal(at, Instant())
+    return left > Federation.deadline_s * 1_000_000
 
 
 def publish(session: Session, *, federation: Federation, number: int, ended: Ended) -> None:

@@ -1,5 +1,6 @@
 """A tenant's whole fleet in numbers, for the API, the page and the command line alike."""
 
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -23,12 +24,12 @@ _DAY_US: Final = 86_400_000_000
 def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
     """Count a tenant's active devices. `least`: counts of fewer devices are not told, others by it."""
     at = now(session)
-    devices = session.scalar(select(func.count()).where(*active(tenant_id))) or 0
+    seen, agents, engines = _count_devices(session, tenant_id, at)
     return Fleet(
-        devices=rounded(devices, least),
-        seen=_groups(session, tenant_id, _seen(at), least),
-        agents=_groups(session, tenant_id, func.coalesce(Device.agent_version, "unknown"), least),
-        engines=_groups(session, tenant_id, func.coalesce(Device.engine, "no run yet"), least),
+        devices=rounded(seen.total(), least),
+        seen=_groups(seen, least),
+        agents=_groups(agents, least),
+        engines=_groups(engines, least),
         versions=results(session, _known_releases(session, tenant_id), least=least),
         days=[] if least else _days(session, tenant_id, at),
     )
@@ -63,10 +64,25 @@ def _known_releases(session: Session, tenant_id: str) -> list[Release]:
     return sorted(session.scalars(query), key=lambda row: row.id, reverse=True)
 
 
-def _groups(session: Session, tenant_id: str, name: ColumnElement[str], least: int) -> list[Group]:
+def _count_devices(session: Session, tenant_id: str, at: datetime) -> list[Counter[str]]:
+    """Count devices by when they were seen, by agent and by engine; all are read once."""
+    names = (
+        _seen(at),
+        func.coalesce(Device.agent_version, "unknown"),
+        func.coalesce(Device.engine, "no run yet"),
+    )
+    found = [Counter[str]() for _ in names]
+    columns = [name.label(str(number)) for number, name in enumerate(names)]
+    for *keys, count in session.execute(
+        select(*columns, func.count()).where(*active(tenant_id)).group_by(*columns)
+    ):
+        for counts, key in zip(found, keys, strict=True):
+            counts[key] += count
+    return found
+
+
+def _groups(counts: Counter[str], least: int) -> list[Group]:
     """Devices by what they have in common, the largest group first; what a few have is not named."""
-    query = select(name, func.count()).where(*active(tenant_id)).group_by(name)
-    counts = {str(key): int(count) for key, count in session.execute(query)}
     told = [(key, count) for key, count in hide(counts, least).items() if count is not None]
     told.sort(key=lambda group: (-group[1], group[0]))  # by what is told: the order tells no more
     groups = [Group(name=key, devices=count) for key, count in told]

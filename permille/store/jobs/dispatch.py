@@ -97,7 +97,7 @@ def celery_app(broker_url: str) -> Any:
 def note_worker(session: Session, *, name: str, exports: bool) -> None:
     """Note that a worker runs, and whether it can export programs; not more often than is needed."""
     at, row = now(session), session.get(Worker, name)
-    if row is not None and row.exports == exports and at - row.seen_at < _NOTED_EVERY:
+    if row is not None and row.exports == exports and abs(at - row.seen_at) < _NOTED_EVERY:
         return
     session.merge(Worker(name=name, exports=exports, seen_at=at))
     session.execute(delete(Worker).where(Worker.seen_at < at - _KEPT_FOR))

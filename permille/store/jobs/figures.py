@@ -6,13 +6,13 @@ No ids: neither of devices nor of tenants.
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text, union_all
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import JobKind
 from permille.store.database import now
-from permille.store.jobs.transitions import IS_QUEUED
-from permille.store.tables import ArtifactBlob, BlobCollection, Device, Job
+from permille.store.jobs import transitions
+from permille.store.tables import UNSUCCESSFUL, ArtifactBlob, BlobCollection, Device, Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Figures:
     """What a scrape sees.
 
     Attributes:
-        jobs: rows by kind and state.
+        jobs: rows by kind and state, of those that have not succeeded: only they stay few.
         waiting_s: seconds since the oldest job of a kind could have begun; no kind where none waits.
         blob_bytes: distinct blobs of artifacts.
         unreferenced_bytes, collected_at: what the last collection left that no row names, and when it ended;
@@ -39,10 +39,13 @@ class Figures:
 def read_figures(session: Session) -> Figures:
     """Count everything, in five queries."""
     at = now(session)
-    by_state = session.execute(select(Job.kind, Job.state, func.count()).group_by(Job.kind, Job.state))
+    by_state = [
+        select(Job.kind, Job.state, func.count()).where(condition).group_by(Job.kind, Job.state)
+        for condition in (transitions.IS_QUEUED, transitions.IS_RUNNING, text(UNSUCCESSFUL))
+    ]
     oldest = session.execute(
         select(Job.kind, func.min(Job.available_at))
-        .where(IS_QUEUED, Job.kind != JobKind.BUILD.value, Job.available_at <= at)
+        .where(transitions.IS_QUEUED, Job.kind != JobKind.BUILD.value, Job.available_at <= at)
         .group_by(Job.kind)
     )
     distinct = select(ArtifactBlob.digest, func.max(ArtifactBlob.size_bytes).label("size_bytes"))
@@ -54,7 +57,7 @@ def read_figures(session: Session) -> Figures:
     )
     collected = session.scalar(select(BlobCollection).limit(1))
     return Figures(
-        jobs={(kind, state): count for kind, state, count in by_state},
+        jobs={(kind, state): count for kind, state, count in session.execute(union_all(*by_state))},
         waiting_s={kind: (at - first).total_seconds() for kind, first in oldest},
         blob_bytes=int(session.scalar(select(func.coalesce(func.sum(sizes.c.size_bytes), 0))) or 0),
         unreferenced_bytes=collected.unreferenced_bytes if collected and collected.ended_at else None,

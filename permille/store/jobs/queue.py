@@ -8,7 +8,7 @@ commit; a lost message is re-sent by the sweeper.
 from collections.abc import Sequence
 from datetime import timedelta
 
-from sqlalchemy import Connection, bindparam, delete, func, select
+from sqlalchemy import bindparam, delete, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -124,7 +124,7 @@ def parts_of(session: Session, job: Job) -> Sequence[Job]:
     return transitions.children(session, job.id)
 
 
-def ids_of_parts(session: Session | Connection, job: Job) -> list[str]:
+def ids_of_parts(session: Session, job: Job) -> list[str]:
     """The ids of a job's child jobs, oldest first."""
     if job.kind not in _PARENTS:
         return []

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,9 +17,10 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.orm import Session
 
 from permille.errors import OperatorError, RetryableError
-from permille.store.database import make_engine
+from permille.store.database import make_engine, name_fault
 from permille.store.settings import StoreSettings, explain
 
 SCRIPTS: Final = Path(__file__).parent
@@ -58,13 +60,13 @@ def migrate(url: str, scripts: Path = SCRIPTS) -> None:
 def _make_private(database: str | None) -> None:
     """Keep a file of SQLite its owner's alone; what SQLite writes beside it gets the same mode.
 
-    A folder that is missing, or another user's, is told when the database is opened. A file that exists is
-    not opened here: to close it would release what this process has locked in it (POSIX).
+    A folder that is missing, read-only or another user's is told when the database is opened. A file that
+    exists is not opened here: to close it would release what this process has locked in it (POSIX).
     """
     path = Path(database or "")
-    with suppress(FileExistsError, FileNotFoundError, PermissionError):
+    with suppress(OSError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-    with suppress(FileNotFoundError, PermissionError):
+    with suppress(OSError):
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
 
@@ -101,18 +103,43 @@ def _is_newest(engine: Engine, config: Config) -> bool:
 
 @contextmanager
 def _begin(engine: Engine) -> Iterator[Connection]:
-    """A write transaction. What fails inside it is no matter of reaching the database, and stays as it is."""
+    """A write transaction. Of what fails inside it, only a full or broken disk is told as such."""
     with ExitStack() as stack:
         try:
             begun = engine.execution_options(permille_begin="IMMEDIATE").begin()
             connection = stack.enter_context(begun)
         except OperationalError as exc:
             raise RetryableError(_message(engine, exc)) from exc
-        yield connection
+        try:
+            yield connection
+            stack.close()  # commits
+        except DBAPIError as exc:
+            if name_fault(exc) is None:
+                raise
+            raise RetryableError(_message(engine, exc)) from exc
+
+
+def check_newest(session: Session) -> None:
+    """Check that the schema is the one that this process knows: a newer version may have changed it since.
+
+    Raises OperatorError.
+    """
+    found = session.execute(text("SELECT version_num FROM alembic_version")).scalars().all()
+    if tuple(found) != _known():
+        raise OperatorError(
+            f"the database has schema {', '.join(found)}, this process knows {', '.join(_known())}. "
+            f"Stop it, and start one of the newer version"
+        )
+
+
+@cache
+def _known() -> tuple[str, ...]:
+    return tuple(ScriptDirectory(str(SCRIPTS)).get_heads())
 
 
 def _message(engine: Engine, exc: DBAPIError) -> str:
-    return f"expected a database that can be read and written, got {exc.orig} ({_where(engine)})"
+    fault = name_fault(exc) or exc.orig
+    return f"expected a database that can be read and written, got {fault} ({_where(engine)})"
 
 
 def _where(engine: Engine) -> str:

@@ -90,7 +90,7 @@ def take_turn(db: Database, every_s: float) -> bool:
         row, at = session.get(BlobCollection, _ROW, with_for_update=True), now(session)
         if row is None:
             session.add(BlobCollection(id=_ROW, began_at=at))
-        elif row.began_at > at - timedelta(seconds=every_s):
+        elif at - timedelta(seconds=every_s) < row.began_at <= at:  # a later one is of a clock that went back
             return False
         else:
             row.began_at = at

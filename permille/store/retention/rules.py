@@ -14,21 +14,22 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session, aliased
 
 from permille.schemas.access import RetentionRule
-from permille.schemas.jobs import ENDED, JobKind
-from permille.store import artifacts, audit, runs, tables
+from permille.schemas.jobs import JobKind
+from permille.store import artifacts, audit, inputs, runs, tables
 from permille.store.audit import Change
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError
 from permille.store.jobs import queue
 from permille.store.tables import Artifact, ArtifactSource, Job, Release, Round, Run
 
-MOST: Final = 500
-"""So many of each go in one transaction."""
+MOST: Final = 50
+"""So many of each go in one transaction, since others wait for it where the database is SQLite."""
 _PART = aliased(Job)
+_NEWER = aliased(Artifact)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,22 +129,13 @@ def _let_go(session: Session, tenant_id: str, rule: RetentionRule) -> Gone:
 def _remove_results(session: Session, tenant_id: str, kind: JobKind, kept: tuple[int, int]) -> list[str]:
     """Remove what is old and not among the newest of its model; return how it was called."""
     newest, days = kept
-    newest_first = (Artifact.created_at.desc(), Artifact.id.desc())
-    ranked = (
-        select(
-            Artifact.id,
-            Artifact.created_at,
-            func.row_number().over(partition_by=Artifact.model_id, order_by=newest_first).label("place"),
-        )
-        .where(Artifact.tenant_id == tenant_id, Artifact.kind == kind.value)
-        .subquery()
-    )
+    named = inputs.named_by_jobs(session, tenant_id=tenant_id)
     old = (
         select(Artifact)
-        .join(ranked, ranked.c.id == Artifact.id)
         .where(
-            ranked.c.place > newest,
-            ranked.c.created_at < _before(session, days),
+            Artifact.tenant_id == tenant_id,
+            Artifact.kind == kind.value,
+            Artifact.created_at < _before(session, days),
             # `artifacts.remove` asks for more; these are many, and must not stand before others.
             ~select(Release.id).where(Release.package_id == Artifact.id).exists(),
             ~select(ArtifactSource.source_id).where(ArtifactSource.source_id == Artifact.id).exists(),
@@ -151,11 +143,16 @@ def _remove_results(session: Session, tenant_id: str, kind: JobKind, kept: tuple
         .order_by(Artifact.id)
         .limit(MOST)
     )
+    if newest:
+        newer = select(_NEWER.id).where(
+            _NEWER.model_id == Artifact.model_id, _NEWER.kind == kind.value, _NEWER.id > Artifact.id
+        )
+        old = old.where(newer.order_by(_NEWER.id).limit(1).offset(newest - 1).exists())
     removed = []
     for row in session.scalars(old).all():
         key = artifacts.key_of(row)
         with suppress(ConflictError):
-            artifacts.remove(session, tenant_id=tenant_id, kind=kind, key=key)
+            artifacts.remove(session, tenant_id=tenant_id, kind=kind, key=key, named=named)
             removed.append(key)
     return removed
 
@@ -189,14 +186,13 @@ def _remove_jobs(session: Session, tenant_id: str, days: int) -> int:
         .where(
             Job.tenant_id == tenant_id,
             Job.parent_id.is_(None),
-            Job.state.in_(ENDED),
             Job.ended_at < _before(session, days),
             ~select(Artifact.id).where(Artifact.job_id == Job.id).exists(),
             ~part_made.exists(),
-            Job.id.not_in(select(Run.log_job_id).where(Run.log_job_id.is_not(None))),
-            Job.id.not_in(select(Round.job_id).where(Round.job_id.is_not(None))),
+            ~select(Run.run_id).where(Run.log_job_id == Job.id).exists(),
+            ~select(Round.number).where(Round.job_id == Job.id).exists(),
         )
-        .order_by(Job.id)
+        .order_by(Job.ended_at)
         .limit(MOST)
     )
     removed = 0

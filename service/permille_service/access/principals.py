@@ -1,5 +1,4 @@
-"""Who calls: an operator with a role, or a device. Every route but health, enrolment and device tokens has
-one.
+"""Who calls: an operator with a role, or a device. A route declares it, or that it is public.
 
 A principal is found by its bearer token in the database at every request, so that a revoked one is refused
 at its next. What a principal may not see does not exist for it (404); what its role may not do is refused
@@ -12,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
-from fastapi import Depends, Request
-from fastapi.security import HTTPBearer
-from fastapi.security.base import SecurityBase
+from fastapi import Depends, FastAPI, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute, iter_route_contexts
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
@@ -24,12 +24,11 @@ from sqlalchemy.orm import Session
 from permille.schemas.access import Role
 from permille.schemas.problems import ProblemType
 from permille.store import access, audit, devices
-from permille.store.access import Asked, find_caller
+from permille.store.access import find_caller
 from permille.store.audit import Change
 from permille.store.ids import Prefix
-from permille_service.context import Service, service_of
+from permille_service.context import Served, Service
 from permille_service.problems import ApiError
-from permille_service.routing import WITHOUT_BODY, blocking, try_in_thread
 
 logger = logging.getLogger(__name__)
 RANK = {Role.WATCHER: 0, Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
@@ -40,6 +39,7 @@ bearer = HTTPBearer(
     scheme_name="bearer",
     description="An operator token (`pmo_...`), or on a device's own routes its access token (`pmd_...`).",
 )
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,95 +72,109 @@ class DevicePrincipal:
     release: str
     alias: str
     version: int | None  # of the release, that it was told last
-    seen_at: datetime | None
 
 
 Principal = Operator | DevicePrincipal
 Allowed = TypeVar("Allowed")
-Row = TypeVar("Row")
 
 
 def find_principal(service: Service, secret: str) -> Principal | None:
-    """The principal of a bearer token, or None: unknown, expired or revoked."""
+    """Return the principal of a bearer token, or None: unknown, expired or revoked. Note that it was seen."""
     found = find_caller(service.database, secret)
-    return None if found is None else _principal_of(service, found, noting=True)
+    if found is None:
+        return None
+    is_device = found.caller_id.startswith(f"{Prefix.DEVICE}_")
+    # abs: a clock that was put back must not stop the note for good.
+    if found.caller_seen_at is None or abs(datetime.now(UTC) - found.caller_seen_at) > _SEEN_EVERY:
+        touch = (
+            partial(devices.touch, device_id=found.caller_id)
+            if is_device
+            else partial(access.touch_token, token_id=found.caller_id)
+        )
+        _note_seen(service, touch)
+    if not is_device:
+        return Operator(
+            tenant_id=found.caller_tenant_id, token_id=found.caller_id, role=Role(found.caller_role)
+        )
+    return DevicePrincipal(
+        tenant_id=found.caller_tenant_id,
+        device_id=found.caller_id,
+        release=found.caller_release,
+        alias=found.caller_alias,
+        version=found.caller_version,
+    )
 
 
-class Authenticated(SecurityBase, Generic[Allowed]):
-    """A dependency: the principal of a request, where `check` lets it pass.
+class Authentication:
+    """Base of the dependencies that find who calls, and refuse whom they do not know.
 
-    One dependency and not one for each step: each costs FastAPI as much as a statement.
+    Every route declares one of them, or `PUBLIC`: `check_routes` refuses an app with a route that does not.
     """
 
+
+class Authenticated(Authentication, Generic[Allowed]):
+    """A dependency: the principal of a request's bearer token, where `check` lets it pass."""
+
     def __init__(self, check: Callable[[Principal], Allowed]) -> None:
-        self.model, self.scheme_name = bearer.model, bearer.scheme_name  # what the document says of it
         self._check = check
 
-    async def __call__(self, request: Request) -> Allowed:
-        """Find it by its token. Raises ApiError (`unauthenticated`, `forbidden`)."""
-        service, secret = await service_of(request), await _secret(request)
-        principal = await blocking(find_principal, service, secret)
+    def __call__(self, request: Request, service: Served, credentials: Credentials) -> Allowed:
+        """Find the principal by its token. Raises ApiError (`unauthenticated`, `forbidden`)."""
+        if credentials is None:
+            raise ApiError(
+                ProblemType.UNAUTHENTICATED,
+                "expected an Authorization header with a bearer token, got none",
+                headers={"WWW-Authenticate": 'Bearer realm="permille"'},
+            )
+        principal = find_principal(service, credentials.credentials)
         if principal is None:
-            raise _invalid_token()
-        if isinstance(principal, Operator) and request.method not in WITHOUT_BODY:  # reads are not audited
+            raise ApiError(
+                ProblemType.UNAUTHENTICATED,
+                "expected a token that is valid, got one that is unknown, expired or revoked",
+                headers={"WWW-Authenticate": 'Bearer realm="permille", error="invalid_token"'},
+            )
+        if isinstance(principal, Operator) and request.method not in ("GET", "HEAD"):  # reads are not audited
             principal = replace(principal, action=request.scope["route"].name, path=request.scope["path"])
         return self._check(principal)
 
 
-@dataclass(frozen=True, slots=True)
-class Asking(Generic[Allowed]):
-    """A caller that is found when it asks: a route that takes one and does not `ask` would answer anybody."""
-
-    service: Service
-    secret: str
-    check: Callable[[Principal], Allowed]
-    noting: bool
-
-    def ask(self, asked: Asked[Row], **values: str) -> tuple[Allowed, list[Row]]:
-        """Who it is, and what there is of what it asks for, in its tenant.
-
-        Raises ApiError (`unauthenticated`, `forbidden`).
-        """
-        found = asked.find(self.service.database, self.secret, **values)
-        if found is None:
-            raise _invalid_token()
-        caller, rows = found
-        return self.check(_principal_of(self.service, caller, noting=self.noting)), rows
+async def public() -> None:
+    """Declare a route that anybody may call, as the dependency `PUBLIC`."""
 
 
-class Asks(SecurityBase, Generic[Allowed]):
-    """A dependency: who `Asking` finds, where `check` lets it pass.
+PUBLIC = Depends(public)
+_PUBLIC_PATHS = frozenset({"/openapi.json", "/static"})
+"""Routes of Starlette, which take no dependency."""
 
-    Args:
-        noting: note when a device was seen; else the route does.
+
+def check_routes(app: FastAPI) -> None:
+    """Refuse an app with a route that declares no principal and is not declared public.
+
+    For example, a route whose only dependency is `Served` stops the process at its start.
+
+    Raises:
+        RuntimeError: a route declares neither, or both.
     """
-
-    def __init__(self, check: Callable[[Principal], Allowed], *, noting: bool = True) -> None:
-        self.model, self.scheme_name = bearer.model, bearer.scheme_name
-        self._check, self._noting = check, noting
-
-    async def __call__(self, request: Request) -> Asking[Allowed]:
-        """Look at nothing but whether there is a token. Raises ApiError (`unauthenticated`)."""
-        return Asking(await service_of(request), await _secret(request), self._check, self._noting)
-
-
-async def _secret(request: Request) -> str:
-    credentials = await bearer(request)
-    if credentials is None:
-        raise ApiError(
-            ProblemType.UNAUTHENTICATED,
-            "expected an Authorization header with a bearer token, got none",
-            headers={"WWW-Authenticate": 'Bearer realm="permille"'},
-        )
-    return credentials.credentials
+    for route in iter_route_contexts(app.routes):
+        if not isinstance(route.original_route, APIRoute):
+            if route.path not in _PUBLIC_PATHS:
+                raise RuntimeError(
+                    f"The route {route.path} takes no dependency, so that it cannot declare who calls."
+                )
+            continue
+        calls = list(_calls_of(route.dependant))
+        authenticated = any(isinstance(call, Authentication) for call in calls)
+        if authenticated == (public in calls):
+            raise RuntimeError(
+                f"The route {route.name} ({route.path}) must declare a principal, or PUBLIC, but not both."
+            )
 
 
-def _invalid_token() -> ApiError:
-    return ApiError(
-        ProblemType.UNAUTHENTICATED,
-        "expected a token that is valid, got one that is unknown, expired or revoked",
-        headers={"WWW-Authenticate": 'Bearer realm="permille", error="invalid_token"'},
-    )
+def _calls_of(dependant: Dependant) -> Iterator[object]:
+    """Iterate over what a route depends on, directly or through other dependencies."""
+    for dependency in dependant.dependencies:
+        yield dependency.call
+        yield from _calls_of(dependency)
 
 
 @contextmanager
@@ -211,47 +225,18 @@ Admin = Annotated[Operator, Depends(operator_with(Role.ADMIN))]
 CallingDevice = Annotated[DevicePrincipal, Depends(Authenticated(_require_device))]
 Anyone = Annotated[Principal, Depends(Authenticated(_require_reader))]
 """A device, or an operator who may read single rows."""
-AskingViewer = Annotated[Asking[Operator], Depends(Asks(partial(require_role, role=Role.VIEWER)))]
-Polling = Annotated[Asking[Principal], Depends(Asks(_require_reader, noting=False))]
-"""As `Anyone`, of the route that notes itself that a device was seen."""
 
 
-def _principal_of(service: Service, found: Any, *, noting: bool) -> Principal:
-    """Of the row that `find_caller` found."""
-    if not found.caller_id.startswith(f"{Prefix.DEVICE}_"):
-        if _is_stale(found.caller_seen_at):
-            try_in_thread(note, service, partial(access.touch_token, token_id=found.caller_id))
-        return Operator(
-            tenant_id=found.caller_tenant_id, token_id=found.caller_id, role=Role(found.caller_role)
-        )
-    if noting and _is_stale(found.caller_seen_at):
-        try_in_thread(note, service, partial(devices.touch, device_id=found.caller_id))
-    return DevicePrincipal(
-        tenant_id=found.caller_tenant_id,
-        device_id=found.caller_id,
-        release=found.caller_release,
-        alias=found.caller_alias,
-        version=found.caller_version,
-        seen_at=found.caller_seen_at,
-    )
+def note_version(service: Service, device: DevicePrincipal, version: int) -> None:
+    """Note the version that a device is told, where it is another than before."""
+    if device.version != version:
+        _note_seen(service, partial(devices.touch, device_id=device.device_id, version=version))
 
 
-def note_poll(service: Service, device: DevicePrincipal, version: int) -> None:
-    """Note that a device was seen and which version it was told: one write, where either is news."""
-    if device.version != version or _is_stale(device.seen_at):
-        touch = partial(devices.touch, device_id=device.device_id, version=version)
-        try_in_thread(note, service, touch)
-
-
-def note(service: Service, touch: Callable[[Session], None]) -> None:
-    """Note that a principal was seen, where it can be: on a full disk or behind a lock reading goes on."""
+def _note_seen(service: Service, touch: Callable[[Session], None]) -> None:
+    """Note that a principal was seen, where that is possible: on a full disk reading goes on."""
     try:
         with service.database.write() as session:
             touch(session)
     except OperationalError as exc:
         logger.warning("cannot note who was seen: %s", exc)
-
-
-def _is_stale(seen_at: datetime | None) -> bool:
-    """Whether it is time to note that a principal was seen: reading requests should not all write."""
-    return seen_at is None or datetime.now(UTC) - seen_at > _SEEN_EVERY

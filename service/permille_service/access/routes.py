@@ -3,6 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 
+from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.files import write_atomic
@@ -15,12 +16,11 @@ from permille_service.context import Served, Service
 from permille_service.creation import AdminCreating
 from permille_service.parameters import DEFAULT_LIMIT, After, Limit, Paging, TokenId, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router
 
 FIRST_TENANT = "main"
 FIRST_TOKEN = "first"  # noqa: S105 - the token's name, not its secret
 
-router = Router(prefix="/v1", tags=["access"], responses=documented(*PRIVATE))
+router = APIRouter(prefix="/v1", tags=["access"], responses=documented(*PRIVATE))
 
 
 @router.post(

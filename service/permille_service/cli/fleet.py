@@ -278,7 +278,7 @@ def set_rule(session: Session, body: dict[str, Any]) -> Any:
 
 @command(retention, "apply")
 def apply_rule(session: Session, dry_run: DryRun = False) -> Any:
-    """Apply the rule now, to at most 500 of each; `permille blobs collect` then frees the bytes.
+    """Apply the rule now, to at most 50 of each; `permille blobs collect` then frees the bytes.
 
     Example:
 

@@ -90,7 +90,8 @@ class Form:
         chosen: Any = (
             Literal[option.choices] if option.choices and option.value_type is str else option.value_type
         )
-        marker: Any = typer.Option(option.flag, help=text, metavar=_folded(option))
+        panel = f"{option.place[0].capitalize()} options" if option.place[1:] else None
+        marker: Any = typer.Option(option.flag, help=text, metavar=_folded(option), rich_help_panel=panel)
         if option.parameter in self.arguments:
             marker = typer.Argument(help=text)
         return inspect.Parameter(

@@ -22,6 +22,7 @@ import httpx
 from filelock import FileLock, Timeout
 from pydantic import SecretStr
 
+from permille.errors import OperatorError
 from permille.files import make_private, write_atomic
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.settings import Settings, local_url
@@ -95,7 +96,10 @@ def run(
         CommandError: the data folder's service runs already, the API did not answer in time, or a process
             could not be kept running.
     """
-    make_private(settings.data_dir)
+    try:
+        make_private(settings.data_dir)
+    except OperatorError as exc:
+        raise CommandError(str(exc), Exit.FAILED) from exc
     with _only_one(settings.data_dir):
         url_path = settings.data_dir / "service.url"
         for stale in (url_path, port_file):  # of an earlier run: who waits for a file must not read it
@@ -128,15 +132,21 @@ def run(
 
 @contextmanager
 def _only_one(data_dir: Path) -> Iterator[None]:
+    lock = FileLock(data_dir / "up.lock", timeout=0, mode=0o600, fallback_to_soft=False)
     try:
-        with FileLock(data_dir / "up.lock", timeout=0, mode=0o600, fallback_to_soft=False):
-            yield
+        lock.acquire()
     except Timeout as exc:
         url = data_dir / "service.url"
         where = (
             f"at {url.read_text(encoding='ascii').strip()}" if url.exists() else "and is starting or stopping"
         )
         raise CommandError(f"the service of {data_dir} is already running {where}", Exit.RETRY) from exc
+    except OSError as exc:
+        raise CommandError(f"{data_dir} cannot be written: {exc.strerror}", Exit.FAILED) from exc
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

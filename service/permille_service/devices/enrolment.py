@@ -13,7 +13,7 @@ from typing import Final
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 
 from permille.addresses import address_key
 from permille.schemas.devices import (
@@ -31,20 +31,20 @@ from permille.schemas.problems import ProblemType
 from permille.store import database, devices, rows, tables, trust
 from permille.store.devices import InvitationError
 from permille.store.federations import members
-from permille_service.access.principals import CallingDevice
+from permille_service.access.principals import PUBLIC, CallingDevice
 from permille_service.context import Served, Service
 from permille_service.devices.records import present_all
 from permille_service.problems import OPEN, PRIVATE, ApiError, documented
-from permille_service.routing import Router
 
-router = Router(prefix="/v1", tags=["devices"], responses=documented(*OPEN))
+router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*OPEN))
 _NONCE_CONTEXT: Final = "device nonce of "
-own = Router(prefix="/v1/device", tags=["devices"], responses=documented(*PRIVATE))
+own = APIRouter(prefix="/v1/device", tags=["devices"], responses=documented(*PRIVATE))
 
 
 @router.post(
     "/enrolments",
     status_code=201,
+    dependencies=[PUBLIC],
     responses={
         200: {"model": Enrolment, "description": "the same key enrolled before"},
         **documented(ProblemType.FORBIDDEN),
@@ -87,7 +87,12 @@ def create_enrolment(
     )
 
 
-@router.post("/device-tokens/nonces", status_code=201, responses=documented(ProblemType.NOT_FOUND))
+@router.post(
+    "/device-tokens/nonces",
+    status_code=201,
+    dependencies=[PUBLIC],
+    responses=documented(ProblemType.NOT_FOUND),
+)
 def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
     """Get a nonce to sign: good once, for five minutes."""
     with service.database.read() as session:
@@ -97,7 +102,12 @@ def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
     return DeviceNonce(nonce=_seal_time(service, body.device_id, at), expires_at=at + devices.NONCE_LIFE)
 
 
-@router.post("/device-tokens", status_code=201, responses=documented(ProblemType.UNAUTHENTICATED))
+@router.post(
+    "/device-tokens",
+    status_code=201,
+    dependencies=[PUBLIC],
+    responses=documented(ProblemType.UNAUTHENTICATED),
+)
 def create_device_token(body: DeviceTokenCreate, response: Response, service: Served) -> DeviceToken:
     """Get a token for one hour by a signed nonce. A nonce is used up by the device's own signature alone."""
     refusal = ApiError(

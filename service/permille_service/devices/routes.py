@@ -1,5 +1,6 @@
 """Routes by which operators invite, list and revoke devices."""
 
+from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.schemas.devices import Device, Invitation, InvitationCreate, InvitationRecord
@@ -14,10 +15,9 @@ from permille_service.creation import Creating
 from permille_service.devices.records import present_all, present_invitation
 from permille_service.parameters import DeviceId, InvitationId, Paging, page_of
 from permille_service.problems import PRIVATE, documented
-from permille_service.routing import Router
 from permille_service.trust import repositories
 
-router = Router(prefix="/v1", tags=["devices"], responses=documented(*PRIVATE))
+router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*PRIVATE))
 
 
 @router.post("/invitations", status_code=201, responses=documented(ProblemType.IDEMPOTENCY_CONFLICT))

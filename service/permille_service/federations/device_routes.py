@@ -7,7 +7,7 @@ anything is kept; what is refused is counted by its code, and its bytes are forg
 import logging
 from typing import Annotated
 
-from fastapi import Depends, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from sqlalchemy.orm import Session
 
 from permille.digests import digest_of
@@ -30,11 +30,11 @@ from permille_service.access.principals import CallingDevice, DevicePrincipal
 from permille_service.context import Served, Service
 from permille_service.federations.records import present_offer
 from permille_service.federations.routes import FederationId, RoundNumber
+from permille_service.parameters import read_body
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router, in_loop
 
 logger = logging.getLogger(__name__)
-router = Router(prefix="/v1", tags=["federations"], responses=documented(*PRIVATE))
+router = APIRouter(prefix="/v1", tags=["federations"], responses=documented(*PRIVATE))
 _MEDIA_TYPES = (CONTRIBUTION_MEDIA_TYPE, "application/octet-stream")
 _BODY = {
     "requestBody": {
@@ -45,12 +45,11 @@ _BODY = {
 
 
 @router.get("/device/federations")
-@in_loop
 def list_own_federations(service: Served, device: CallingDevice) -> list[FederationOffer]:
     """Federations that the calling device may join, and those that it is a member of."""
-    with service.database.look() as connection:
+    with service.database.read() as session:
         found = members.offers(
-            connection, tenant_id=device.tenant_id, release=device.release, device_id=device.device_id
+            session, tenant_id=device.tenant_id, release=device.release, device_id=device.device_id
         )
     return [present_offer(row, member=member) for row, member in found]
 
@@ -115,7 +114,7 @@ async def _body(request: Request) -> bytes:
             ProblemType.UNSUPPORTED_MEDIA_TYPE,
             f"expected {' or '.join(_MEDIA_TYPES)}, got {media_type[:60]!r}",
         )
-    return await request.body()
+    return await read_body(request)
 
 
 @router.put(

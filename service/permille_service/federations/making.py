@@ -20,13 +20,15 @@ from permille.schemas.federations import (
     MAX_INTEGERS,
     FederationCreate,
     PrivacyCreate,
+    TrainingCreate,
 )
 from permille.training.adam import learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import check_step_unit_exponent, step_unit_exponent_for
 
 _NO_EPSILON = 1.0  # stands in the header of a gradient's log, where nothing reads it
-_LOWER_SHARE = 5
+_LOWER_SHARE = 5  # of a split, one query in so many is of the lower half
+_GUARD_BITS = 2  # of the mean that a device's integers lack
 
 
 def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey) -> Definition:
@@ -36,31 +38,34 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
         InputError: what is asked for does not fit together, or lacks what only a pilot can tell.
         PackageError: the package is damaged.
     """
-    integers = body.steps * body.queries
+    schedule, training, aggregation = body.schedule, body.training, body.aggregation
+    integers = training.steps * training.queries
     if integers > MAX_INTEGERS:
         raise InputError(f"expected at most {MAX_INTEGERS} integers a round and device, got {integers}")
-    if body.minimum > body.target:
-        raise InputError(f"expected a target of at least the minimum {body.minimum}, got {body.target}")
+    if schedule.minimum > schedule.target:
+        raise InputError(
+            f"expected a target of at least the minimum {schedule.minimum}, got {schedule.target}"
+        )
     privacy = None if body.privacy is None else _privacy(body, body.privacy)
     definition = Definition(
         log=_header(package, body),
         round_key=encode_key(round_key),
-        steps=body.steps,
-        guard_bits=body.guard_bits,
-        rate_shift=body.rate_shift,
-        rule=Rule(body.rule),
-        clip=body.clip,
-        trim_percent=body.trim_percent,
-        max_weight=body.max_weight,
-        minimum=body.minimum,
-        batch_rows=body.batch_rows,
-        row_tokens=body.row_tokens,
-        local_steps=body.local_steps,
+        steps=training.steps,
+        guard_bits=_GUARD_BITS,
+        rate_shift=0,
+        rule=Rule(aggregation.rule),
+        clip=aggregation.clip,
+        trim_percent=aggregation.trim_percent,
+        max_weight=1,
+        minimum=schedule.minimum,
+        batch_rows=training.batch_rows,
+        row_tokens=training.row_tokens,
+        local_steps=training.local_steps,
         privacy=privacy,
     )
-    if definition.exposes_few and not body.few_devices:
+    if definition.exposes_few and not aggregation.few_devices:
         raise InputError(
-            f"A round of {body.minimum} devices would publish a sum without noise that exposes each of them. "
+            f"A round of {schedule.minimum} devices would publish a sum without noise that exposes each. "
             f"Take a minimum of at least {FEW_DEVICES}, add privacy, or say few_devices (--few-devices)."
         )
     return definition
@@ -74,9 +79,10 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
     """
     if (asked.keeper_key is None) != (asked.keeper_url is None):
         raise InputError("expected keeper_key and keeper_url together, got one of them")
+    training, target = body.training, body.schedule.target
     delta = 10.0**-asked.delta_exponent
     hundredths = noise_for(asked.dp_epsilon, delta, asked.participations)
-    integers = body.steps * body.queries
+    integers = training.steps * training.queries
     noise = hundredths / 100
     kept = dp_epsilon_of(rho_of(noise, asked.participations), delta)
     if kept > asked.dp_epsilon:
@@ -84,12 +90,12 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
             f"expected a dp_epsilon that some noise keeps for {asked.participations} rounds of a device, got "
             f"{asked.dp_epsilon}: the most noise, {noise:.0f} times the clip, keeps {kept:.2g}"
         )
-    signal = signal_to_noise(body.target, integers, noise)
+    signal = signal_to_noise(target, integers, noise)
     if signal < 1:
-        affordable = max(1, int(100 * body.target * MEAN_NORM / math.sqrt(integers))) / 100
+        affordable = max(1, int(100 * target * MEAN_NORM / math.sqrt(integers))) / 100
         dp_epsilon = dp_epsilon_of(rho_of(affordable, asked.participations), delta)
         devices = math.ceil(noise * math.sqrt(integers) / MEAN_NORM)
-        fewer = int((body.target * MEAN_NORM / noise) ** 2)
+        fewer = int((target * MEAN_NORM / noise) ** 2)
         ways = {
             f"a target of {devices} devices": devices <= MAX_DEVICES,
             f"dp_epsilon {math.ceil(10 * dp_epsilon) / 10:.1f}": dp_epsilon <= MAX_DP_EPSILON,
@@ -98,7 +104,7 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
         possible = [way for way, is_possible in ways.items() if is_possible]
         takes = ", or ".join(possible) or "more devices and fewer integers together, or fewer participations"
         raise InputError(
-            f"expected a signal of at least the noise, got {signal:.2f} of it: {body.target} devices, "
+            f"expected a signal of at least the noise, got {signal:.2f} of it: {target} devices, "
             f"{integers} integers each, noise of {noise:.2f} times the clip; it takes {takes}"
         )
     keeper = None
@@ -114,7 +120,8 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
 
 
 def _header(package: Package, body: FederationCreate) -> LogHeader:
-    rate, epsilon, estimator = body.learning_rate, body.epsilon, _estimator(body)
+    training, estimator = body.training, _estimator(body.training)
+    rate, epsilon = training.learning_rate, training.epsilon
     if estimator is EstimatorKind.GRADIENT:
         rate = rate or learning_rate(package)
         epsilon = epsilon or _NO_EPSILON
@@ -127,31 +134,29 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
     header = LogHeader(
         package_digest=package.digest,
         mask_digest=package.mask_digest,
-        seed=body.seed,
+        seed=0,
         directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
         estimator=estimator,
-        queries=body.queries,
+        queries=training.queries,
         epsilon=epsilon,
         learning_rate=rate,
-        schedule=Schedule(body.schedule),
-        total_steps=body.steps * body.rounds,
+        schedule=Schedule.CONSTANT,
+        total_steps=training.steps * body.schedule.rounds,
         step_unit_exponent=0,
         counts=package.counts,
         split=_split(package, body),
     )
-    exponent = body.step_unit_exponent
-    if exponent is None:
-        exponent = _device_unit(header) - body.guard_bits
+    exponent = _device_unit(header) - _GUARD_BITS
     return replace(header, step_unit_exponent=check_step_unit_exponent(exponent))
 
 
-def _estimator(body: FederationCreate) -> EstimatorKind:
+def _estimator(training: TrainingCreate) -> EstimatorKind:
     """Find the estimator of the method that is asked for."""
-    if body.method is Method.ZEROTH_ORDER and body.estimator is not EstimatorKind.GRADIENT:
-        return body.estimator or EstimatorKind.ONE_SIDED
-    if body.estimator is not None:
+    if training.method is Method.ZEROTH_ORDER and training.estimator is not EstimatorKind.GRADIENT:
+        return training.estimator or EstimatorKind.ONE_SIDED
+    if training.estimator is not None:
         raise InputError(
-            f"{body.estimator.value} is no estimator of {body.method.value}. Leave it out, or name "
+            f"{training.estimator.value} is no estimator of {training.method.value}. Leave it out, or name "
             " spsa, split or forward with the method zeroth-order."
         )
     return EstimatorKind.GRADIENT
@@ -166,8 +171,8 @@ def _device_unit(header: LogHeader) -> int:
 
 
 def _split(package: Package, body: FederationCreate) -> BlockSplit | None:
-    if _estimator(body) is not EstimatorKind.SPLIT:
+    if _estimator(body.training) is not EstimatorKind.SPLIT:
         return None
-    lower = body.lower_queries or body.queries // _LOWER_SHARE
+    lower = body.training.queries // _LOWER_SHARE
     decoder_layers = int(package.config["num_hidden_layers"])
     return BlockSplit.halving(package.counts, decoder_layers, lower)

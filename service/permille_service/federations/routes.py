@@ -3,7 +3,7 @@
 import logging
 from typing import Annotated
 
-from fastapi import Path, Query, Response
+from fastapi import APIRouter, Path, Query, Response
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
@@ -40,11 +40,10 @@ from permille_service.federations.making import define
 from permille_service.federations.records import adoption_of, present, present_privacy, present_round
 from permille_service.parameters import NumberPaging, Paging, key_of, page_of
 from permille_service.problems import PRIVATE, documented
-from permille_service.routing import Router
 from permille_service.trust import repositories
 
 logger = logging.getLogger(__name__)
-router = Router(
+router = APIRouter(
     prefix="/v1/federations", tags=["federations"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
 )
 FederationId = Annotated[str, key_of("fed")]
@@ -74,8 +73,8 @@ def create_federation(body: FederationCreate, creating: Creating) -> Federation:
         new = NewFederation(
             name=body.name,
             definition=definition,
-            target=body.target,
-            deadline_s=body.deadline_s,
+            target=body.schedule.target,
+            deadline_s=body.schedule.deadline_s,
         )
         return present(session, definitions.add(session, release=release, new=new))
 

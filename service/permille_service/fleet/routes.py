@@ -1,5 +1,7 @@
 """Route of the fleet's numbers. A watcher, who may not see each device, sees those of many alone."""
 
+from fastapi import APIRouter
+
 from permille.schemas.access import Role
 from permille.schemas.devices import Fleet
 from permille.store.fleet.few import LEAST
@@ -7,9 +9,8 @@ from permille.store.fleet.summary import summary
 from permille_service.access.principals import Operator, Watcher
 from permille_service.context import Served
 from permille_service.problems import PRIVATE, documented
-from permille_service.routing import Router
 
-router = Router(prefix="/v1/fleet", tags=["fleet"], responses=documented(*PRIVATE))
+router = APIRouter(prefix="/v1/fleet", tags=["fleet"], responses=documented(*PRIVATE))
 
 
 @router.get("")

@@ -1,5 +1,6 @@
 """Routes of corpora."""
 
+from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.corpora.files import check_head
@@ -9,16 +10,15 @@ from permille.schemas.fields import Page
 from permille.schemas.inputs import Corpus, CorpusCreate, FileCorpus
 from permille.schemas.problems import ProblemType
 from permille.store import inputs, rows, tables
-from permille.store.access import Asked
-from permille_service.access.principals import AskingViewer, Maker, Viewer, changing
+from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import CorpusId, Paging, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router, in_loop
 
-router = Router(prefix="/v1/corpora", tags=["corpora"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
-_ROW: Asked[tables.Corpus] = Asked(lambda tenant: rows.columns_of(tables.Corpus, tenant))
+router = APIRouter(
+    prefix="/v1/corpora", tags=["corpora"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
+)
 
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
@@ -51,11 +51,10 @@ def list_corpora(service: Served, operator: Viewer, window: Paging) -> Page[Corp
 
 
 @router.get("/{corpus_id}")
-@in_loop
-def get_corpus(corpus_id: CorpusId, caller: AskingViewer) -> Corpus:
+def get_corpus(corpus_id: CorpusId, service: Served, operator: Viewer) -> Corpus:
     """Read one corpus."""
-    _, found = caller.ask(_ROW, row_id=corpus_id)
-    return present(rows.one(found, tables.Corpus.noun, corpus_id))
+    with service.database.read() as session:
+        return present(rows.get(session, tables.Corpus, tenant_id=operator.tenant_id, row_id=corpus_id))
 
 
 @router.delete("/{corpus_id}", status_code=204, responses=documented(ProblemType.CONFLICT))

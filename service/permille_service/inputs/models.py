@@ -4,6 +4,7 @@ their headers."""
 import math
 from pathlib import Path
 
+from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
@@ -13,18 +14,17 @@ from permille.schemas.fields import Page
 from permille.schemas.inputs import FolderModel, GgufModel, HubModel, Model, ModelCreate
 from permille.schemas.problems import ProblemType
 from permille.store import inputs, rows, tables
-from permille.store.access import Asked
 from permille.store.inputs import ModelFacts
-from permille_service.access.principals import AskingViewer, Maker, Viewer, changing
+from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import ModelId, Paging, page_of
 from permille_service.preflights.estimates import sizes_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router, in_loop
 
-router = Router(prefix="/v1/models", tags=["models"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
-_ROW: Asked[tables.Model] = Asked(lambda tenant: rows.columns_of(tables.Model, tenant))
+router = APIRouter(
+    prefix="/v1/models", tags=["models"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
+)
 
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
@@ -54,11 +54,10 @@ def list_models(service: Served, operator: Viewer, window: Paging) -> Page[Model
 
 
 @router.get("/{model_id}")
-@in_loop
-def get_model(model_id: ModelId, caller: AskingViewer) -> Model:
+def get_model(model_id: ModelId, service: Served, operator: Viewer) -> Model:
     """Read one model."""
-    _, found = caller.ask(_ROW, row_id=model_id)
-    return present(rows.one(found, tables.Model.noun, model_id))
+    with service.database.read() as session:
+        return present(rows.get(session, tables.Model, tenant_id=operator.tenant_id, row_id=model_id))
 
 
 @router.delete("/{model_id}", status_code=204, responses=documented(ProblemType.CONFLICT))

@@ -2,7 +2,6 @@
 
 from datetime import UTC, datetime
 
-from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import (
@@ -17,20 +16,12 @@ from permille.schemas.jobs import (
 )
 from permille.schemas.kinds import result_path
 from permille.store import tables
-from permille.store.access import Asked
 from permille.store.jobs import queue
-from permille.store.rows import columns_of
 
-_SHOWN = (
-    *("id", "kind", "state", "parent_id", "attempt", "progress", "message", "eta_at", "error", "result_id"),
-    *("cancel_requested_at", "created_at", "started_at", "ended_at"),
-)
-ROW: Asked[tables.Job] = Asked(lambda tenant: columns_of(tables.Job, tenant, *_SHOWN))
-"""The columns of which `present` makes a record, of the job `row_id`."""
-_TOLD = set(EventData.model_fields) - {"error"}
+_PUBLISHED = set(EventData.model_fields) - {"error"}
 
 
-def present(session: Session | Connection, row: tables.Job) -> Job:
+def present(session: Session, row: tables.Job) -> Job:
     """The record of a row; a build's children are looked up."""
     kind = JobKind(row.kind)
     return Job(
@@ -57,7 +48,7 @@ def present(session: Session | Connection, row: tables.Job) -> Job:
 
 def present_event(row: tables.JobEvent) -> JobEvent:
     """The record of an event, without what is for the log alone (tracebacks)."""
-    told = {name: value for name, value in row.data.items() if name in _TOLD}
+    told = {name: value for name, value in row.data.items() if name in _PUBLISHED}
     return JobEvent(
         seq=row.seq,
         job_id=row.job_id,

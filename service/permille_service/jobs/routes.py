@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import Depends, Header, Response
+from fastapi import APIRouter, Depends, Header, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials
 
@@ -12,22 +12,14 @@ from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
 from permille.store.jobs import queue
 from permille.store.jobs.dispatch import dispatch
-from permille_service.access.principals import (
-    AskingViewer,
-    Maker,
-    Viewer,
-    bearer,
-    changing,
-    find_principal,
-)
+from permille_service.access.principals import Maker, Viewer, bearer, changing, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs.stream import EventStream, stream_events
 from permille_service.parameters import DEFAULT_LIMIT, After, JobId, Limit, Paging, page_of
 from permille_service.problems import PRIVATE, documented
-from permille_service.routing import Router, in_loop
 
-router = Router(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
 STREAM_SCHEMA = {
     "type": "object",
@@ -35,7 +27,6 @@ STREAM_SCHEMA = {
     "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
     "required": ["id", "event", "data"],
 }
-Credentials = Annotated[HTTPAuthorizationCredentials, Depends(bearer)]
 LastEventId = Annotated[
     int | None,
     Header(alias="Last-Event-ID", ge=0, le=MAX_INTEGER, description="resume after this event", examples=[0]),
@@ -57,13 +48,11 @@ def list_jobs(
 
 
 @router.get("/{job_id}")
-@in_loop
-def get_job(job_id: JobId, service: Served, caller: AskingViewer) -> Job:
+def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
     """Read one job: its state, progress, and what it made."""
-    _, found = caller.ask(records.ROW, row_id=job_id)
-    row = rows.one(found, tables.Job.noun, job_id)
-    with service.database.look() as connection:
-        return records.present(connection, row)
+    with service.database.read() as session:
+        row = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=job_id)
+        return records.present(session, row)
 
 
 @router.post("/{job_id}/cancel", status_code=202)
@@ -113,7 +102,7 @@ def stream_job_events(
     job_id: JobId,
     service: Served,
     operator: Viewer,
-    credentials: Credentials,
+    credentials: Annotated[HTTPAuthorizationCredentials, Depends(bearer)],
     last_event_id: LastEventId = None,
 ) -> Response:
     """Follow a job's events as they come (server-sent events)."""

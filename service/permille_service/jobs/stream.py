@@ -19,6 +19,8 @@ from permille_service.jobs.records import present_event
 
 POLL_S = 0.5
 HEARTBEAT_S = 15.0
+MAX_STREAMS, MAX_STREAMS_PER_TOKEN = 200, 10
+"""Event streams at a time: of all callers together, of one operator token."""
 
 
 class EventStream(StreamingResponse):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import Response
+from fastapi import APIRouter, Response
 from sqlalchemy import select
 
 from permille.schemas.releases import Band, VersionResults
@@ -17,9 +17,8 @@ from permille_service.federations.records import present_round
 from permille_service.fleet.routes import least_for
 from permille_service.pages.rendering import PageRoute, ViewerPage, WatcherPage
 from permille_service.parameters import OtherVersion, Paging, ReleaseName, key_of, page_of
-from permille_service.routing import Router
 
-router = Router(prefix="/ui", include_in_schema=False, route_class=PageRoute)
+router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
 FederationId = Annotated[str, key_of("fed")]
 BAND_WIDTH = 140
 

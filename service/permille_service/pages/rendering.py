@@ -12,15 +12,15 @@ from typing import Annotated, Any, Final
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from permille.schemas.access import Role
 from permille.schemas.problems import Problem
 from permille_service import problems
-from permille_service.access.principals import RANK, Operator, require_role
+from permille_service.access.principals import RANK, Authentication, Operator, require_role
 from permille_service.context import Served, Service
 from permille_service.pages import assets, sign_in
-from permille_service.routing import Route, blocking
 
 logger = logging.getLogger(__name__)
 POLICY: Final = (
@@ -98,20 +98,24 @@ def render(
     return HTMLResponse(content, status_code=status, headers=HEADERS)
 
 
-def _page_for(role: Role) -> Callable[..., Coroutine[Any, Any, Page]]:
-    async def page(request: Request, service: Served) -> Page:
-        operator = require_role(await blocking(sign_in.operator_of, request, service), role)
+@dataclass(frozen=True)
+class SignedIn(Authentication):
+    """A dependency: the page of an operator of at least this role, found by the cookie."""
+
+    role: Role
+
+    def __call__(self, request: Request, service: Served) -> Page:
+        """Find the operator. Raises SignInNeededError, ApiError (`forbidden`)."""
+        operator = require_role(sign_in.operator_of(request, service), self.role)
         return Page(request=request, service=service, operator=operator)
 
-    return page
+
+WatcherPage = Annotated[Page, Depends(SignedIn(Role.WATCHER))]
+ViewerPage = Annotated[Page, Depends(SignedIn(Role.VIEWER))]
+MakerPage = Annotated[Page, Depends(SignedIn(Role.OPERATOR))]
 
 
-WatcherPage = Annotated[Page, Depends(_page_for(Role.WATCHER))]
-ViewerPage = Annotated[Page, Depends(_page_for(Role.VIEWER))]
-MakerPage = Annotated[Page, Depends(_page_for(Role.OPERATOR))]
-
-
-class PageRoute(Route):
+class PageRoute(APIRoute):
     """A route whose errors are pages too, and which sends whom it does not know to sign in."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

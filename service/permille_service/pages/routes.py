@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from permille.addresses import address_key
@@ -13,7 +13,7 @@ from permille.schemas.jobs import ENDED, JobKind, JobState
 from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
 from permille.store.jobs import queue
-from permille_service.access.principals import Operator, find_principal
+from permille_service.access.principals import PUBLIC, Operator, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs import routes as job_routes
@@ -30,9 +30,8 @@ from permille_service.pages.rendering import (
 )
 from permille_service.parameters import JobId, Paging, page_of
 from permille_service.problems import ApiError
-from permille_service.routing import Router
 
-router = Router(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
+router = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
 _GZIP = re.compile(r"\bgzip\b")
 _EVENTS = 200
 Next = Annotated[str, Query(alias="next", max_length=500)]
@@ -47,7 +46,7 @@ def install(app: FastAPI) -> None:
         app.include_router(each)
 
 
-@router.get("/assets/{name}")
+@router.get("/assets/{name}", dependencies=[PUBLIC])
 def get_asset(name: str, request: Request) -> Response:
     """Styles or scripts."""
     asset: assets.Asset | None = request.app.state.assets.get(name)
@@ -67,13 +66,13 @@ def show_first(page: WatcherPage) -> Response:
     return RedirectResponse(f"{sign_in.PATH}/{first}", status_code=303, headers=HEADERS)
 
 
-@router.get("/sign-in")
+@router.get("/sign-in", dependencies=[PUBLIC])
 def show_sign_in(request: Request, to: Next = "") -> Response:
     """The form that asks for a token."""
     return render(request, "sign_in", {"to": sign_in.own_path(to), "refusal": None})
 
 
-@router.post("/sign-in", dependencies=[Depends(sign_in.check_origin)])
+@router.post("/sign-in", dependencies=[PUBLIC, Depends(sign_in.check_origin)])
 def do_sign_in(
     request: Request, service: Served, form: Annotated[dict[str, str], Depends(sign_in.form_of)]
 ) -> Response:
@@ -88,7 +87,7 @@ def do_sign_in(
     return answer
 
 
-@router.post("/sign-out", dependencies=[Depends(sign_in.check_origin)])
+@router.post("/sign-out", dependencies=[PUBLIC, Depends(sign_in.check_origin)])
 def do_sign_out(request: Request, service: Served) -> Response:
     """End the session."""
     answer = RedirectResponse(f"{sign_in.PATH}/sign-in", status_code=303, headers=HEADERS)
@@ -179,10 +178,10 @@ def _lines(payload: object, place: str = "") -> list[tuple[str, object]]:
     ]
 
 
-nothing = Router(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
+nothing = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
 
 
-@nothing.get("/{path:path}")
+@nothing.get("/{path:path}", dependencies=[PUBLIC])
 def show_nothing(path: str) -> Response:
     """What is not there."""
     raise ApiError(ProblemType.NOT_FOUND, f"there is no page {path[:80]!r}")

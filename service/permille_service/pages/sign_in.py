@@ -26,6 +26,7 @@ from permille.store import access
 from permille.store.ids import new_code
 from permille_service.access.principals import Operator, find_principal
 from permille_service.context import Service
+from permille_service.parameters import read_body
 from permille_service.problems import ApiError
 
 COOKIE: Final = "permille_session"
@@ -86,7 +87,7 @@ async def check_origin(request: Request) -> None:
 
 async def form_of(request: Request) -> dict[str, str]:
     """The fields of a form; of each name the last one. Raises ApiError (`bad-request`): it has too many."""
-    body = (await request.body()).decode("ascii", errors="replace")
+    body = (await read_body(request)).decode("ascii", errors="replace")
     try:
         found = parse_qs(body, max_num_fields=20)
     except ValueError as exc:

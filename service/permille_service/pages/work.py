@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
-from fastapi import Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -19,10 +19,9 @@ from permille.store.artifacts import REPORT
 from permille_service.inputs import corpora, models
 from permille_service.pages.rendering import PageRoute, ViewerPage
 from permille_service.parameters import PackageDigest, Paging, key_of, page_of
-from permille_service.routing import Router
 from permille_service.work.routes import present_artifact
 
-router = Router(prefix="/ui", include_in_schema=False, route_class=PageRoute)
+router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
 MaskId = Annotated[str, key_of("mask")]
 SparsificationId = Annotated[str, key_of("sparse")]
 WIDTH, HEIGHT = 640, 260
@@ -67,7 +66,7 @@ class ZerosRow(BaseModel):
 
 class Perplexity(BaseModel):
     """Of the evaluation text; `held_out`: whether it is other text than what the model was made with;
-    `pruned`: of a round before its steps."""
+    `pruned`: before any fine-tuning."""
 
     before: float | None
     pruned: float | None = None
@@ -75,19 +74,11 @@ class Perplexity(BaseModel):
     held_out: bool | None = None
 
 
-class RoundRow(BaseModel):
-    """One round of a recovery."""
-
-    rate: float
-    perplexity: Perplexity
-
-
 class SparseReport(BaseModel):
     """What a sparsification costs, as its job has written it."""
 
     zeros: float
     perplexity: Perplexity | None
-    rounds: list[RoundRow]
     layers: list[ZerosRow]
     tensors: list[ZerosRow]
 
@@ -131,7 +122,7 @@ def show_sparsification(sparsification_id: SparsificationId, page: ViewerPage) -
         names = _model_names(session, page.tenant_id)
     return page.render(
         "sparsification",
-        made=present_artifact(WORK[JobKind.SPARSIFICATION], row, row.blobs),
+        made=present_artifact(WORK[JobKind.SPARSIFICATION], row),
         names=names,
         report=_report(page.service.blobs, row, SparseReport),
     )
@@ -143,7 +134,7 @@ def show_masks(page: ViewerPage, window: Paging) -> Response:
     with page.service.database.read() as session:
         found = artifacts.list_artifacts(session, tenant_id=page.tenant_id, kind=JobKind.MASK, window=window)
         names = _model_names(session, page.tenant_id)
-    masks = page_of(found, lambda row: present_artifact(WORK[JobKind.MASK], row, row.blobs))
+    masks = page_of(found, lambda row: present_artifact(WORK[JobKind.MASK], row))
     return page.render("masks", masks=masks, names=names)
 
 
@@ -156,7 +147,7 @@ def show_mask(mask_id: MaskId, page: ViewerPage) -> Response:
     report = _report(page.service.blobs, row, MaskEvidence)
     return page.render(
         "mask",
-        mask=present_artifact(WORK[JobKind.MASK], row, row.blobs),
+        mask=present_artifact(WORK[JobKind.MASK], row),
         name=names.get(row.model_id),
         report=report,
         curve=None if report is None else curve_of(report),
@@ -172,7 +163,7 @@ def show_packages(page: ViewerPage, window: Paging) -> Response:
         )
         names = _model_names(session, page.tenant_id)
         released = {row.digest: _releases_of(session, row) for row in found.items}
-    packages = page_of(found, lambda row: present_artifact(WORK[JobKind.PACKAGE], row, row.blobs))
+    packages = page_of(found, lambda row: present_artifact(WORK[JobKind.PACKAGE], row))
     return page.render("packages", packages=packages, names=names, released=released)
 
 
@@ -184,7 +175,7 @@ def show_package(digest: PackageDigest, page: ViewerPage) -> Response:
         names, released = _model_names(session, page.tenant_id), _releases_of(session, row)
     return page.render(
         "package",
-        package=present_artifact(WORK[JobKind.PACKAGE], row, row.blobs),
+        package=present_artifact(WORK[JobKind.PACKAGE], row),
         name=names.get(row.model_id),
         released=released,
     )

@@ -142,7 +142,7 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
             _build(request, programs, say, quiet=quiet)
         say("2. Training on your text; Ctrl-C stops, the same command goes on")
         _train(request, programs, quiet=quiet)
-        answer = _told(programs.agent("status"))
+        answer = _last_result(programs.agent("status"))
         say(f"3. Writing {request.out}")
         _export(request, programs)
         page = programs.agent("show")["page"]
@@ -349,7 +349,7 @@ def _export(request: Request, programs: Programs) -> None:
     shutil.rmtree(folder)
 
 
-def _told(status: dict[str, Any]) -> dict[str, Any]:
+def _last_result(status: dict[str, Any]) -> dict[str, Any]:
     """Take out of the device's status what its last run came to."""
     last = status["last_run"]
     metrics = last["metrics"]

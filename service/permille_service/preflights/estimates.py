@@ -22,6 +22,7 @@ from permille_service.settings import Settings
 
 FLOAT_BYTES = 4
 FLOPS_A_CORE = 8e9  # float32 matrix products on a modest core; `flops_per_s` replaces it
+MAX_JOB_S = 7 * 86_400.0  # preflight refuses a longer job
 _TOKENS_A_PASS = 1024  # of the fine-tuning of adapters
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
 # Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
@@ -119,9 +120,12 @@ def sparsification_needs(
 def _recovery_needs(
     sizes: Sizes, request: SparsificationCreate, recovery: Recovery, *, pruning: Needs, flops_per_s: float
 ) -> Needs:
-    """What rounds need: the whole model with a decoder layer's changed weights and gradients, adapters with
-    gradients and moments, logits and their gradients; the disk twice over, since two rounds' models are there
-    at once; in each step a forward pass, the same again, and two of backward."""
+    """Return what pruning and fine-tuning need.
+
+    Memory: the whole model with a decoder layer's changed weights and gradients, adapters with gradients and
+    moments, logits and their gradients. Disk: both the pruned model and the fine-tuned one. Time: a step is a
+    forward pass, the same again, and two of backward.
+    """
     adapters = 4 * 2 * recovery.rank * sizes.scoped // min(sizes.hidden, sizes.scoped)
     logits = 4 * max(request.length, _TOKENS_A_PASS) * sizes.vocabulary
     held = sizes.parameters + 3 * sizes.scoped // sizes.layers + adapters + logits
@@ -129,8 +133,7 @@ def _recovery_needs(
     return Needs(
         memory_bytes=max(pruning.memory_bytes, PROCESS_BYTES + held * FLOAT_BYTES),
         disk_bytes=2 * pruning.disk_bytes,
-        seconds=recovery.rounds * pruning.seconds
-        + 4 * tokens * FORWARD_FLOPS * sizes.parameters / flops_per_s,
+        seconds=pruning.seconds + 4 * tokens * FORWARD_FLOPS * sizes.parameters / flops_per_s,
     )
 
 
@@ -240,19 +243,15 @@ class Capacity:
     memory_bytes: int | None
     disk_bytes: int | None
     flops_per_s: float
-    split_flops: float
-    max_job_s: float
 
 
-def look(settings: Settings) -> Capacity:
+def measure_machine(settings: Settings) -> Capacity:
     """Measure the machine now."""
     free = settings.memory_bytes if settings.memory_bytes is not None else available_memory()
     return Capacity(
         memory_bytes=free,
         disk_bytes=_free_disk(settings.blob_root),
         flops_per_s=settings.flops_per_s or FLOPS_A_CORE * (os.cpu_count() or 1),
-        split_flops=settings.fisher_split_flops,
-        max_job_s=settings.max_job_s,
     )
 
 

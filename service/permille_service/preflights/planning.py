@@ -26,16 +26,18 @@ from permille.schemas.sparsifications import SparsificationCreate
 from permille.store import artifacts, inputs, rows
 from permille.store.artifacts import SCORES
 from permille.store.jobs.dispatch import none_can_export
+from permille.store.settings import FISHER_SPLIT_FLOPS
 from permille.store.tables import Artifact, Corpus, Model
 from permille_service.context import Service
 from permille_service.preflights.estimates import (
     FLOAT_BYTES,
+    MAX_JOB_S,
     Capacity,
     Needs,
     Sizes,
     export_needs,
-    look,
     mask_needs,
+    measure_machine,
     package_needs,
     pooling_needs,
     quantization_needs,
@@ -74,7 +76,7 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
 
 def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight:
     """What a request needs and whether the machine has it. Raises as `check`, but for the refusal."""
-    machine = look(service.settings)
+    machine = measure_machine(service.settings)
     with service.database.read() as session:
         needs = _Planner(session, tenant_id, machine).needs_of(request)
     if needs is NOTHING:
@@ -87,7 +89,7 @@ def compare(needs: Needs, machine: Capacity) -> Preflight:
     rows = (
         ("memory", "bytes", needs.memory_bytes, machine.memory_bytes),
         ("disk", "bytes", needs.disk_bytes, machine.disk_bytes),
-        ("time", "seconds", needs.seconds, machine.max_job_s),
+        ("time", "seconds", needs.seconds, MAX_JOB_S),
     )
     figures = [
         Figure(
@@ -139,8 +141,6 @@ class _Planner:
         if sizes is None or model.config is None:
             return NOTHING
         try:
-            if request.recovery is not None:
-                request.rounds()
             request.plan().check(model.config)
         except InputError as exc:
             raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
@@ -161,7 +161,7 @@ class _Planner:
             mask,
             memory_bytes=machine.memory_bytes,
             flops_per_s=machine.flops_per_s,
-            split_flops=machine.split_flops,
+            split_flops=FISHER_SPLIT_FLOPS,
         )
 
     def _quantization(
@@ -192,22 +192,18 @@ class _Planner:
         if request.adapter is not None:
             self._check_adapter(request.adapter, quantization.model_id)
         if request.mask_id is not None:
-            self._check_mask(request, self._part(JobKind.MASK, request.mask_id), quantization)
+            self._check_mask(self._part(JobKind.MASK, request.mask_id), quantization)
         sizes = self._sizes(quantization.model_id)
         return NOTHING if sizes is None else package_needs(sizes)
 
     def _part(self, kind: JobKind, key: str) -> Artifact:
         return artifacts.get(self._session, tenant_id=self._tenant_id, kind=kind, key=key)
 
-    def _check_mask(self, request: PackageCreate, mask: Artifact, quantization: Artifact) -> None:
+    def _check_mask(self, mask: Artifact, quantization: Artifact) -> None:
         if mask.model_id != quantization.model_id:
             raise ApiError(
                 ProblemType.CONFLICT,
                 f"expected parts of one model, got {mask.model_id} and {quantization.model_id}",
-            )
-        if request.fisher_exponents and artifacts.blob_of(mask, SCORES) is None:
-            raise ApiError(
-                ProblemType.CONFLICT, f"expected a mask with scores, got {mask.id}, which has none"
             )
 
     def _check_scores(self, mask: Artifact, model_id: str) -> None:
@@ -246,11 +242,6 @@ class _Planner:
             )
 
     def _build(self, request: BuildCreate) -> Needs:
-        if request.fisher_exponents and isinstance(request.mask, WeightMask):
-            raise ApiError(
-                ProblemType.CONFLICT,
-                f"expected a mask of method fisher for exponents, got {request.mask.method}",
-            )
         mask = NOTHING if request.mask is None else self._mask(request.mask, request.model_id)
         if request.adapter is not None:
             self._check_adapter(request.adapter, request.model_id)

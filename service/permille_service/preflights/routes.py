@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import Body
+from fastapi import APIRouter, Body
 
 from permille.schemas.jobs import Preflight
 from permille.schemas.kinds import PreflightCreate
@@ -11,9 +11,8 @@ from permille_service.access.principals import Viewer
 from permille_service.context import Served
 from permille_service.preflights.planning import preflight_of
 from permille_service.problems import PRIVATE, documented
-from permille_service.routing import Router
 
-router = Router(
+router = APIRouter(
     prefix="/v1/preflights",
     tags=["preflights"],
     responses=documented(*PRIVATE, ProblemType.NOT_FOUND, ProblemType.CONFLICT),

@@ -1,7 +1,6 @@
 """Routes of releases: operators publish, yank and alias; devices ask what their alias means."""
 
-from typing import Any
-
+from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.package.limits import MAX_MANIFEST_BYTES
@@ -19,25 +18,19 @@ from permille.schemas.releases import (
     ReleaseYanked,
 )
 from permille.store import artifacts, devices, releases, tables
-from permille.store.access import Asked
-from permille.store.errors import NotFoundError
 from permille.store.fleet.comparison import compare
 from permille.trust.repository import Repository
 from permille.trust.roles import Training
-from permille_service.access.principals import DevicePrincipal, Maker, Polling, Viewer, note_poll
+from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Viewer, note_version
 from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.parameters import AliasName, OtherVersion, Paging, ReleaseName, VersionNumber, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router, in_loop
 from permille_service.trust import repositories
 
-router = Router(
+router = APIRouter(
     prefix="/v1/releases", tags=["releases"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
 )
-
-
-_MEANT: Asked[Any] = Asked(releases.meant)
 
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
@@ -112,23 +105,19 @@ def list_aliases(name: ReleaseName, service: Served, operator: Viewer) -> list[A
 
 
 @router.get("/{name}/aliases/{alias}")
-@in_loop
-def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, caller: Polling) -> Release:
+def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principal: Anyone) -> Release:
     """What an alias means now: the signed release that a device checks and installs."""
-    principal, found = caller.ask(_MEANT, name=name, alias=alias)
     if isinstance(principal, DevicePrincipal) and (principal.release, principal.alias) != (name, alias):
         raise ApiError(ProblemType.NOT_FOUND, f"no alias {alias!r} of release {name!r} for this device")
-    if not found:
-        raise NotFoundError(f"no alias {alias!r} of release {name!r}")
-    meant = found[0]
+    found = releases.resolve_alias(service.database, tenant_id=principal.tenant_id, name=name, alias=alias)
     if isinstance(principal, DevicePrincipal):
-        note_poll(service, principal, meant.version)
+        note_version(service, principal, found.version)
     return Release(
         name=name,
-        version=meant.version,
-        manifest_digest=meant.package_digest,
-        size_bytes=meant.size_bytes,
-        yanked=meant.yanked_at is not None,
+        version=found.version,
+        manifest_digest=found.package_digest,
+        size_bytes=found.size_bytes,
+        yanked=found.yanked_at is not None,
     )
 
 

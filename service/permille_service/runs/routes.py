@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from anyio import CancelScope
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -44,10 +44,9 @@ from permille_service.access.principals import (
 from permille_service.context import Served, Service
 from permille_service.parameters import MomentPaging, OfDevice, RunId, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router
 
 logger = logging.getLogger(__name__)
-router = Router(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
+router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
 # Whoever does not say what bytes are sends a log.
 _FORMS = {
@@ -226,7 +225,7 @@ def _attach(
     """
     if log.form is LogForm.LOG:
         with folder.open(log.digest) as file:
-            check_replay_work(file.read(MAX_HEAD_BYTES), most=service.settings.max_replay_work)
+            check_replay_work(file.read(MAX_HEAD_BYTES))
     with service.database.write() as session:
         run, job = runs.attach_log(
             session, tenant_id=device.tenant_id, device_id=device.device_id, run_id=run_id, log=log

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Annotated
 
-from fastapi import Query
+from fastapi import APIRouter, Query
 
 from permille.schemas.access import BlobCollection, RetentionRule, Retired
 from permille.store.retention import rules
@@ -11,9 +11,8 @@ from permille.store.retention.collection import Found, collect
 from permille_service.access.principals import Admin, Viewer, changing, require_first_tenant
 from permille_service.context import Served
 from permille_service.problems import PRIVATE, documented
-from permille_service.routing import Router
 
-router = Router(prefix="/v1", tags=["storage"], responses=documented(*PRIVATE))
+router = APIRouter(prefix="/v1", tags=["storage"], responses=documented(*PRIVATE))
 
 DryRun = Annotated[bool, Query(description="say what would go, and let nothing go")]
 _MOST_NAMED = 1000

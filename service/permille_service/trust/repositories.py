@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from pydantic import BaseModel
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from permille.errors import OperatorError
 from permille.store import audit, database, trust
-from permille.trust.metadata import is_due
+from permille.trust.metadata import expiry_of, is_due
 from permille.trust.repository import Repository
 from permille.trust.roles import TIMESTAMP, TIMESTAMP_FILE
 from permille_service.access.principals import Operator
 from permille_service.context import Service
-from permille_service.routing import in_thread
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -44,8 +44,8 @@ def changing(service: Service, session: Session, tenant_id: str) -> Iterator[Rep
     trust.keep(session, tenant_id=tenant_id, repository=repository, seen=seen)
 
 
-def look(service: Service, tenant_id: str) -> Repository:
-    """The tenant's repository to look at; made if it has none."""
+def read(service: Service, tenant_id: str) -> Repository:
+    """The tenant's repository to read; made if it has none."""
     with service.database.read() as session:
         found, now = trust.newest(session, tenant_id=tenant_id), database.now(session)
     if found:
@@ -84,27 +84,32 @@ def change_by(
 ) -> Answer:
     """The same by an operator, with its entry in the audit log."""
 
-    def noted(session: Session, repository: Repository) -> Answer:
+    def audited(session: Session, repository: Repository) -> Answer:
         answer = work(session, repository)
         audit.append(session, tenant_id=operator.tenant_id, change=operator.change(body=body))
         return answer
 
-    return change(service, operator.tenant_id, noted)
+    return change(service, operator.tenant_id, audited)
 
 
 def read_file(service: Service, tenant_id: str, file: str) -> bytes:
     """One file for a client; a timestamp past half its life is renewed first, and what else is due with it.
 
+    Where it cannot be renewed now (a full disk, a key that is missing), it is served as long as it is good.
+
     Raises:
         NotFoundError: there is no such file.
+        OperatorError, DBAPIError, OSError: the timestamp has ended, and cannot be renewed.
     """
     data, at = trust.read_file(service.database, tenant_id=tenant_id, file=file)
     if file != TIMESTAMP_FILE or not is_due(TIMESTAMP, data, at):
         return data
     try:
-        return in_thread(change, service, tenant_id, _renew)
-    except OperatorError as exc:  # a key is missing: devices go on until this timestamp ends
+        return change(service, tenant_id, _renew)
+    except (OperatorError, DBAPIError, OSError) as exc:  # devices go on until this timestamp ends
         logger.error("trust metadata of tenant %s cannot be renewed: %s", tenant_id, exc)
+        if at >= expiry_of(data):
+            raise
         return data
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from fastapi import Depends, Path, Request, Response
+from fastapi import APIRouter, Depends, Path, Response
 from securesystemslib.signer import Key, SSlibKey
 from sqlalchemy.orm import Session
 
@@ -39,13 +39,13 @@ from permille.trust.roles import ONLINE, TIMESTAMP_FILE, is_target_path, parse_f
 from permille_service.access.principals import Admin, Anyone, DevicePrincipal, Viewer
 from permille_service.content import CACHE_CONTROL
 from permille_service.context import Served, Service
+from permille_service.parameters import read_body
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router, in_loop
 from permille_service.trust import repositories
 
 JSON: Final = "application/json"
 
-router = Router(prefix="/v1/trust", tags=["trust"], responses=documented(*PRIVATE))
+router = APIRouter(prefix="/v1/trust", tags=["trust"], responses=documented(*PRIVATE))
 
 MetadataFile = Annotated[str, Path(alias="file", pattern=FILE_PATTERN, examples=["1.root.json"])]
 TargetPath = Annotated[
@@ -57,7 +57,7 @@ TargetPath = Annotated[
 @router.get("")
 def get_trust(service: Served, operator: Viewer) -> Trust:
     """Who signs what, until when, and with which keys."""
-    return present(repositories.look(service, operator.tenant_id))
+    return present(repositories.read(service, operator.tenant_id))
 
 
 def _content(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
@@ -68,7 +68,6 @@ def _content(media_type: str, description: str) -> dict[int | str, dict[str, Any
 @router.get(
     "/metadata/{file}", response_class=Response, responses=_content(JSON, "TUF metadata, as it was signed")
 )
-@in_loop
 def get_trust_metadata(file: MetadataFile, service: Served, principal: Anyone) -> Response:
     """One file of the tenant's TUF repository: `timestamp.json`, `<version>.<role>.json`."""
     data = repositories.read_file(service, principal.tenant_id, file)
@@ -104,10 +103,6 @@ class _Accepted(Closed):
     digest: Digest
 
 
-async def _body(request: Request) -> bytes:
-    return await request.body()
-
-
 @router.put(
     "/metadata/{file}",
     responses=documented(ProblemType.CONFLICT, ProblemType.NOT_FOUND),
@@ -116,7 +111,7 @@ async def _body(request: Request) -> bytes:
     },
 )
 def put_trust_metadata(
-    file: MetadataFile, service: Served, operator: Admin, data: Annotated[bytes, Depends(_body)]
+    file: MetadataFile, service: Served, operator: Admin, data: Annotated[bytes, Depends(read_body)]
 ) -> Trust:
     """Take a role's next metadata, signed elsewhere by enough of its keys, under the name that it will have.
 

@@ -2,23 +2,20 @@
 
 from typing import Any
 
-from fastapi import Request, Response
-from sqlalchemy import Connection
+from fastapi import APIRouter, Request, Response
 
 from permille.package.limits import MEDIA_TYPES
 from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.problems import ProblemType
 from permille.store import artifacts
-from permille.store.artifacts import Looked
 from permille_service.access.principals import Anyone, DevicePrincipal, Operator
 from permille_service.content import NOT_MODIFIED, blob_response, content_responses
 from permille_service.context import Served, Service
 from permille_service.parameters import BlobDigest, PackageDigest
 from permille_service.problems import PRIVATE, documented
-from permille_service.routing import Router
 
-router = Router(
+router = APIRouter(
     prefix="/v1/packages", tags=["packages"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
 )
 _HEAD_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -69,16 +66,12 @@ def _media_type(
     digest: str, blob_digest: str, service: Service, principal: Operator | DevicePrincipal
 ) -> str:
     """The media type of a package's blob. Raises NotFoundError: none for this principal."""
-    with service.database.look() as connection:
-        package = _readable(connection, principal, digest)
-    return artifacts.blob_with(package, digest=blob_digest).media_type
-
-
-def _readable(connection: Connection, principal: Operator | DevicePrincipal, digest: str) -> Looked:
-    """The package, if it exists for this principal. Raises NotFoundError."""
     tenant_id = principal.tenant_id
-    if isinstance(principal, DevicePrincipal):
-        return artifacts.package_for_device(
-            connection, tenant_id=tenant_id, release=principal.release, digest=digest
-        )
-    return artifacts.look(connection, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
+    with service.database.read() as session:
+        if isinstance(principal, DevicePrincipal):
+            package = artifacts.package_for_device(
+                session, tenant_id=tenant_id, release=principal.release, digest=digest
+            )
+        else:
+            package = artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
+    return artifacts.blob_with(package, digest=blob_digest).media_type

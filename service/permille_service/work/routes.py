@@ -3,11 +3,9 @@
 A kind's request, record, path and words are in `permille.schemas.kinds`; what is here is the same for all.
 """
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Body, Query, Request, Response
+from fastapi import APIRouter, Body, Query, Request, Response
 from sqlalchemy.orm import Session
 
 from permille.schemas.fields import Closed, Page
@@ -16,23 +14,21 @@ from permille.schemas.kinds import WORK, WorkKind
 from permille.schemas.packages import Build
 from permille.schemas.problems import ProblemType
 from permille.store import artifacts, rows, tables
-from permille.store.access import Asked
-from permille.store.artifacts import PICTURE, REPORT, Blob
+from permille.store.artifacts import PICTURE, REPORT
 from permille.store.jobs import queue
-from permille_service.access.principals import AskingViewer, Maker, Viewer, changing
+from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.content import blob_response, content_responses
 from permille_service.context import Served
 from permille_service.creation import JOB_RESPONSES, Creating
 from permille_service.parameters import OfModel, Paging, key_of, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
-from permille_service.routing import Router, in_loop
 
 Again = Annotated[bool, Query(description="also where an equal request has made the same before")]
 
 
-def router_of(work: WorkKind) -> Router:
+def router_of(work: WorkKind) -> APIRouter:
     """All routes of a kind."""
-    router = Router(
+    router = APIRouter(
         prefix=f"/v1/{work.collection}",
         tags=[work.collection],
         responses=documented(*PRIVATE, ProblemType.NOT_FOUND),
@@ -48,7 +44,7 @@ def router_of(work: WorkKind) -> Router:
     return router
 
 
-def _add_create(router: Router, work: WorkKind) -> None:
+def _add_create(router: APIRouter, work: WorkKind) -> None:
     examples = {
         f"{number}": {"summary": summary, "value": value}
         for number, (summary, value) in enumerate(work.examples.items(), start=1)
@@ -72,7 +68,7 @@ def _add_create(router: Router, work: WorkKind) -> None:
     )
 
 
-def _add_artifacts(router: Router, work: WorkKind) -> None:
+def _add_artifacts(router: APIRouter, work: WorkKind) -> None:
     def list_rows(
         service: Served, operator: Viewer, window: Paging, model_id: OfModel = None
     ) -> Page[Closed]:
@@ -80,14 +76,14 @@ def _add_artifacts(router: Router, work: WorkKind) -> None:
             page = artifacts.list_artifacts(
                 session, tenant_id=operator.tenant_id, kind=work.kind, model_id=model_id, window=window
             )
-        return page_of(page, lambda row: present_artifact(work, row, row.blobs))
+        return page_of(page, lambda row: present_artifact(work, row))
 
-    asked: Asked[Any] = Asked(partial(artifacts.statement_of, work.kind))
-
-    @in_loop
-    def read_row(key: Annotated[str, key_of(work.prefix, alias=work.key)], caller: AskingViewer) -> Closed:
-        found = artifacts.looked(caller.ask(asked, key=key)[1], work.kind, key)
-        return present_artifact(work, found.row, found.blobs)
+    def read_row(
+        key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Viewer
+    ) -> Closed:
+        with service.database.read() as session:
+            row = artifacts.get(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
+        return present_artifact(work, row)
 
     def remove(
         key: Annotated[str, key_of(work.prefix, alias=work.key)], service: Served, operator: Maker
@@ -99,7 +95,7 @@ def _add_artifacts(router: Router, work: WorkKind) -> None:
     _add_removal(router, work, remove, "Forget it, where nothing names it. Its bytes go with a collection.")
 
 
-def _add_jobs(router: Router, work: WorkKind) -> None:
+def _add_jobs(router: APIRouter, work: WorkKind) -> None:
     """Of a kind whose records are its jobs: what they make is of another collection."""
     present = _PRESENTED[work.kind]
 
@@ -127,7 +123,7 @@ def _add_jobs(router: Router, work: WorkKind) -> None:
     _add_removal(router, work, remove, "Forget a job that has ended, once what it made was removed.")
 
 
-def _add_removal(router: Router, work: WorkKind, remove: Any, text: str) -> None:
+def _add_removal(router: APIRouter, work: WorkKind, remove: Any, text: str) -> None:
     router.add_api_route(
         f"/{{{work.key}}}",
         remove,
@@ -139,7 +135,7 @@ def _add_removal(router: Router, work: WorkKind, remove: Any, text: str) -> None
     )
 
 
-def _add_reads(router: Router, work: WorkKind, list_rows: Any, read_row: Any) -> None:
+def _add_reads(router: APIRouter, work: WorkKind, list_rows: Any, read_row: Any) -> None:
     router.add_api_route(
         "",
         list_rows,
@@ -156,7 +152,7 @@ def _add_reads(router: Router, work: WorkKind, list_rows: Any, read_row: Any) ->
     )
 
 
-def _add_report(router: Router, work: WorkKind, name: str, role: str, text: str) -> None:
+def _add_report(router: APIRouter, work: WorkKind, name: str, role: str, text: str) -> None:
     media_type = "image/png" if role == PICTURE else "application/json"
 
     def read_report(
@@ -165,9 +161,9 @@ def _add_report(router: Router, work: WorkKind, name: str, role: str, text: str)
         service: Served,
         operator: Viewer,
     ) -> Response:
-        with service.database.look() as connection:
-            found = artifacts.look(connection, tenant_id=operator.tenant_id, kind=work.kind, key=key)
-        blob = artifacts.blob_of(found, role)
+        with service.database.read() as session:
+            row = artifacts.get(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
+        blob = artifacts.blob_of(row, role)
         if blob is None:
             raise ApiError(ProblemType.NOT_FOUND, f"this {work.kind} has no {name}")
         return blob_response(request, service, blob.digest, media_type)
@@ -182,9 +178,7 @@ def _add_report(router: Router, work: WorkKind, name: str, role: str, text: str)
     )
 
 
-def present_artifact(
-    work: WorkKind, row: tables.Artifact, blobs: Sequence[tables.ArtifactBlob | Blob]
-) -> Closed:
+def present_artifact(work: WorkKind, row: tables.Artifact) -> Closed:
     """The record of a row: of what there is, what the kind's record has."""
     known = {
         "id": row.id,
@@ -204,7 +198,7 @@ def present_artifact(
                 "size_bytes": blob.size_bytes,
                 "path": blob.path,
             }
-            for blob in blobs
+            for blob in row.blobs
             if blob.role != artifacts.MANIFEST
         ],
     }

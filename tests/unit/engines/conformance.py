@@ -186,7 +186,7 @@ class Conformance:
         _, derivative_Q = self.engine.directional_derivatives(moved_K, z_K[None], batch)
         atol = self.derivative_tolerance * float(np.linalg.norm(gradient_K))
         np.testing.assert_allclose(derivative_Q, [gradient_K @ z_K], rtol=0, atol=atol)
-        step = np.float32(0.02)
+        step = np.float32(0.01)
         up, down = (self._divergences(moved_K + sign * step * z_K, batch).mean() for sign in (1, -1))
         np.testing.assert_allclose(
             (up - down) / (2 * step), gradient_K @ z_K, rtol=0.02 + self.derivative_tolerance

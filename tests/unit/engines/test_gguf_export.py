@@ -132,6 +132,7 @@ def test_the_folder_is_its_users_alone_and_has_a_modelfile(tmp_path: Path) -> No
 def test_what_llama_cpp_computes_otherwise_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("opt", {"word_embed_proj_dim": 64}, "a family of"),
+        *((family, {}, "a family of") for family in ("smollm3", "granite", "olmo2", "olmo3", "exaone4")),
         ("gemma2", {"query_pre_attn_scalar": 64}, "scores scaled"),
         ("qwen3", {"attention_bias": True}, "no biases"),
         ("llama", {"hidden_act": "gelu"}, "activation"),

@@ -48,6 +48,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": _LLAMA | {"head_dim": 16, "sliding_window": 5},
     "opt": {"ffn_dim": 44, "word_embed_proj_dim": 16},
     "gpt_neox": {"intermediate_size": 44, "tie_word_embeddings": False},
+    "smollm3": _LLAMA | {"no_rope_layers": [1, 0], "pad_token_id": 0},
+    "granite": _LLAMA
+    | {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.0,
+    },
+    "olmo2": _LLAMA | {"attention_bias": True},
+    "olmo3": _LLAMA | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone4": _LLAMA | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }
 
 

@@ -21,20 +21,18 @@ from permille.zo.groups import grouping
 from permille.zo.header import DirectionKind
 from permille.zo.lattice import step_unit_exponent_for, values
 from tests.unit.federation.federations import make_contributions, make_definition, split_log
-from tests.unit.zo.logs import BATCH, QuadraticEngine, make_exponents
+from tests.unit.zo.logs import BATCH, QuadraticEngine
 
 COUNTS = (40, 0, 7)
 K = sum(COUNTS)
 RNG = np.random.default_rng(3)
 W_BASE = RNG.normal(0, 1, K).astype(np.float32)
 ENGINE = QuadraticEngine(RNG.normal(0, 1, K).astype(np.float32), RNG.uniform(0.5, 2, K).astype(np.float32))
-EXPONENTS = make_exponents(K)
 RATE = 0.05
 UNIT = unit_exponent(RATE) - 2
 GROUPS = {"estimator": EstimatorKind.GRADIENT, "directions": DirectionKind.GROUPS, "queries": 8}
 DEFINITIONS: dict[str, dict[str, Any]] = {
     "spsa": {},
-    "scaled": {"log": {"exponents": EXPONENTS.use}},
     "forward": {"log": {"estimator": EstimatorKind.FORWARD}},
     "one-sided": {"log": {"estimator": EstimatorKind.ONE_SIDED}},
     "one-sided-groups": {
@@ -58,7 +56,7 @@ def definition_of(name: str) -> Definition:
 
 def part_of(definition: Definition, *, rounds: int = 2) -> LocalRound:
     """The next device's part after some rounds of other devices."""
-    history = History.begin(definition, EXPONENTS)
+    history = History.begin(definition)
     for number in range(rounds):
         history.apply([combine(definition, number, make_contributions(history, 3, seed=number, size=40))])
     return LocalRound(
@@ -66,7 +64,6 @@ def part_of(definition: Definition, *, rounds: int = 2) -> LocalRound:
         number=rounds,
         start_W=history.s_W,
         w_base_W=W_BASE,
-        exponents=EXPONENTS,
     )
 
 
@@ -83,7 +80,7 @@ def reference_step(part: LocalRound, away_W: NDArray[np.float64], step: int) -> 
     """What a step of exact derivatives adds, in plain floats: each block the mean over its directions."""
     header = part.definition.device_log()
     gradient_W = ENGINE.curvature_K * (plain_values(part, away_W) - ENGINE.target_K)
-    z_QW = directions_of(part.definition.log, step, EXPONENTS).astype(np.float64)
+    z_QW = directions_of(part.definition.log, step).astype(np.float64)
     g_Q = z_QW @ gradient_W / header.sigma
     if header.estimator is EstimatorKind.ONE_SIDED:
         g_Q = (g_Q - g_Q.mean()) * len(g_Q) / (len(g_Q) - 1)
@@ -156,7 +153,7 @@ def test_the_integers_add_up_to_the_local_state_and_alone_they_are_the_round(
         for number, at_K in enumerate(seen[:: definition.local_steps]):
             exponent = definition.device_log().step_unit_exponent
             assert np.array_equal(at_K, values(first_W, part.moved(c_TQ[:number]), exponent))
-    history = History.begin(definition, EXPONENTS)
+    history = History.begin(definition)
     history.s_W, history.number = part.start_W, part.number
     contribution = Contribution(  # of one device, so the pooled state is its own
         definition=definition,

@@ -199,8 +199,7 @@ def test_load_model_gives_transformers_model_in_eval_mode(folder: Path, model: A
 def test_load_model_never_runs_code_of_the_folder(folder: Path) -> None:
     (folder / "modeling_evil.py").write_text("raise SystemExit('ran')")
     edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
-    with pytest.raises(InputError, match="auto_map"):
-        load_model(folder)
+    assert type(load_model(folder)).__name__ == "LlamaForCausalLM"
 
 
 def test_tokenizer_encodes_text_and_refuses_what_it_cannot_read(folder: Path) -> None:

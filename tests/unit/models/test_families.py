@@ -35,6 +35,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": False}),
     ("gpt_neox", {}),
     ("gpt_neox", {"attention_bias": False, "tie_word_embeddings": True}),
+    ("smollm3", {"attention_bias": True, "mlp_bias": True}),
+    ("granite", {}),
+    ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("olmo2", {"attention_bias": True}),
+    ("olmo3", {}),
+    ("exaone4", {}),
     ("opt", _OPT),
     ("opt", _OPT | {"word_embed_proj_dim": 16}),
     ("opt", _OPT | {"do_layer_norm_before": False, "tie_word_embeddings": False}),
@@ -117,10 +123,10 @@ def test_scope_of_another_form_is_refused(scope: str) -> None:
         scoped_tensors(config_of("llama", {}), scope)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "mamba", "gemma3", "", None, 7])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "", None, 7])
 def test_unknown_family_is_refused_with_the_list(model_type: Any) -> None:
     with pytest.raises(
-        InputError, match="llama, mistral, qwen2, qwen3, opt, gemma, gemma2, gemma3_text, gpt_neox"
+        InputError, match=r"llama, mistral, qwen2, .*gpt_neox, smollm3, granite, olmo2, olmo3, exaone4"
     ):
         family_of({"model_type": model_type})
 
@@ -135,7 +141,9 @@ def test_unknown_family_is_refused_with_the_list(model_type: Any) -> None:
             {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
             r"already quantized .gptq.",
         ),
-        ({"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        ({"model_type": "own", "auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        ({"model_type": "lfm2"}, "convolutions"),
+        ({"model_type": "gemma3"}, "vision"),
     ],
 )
 def test_models_of_another_kind_are_refused_by_name(config: dict[str, Any], message: str) -> None:

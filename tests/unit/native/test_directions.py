@@ -16,7 +16,7 @@ from permille.zo.groups import group_sums, grouping
 from permille.zo.replay import replay
 from permille.zo.steps import apply_record
 from tests.unit.zo import reference
-from tests.unit.zo.logs import fields_of, header_kinds, kind_fields, make_exponents, make_header, make_records
+from tests.unit.zo.logs import fields_of, header_kinds, kind_fields, make_header, make_records
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "directions.json").read_text())
 COUNTS = (5, 0, 129, 40, 8193, 1)
@@ -37,18 +37,14 @@ def test_directions_are_those_of_numpy(path: str, seed: int, monkeypatch: pytest
     assert np.array_equal(z_K, direction(**numbers, counts=COUNTS))
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int32])
-def test_perturbed_values_and_updates_have_numpys_bits(
-    path: str, dtype: type[np.int8], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_perturbed_values_and_updates_have_numpys_bits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
-    k, limit = 1500, np.iinfo(dtype).max >> 2
+    k, scale = 1500, 1e-3
     w_K = rng.normal(size=k).astype(np.float32)
     w_K[:4] = [-0.0, 1e-45, 3.4e38, -1]
     s_K = rng.integers(-(2**52), 2**52, k)
     s_K[:4] = 0
-    z_QK = rng.integers(-limit, limit, (3, k)).astype(dtype)
-    scale = 1e-3 if dtype == np.int8 else 1e-12
+    z_QK = rng.integers(-1, 2, (3, k)).astype(np.int8)
     pairs_VK = lattice.perturbed_pairs(w_K, s_K, -58, z_QK, scale)
     singles_VK = np.stack(
         [lattice.perturbed(w_K, s_K, -58, z_K, sign * scale) for z_K in z_QK for sign in (1, -1)]
@@ -81,14 +77,13 @@ def test_sums_are_exact_for_coefficients_of_every_size(
 
 
 def test_a_log_replays_to_the_reference_on_every_path(path: str) -> None:
-    exponents = make_exponents(21)
     rows = np.random.default_rng(1).integers(-(2**31) + 1, 2**31, (17, 3)).tolist()
-    for header in header_kinds((9, 0, 12), exponents):
-        expected = reference.state(fields_of(header), rows, exponents.e_K.tolist())
-        assert replay(header, np.array(rows), exponents).tolist() == expected
+    for header in header_kinds((9, 0, 12)):
+        expected = reference.state(fields_of(header), rows)
+        assert replay(header, np.array(rows)).tolist() == expected
         s_K = np.zeros(header.k, dtype=np.int64)
         for record in make_records(rows):
-            apply_record(s_K, record, header, exponents)
+            apply_record(s_K, record, header)
         assert s_K.tolist() == expected
 
 

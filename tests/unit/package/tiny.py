@@ -88,12 +88,11 @@ def write_tiny(
     dtype: str = "F32",
     seed: int = 0,
     mask_seed: int = 0,
-    exponents: NDArray[np.int8] | None = None,
     adapter: ChosenAdapter | None = None,
     sparsity: Sparsity | None = None,
     embeddings: Embeddings = Embeddings.SOURCE,
 ) -> Tiny:
-    """Write a package of random weights and a random mask, with [70] exponents on request; or an adapter.
+    """Write a package of random weights and a random mask, or an adapter.
 
     With a sparsity half of the linear weights are zero, and the mask is of others.
     """
@@ -107,7 +106,7 @@ def write_tiny(
             mask[name] = kept[:: len(kept) // 5][:5].astype(np.uint32)
     license_text = b"Anybody may do anything with these random numbers.\n"
     model = MemoryModel(config=config, tensors=weights, files={"LICENSE": license_text})
-    chosen = ChosenMask(indices=mask, method="random", density="0.004", exponents_K=exponents)
+    chosen = ChosenMask(indices=mask, method="random", density="0.004")
     digest = pack_model(
         blobs, model, adapter or chosen, scheme, embeddings=embeddings, provenance={"seed": seed}
     )

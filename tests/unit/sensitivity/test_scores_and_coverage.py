@@ -18,7 +18,6 @@ from permille.sensitivity.masks import select_mask
 from permille.sensitivity.plots import curve_picture, error_picture
 from permille.sensitivity.scores import (
     Scores,
-    fisher_exponents,
     load_scores,
     put_scores,
     save_scores,
@@ -171,19 +170,3 @@ def test_pictures_have_the_same_bytes_for_the_same_numbers() -> None:
     assert one == curve_picture({"c4": report["curve"]}, density=0.001)
     assert one != curve_picture({"c4": other}, density=0.001)  # type: ignore[dict-item]
     assert error_picture({"a": 0.1, "b": 0.2}) == error_picture({"a": 0.1, "b": 0.2})
-
-
-def test_exponents_are_powers_of_two_of_the_scores() -> None:
-    scores = (2.0 ** np.array([-8, -4, 0, 4, 8])).astype(np.float32)
-    assert fisher_exponents(scores, -0.25).tolist() == [4, 3, 2, 1, 0]
-    assert fisher_exponents(scores, 0.5).tolist() == [0, 2, 4, 6, 8]
-    assert fisher_exponents(np.ones(3, np.float32)).tolist() == [0, 0, 0]
-    extreme = np.array([0, 1e-38, 1, 1, 1, 1, 1e38], np.float32)  # zero counts as the smallest
-    assert fisher_exponents(extreme, -0.25).tolist() == [15, 15, 7, 7, 7, 7, 0]
-    assert fisher_exponents(extreme, -0.25).dtype == np.int8
-
-
-@pytest.mark.parametrize("scores", [[], [0.0], [1.0, -1.0], [1.0, np.nan], [np.inf]])
-def test_scores_without_a_meaning_are_refused(scores: list[float]) -> None:
-    with pytest.raises(InputError):
-        fisher_exponents(np.array(scores, np.float32))

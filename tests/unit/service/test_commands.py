@@ -174,7 +174,7 @@ def test_options_are_named_after_fields_and_required_where_every_form_is() -> No
     assert options["--method"].default == "fisher"
     assert (options["--group-size"].value_type, options["--group-size"].default) == (int, None)
     assert options["--density"].default == 0.001
-    assert {"--corpus", "--evaluate-on", "--calibrate-on", "--fisher-exponents"} <= options.keys()
+    assert {"--corpus", "--evaluate-on", "--calibrate-on"} <= options.keys()
     asked = {work.collection: form_of(work.request) for work in WORK.values()}
     every = {f"{name} {option.flag}": option for name, form in asked.items() for option in form.options}
     assert [name for name, option in every.items() if not option.help] == []
@@ -185,7 +185,7 @@ def test_options_are_named_after_fields_and_required_where_every_form_is() -> No
             option
         )
     told = {one.name: one.annotation.__metadata__[0].help for one in asked["builds"].parameters()}
-    assert told["mask_seed"].endswith("(default: 0)") and "default" not in told["fisher_exponents"]
+    assert told["mask_seed"].endswith("(default: 0)")
 
 
 def test_help_of_eighty_columns_cuts_no_option_in_two() -> None:

@@ -27,7 +27,7 @@ def answer(folder: Path, content: bytes, header: str) -> Any:
     def blob(request: Request) -> Response:
         return blob_response(request, service, digest, "application/octet-stream")
 
-    problems.install(app, ())
+    problems.install(app)
     return TestClient(app).get("/", headers=[(b"Range", header.encode())])
 
 

@@ -1,11 +1,14 @@
 """Estimates against sizes counted by hand, and the verdict."""
 
+from dataclasses import replace
+
 import pytest
 
 from permille.choices import MaskMethod
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.quantizations import AutoRound, BuildSqueezeLLM, Int4, Int8, Nf4, SchemeName
 from permille_service.preflights.estimates import (
+    MAX_JOB_S,
     PROCESS_BYTES,
     Capacity,
     Needs,
@@ -92,10 +95,10 @@ def test_steps_in_a_row_need_the_larger_memory_and_the_sum_of_the_rest() -> None
 
 
 def test_verdict_names_what_is_missing_and_lets_the_unknown_pass() -> None:
-    needs = Needs(memory_bytes=100, disk_bytes=100, seconds=10.0)
-    unknown = Capacity(memory_bytes=None, disk_bytes=None, flops_per_s=1.0, split_flops=0, max_job_s=10.0)
+    needs = Needs(memory_bytes=100, disk_bytes=100, seconds=MAX_JOB_S)
+    unknown = Capacity(memory_bytes=None, disk_bytes=None, flops_per_s=1.0)
     assert compare(needs, unknown).accepted
-    small = Capacity(memory_bytes=99, disk_bytes=100, flops_per_s=1.0, split_flops=0, max_job_s=9.0)
-    verdict = compare(needs, small)
+    small = Capacity(memory_bytes=99, disk_bytes=100, flops_per_s=1.0)
+    verdict = compare(replace(needs, seconds=MAX_JOB_S + 1), small)
     assert not verdict.accepted
     assert [figure.enough for figure in verdict.figures] == [False, True, False]

@@ -1,15 +1,11 @@
 """Claims, leases and fences: what must never be lost and never be published twice."""
 
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, event, text, update
+from sqlalchemy import text, update
 
 from permille.store import artifacts
 from permille.store.artifacts import Made
@@ -20,6 +16,7 @@ from permille.store.jobs.claims import Claim
 from permille.store.tables import Artifact, Job
 from tests.artifacts import some_model
 from tests.unit.store.conftest import Clock
+from tests.unit.store.plans import assert_by_index, explained
 from tests.unit.store.test_jobs import PAYLOAD, read, submit, take
 
 ERROR = {"type": "RetryableError", "message": "try again"}
@@ -110,35 +107,6 @@ def _stock(db: Database, tenant_ids: list[str], *, queued: int, ended: int) -> N
         session.execute(text("ANALYZE"))
 
 
-@contextmanager
-def _explained() -> Iterator[list[str]]:
-    """Collect the plans of all queries of the block that read jobs."""
-    plans: list[str] = []
-
-    def explain(
-        connection: Connection, cursor: Any, statement: str, values: Any, _context: object, _many: bool
-    ) -> None:
-        if statement.startswith("SELECT") and "jobs" in statement:
-            word = "EXPLAIN QUERY PLAN" if connection.dialect.name == "sqlite" else "EXPLAIN"
-            cursor.execute(f"{word} {statement}", values)
-            plans.append("\n".join(str(row[-1]) for row in cursor.fetchall()))
-
-    event.listen(Engine, "before_cursor_execute", explain)
-    try:
-        yield plans
-    finally:
-        event.remove(Engine, "before_cursor_execute", explain)
-
-
-def _assert_by_index(plans: list[str], *names: str) -> None:
-    """Assert that no plan reads all jobs, and that each of these indexes serves one."""
-    for plan in plans:
-        assert "Seq Scan on jobs" not in plan, plan
-        assert "SCAN jobs" not in plan, plan
-    for name in names:
-        assert any(re.search(rf"\b{name}\b", plan) for plan in plans), (name, plans)
-
-
 @pytest.mark.parametrize("uploads", [False, True])
 def test_a_claim_reads_jobs_by_index_alone(
     db: Database, tenant_id: str, other_tenant_id: str, device_id: str, uploads: bool
@@ -147,10 +115,9 @@ def test_a_claim_reads_jobs_by_index_alone(
     if uploads:
         with db.write() as session:
             session.execute(update(Job).values(device_id=device_id, tenant_id=tenant_id))
-    with _explained() as plans, db.write() as session:
+    with explained("jobs") as plans, db.write() as session:
         assert claims.claim(session, worker="w", lease_s=30) is not None
-    assert len(plans) == (5 if uploads else 3)
-    _assert_by_index(plans, "ix_jobs_running", "ix_jobs_queued", "ix_jobs_queued_devices")
+    assert_by_index(plans, "ix_jobs_running", "ix_jobs_queued", "ix_jobs_queued_devices")
 
 
 def test_sweep_and_dispatch_read_jobs_by_index_alone(
@@ -158,11 +125,10 @@ def test_sweep_and_dispatch_read_jobs_by_index_alone(
 ) -> None:
     _stock(db, [tenant_id, other_tenant_id], queued=200, ended=2000)
     assert len(_undispatched(db)) == 100
-    with _explained() as plans:
+    with explained("jobs") as plans:
         sweep(db)
         _undispatched(db)
-    assert len(plans) == 3
-    _assert_by_index(plans, "ix_jobs_running")
+    assert_by_index(plans, "ix_jobs_running")
 
 
 def test_a_tenant_with_nothing_due_lets_the_next_one_go(

@@ -27,7 +27,6 @@ PAYLOAD: dict[str, Any] = {
     "mask": {"method": "fisher", "corpus_id": CORPUS, "density": 0.01, "seed": 3},
     "quantization": {"scheme": "int4", "group_size": 128},
     "evaluation_corpus_id": TEXTS,
-    "fisher_exponents": True,
 }
 IDS = {
     "mask": f"mask_{EXAMPLE_ULID}",
@@ -95,7 +94,6 @@ def test_parts_get_the_payloads_of_jobs_of_their_own(db: Database, tenant_id: st
         "mask_id": IDS["mask"],
         "adapter": None,
         "quantization_id": IDS["quantization"],
-        "fisher_exponents": True,
     }
 
 
@@ -126,7 +124,7 @@ def test_parts_that_were_made_before_are_not_made_again(db: Database, tenant_id:
     def find(session: Session, part: Job) -> Job | None:
         return queue.find_equal(session, tenant_id=tenant_id, request_digest=part.request_digest)
 
-    new = NewJob(tenant_id=tenant_id, kind="build", payload={**PAYLOAD, **coded, "fisher_exponents": False})
+    new = NewJob(tenant_id=tenant_id, kind="build", payload={**PAYLOAD, **coded})
     with db.write() as session:
         build = queue.submit(session, new, find)
     made = parts(db, build)
@@ -142,7 +140,7 @@ def test_parts_that_were_made_before_are_not_made_again(db: Database, tenant_id:
 
 def test_a_build_of_an_adapter_has_no_mask(db: Database, tenant_id: str) -> None:
     adapter = {"kind": "lora-fa", "rank": 4}
-    build = submit_build(db, tenant_id, mask=None, adapter=adapter, fisher_exponents=False)
+    build = submit_build(db, tenant_id, mask=None, adapter=adapter)
     run(db, build, "quantization")
     assert read(db, build).progress == pytest.approx(0.75)
     after = parts(db, build)
@@ -151,7 +149,6 @@ def test_a_build_of_an_adapter_has_no_mask(db: Database, tenant_id: str) -> None
         "mask_id": None,
         "adapter": {**adapter, "alpha": 16, "scope": "all", "seed": 0},
         "quantization_id": IDS["quantization"],
-        "fisher_exponents": False,
     }
     run(db, build, "package")
     assert (read(db, build).state, read(db, build).progress) == ("succeeded", 1.0)
@@ -162,8 +159,7 @@ def test_a_build_of_an_adapter_has_no_mask(db: Database, tenant_id: str) -> None
     [
         ({"mask": None}, "a mask or an adapter, got both or none"),
         ({"adapter": {"kind": "lora"}}, "a mask or an adapter, got both or none"),
-        ({"mask": None, "adapter": {"kind": "lora"}}, "no exponents beside an adapter"),
-        ({"mask": None, "adapter": {"kind": "dora"}, "fisher_exponents": False}, "adapter.kind"),
+        ({"mask": None, "adapter": {"kind": "dora"}}, "adapter.kind"),
     ],
 )
 def test_a_build_trains_a_mask_or_an_adapter(changes: dict[str, Any], message: str) -> None:

@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import literal
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
@@ -41,9 +40,9 @@ def add_package(db: Database, tenant_id: str, name: str = "1") -> Artifact:
         return add_artifact(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, request=PARTS, made=made)
 
 
-def meant(db: Database, tenant_id: str) -> Any:
+def resolve_stable(db: Database, tenant_id: str) -> Any:
     """What the alias `stable` points at, of this tenant's release."""
-    return db.first(releases.meant(literal(tenant_id)), name="tiny", alias="stable")
+    return releases.resolve_alias(db, tenant_id=tenant_id, name="tiny", alias="stable")
 
 
 def publish(
@@ -80,7 +79,7 @@ def test_rows_follow_a_list_that_was_signed_elsewhere(db: Database, tenant_id: s
     comes = {("tiny", 2): Listed(digest=two.digest, aliases=frozenset({"stable"}))}
     with db.write() as session:
         releases.follow(session, tenant_id=tenant_id, before=stays, after=stays | comes)
-    found = meant(db, tenant_id)
+    found = resolve_stable(db, tenant_id)
     assert (found.version, found.package_digest, found.size_bytes) == (2, two.digest, two.size_bytes)
     with db.write() as session:
         releases.follow(session, tenant_id=tenant_id, before=stays | comes, after=comes)
@@ -117,11 +116,11 @@ def test_aliases_move(db: Database, tenant_id: str) -> None:
     package = add_package(db, tenant_id)
     publish(db, package, alias="stable")
     publish(db, package, alias="canary")
-    stable = meant(db, tenant_id)
+    stable = resolve_stable(db, tenant_id)
     assert stable.version == 1
     with db.write() as session:
         releases.set_alias(session, tenant_id=tenant_id, name="tiny", alias="stable", version=2)
-    moved = meant(db, tenant_id)
+    moved = resolve_stable(db, tenant_id)
     assert moved.version == 2
     with db.write() as session:
         releases.delete_alias(session, tenant_id=tenant_id, name="tiny", alias="canary")
@@ -133,7 +132,8 @@ def test_aliases_move(db: Database, tenant_id: str) -> None:
 
 def test_releases_of_another_tenant_do_not_exist(db: Database, tenant_id: str, other_tenant_id: str) -> None:
     publish(db, add_package(db, tenant_id), alias="stable")
-    assert meant(db, other_tenant_id) is None
+    with pytest.raises(NotFoundError):
+        resolve_stable(db, other_tenant_id)
     with db.read() as session:
         assert releases.list_releases(session, tenant_id=other_tenant_id).items == ()
 
@@ -143,10 +143,10 @@ def test_devices_read_only_what_their_release_publishes(db: Database, tenant_id:
     publish(db, package)
 
     def readable(release: str) -> str:
-        with db.look() as connection:
+        with db.read() as session:
             return artifacts.package_for_device(
-                connection, tenant_id=tenant_id, release=release, digest=package.digest
-            ).row.digest
+                session, tenant_id=tenant_id, release=release, digest=package.digest
+            ).digest
 
     assert readable("tiny") == package.digest
     with pytest.raises(NotFoundError):
@@ -160,8 +160,8 @@ def test_devices_read_only_what_their_release_publishes(db: Database, tenant_id:
 def test_a_package_is_stored_once_and_its_size_counts_a_blob_once(db: Database, tenant_id: str) -> None:
     first, again = add_package(db, tenant_id), add_package(db, tenant_id)
     assert (again.id, again.size_bytes) == (first.id, 7)
-    with db.look() as connection:
-        found = artifacts.look(connection, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=first.digest)
+    with db.read() as session:
+        found = artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=first.digest)
     assert artifacts.blob_with(found, digest=LAYER).size_bytes == 7
     with pytest.raises(NotFoundError):
         artifacts.blob_with(found, digest=LOG)

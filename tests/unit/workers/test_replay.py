@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 from permille.choices import EstimatorKind
-from permille.package.limits import Role
 from permille.package.manifest import Manifest
-from permille.package.reader import Package
 from permille.schemas.runs import LogForm
 from permille.store import devices, rows, runs, uploads
 from permille.store.tables import Artifact, Job, Run
-from permille.zo.exponents import exponents_of
 from permille.zo.header import LogHeader, Schedule
 from permille.zo.lattice import state_digest
 from permille.zo.log import decode_canonical, encode_canonical
@@ -25,7 +22,7 @@ from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay
 from tests.artifacts import QUOTA
 from tests.unit.workers.conftest import Bench
-from tests.unit.workers.jobs import manifest_of, mask_of, package_of, succeeded
+from tests.unit.workers.jobs import manifest_of, succeeded
 
 RUN_ID = "5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11"
 
@@ -110,20 +107,6 @@ def test_replay_verifies_the_devices_state(bench: Bench, package: Artifact) -> N
     assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, state_of(data))
 
 
-def test_replay_reads_the_layers_that_a_log_needs(bench: Bench) -> None:
-    scaled = package_of(bench, mask_of(bench), fisher_exponents=True)
-    exponents = exponents_of(Package.open(bench.blobs, scaled.digest))
-    assert exponents is not None
-    data = shared_log(bench, scaled, exponents=exponents.use)
-    log = decode_canonical(data, max_bytes=1 << 20, max_steps=100)
-    s_K = replay(log.header, log.coefficients_TQ, exponents)
-    digest = state_digest(s_K, mask_digest=log.header.mask_digest, step_unit_exponent=-20)
-
-    run = replayed(bench, scaled, data, digest)
-
-    assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, digest)
-
-
 def scaled_state_of(data: bytes, eighths: int) -> str:
     log = decode_canonical(data, max_bytes=1 << 20, max_steps=100)
     s_K = np.array([round(Fraction(int(s) * eighths, 8)) for s in replay(log.header, log.coefficients_TQ)])
@@ -177,34 +160,19 @@ def test_replay_refuses_a_malformed_log(bench: Bench, package: Artifact) -> None
     assert "log-corrupt" in str(run.log_reason)
 
 
-def test_replay_opens_no_package_for_a_log_that_needs_no_layer(bench: Bench, package: Artifact) -> None:
-    data = shared_log(bench, package, estimator=EstimatorKind.ONE_SIDED)
-    bench.blobs.delete(manifest_of(bench, package).layer(Role.DENSE).digest)
-    assert replayed(bench, package, data, state_of(data)).log_state == "verified"
-
-
-def damaged_dense(bench: Bench, manifest: Manifest) -> None:
-    bench.blobs.delete(manifest.layer(Role.DENSE).digest)
-
-
-def damaged_exponents(bench: Bench, manifest: Manifest) -> None:
-    path = bench.blobs.path(manifest.layer(Role.EXPONENTS).digest)
-    path.chmod(0o644)
-    path.write_bytes(bytes(len(path.read_bytes())))
+def deleted_manifest(bench: Bench, manifest: Manifest) -> None:
+    bench.blobs.delete(manifest.digest)
 
 
 def deleted_log(bench: Bench, _: Manifest) -> None:
     shutil.rmtree(bench.settings.blob_root / "uploads" / bench.tenant_id)
 
 
-@pytest.mark.parametrize("damage", [damaged_dense, damaged_exponents, deleted_log])
+@pytest.mark.parametrize("damage", [deleted_manifest, deleted_log])
 def test_a_damaged_blob_of_the_service_is_no_verdict_on_the_devices_log(
-    bench: Bench, damage: Callable[[Bench, Manifest], None]
+    bench: Bench, package: Artifact, damage: Callable[[Bench, Manifest], None]
 ) -> None:
-    package = package_of(bench, mask_of(bench), fisher_exponents=True)
-    exponents = exponents_of(Package.open(bench.blobs, package.digest))
-    assert exponents is not None
-    data = shared_log(bench, package, exponents=exponents.use)
+    data = shared_log(bench, package)
     job = queued_replay(bench, package, data, None)
     damage(bench, manifest_of(bench, package))
     with bench.db.write() as session:

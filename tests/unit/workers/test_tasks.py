@@ -22,7 +22,7 @@ from permille.store.retention.references import references
 from permille.store.tables import Artifact, Model
 from permille_workers.runtime.context import JobCancelledError, TaskContext
 from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_store
-from permille_workers.tasks import TASKS
+from permille_workers.tasks import TASKS, mask
 from tests.unit.package.tiny import pruned
 from tests.unit.workers.conftest import Bench, save_model
 from tests.unit.workers.jobs import (
@@ -57,12 +57,15 @@ def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
         assert {blob.digest for blob in bench.blobs.entries()} == references(session)
 
 
-def test_a_mask_that_is_split_is_the_one_that_is_not(make_bench: BenchMaker, bench: Bench) -> None:
+def test_a_mask_that_is_split_is_the_one_that_is_not(
+    make_bench: BenchMaker, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shards in another order, one sum lost on the way, a model too large for the memory: the same mask,
     scores and provenance."""
     whole = mask_of(bench, sequences=37)
     split = make_bench("split")
-    settings = split.settings.model_copy(update={"fisher_split_flops": 0, "memory_bytes": 1})
+    monkeypatch.setattr(mask, "FISHER_SPLIT_FLOPS", 0)
+    settings = split.settings.model_copy(update={"memory_bytes": 1})
     split = dataclasses.replace(split, settings=settings)
     job = split.submit(JobKind.MASK, fisher_request(split, sequences=37))
     split.run_next()

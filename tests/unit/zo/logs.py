@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
 from permille.zo.estimators import Batch
-from permille.zo.exponents import Exponents
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.records import StepFlag, StepRecord
 
@@ -53,21 +52,13 @@ def kind_fields(estimator: EstimatorKind, *, lower: int = 1, upper: int = 2) -> 
     return {"estimator": estimator}
 
 
-def make_exponents(k: int, *, largest: int = 3) -> Exponents:
-    """Exponents of k weights from 0 to `largest`."""
-    e_K = np.random.default_rng(0).integers(0, largest + 1, k).astype(np.int8)
-    e_K[:2] = 0, largest
-    return Exponents(e_K, DIGEST)
-
-
-def header_kinds(counts: tuple[int, ...], exponents: Exponents) -> list[LogHeader]:
-    """Headers of three queries: with and without exponents, of one block, of two, of groups, of a part."""
+def header_kinds(counts: tuple[int, ...]) -> list[LogHeader]:
+    """Make headers of three queries: of one block, of two, of groups, and of a part of the tensors."""
     groups = {"estimator": EstimatorKind.ONE_SIDED, "directions": DirectionKind.GROUPS}
     parts = [make_header(counts=counts, queries=3, first_tensor=2, **kind) for kind in ({}, groups)]
     return parts + [
-        make_header(counts=counts, **{"queries": 3} | kind_fields(kind), exponents=use)
+        make_header(counts=counts, **{"queries": 3} | kind_fields(kind))
         for kind in (EstimatorKind.SPSA, EstimatorKind.SPLIT, EstimatorKind.GRADIENT)
-        for use in (None, exponents.use)
     ]
 
 

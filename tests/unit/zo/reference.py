@@ -1,7 +1,7 @@
 """Slow, obvious versions of what `permille.zo` computes, written from FORMAT.md without its code.
 
 `read_log`, `state` and `state_digest` together are an independent replay: from a log's bytes, and the
-exponents where it needs them, to the name of the state. `round_bytes` and `audit` are the same for rounds.
+to the name of the state. `round_bytes` and `audit` are the same for rounds.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def sign(seed: int, step: int, query: int, tensor_id: int, rank: int) -> int:
     return 2 * ((words[rank % 128 // 32] >> (rank % 32)) & 1) - 1
 
 
-def z(header: Header, step: int, query: int, exponents: Sequence[int] | None = None) -> list[int]:
+def z(header: Header, step: int, query: int) -> list[int]:
     """A whole direction in flat order, by FORMAT 6.3 to 6.6 and 8.1."""
     seed, counts, split = int(header["seed"], 16), header["counts"], header["split"]
     places = [(tensor, rank) for tensor in range(len(counts)) for rank in range(counts[tensor])]
@@ -47,9 +47,6 @@ def z(header: Header, step: int, query: int, exponents: Sequence[int] | None = N
         found = [one if group == query else 0 for group, one in standing]
     else:
         found = [sign(seed, step, query, *place) for place in places]
-    if header["exponents"] is not None:
-        assert exponents is not None
-        found = [value * 2**d for value, d in zip(found, exponents, strict=True)]
     still = sum(counts[: header["first_tensor"]])
     found = [0 if index < still else value for index, value in enumerate(found)]
     if split is not None:
@@ -65,15 +62,13 @@ def group_and_sign(seed: int, step: int, groups: int, tensor_id: int, rank: int)
     return word % 2**31 * groups // 2**31, 1 if word >= 2**31 else -1
 
 
-def state(
-    header: Header, rows: Sequence[Sequence[int]], exponents: Sequence[int] | None = None, start: int = 0
-) -> list[int]:
+def state(header: Header, rows: Sequence[Sequence[int]], start: int = 0) -> list[int]:
     """FORMAT 7.5 on Python integers."""
     total = [0] * sum(header["counts"])
     for row, coefficients in enumerate(rows):
         for query, c in enumerate(coefficients):
             if c:
-                direction = z(header, start + row, query, exponents)
+                direction = z(header, start + row, query)
                 total = [s + c * element for s, element in zip(total, direction, strict=True)]
     return total
 

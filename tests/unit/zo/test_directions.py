@@ -15,14 +15,12 @@ from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.zo.directions import direction
 from permille.zo.estimators import directions_of
-from permille.zo.exponents import Exponents
 from permille.zo.header import LogHeader
 from permille.zo.philox import philox4x32_10
 from tests.unit.zo import reference
-from tests.unit.zo.logs import DIGEST, header_kinds, kind_fields, make_exponents, make_header
+from tests.unit.zo.logs import header_kinds, kind_fields, make_header
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "directions.json").read_text())
-GOLDEN_EXPONENTS = Exponents(np.array(GOLDEN["exponents"][0], dtype=np.int8), DIGEST)
 
 # Random123, tests/kat_vectors, philox4x32 10
 KNOWN_ANSWERS = [
@@ -60,13 +58,12 @@ def test_directions_match_the_golden_vectors(vector: dict[str, Any]) -> None:
         **{"queries": 8 if vector["query"] < 8 else 1} | kind,
         seed=int(vector["seed"], 16),
         counts=(5, 0, 129, 40),
-        exponents=GOLDEN_EXPONENTS.use if vector["exponents"] else None,
     )
     if vector["query"] < header.queries:
-        z_K = directions_of(header, vector["step"], GOLDEN_EXPONENTS)[vector["query"]]
+        z_K = directions_of(header, vector["step"])[vector["query"]]
     else:  # beyond what a header may ask for
         z_K = direction(seed=header.seed, step=vector["step"], query=vector["query"], counts=header.counts)
-    assert z_K.dtype == (np.int32 if vector["exponents"] else np.int8)
+    assert z_K.dtype == np.int8
     assert z_K[:12].tolist() == vector["first"]
     assert int(z_K.sum()) == vector["sum"]
     assert hashlib.sha256(z_K.astype("<i4").tobytes()).hexdigest() == vector["sha256"]
@@ -114,10 +111,10 @@ def test_numbers_that_do_not_fit_their_counter_word_are_refused(changes: dict[st
         direction(**numbers | changes)
 
 
-@pytest.mark.parametrize("header", header_kinds((70, 0, 60), make_exponents(130))[:6])
-def test_no_element_is_beyond_the_bound_and_sigma_is_the_root_mean_square(header: LogHeader) -> None:
-    z_DK = np.concatenate([directions_of(header, step, make_exponents(130)) for step in range(400)])
-    assert np.abs(z_DK).max() == header.bound
+@pytest.mark.parametrize("header", header_kinds((70, 0, 60)))
+def test_no_element_is_beyond_1_and_sigma_is_the_root_mean_square(header: LogHeader) -> None:
+    z_DK = np.concatenate([directions_of(header, step) for step in range(400)])
+    assert np.abs(z_DK).max() == 1
     if header.split is None:
         assert not z_DK[:, : header.moving.start].any()
         moving_DK = z_DK[:, header.moving].astype(float)
@@ -125,23 +122,3 @@ def test_no_element_is_beyond_the_bound_and_sigma_is_the_root_mean_square(header
     else:
         assert not z_DK[0::3, 70:].any()
         assert not z_DK[1::3, :70].any()
-
-
-@pytest.mark.parametrize(
-    "e_K",
-    [
-        *(np.array(bad, np.int8) for bad in ([0, 16], [-1, 3], [1, 3], [0, 0], [], [[0, 1]])),
-        np.array([0, 1], dtype=np.int64),
-    ],
-)
-def test_arrays_that_are_no_exponents_are_refused(e_K: Any) -> None:
-    with pytest.raises(InputError, match="expected exponents"):
-        Exponents(e_K, DIGEST)
-
-
-def test_exponents_say_of_themselves_what_a_header_needs() -> None:
-    exponents = make_exponents(147, largest=15)
-    assert exponents.use.largest == 15
-    assert exponents.use.sum_of_squares == sum(4**d for d in exponents.e_K.tolist())
-    assert make_header(exponents=exponents.use).needed_exponents(exponents) is exponents.e_K
-    assert make_header().needed_exponents(exponents) is None

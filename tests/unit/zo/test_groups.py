@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
-from permille.errors import InputError, PackageError
+from permille.errors import InputError
 from permille.zo.estimators import Descent, estimate
-from permille.zo.exponents import Exponents
 from permille.zo.groups import group_sums, grouping
 from permille.zo.header import LogHeader
 from permille.zo.records import StepFlag
 from permille.zo.steps import apply_record, change_step
 from tests.unit.zo import reference
-from tests.unit.zo.logs import BATCH, QuadraticEngine, kind_fields, make_exponents, make_header
+from tests.unit.zo.logs import BATCH, QuadraticEngine, kind_fields, make_header
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "directions.json").read_text())
 COUNTS = (70, 0, 1, 129)
@@ -44,8 +43,6 @@ def dense(header: LogHeader, step: int) -> NDArray[np.int64]:
 def test_groups_match_the_golden_vectors(vector: dict[str, Any]) -> None:
     header = gradient_header(seed=int(vector["seed"], 16), counts=(5, 0, 129, 40), queries=3)
     z_K = dense(header, vector["step"])[vector["query"]]
-    if vector["exponents"]:
-        z_K <<= np.array(GOLDEN["exponents"][0])
     assert z_K[:12].tolist() == vector["first"]
     assert int(z_K.sum()) == vector["sum"]
     assert hashlib.sha256(z_K.astype("<i4").tobytes()).hexdigest() == vector["sha256"]
@@ -86,36 +83,32 @@ def test_weights_of_several_tasks_and_steps_of_several_parts_are_one_sum(
     np.testing.assert_array_equal(group_sums(header, c_TQ, threads=2), whole_K)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_projection_is_orthogonal(scaled: bool) -> None:
-    header, e_K = gradient_header(), make_exponents(K).e_K if scaled else None
+def test_a_projection_is_orthogonal() -> None:
+    header = gradient_header()
     change_K = np.random.default_rng(0).standard_normal(K)
     found = grouping(header, 5)
-    z_QK = dense(header, 5) << (0 if e_K is None else e_K)
-    kept_K = found.project(change_K, e_K) @ z_QK
+    z_QK = dense(header, 5)
+    kept_K = found.project(change_K) @ z_QK
     np.testing.assert_allclose(z_QK @ (change_K - kept_K), 0, atol=1e-9)
-    np.testing.assert_allclose(found.project(kept_K, e_K) @ z_QK, kept_K, atol=1e-12)
+    np.testing.assert_allclose(found.project(kept_K) @ z_QK, kept_K, atol=1e-12)
 
 
 def test_an_empty_group_has_nothing_of_a_change() -> None:
-    found_Q = grouping(gradient_header(queries=8192), 0).project(np.ones(K), None)
+    found_Q = grouping(gradient_header(queries=8192), 0).project(np.ones(K))
     assert np.isfinite(found_Q).all()
     assert (found_Q == 0).sum() > 7900
 
 
-@pytest.mark.parametrize("exponents", [None, make_exponents(K)])
-def test_a_record_moves_the_state_by_the_projection_rounded_to_the_lattice(
-    exponents: Exponents | None,
-) -> None:
-    header = gradient_header(exponents=None if exponents is None else exponents.use)
+def test_a_record_moves_the_state_by_the_projection_rounded_to_the_lattice() -> None:
+    header = gradient_header()
     change_K = np.random.default_rng(1).standard_normal(K).astype(np.float32)
-    record = change_step(change_K, 2.5, header, 3, exponents)
+    record = change_step(change_K, 2.5, header, 3)
     assert (record.step, record.loss, record.flags) == (3, 2.5, StepFlag.NONE)
-    z_QK = dense(header, 3) << (0 if exponents is None else exponents.e_K)
+    z_QK = dense(header, 3)
     exact_Q = (z_QK @ change_K.astype(np.float64)) / (z_QK**2).sum(axis=1) * 2.0**20
     assert np.abs(np.array(record.coefficients) - exact_Q).max() <= 0.5
     s_K = np.zeros(K, dtype=np.int64)
-    apply_record(s_K, record, header, exponents)
+    apply_record(s_K, record, header)
     np.testing.assert_array_equal(s_K, np.array(record.coefficients) @ z_QK)
 
 
@@ -126,12 +119,6 @@ def test_what_is_not_finite_or_too_large_is_rejected_and_moves_nothing(change: f
     record = change_step(change_K, loss, gradient_header(), 0)
     assert record.flags is StepFlag.REJECTED
     assert set(record.coefficients) == {0}
-
-
-def test_a_change_is_refused_where_the_exponents_are_not_there() -> None:
-    header = gradient_header(exponents=make_exponents(K).use)
-    with pytest.raises(PackageError, match="log-binding"):
-        change_step(np.zeros(K), 1.0, header, 0)
 
 
 def test_losses_alone_make_no_such_step() -> None:

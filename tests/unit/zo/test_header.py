@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,16 +10,14 @@ from hypothesis import strategies as st
 
 from permille.choices import EstimatorKind
 from permille.errors import InputError, PackageError
-from permille.zo.exponents import ExponentsUse
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from tests.unit.zo.logs import DIGEST, kind_fields, make_header
 
 K = 147
-EXPONENTS = ExponentsUse(digest=DIGEST, largest=2, sum_of_squares=588)
 
 BYTES = (
     b'{"counts":[130,0,17],"directions":"rademacher","epsilon":"0x1.0624dd2f1a9fcp-10","estimator":"spsa",'
-    b'"exponents":null,"first_tensor":0,"format":"permille-log","generator":"philox4x32-10","generator_version":1,'
+    b'"first_tensor":0,"format":"permille-log","generator":"philox4x32-10","generator_version":1,'
     b'"learning_rate":"0x1.999999999999ap-4","mask_digest":"sha256:' + b"b" * 64 + b'",'
     b'"package_digest":"sha256:' + b"a" * 64 + b'","queries":2,"schedule":"constant",'
     b'"seed":"0123456789abcdef","split":null,"step_unit_exponent":-20,"total_steps":5000,"version":1}'
@@ -43,15 +40,6 @@ def test_a_header_has_the_bytes_that_the_format_states() -> None:
             "learning_rate": st.floats(1e-300, 1e300),
             "total_steps": st.integers(1, 2**24),
             "step_unit_exponent": st.integers(-149, 64),
-            "exponents": st.one_of(
-                st.none(),
-                st.builds(
-                    ExponentsUse,
-                    digest=st.just(DIGEST),
-                    largest=st.integers(1, 15),
-                    sum_of_squares=st.integers(K, K * 4**15),
-                ),
-            ),
         }
     ),
     estimator=st.sampled_from(EstimatorKind),
@@ -95,7 +83,6 @@ def split(**changes: Any) -> dict[str, Any]:
         {"first_tensor": 1, "counts": (130, 0, 0)},
         split() | {"first_tensor": 2},
         *(split() | {"counts": bad} for bad in ((0, 0, 147), (130, 17, 0))),
-        *({"exponents": replace(EXPONENTS, sum_of_squares=bad)} for bad in (K - 1, K * 4**15 + 1)),
     ],
 )
 def test_a_header_outside_the_limits_cannot_be_made(changes: dict[str, Any]) -> None:
@@ -112,35 +99,24 @@ def test_names_become_members_and_unknown_ones_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "field", "bad"),
+    ("field", "bad"),
     [
-        *(("exponents", "digest", bad) for bad in (None, "sha256:abc")),
-        *(("exponents", "largest", bad) for bad in (0, 16, True)),
-        *(("exponents", "sum_of_squares", bad) for bad in ("588", 588.0)),
-        *(("exponents", "unknown", 1), ("split", "unknown", 1), ("split", "first_upper_tensor", "2")),
-        *(("split", "lower_queries", bad) for bad in (-1, 10**30)),
+        ("unknown", 1),
+        ("first_upper_tensor", "2"),
+        *(("lower_queries", bad) for bad in (-1, 10**30)),
     ],
 )
-def test_bytes_with_a_part_outside_the_limits_are_refused(part: str, field: str, bad: object) -> None:
-    header = make_header(**kind_fields(EstimatorKind.SPLIT), exponents=EXPONENTS)
+def test_bytes_with_a_split_outside_the_limits_are_refused(field: str, bad: object) -> None:
+    header = make_header(**kind_fields(EstimatorKind.SPLIT))
     fields = json.loads(header.to_bytes())
-    fields[part][field] = bad
+    fields["split"][field] = bad
     _refused(fields)
 
 
-_SHAPES: tuple[object, ...] = (False, 0, [], "x", {}, {"digest": 1})
-
-
-@pytest.mark.parametrize(
-    ("part", "bad"),
-    [
-        *((part, shape) for part in ("exponents", "split") for shape in _SHAPES),
-        ("split", None),
-    ],
-)
-def test_bytes_with_a_part_of_another_shape_are_refused(part: str, bad: object) -> None:
+@pytest.mark.parametrize("bad", [None, False, 0, [], "x", {}, {"digest": 1}])
+def test_bytes_with_a_split_of_another_shape_are_refused(bad: object) -> None:
     fields = json.loads(make_header(**kind_fields(EstimatorKind.SPLIT)).to_bytes())
-    _refused(fields | {part: bad})
+    _refused(fields | {"split": bad})
 
 
 def _refused(fields: dict[str, Any]) -> None:
@@ -149,10 +125,10 @@ def _refused(fields: dict[str, Any]) -> None:
         LogHeader.from_bytes(data)
 
 
-def test_sigma_and_bound_are_those_of_the_directions() -> None:
-    assert (make_header().sigma, make_header().bound) == (1.0, 1)
-    scaled = make_header(exponents=EXPONENTS)
-    assert (scaled.sigma, scaled.bound) == (math.sqrt(588 / K), 4)
+def test_sigma_is_that_of_the_directions() -> None:
+    assert make_header().sigma == 1.0
+    groups = make_header(**kind_fields(EstimatorKind.GRADIENT), queries=7)
+    assert groups.sigma == math.sqrt(1 / 7)
 
 
 @pytest.mark.parametrize("wrong", ["package_digest", "mask_digest", "counts"])

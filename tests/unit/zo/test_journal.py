@@ -19,7 +19,6 @@ from tests.unit.zo import reference
 from tests.unit.zo.logs import (
     fields_of,
     flipped,
-    make_exponents,
     make_header,
     make_records,
     random_rows,
@@ -208,17 +207,19 @@ def test_a_record_that_does_not_continue_the_journal_is_not_written(path: Path, 
         journal.append(make_records(ROWS)[0])
 
 
-def test_a_record_that_could_leave_the_exact_range_is_not_written(path: Path) -> None:
-    header = make_header(queries=1024, exponents=make_exponents(147, largest=5).use)
-    largest = make_records([[-(2**31) + 1] * 1024] * 129)
-    with Journal.create(path, header) as journal:
-        for record in largest[:128]:
+def test_a_record_that_could_leave_the_exact_range_is_not_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("permille.zo.records.STATE_LIMIT", 1000)
+    records = make_records([[-400, 100]] * 3)
+    with Journal.create(path, make_header()) as journal:
+        for record in records[:2]:
             journal.append(record)
         with pytest.raises(InputError, match="2\\*\\*53"):
-            journal.append(largest[128])
-        assert journal.next_step == 128
+            journal.append(records[2])
+        assert journal.next_step == 2
     with Journal.open(path) as journal, pytest.raises(InputError, match="2\\*\\*53"):
-        journal.append(largest[128])
+        journal.append(records[2])
 
 
 def test_every_append_is_synced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Replay: the integers of the reference, in any order, in any pieces, with the package's own exponents."""
+"""Replay: the integers of the reference, in any order, in any pieces."""
 
 import json
 from itertools import pairwise
@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from permille.errors import InputError, PackageError
-from permille.zo.estimators import directions_of
-from permille.zo.exponents import Exponents
+from permille.errors import InputError
 from permille.zo.header import LogHeader
 from permille.zo.lattice import STATE_LIMIT, state_digest
 from permille.zo.log import decode_canonical, encode_canonical
@@ -23,10 +21,8 @@ from permille.zo.replay import replay
 from permille.zo.steps import apply_record
 from tests.unit.zo import reference
 from tests.unit.zo.logs import (
-    DIGEST,
     fields_of,
     header_kinds,
-    make_exponents,
     make_header,
     make_records,
     random_rows,
@@ -35,8 +31,7 @@ from tests.unit.zo.logs import (
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "directions.json").read_text())
 COUNTS = (70, 0, 60)
 K = sum(COUNTS)
-EXPONENTS = make_exponents(K)
-KINDS = header_kinds(COUNTS, EXPONENTS)
+KINDS = header_kinds(COUNTS)
 
 
 @pytest.mark.parametrize("golden", GOLDEN["logs"])
@@ -50,8 +45,7 @@ def test_golden_logs_encode_to_their_bytes_and_replay_to_their_states(golden: di
         )
     ]
     assert encode_canonical(log.header, records) == data
-    exponents = Exponents(np.array(GOLDEN["exponents"][0], dtype=np.int8), DIGEST)
-    s_K = replay(log.header, log.coefficients_TQ, exponents)
+    s_K = replay(log.header, log.coefficients_TQ)
     assert s_K[:8].tolist() == golden["first"]
     assert digest_of(log.header, s_K) == golden["state_digest"]
 
@@ -60,9 +54,9 @@ def test_golden_logs_encode_to_their_bytes_and_replay_to_their_states(golden: di
 def test_an_independent_replay_of_the_bytes_finds_the_same_state(header: LogHeader) -> None:
     data = encode_canonical(header, make_records(random_rows(9, 3)))
     fields, rows = reference.read_log(data)
-    expected = reference.state_digest(fields, reference.state(fields, rows, EXPONENTS.e_K.tolist()))
+    expected = reference.state_digest(fields, reference.state(fields, rows))
     log = decode_canonical(data, max_bytes=1 << 20, max_steps=100)
-    assert digest_of(log.header, replay(log.header, log.coefficients_TQ, EXPONENTS)) == expected
+    assert digest_of(log.header, replay(log.header, log.coefficients_TQ)) == expected
 
 
 @pytest.mark.parametrize("size", [1, 1024, 2**31 - 1])
@@ -88,8 +82,8 @@ def test_replay_is_the_same_in_every_order_and_for_every_split(
     order.shuffle(parts)
     s_K = np.zeros(K, dtype=np.int64)
     for start, stop in parts:
-        s_K += replay(header, coefficients_TQ[start:stop], EXPONENTS, start=start, threads=threads)
-    assert np.array_equal(s_K, replay(header, coefficients_TQ, EXPONENTS))
+        s_K += replay(header, coefficients_TQ[start:stop], start=start, threads=threads)
+    assert np.array_equal(s_K, replay(header, coefficients_TQ))
 
 
 def test_an_empty_log_is_the_base() -> None:
@@ -123,46 +117,15 @@ def test_the_range_ends_exactly_at_2_to_the_53(rows: list[list[int]]) -> None:
         replay(header, np.array(rows))
 
 
-def test_the_range_counts_the_largest_element_in_every_place_that_bounds_it() -> None:
-    exponents = make_exponents(K, largest=15)
-    header = make_header(queries=1, counts=COUNTS, exponents=exponents.use, total_steps=200)
-    steps = STATE_LIMIT // 2**15 // (2**31 - 1)
-    rows = np.full((steps, 1), 2**31 - 1)
-    assert weight_of_rows(rows, header) == steps * (2**31 - 1) * 2**15
-    replay(header, rows, exponents)
+def test_a_step_that_could_leave_the_range_is_refused_and_moves_nothing() -> None:
+    rows = np.full((STATE_LIMIT // (2**31 - 1) // 1024, 1024), 2**31 - 1)
+    assert weight_of_rows(rows) == rows.size * (2**31 - 1)
     with pytest.raises(InputError, match=r"2\*\*53"):
-        check_weight(weight_of_rows(np.append(rows, rows[:1], axis=0), header))
+        check_weight(weight_of_rows(np.append(rows, rows[:1], axis=0)))
+    s_K = np.full(K, STATE_LIMIT - 2**31 + 2, dtype=np.int64)
     with pytest.raises(InputError, match=r"2\*\*53"):
-        replay(header, np.append(rows, rows[:1], axis=0), exponents)
-    s_K = np.full(K, STATE_LIMIT - 2**31, dtype=np.int64)
-    with pytest.raises(InputError, match=r"2\*\*53"):
-        apply_record(s_K, make_records([[2**31 - 1]])[0], header, exponents)
-    assert (s_K == STATE_LIMIT - 2**31).all()
-
-
-def other_exponents() -> list[Any]:
-    less_K = EXPONENTS.e_K.copy()
-    less_K[2:] = 0
-    cases = {
-        "none": None,
-        "digest": Exponents(EXPONENTS.e_K, "sha256:" + "e" * 64),
-        "numbers": Exponents(less_K, DIGEST),
-        "k": Exponents(np.append(EXPONENTS.e_K, np.int8(0)), DIGEST),
-    }
-    return [pytest.param(exponents, id=name) for name, exponents in cases.items()]
-
-
-@pytest.mark.parametrize("exponents", other_exponents())
-def test_a_log_is_refused_where_its_exponents_are_not_there(exponents: Exponents | None) -> None:
-    header = make_header(exponents=EXPONENTS.use, counts=COUNTS)
-    rows = np.array(random_rows(5))
-    for call in (
-        lambda: replay(header, rows, exponents),
-        lambda: directions_of(header, 0, exponents),
-        lambda: apply_record(np.zeros(K, np.int64), make_records([[0, 0]])[0], header, exponents),
-    ):
-        with pytest.raises(PackageError, match=r"^log-binding:"):
-            call()
+        apply_record(s_K, make_records([[2**31 - 1]])[0], make_header(queries=1, counts=COUNTS))
+    assert (s_K == STATE_LIMIT - 2**31 + 2).all()
 
 
 def digest_of(header: LogHeader, s_K: NDArray[np.int64]) -> str:

@@ -23,7 +23,6 @@ from tests.unit.zo.logs import (
     QuadraticEngine,
     fields_of,
     kind_fields,
-    make_exponents,
     make_header,
 )
 
@@ -32,7 +31,6 @@ RNG = np.random.default_rng(5)
 W_BASE = RNG.normal(0, 1, K).astype(np.float32)
 ENGINE = QuadraticEngine(RNG.normal(0, 1, K).astype(np.float32), RNG.uniform(0.5, 2, K).astype(np.float32))
 ZERO = np.zeros(K, dtype=np.int64)
-EXPONENTS = make_exponents(K, largest=2)
 
 
 def loss_of(s_K: NDArray[np.int64], header: LogHeader) -> float:
@@ -49,10 +47,9 @@ def step_of(
 
 
 @pytest.mark.parametrize("estimator", ESTIMATES)
-@pytest.mark.parametrize("use", [None, EXPONENTS.use], ids=["plain", "scaled"])
 @pytest.mark.parametrize("schedule", Schedule)
 def test_steps_reduce_the_loss_and_the_log_replays_to_the_same_state(
-    estimator: EstimatorKind, use: Any, schedule: Schedule
+    estimator: EstimatorKind, schedule: Schedule
 ) -> None:
     learning_rate, queries, steps = 0.02, 4, 150
     header = make_header(
@@ -62,18 +59,17 @@ def test_steps_reduce_the_loss_and_the_log_replays_to_the_same_state(
         epsilon=1e-2,
         total_steps=steps,
         step_unit_exponent=step_unit_exponent_for(learning_rate, 20.0, queries),
-        exponents=use,
     )
-    descent = Descent(header=header, w_base_K=W_BASE, exponents=EXPONENTS)
+    descent = Descent(header=header, w_base_K=W_BASE)
     s_K = ZERO.copy()
     rows = []
     for step in range(steps):
         record = take_step(ENGINE, BATCH, descent, s_K, step, normalised=False)
         assert record.flags is StepFlag.NONE
-        apply_record(s_K, record, header, EXPONENTS)
+        apply_record(s_K, record, header)
         rows.append(record.coefficients)
     assert loss_of(s_K, header) < 0.3 * loss_of(ZERO, header)
-    assert np.array_equal(replay(header, np.array(rows), EXPONENTS), s_K)
+    assert np.array_equal(replay(header, np.array(rows)), s_K)
 
 
 def test_a_step_is_pure_and_depends_on_its_number() -> None:
@@ -133,8 +129,7 @@ def test_a_normalised_step_is_as_long_as_its_learning_rate_says() -> None:
     assert step_of([1.0, 1.0, 1.0, 1.0], normalised=True, **fields).coefficients == (0, 0)
 
 
-@pytest.mark.parametrize("use", [None, EXPONENTS.use], ids=["plain", "scaled"])
-def test_one_sided_steps_of_groups_reduce_the_loss_and_replay(use: Any) -> None:
+def test_one_sided_steps_of_groups_reduce_the_loss_and_replay() -> None:
     header = make_header(
         estimator=EstimatorKind.ONE_SIDED,
         directions=DirectionKind.GROUPS,
@@ -144,20 +139,19 @@ def test_one_sided_steps_of_groups_reduce_the_loss_and_replay(use: Any) -> None:
         epsilon=1e-2,
         total_steps=60,
         step_unit_exponent=-20,
-        exponents=use,
     )
-    descent = Descent(header=header, w_base_K=W_BASE, exponents=EXPONENTS)
+    descent = Descent(header=header, w_base_K=W_BASE)
     s_K, rows = ZERO.copy(), []
     for step in range(60):
-        z_QK = directions_of(header, step, EXPONENTS)
+        z_QK = directions_of(header, step)
         assert (np.count_nonzero(z_QK, axis=0) == 1).all()
         record = take_step(ENGINE, BATCH, descent, s_K, step, normalised=True)
         before_K = s_K.copy()
-        apply_record(s_K, record, header, EXPONENTS)
+        apply_record(s_K, record, header)
         assert np.array_equal(s_K - before_K, np.array(record.coefficients) @ z_QK)
         rows.append(record.coefficients)
     assert loss_of(s_K, header) < 0.7 * loss_of(ZERO, header)
-    assert np.array_equal(replay(header, np.array(rows), EXPONENTS), s_K)
+    assert np.array_equal(replay(header, np.array(rows)), s_K)
 
 
 def test_the_linear_schedule_falls_to_zero_at_the_last_step() -> None:

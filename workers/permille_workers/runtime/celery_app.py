@@ -18,13 +18,14 @@ from typing import Any
 from celery import signals
 from sqlalchemy.exc import DBAPIError
 
-from permille.errors import RetryableError
+from permille.errors import OperatorError, RetryableError
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import QUEUE, TASK_NAME, CeleryDispatcher, celery_app
+from permille.store.migrations.schema import check_newest
 from permille_workers.runtime import broker
-from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown, Supervisor
 from permille_workers.runtime.sweeper import Sweeper
 
@@ -38,34 +39,35 @@ class _Slots:
     supervisor: Supervisor
     name: str
     _free: threading.Semaphore = field(init=False)
-    _told_at: float = field(default_factory=time.monotonic)
+    _message_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self._free = threading.Semaphore(self.supervisor.settings.concurrency)
 
-    def told_of(self, job_id: str) -> None:
+    def on_message(self, job_id: str) -> None:
         """A message has come: run a job, if there is one."""
-        self._told_at = time.monotonic()
+        self._message_at = time.monotonic()
         with self._free:
             if not self._run_next():
                 _log.info("nothing to do, told of %s", job_id)
 
-    def look(self) -> None:
-        """Until the shutdown: where no message has come for as long as each is sent again, look for jobs."""
-        shutdown, silence_s = self.supervisor.shutdown, self.supervisor.settings.resend_after_s
+    def watch_queue(self) -> None:
+        """Look for jobs until the shutdown, where no message has come for a while: the broker may be away."""
+        shutdown, silence_s = self.supervisor.shutdown, RESEND_AFTER_S
         while not shutdown.asked.wait(silence_s):
-            if time.monotonic() - self._told_at < silence_s or not self._free.acquire(blocking=False):
+            if time.monotonic() - self._message_at < silence_s or not self._free.acquire(blocking=False):
                 continue
             try:
                 while not shutdown.asked.is_set() and self._run_next():
                     _log.warning("was told of no job for %.0f s, and found one", silence_s)
-            except (DBAPIError, OSError) as exc:
+            except (DBAPIError, OSError, OperatorError) as exc:
                 _log.warning("database or machine cannot serve, will try again: %s", exc)
             finally:
                 self._free.release()
 
     def _run_next(self) -> bool:
         with self.supervisor.db.write() as session:
+            check_newest(session)
             claim = claims.claim(session, worker=self.name, lease_s=self.supervisor.settings.lease_s)
         if claim is not None:
             self.supervisor.run(claim)
@@ -78,7 +80,7 @@ def make_app(broker_url: str, slots: _Slots) -> Any:
 
     @app.task(name=TASK_NAME)  # type: ignore[untyped-decorator]
     def run_job(job_id: str) -> None:
-        slots.told_of(job_id)
+        slots.on_message(job_id)
 
     return app
 
@@ -113,7 +115,7 @@ def run_celery_worker(
     )
     threads = [
         threading.Thread(target=sweeper.run, name="sweeper", daemon=True),
-        threading.Thread(target=slots.look, name="look", daemon=True),
+        threading.Thread(target=slots.watch_queue, name="watch", daemon=True),
     ]
     for thread in threads:
         thread.start()

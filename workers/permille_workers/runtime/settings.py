@@ -1,14 +1,20 @@
 """The settings of a worker process."""
 
+from typing import Final
+
 from pydantic import Field, SecretStr
 
 from permille.schemas.masks import Dtype
-from permille.store.settings import StoreSettings
+from permille.store.settings import SettingsGroup, StoreSettings
+
+RESEND_AFTER_S: Final = 60.0
+"""Seconds after which a queued job is sent again, and a worker that was sent none looks for jobs itself."""
 
 
-class WorkerSettings(StoreSettings):
-    """What a worker needs beyond the store."""
+class QueueSettings(SettingsGroup):
+    """How workers take jobs"""
 
+    concurrency: int = Field(default=1, ge=1, le=64, description="jobs at a time")
     lease_s: float = Field(
         default=30.0, gt=0, description="silence after which a job is given to another worker"
     )
@@ -25,18 +31,16 @@ class WorkerSettings(StoreSettings):
         description="how often one of the workers applies retention rules and deletes what no row names; "
         "0: only `permille blobs collect` does",
     )
-    resend_after_s: float = Field(
-        default=60.0, gt=0, description="a queued job is sent to the broker again after this"
-    )
-    cancel_grace_s: float = Field(
-        default=10.0, ge=0, description="a job that was asked to stop is killed after this"
-    )
     drain_s: float = Field(
         default=20.0,
         ge=0,
         description="after SIGTERM running jobs may take so long, then they go back to the queue",
     )
-    concurrency: int = Field(default=1, ge=1, le=64, description="jobs at a time")
+
+
+class ComputeSettings(SettingsGroup):
+    """Where and how jobs compute"""
+
     threads: int | None = Field(
         default=None, ge=1, description="compute threads of each job; none: as many as the library takes"
     )
@@ -51,6 +55,11 @@ class WorkerSettings(StoreSettings):
         description="in which precision scores and perplexity are computed there: `bfloat16`, `float16`; "
         "sums stay float32. The same for all workers that share jobs",
     )
+
+
+class ReachSettings(SettingsGroup):
+    """Metrics and keeper of a worker"""
+
     metrics_port: int | None = Field(
         default=None,
         ge=1,
@@ -61,3 +70,7 @@ class WorkerSettings(StoreSettings):
     keeper_token: SecretStr | None = Field(
         default=None, description="what the [keeper](../privacy.md) of masked rounds asks for"
     )
+
+
+class WorkerSettings(ReachSettings, ComputeSettings, QueueSettings, StoreSettings):
+    """What a worker needs beyond the store."""

@@ -30,6 +30,7 @@ from permille_workers.runtime.metrics import ATTEMPT_S, LEASES_LOST
 from permille_workers.runtime.settings import WorkerSettings
 
 CHILD_COMMAND = (sys.executable, "-P", "-m", "permille_workers.runtime.child")
+CANCEL_GRACE_S = 10.0  # a job that was asked to stop is killed after this
 _TAIL_LINES = 40
 _LAST_WORDS_S = 5.0
 _TOLD_BY_CHILD = (JobState.SUCCEEDED, JobState.FAILED)  # of this attempt: nobody else ends a job so
@@ -116,7 +117,7 @@ class Supervisor:
         while not _exited(child, self.settings.poll_s):
             at = time.monotonic()
             try:
-                cancel = self._look(claim, renew=at - renewed_at >= renew_every_s)
+                cancel = self._renew_and_read_cancel(claim, renew=at - renewed_at >= renew_every_s)
             except StaleClaimError as exc:
                 # Usually the child has just published its result and is on its way out, maybe slowly.
                 if not _exited(child, _LAST_WORDS_S) and self._state_after(claim) not in _TOLD_BY_CHILD:
@@ -131,7 +132,7 @@ class Supervisor:
             if at - renewed_at >= renew_every_s:
                 renewed_at = at
             if cancel and kill_at is None:
-                kill_at = at + self.settings.cancel_grace_s
+                kill_at = at + CANCEL_GRACE_S
             if kill_at is not None and at >= kill_at:
                 self._end(child, claim, cancelled=True)
                 return
@@ -139,7 +140,7 @@ class Supervisor:
                 self._end(child, claim, cancelled=False)
                 return
 
-    def _look(self, claim: Claim, *, renew: bool) -> bool:
+    def _renew_and_read_cancel(self, claim: Claim, *, renew: bool) -> bool:
         if renew:
             with self.db.write() as session:
                 return claims.renew(session, claim, lease_s=self.settings.lease_s) is not None

@@ -13,22 +13,24 @@ from sqlalchemy.exc import DBAPIError
 from permille.errors import PermilleError
 from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
+from permille.store.clock import pull_back
 from permille.store.database import Database
 from permille.store.federations import rounds
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import CeleryDispatcher, note_worker
+from permille.store.migrations.schema import check_newest
 from permille.store.retention import rules
 from permille.store.retention.collection import collect, take_turn
 from permille.store.retention.references import references
 from permille.telemetry import Outage
 from permille_workers.runtime.metrics import count_sweep
-from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
 
 _ENOUGH_MESSAGES = 100  # each wakes a worker, whichever job it names: more would only fill the broker
 _UNFINISHED_BLOB_S = 86_400.0  # what a killed writer left; a living one has written within a day
-_LOOK_S = 60.0  # how often to look whether it is time to collect
+_LOOK_S = 60.0  # how often to look whether it is time to collect, and whether the clock has gone back
 _BUCKET_EVERY_S = 60.0  # each listing of a bucket is paid for
 
 _log = logging.getLogger(__name__)
@@ -49,13 +51,15 @@ class Sweeper:
     def run(self) -> None:
         """Sweep every `sweep_s` seconds, a bucket once a minute; what is away is waited for."""
         every_s = 0.0 if self.settings.blob_bucket is None else _BUCKET_EVERY_S
-        blobs_due = time.monotonic()
+        blobs_due = clock_due = time.monotonic()
         rows = Outage(_log, "cannot sweep, database or disk is out of reach")
         blobs = Outage(_log, "cannot sweep, database, disk or bucket is out of reach")
         threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
         while not self.shutdown.asked.wait(self.settings.sweep_s):
-            due = _done(self._sweep_rows, rows) and time.monotonic() >= blobs_due
-            if due and _done(self._sweep_blobs, blobs):
+            if time.monotonic() >= clock_due and _try_step(self._pull_back, rows):
+                clock_due = time.monotonic() + _LOOK_S
+            due = _try_step(self._sweep_rows, rows) and time.monotonic() >= blobs_due
+            if due and _try_step(self._sweep_blobs, blobs):
                 blobs_due = time.monotonic() + every_s
 
     def sweep(self) -> None:
@@ -63,7 +67,13 @@ class Sweeper:
         self._sweep_rows()
         self._sweep_blobs()
 
+    def _pull_back(self) -> None:
+        if moved := pull_back(self.db):
+            _log.warning("the clock has gone back: %d jobs count from now on", moved)
+
     def _sweep_rows(self) -> None:
+        with self.db.read() as session:
+            check_newest(session)
         report = claims.sweep(self.db)
         count_sweep(report)
         if report.requeued or report.died or report.cancelled:
@@ -119,14 +129,14 @@ class Sweeper:
         if self.dispatcher is None or self.dispatcher.waiting() >= _ENOUGH_MESSAGES:
             return
         with self.db.write() as session:
-            job_ids = claims.take_undispatched(session, resend_after_s=self.settings.resend_after_s)
+            job_ids = claims.take_undispatched(session, resend_after_s=RESEND_AFTER_S)
         refused = [job_id for job_id in job_ids if not self.dispatcher.send(job_id)]
         if refused:
             with self.db.write() as session:
                 claims.mark_undispatched(session, refused)
 
 
-def _done(work: Callable[[], None], outage: Outage) -> bool:
+def _try_step(work: Callable[[], None], outage: Outage) -> bool:
     """Do it; whether it went well."""
     try:
         work()

@@ -7,11 +7,9 @@ The reader verifies the package, as a stranger would, before its row is written.
 from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from permille.digests import JSON
 from permille.errors import InputError
-from permille.models.families import scoped_tensors
 from permille.package.build import ChosenAdapter, ChosenMask, write_layers, write_manifest
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
@@ -21,9 +19,7 @@ from permille.schemas.kinds import parse_request
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
 from permille.schemas.packages import PackageCreate
 from permille.schemas.quantizations import QuantizationCreate
-from permille.sensitivity.scores import fisher_exponents, load_scores
 from permille.store import artifacts
-from permille.store.artifacts import SCORES
 from permille.store.tables import Artifact
 from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS, make_reference
 from permille_workers.runtime.context import Publish, TaskContext
@@ -57,7 +53,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
             raise InputError(
                 f"expected {part.id} to be made of {model.provenance}, got {part.provenance['model']}"
             )
-    chosen = _adapter(request) if mask_row is None else _mask(context, model, mask_row, request)
+    chosen = _adapter(request) if mask_row is None else _mask(context, mask_row)
     context.progress(0.2, "writing what is trained")
     coded: QuantizationCreate = parse_request(JobKind.QUANTIZATION, quantization.request)
     manifest = write_layers(
@@ -113,20 +109,15 @@ def _with_reference(
     return make_reference(package, text_NT=text_NT, chat=chat, made=made, threads=context.settings.threads)
 
 
-def _mask(context: TaskContext, model: SourceModel, mask_row: Artifact, request: PackageCreate) -> ChosenMask:
-    """The mask as a package carries it, with exponents where they are asked for."""
+def _mask(context: TaskContext, mask_row: Artifact) -> ChosenMask:
+    """Return the mask as a package carries it."""
     mask = read_mask(context.blobs, mask_row.digest)
-    exponents_K = None
-    if request.fisher_exponents:
-        context.progress(0.1, "scaling")
-        exponents_K = _exponents(context, model, mask_row, mask)
     asked: FisherMaskCreate | WeightMaskCreate = parse_request(JobKind.MASK, mask_row.request)
     return ChosenMask(
         indices=mask,
         method=asked.method.value,
         density=str(asked.density),
         scope=asked.scope,
-        exponents_K=exponents_K,
     )
 
 
@@ -146,15 +137,3 @@ def _adapter(request: PackageCreate) -> ChosenAdapter:
 def _part(context: TaskContext, kind: JobKind, key: str) -> Artifact:
     with context.db.read() as session:
         return artifacts.get(session, tenant_id=context.claim.tenant_id, kind=kind, key=key)
-
-
-def _exponents(
-    context: TaskContext, model: SourceModel, mask_row: Artifact, mask: dict[str, NDArray[np.uint32]]
-) -> NDArray[np.int8]:
-    """Powers of two from the scores that chose the mask."""
-    stored = artifacts.blob_of(mask_row, SCORES)
-    if stored is None:
-        raise InputError(f"expected a mask with scores, got {mask_row.id}, which has none")
-    scores = load_scores(context.blobs.path(stored.digest))
-    names = [name for name, _ in scoped_tensors(model.checkpoint.config) if name in mask]
-    return fisher_exponents(np.concatenate([scores[name].reshape(-1)[mask[name]] for name in names]))

@@ -16,7 +16,6 @@ from permille.errors import InputError, PackageError, RetryableError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
-from permille.package.reader import Package
 from permille.schemas.jobs import JobKind
 from permille.schemas.runs import MAX_LOG_BYTES, LogForm, LogState, ReplayRequest
 from permille.store import artifacts, runs, uploads
@@ -24,7 +23,6 @@ from permille.store.errors import NotFoundError
 from permille.store.runs import LogVerdict
 from permille.store.tables import Run
 from permille.training.strength import EIGHTHS, scaled
-from permille.zo.exponents import Exponents, exponents_of
 from permille.zo.header import MAX_STEPS
 from permille.zo.lattice import state_digest
 from permille.zo.log import MAX_HEAD_BYTES, CanonicalLog, decode_canonical
@@ -66,7 +64,7 @@ def verdict_of_replay(context: TaskContext, run_row: Run, data: bytes) -> LogVer
     """Decode, compare with the package, replay, compare with the device's state.
 
     Raises:
-        RetryableError: the log or the exponents that it needs cannot be read from our own blobs.
+        RetryableError: the log cannot be read from our own blobs.
     """
     reached_by = _decoded_state if run_row.log_form == LogForm.STATE else _replayed_log
     try:
@@ -110,12 +108,11 @@ def _difference(claimed: object, found: str) -> str | None:
 
 
 def _replayed_log(context: TaskContext, data: bytes, manifest: Manifest) -> _Reached:
-    check_replay_work(data[:MAX_HEAD_BYTES], most=context.settings.max_replay_work)
+    check_replay_work(data[:MAX_HEAD_BYTES])
     log = decode_canonical(data, max_bytes=MAX_LOG_BYTES, max_steps=MAX_STEPS)
     _check_bound_to(log, manifest)
     context.progress(0.1, "replaying")
-    exponents = _exponents(context, manifest, log)
-    s_K = replay(log.header, log.coefficients_TQ, exponents, threads=context.settings.threads or 1)
+    s_K = replay(log.header, log.coefficients_TQ, threads=context.settings.threads or 1)
     header = log.header
     return _Reached(s_K=s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent)
 
@@ -159,13 +156,3 @@ def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
             "log-foreign",
             f"expected a log of package {manifest.digest} and its mask, got one of {header.package_digest}",
         )
-
-
-def _exponents(context: TaskContext, manifest: Manifest, log: CanonicalLog) -> Exponents | None:
-    """The package's exponents where the log's directions are scaled; most logs need none."""
-    if log.header.exponents is None:
-        return None
-    try:
-        return exponents_of(Package.open(context.blobs, manifest.digest))
-    except PackageError as exc:
-        raise RetryableError(f"expected package {manifest.digest} whole among the blobs, got {exc}") from exc

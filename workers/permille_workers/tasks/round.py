@@ -18,13 +18,11 @@ from permille.federation.definition import GAIN_NATS, Definition, decode_key
 from permille.federation.masked import Masked, decode_sent
 from permille.federation.private_rounds import noised_gains, round_of_sum
 from permille.federation.rounds import History, Round, combine, decode_segment
-from permille.package.reader import Package
 from permille.schemas.federations import RoundRequest
 from permille.store.federations import contributions, definitions, history, rounds
 from permille.store.federations.contributions import Received
 from permille.store.federations.history import Way
 from permille.store.federations.rounds import Ended
-from permille.zo.exponents import exponents_of
 from permille.zo.packed_state import decode_state
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.private_sums import private_sum
@@ -45,7 +43,7 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
         way = history.newest_way(session, row)
         received = contributions.received(session, federation_id=row.id, number=request.number)
     context.progress(0.0, "reading the state")
-    before = _history(context, definition, way)
+    before = _history(definition, way)
     context.progress(0.2, f"combining {len(received)} contributions")
     token = context.settings.keeper_token
     ended = close(before, received, None if token is None else token.get_secret_value())
@@ -86,7 +84,7 @@ def _combined(
     definition: Definition, number: int, received: Sequence[Received], keeper_token: str | None
 ) -> tuple[Round, tuple[float, float] | None]:
     """The round of these contributions; mean and standard error of their gains, in nats a token, or None."""
-    sent = [_sent(definition, one) for one in received]
+    sent = [_decode(definition, one) for one in received]
     if definition.privacy is not None:
         sum_V = private_sum(definition, number, sent, keeper_token)
         made = round_of_sum(definition, number, len(sent), sum_V)
@@ -95,19 +93,16 @@ def _combined(
     return combine(definition, number, plain), _gains(definition, [one.gain for one in plain])
 
 
-def _sent(definition: Definition, one: Received) -> Contribution | Masked:
+def _decode(definition: Definition, one: Received) -> Contribution | Masked:
     try:
         return decode_sent(one.data, definition, decode_key(one.public_key), one.place)
     except PackageError as exc:
         raise OperatorError(f"expected what {one.device_id} sent as it was accepted, got {exc}") from exc
 
 
-def _history(context: TaskContext, definition: Definition, way: Way) -> History:
+def _history(definition: Definition, way: Way) -> History:
     log = definition.log
-    exponents = None
-    if log.exponents is not None:
-        exponents = exponents_of(Package.open(context.blobs, log.package_digest))
-    found = History.begin(definition, exponents)
+    found = History.begin(definition)
     try:
         if way.checkpoint is not None:
             state, head = way.checkpoint

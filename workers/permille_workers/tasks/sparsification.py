@@ -8,7 +8,7 @@ row and the result's are written in the transaction that ends the job.
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -28,7 +28,6 @@ from permille.pruning.streaming import LinearReport, PruningReport, PruningText,
 from permille.schemas.inputs import SparsifiedModel
 from permille.schemas.sparsifications import Recovery, SparsificationCreate
 from permille.sensitivity.plots import error_picture
-from permille.sparse_tuning.iterative import IterativeText, RoundReport, iterate
 from permille.store import artifacts, inputs
 from permille.store.artifacts import Made
 from permille.store.retention.collection import hold
@@ -44,7 +43,7 @@ from permille_workers.tasks.sources import (
     versions,
 )
 
-_READ, _PRUNED = 0.03, 0.95  # of the time
+_READ, _BEFORE_STEPS, _PRUNED = 0.03, 0.3, 0.95  # of the time
 
 
 def run(context: TaskContext, request: SparsificationCreate) -> Publish:
@@ -121,10 +120,9 @@ def _made(context: TaskContext, model: SourceModel, request: SparsificationCreat
         calibration_NT=calibration.tokens_NT,
         evaluation_ET=None if evaluation is None else evaluation.tokens_NT,
     )
-    if trained is None:
-        folder, report, rounds = _pruned(context, model, request, text)
-    else:
-        folder, report, rounds = _recovered(context, model, request, (text, trained.tokens_NT))
+    folder, report, loss_after = _pruned(
+        context, model, request, text, None if trained is None else trained.tokens_NT
+    )
     plan = request.plan()
     provenance: dict[str, JSON] = {
         "model": model.provenance,
@@ -142,8 +140,7 @@ def _made(context: TaskContext, model: SourceModel, request: SparsificationCreat
         "method": plan.method.value,
         "pattern": request.pattern,
         "zeros": report.rate,
-        "perplexity": _perplexity(report, text, held_out=held_out),
-        "rounds": rounds,
+        "perplexity": _perplexity(report, text, loss_after, held_out=held_out),
         "corpus": {
             "calibration": calibration.read,
             "recovery": trained and trained.read,
@@ -160,61 +157,50 @@ def _made(context: TaskContext, model: SourceModel, request: SparsificationCreat
     return _Sparse(folder=folder, provenance=provenance, content=content, errors=errors)
 
 
-_Found = tuple[Path, PruningReport, list[dict[str, object]]]
-"""A sparse model, what pruning lost, and a row for each round of a recovery."""
-
-
 def _pruned(
-    context: TaskContext, model: SourceModel, request: SparsificationCreate, text: PruningText
-) -> _Found:
-    """Prune once."""
-    from permille_workers.tasks.compute import torch_device
-
-    def progress(done: int, total: int) -> None:
-        fraction = _READ + (_PRUNED - _READ) * done / total
-        context.progress(fraction, f"prune {min(done + 1, total)}/{total}")
-
-    folder = context.work_folder / "model"
-    resume = context.work_folder / "pruning"
-    plan = replace(request.plan(), device=str(torch_device(context.settings.device)))
-    report = prune_model(model.checkpoint, folder, text, plan, resume=resume, progress=progress)
-    return folder, report, []
-
-
-def _recovered(
     context: TaskContext,
     model: SourceModel,
     request: SparsificationCreate,
-    texts: tuple[PruningText, NDArray[np.int64]],
-) -> _Found:
-    """Prune and fine-tune in rounds. Errors of linears are those of the last round that pruned."""
+    text: PruningText,
+    trained_MT: NDArray[np.int64] | None,
+) -> tuple[Path, PruningReport, float | None]:
+    """Prune, and fine-tune where asked: the sparse model, what pruning lost, and the loss at the end."""
+    from permille.models.loading import load_model
+    from permille.pruning.recovery import recover_model
+    from permille.quantization.perplexity import perplexity
     from permille_workers.tasks.compute import torch_device
 
-    text, trained_MT = texts
-    plan = replace(request.rounds(), device=str(torch_device(context.settings.device)))
-    folder, rounds = iterate(
+    device, end = str(torch_device(context.settings.device)), _PRUNED if trained_MT is None else _BEFORE_STEPS
+
+    def progress(begin: float, end: float, what: str) -> Callable[[int, int], None]:
+        return lambda done, total: context.progress(
+            begin + (end - begin) * done / total, f"{what} {min(done + 1, total)}/{total}"
+        )
+
+    folder = context.work_folder / "model"
+    report = prune_model(
         model.checkpoint,
-        context.work_folder / "rounds",
-        IterativeText(
-            calibration_NT=text.calibration_NT, recovery_MT=trained_MT, evaluation_ET=text.evaluation_ET
-        ),
-        plan,
-        progress=lambda share, note: context.progress(_READ + (_PRUNED - _READ) * share, note),
+        folder,
+        text,
+        replace(request.plan(), device=device),
+        resume=context.work_folder / "pruning",
+        progress=progress(_READ, end, "prune"),
     )
-    last = next(found.linears for found in reversed(rounds) if found.linears)
-    report = PruningReport(linears=last, loss_before=rounds[0].loss_before, loss_after=rounds[-1].loss_merged)
-    return folder, report, [_round(found) for found in rounds]
-
-
-def _round(found: RoundReport) -> dict[str, object]:
-    """A round's rate, and perplexity when it began, when it had pruned, when its adapters were merged."""
-    losses = {"before": found.loss_before, "pruned": found.loss_pruned, "after": found.loss_merged}
-    return {
-        "rate": found.rate,
-        "rates": list(found.rates),
-        "trained": found.numbers,
-        "perplexity": {name: loss and math.exp(loss) for name, loss in losses.items()},
-    }
+    if request.recovery is None or trained_MT is None:
+        return folder, report, report.loss_after
+    recovered = context.work_folder / "recovered"
+    recover_model(
+        Checkpoint(folder),
+        recovered,
+        trained_MT,
+        request.recovery.plan(request.seed),
+        device=device,
+        checkpoint=context.work_folder / "steps.npz",
+        progress=progress(end, _PRUNED, "step"),
+    )
+    if text.evaluation_ET is None:
+        return recovered, report, None
+    return recovered, report, perplexity(load_model(recovered).to(device), text.evaluation_ET)["loss"]
 
 
 def _recovery_fields(recovery: Recovery) -> dict[str, JSON]:
@@ -234,17 +220,16 @@ def _row(name: str, rows: Sequence[LinearReport]) -> dict[str, object]:
 
 
 def _perplexity(
-    report: PruningReport, text: PruningText, *, held_out: bool | None
+    report: PruningReport, text: PruningText, loss_after: float | None, *, held_out: bool | None
 ) -> dict[str, object] | None:
-    if report.loss_before is None or report.loss_after is None or text.evaluation_ET is None:
+    if None in (report.loss_before, report.loss_after, loss_after) or text.evaluation_ET is None:
         return None
     rows, length = text.evaluation_ET.shape
+    losses = {"before": report.loss_before, "pruned": report.loss_after, "after": loss_after}
     return {
         "tokens": rows * (length - 1),
-        "before": math.exp(report.loss_before),
-        "after": math.exp(report.loss_after),
-        "loss_before": report.loss_before,
-        "loss_after": report.loss_after,
+        **{name: loss and math.exp(loss) for name, loss in losses.items()},
+        **{f"loss_{name}": loss for name, loss in losses.items()},
         "held_out": held_out,
     }
 

@@ -14,6 +14,13 @@ TEXT, BIG = sa.String(255), sa.BigInteger()
 _column = functools.partial(sa.Column, nullable=False)
 
 
+def _create_partial_index(
+    name: str, table: str, columns: list[str], condition: str, *, unique: bool = False
+) -> None:
+    where = sa.text(condition)
+    op.create_index(name, table, columns, unique=unique, sqlite_where=where, postgresql_where=where)
+
+
 def upgrade() -> None:
     """Create all tables."""
     op.create_table(
@@ -66,7 +73,7 @@ def upgrade() -> None:
         _column("source", sa.JSON()),
         sa.Column("size_bytes", BIG),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
     )
     op.create_table(
@@ -83,9 +90,15 @@ def upgrade() -> None:
         sa.Column("revoked_at", BIG),
         sa.Column("unenrolled_at", BIG),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
         sa.UniqueConstraint("tenant_id", "public_key"),
+    )
+    _create_partial_index(
+        "ix_devices_active",
+        "devices",
+        ["tenant_id", "release", "version", "alias", "revoked_at", "unenrolled_at"],
+        "revoked_at IS NULL AND unenrolled_at IS NULL",
     )
     op.create_table(
         "idempotent_answers",
@@ -102,8 +115,8 @@ def upgrade() -> None:
         _column("payload", sa.JSON()),
         _column("request_digest", TEXT),
         sa.Column("idempotency_key", TEXT),
-        sa.Column("parent_id", TEXT, sa.ForeignKey("jobs.id"), index=True),
-        sa.Column("device_id", TEXT, sa.ForeignKey("devices.id"), index=True),
+        sa.Column("parent_id", TEXT, sa.ForeignKey("jobs.id")),
+        sa.Column("device_id", TEXT, sa.ForeignKey("devices.id")),
         _column("progress", sa.Double()),
         sa.Column("message", sa.Text()),
         sa.Column("eta_at", BIG),
@@ -123,21 +136,23 @@ def upgrade() -> None:
         _column("updated_at", BIG),
         sa.Column("ended_at", BIG),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
         sa.UniqueConstraint("tenant_id", "idempotency_key"),
     )
     op.create_index("ix_jobs_state", "jobs", ["tenant_id", "state", "id"])
-    op.create_index("ix_jobs_newest", "jobs", ["tenant_id", "id"])
+    op.create_index("ix_jobs_kind", "jobs", ["tenant_id", "kind", "id"])
     op.create_index("ix_jobs_request_digest", "jobs", ["tenant_id", "request_digest"])
-    for name, columns, state in (
-        ("queued", ["tenant_id", "available_at"], "queued"),
-        ("queued_devices", ["tenant_id", "device_id", "available_at", "id"], "queued"),
-        ("undispatched", ["dispatched_at"], "queued"),
-        ("running", ["worker", "tenant_id", "device_id"], "running"),
+    for name, columns, condition in (
+        ("queued", ["tenant_id", "available_at"], "state = 'queued'"),
+        ("queued_devices", ["tenant_id", "device_id", "available_at", "id"], "state = 'queued'"),
+        ("undispatched", ["dispatched_at"], "state = 'queued'"),
+        ("running", ["worker", "tenant_id", "device_id"], "state = 'running'"),
+        ("device", ["device_id", "state"], "device_id IS NOT NULL"),
+        ("ended", ["tenant_id", "ended_at"], "parent_id IS NULL"),
+        ("unsuccessful", ["kind", "state"], "state IN ('cancelled', 'dead', 'failed')"),
     ):
-        where = sa.text(f"state = '{state}'")
-        op.create_index(f"ix_jobs_{name}", "jobs", columns, sqlite_where=where, postgresql_where=where)
+        _create_partial_index(f"ix_jobs_{name}", "jobs", columns, condition)
     op.create_table(
         "models",
         _column("name", TEXT),
@@ -149,7 +164,7 @@ def upgrade() -> None:
         sa.Column("scoped_parameter_count", BIG),
         sa.Column("digest", TEXT),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
     )
     op.create_table(
@@ -161,7 +176,7 @@ def upgrade() -> None:
         sa.Column("last_used_at", BIG),
         sa.Column("revoked_at", BIG),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
     )
     op.create_table(
@@ -177,8 +192,8 @@ def upgrade() -> None:
     op.create_table(
         "artifacts",
         _column("kind", TEXT),
-        _column("job_id", TEXT, sa.ForeignKey("jobs.id")),
-        _column("model_id", TEXT, sa.ForeignKey("models.id"), index=True),
+        _column("job_id", TEXT, sa.ForeignKey("jobs.id"), index=True),
+        _column("model_id", TEXT, sa.ForeignKey("models.id")),
         _column("request", sa.JSON()),
         _column("digest", TEXT),
         sa.Column("k", BIG),
@@ -186,23 +201,19 @@ def upgrade() -> None:
         _column("size_bytes", BIG),
         _column("provenance", sa.JSON()),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
     )
-    where = sa.text("kind = 'package'")
-    op.create_index(
-        "uq_artifacts_package",
-        "artifacts",
-        ["tenant_id", "digest"],
-        unique=True,
-        sqlite_where=where,
-        postgresql_where=where,
+    op.create_index("ix_artifacts_kind", "artifacts", ["tenant_id", "kind", "id"])
+    op.create_index("ix_artifacts_model", "artifacts", ["model_id", "kind", "id"])
+    _create_partial_index(
+        "uq_artifacts_package", "artifacts", ["tenant_id", "digest"], "kind = 'package'", unique=True
     )
     op.create_table(
         "device_nonces",
         _column("nonce_hash", TEXT, primary_key=True),
         _column("device_id", TEXT, sa.ForeignKey("devices.id"), index=True),
-        _column("expires_at", BIG),
+        _column("expires_at", BIG, index=True),
         sa.Column("used_at", BIG),
         _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
         _column("created_at", BIG),
@@ -218,7 +229,7 @@ def upgrade() -> None:
         "device_tokens",
         _column("token_hash", TEXT, primary_key=True),
         _column("device_id", TEXT, sa.ForeignKey("devices.id"), index=True),
-        _column("expires_at", BIG),
+        _column("expires_at", BIG, index=True),
         _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
         _column("created_at", BIG),
     )
@@ -232,7 +243,7 @@ def upgrade() -> None:
         sa.Column("device_id", TEXT, sa.ForeignKey("devices.id")),
         sa.Column("revoked_at", BIG),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
     )
     op.create_table(
@@ -251,18 +262,19 @@ def upgrade() -> None:
         "uploads",
         _column("device_id", TEXT, sa.ForeignKey("devices.id")),
         _column("run_id", TEXT),
-        _column("state", TEXT, index=True),
+        _column("state", TEXT),
         _column("size_bytes", BIG),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
     )
     op.create_index("ix_uploads_device_id_created_at", "uploads", ["device_id", "created_at"])
+    op.create_index("ix_uploads_state", "uploads", ["state", "created_at"])
     op.create_table(
         "runs",
         _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), primary_key=True),
         _column("run_id", TEXT, primary_key=True),
-        _column("device_id", TEXT, sa.ForeignKey("devices.id"), index=True),
+        _column("device_id", TEXT, sa.ForeignKey("devices.id")),
         _column("metrics", sa.JSON()),
         _column("newest", sa.Boolean()),
         sa.Column("release", TEXT),
@@ -285,6 +297,10 @@ def upgrade() -> None:
         sa.Column("deleted_at", BIG),
         _column("created_at", BIG),
     )
+    op.create_index("ix_runs_device", "runs", ["device_id", "created_at"])
+    _create_partial_index(
+        "ix_runs_log_sent_at", "runs", ["tenant_id", "log_sent_at"], "log_upload_id IS NOT NULL"
+    )
     op.create_index("ix_runs_created_at", "runs", ["tenant_id", "created_at", "outcome"])
     op.create_index(
         "ix_runs_newest",
@@ -300,10 +316,11 @@ def upgrade() -> None:
         _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
         _column("role", TEXT),
         _column("media_type", TEXT),
-        _column("digest", TEXT, index=True),
+        _column("digest", TEXT),
         _column("size_bytes", BIG),
         sa.Column("path", sa.String(1024)),
     )
+    op.create_index("ix_artifact_blobs_digest", "artifact_blobs", ["digest", "size_bytes"])
     op.create_table(
         "artifact_sources",
         _column("artifact_id", TEXT, sa.ForeignKey("artifacts.id"), primary_key=True),
@@ -319,7 +336,7 @@ def upgrade() -> None:
         sa.Column("yanked_at", BIG),
         sa.Column("yanked_reason", sa.Text()),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
         sa.UniqueConstraint("tenant_id", "name", "version"),
     )
@@ -354,7 +371,7 @@ def upgrade() -> None:
         sa.Column("adopted_round", sa.Integer()),
         sa.Column("participations", sa.Integer()),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
         sa.UniqueConstraint("tenant_id", "name"),
         sa.UniqueConstraint("tenant_id", "definition_digest"),
@@ -418,3 +435,18 @@ def upgrade() -> None:
         _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
         _column("state", sa.LargeBinary()),
     )
+    for table, column in (
+        ("jobs", "parent_id"),
+        ("artifacts", "made_model_id"),
+        ("runs", "log_upload_id"),
+        ("runs", "log_job_id"),
+        ("rounds", "job_id"),
+    ):
+        _create_partial_index(f"ix_{table}_{column}", table, [column], f"{column} IS NOT NULL")
+    for table in ("models", "corpora"):
+        op.create_index(f"ix_{table}_tenant_id_name", table, ["tenant_id", "name"])
+    for table in (
+        *("artifacts", "corpora", "devices", "federations", "invitations", "jobs"),
+        *("models", "operator_tokens", "releases", "uploads"),
+    ):
+        op.create_index(f"ix_{table}_tenant_id_id", table, ["tenant_id", "id"])

@@ -42,14 +42,14 @@ def follow(membership: Membership, history: History, rounds: Sequence[Round]) ->
     def fetch(after: int, _limit_bytes: int) -> bytes:
         return segment(history, rounds[after:])
 
-    return update_history(membership, DEFINITION, None, history.number, fetch)
+    return update_history(membership, DEFINITION, history.number, fetch)
 
 
 def test_a_device_follows_round_by_round_and_after_a_restart(membership: Membership) -> None:
     for number in range(4):
         history, rounds = told(DEFINITION, number)
         found = follow(membership, history, rounds)
-        kept = load_history(membership, DEFINITION, None)
+        kept = load_history(membership, DEFINITION)
         for each in (found, kept):
             assert (each.number, each.chain, each.reach) == (number, history.chain, history.reach)
             assert np.array_equal(each.s_W, history.s_W)
@@ -62,7 +62,7 @@ def test_nothing_is_fetched_where_nothing_is_new(membership: Membership) -> None
     def fetch(_after: int, _limit_bytes: int) -> bytes:
         raise AssertionError("expected no call")
 
-    assert update_history(membership, DEFINITION, None, 2, fetch).digest == history.digest
+    assert update_history(membership, DEFINITION, 2, fetch).digest == history.digest
 
 
 def test_another_history_is_refused_however_long_it_is_and_what_is_held_stays(membership: Membership) -> None:
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_told_and_what_is_signed_comes_again(membership: Membe
     for place in range(0, len(data), max(1, len(data) // 40)):
         membership.history.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
         with pytest.raises(PackageError):
-            load_history(membership, DEFINITION, None)
+            load_history(membership, DEFINITION)
         assert follow(membership, history, rounds).chain == history.chain
         assert membership.history.read_bytes() == data
 
@@ -92,5 +92,5 @@ def test_a_head_that_another_key_signed_is_refused(membership: Membership, tmp_p
     history, rounds = told(DEFINITION, 1)
     data = segment(history, rounds)
     with pytest.raises(PackageError, match="round-signature"):
-        update_history(membership, DEFINITION, None, 1, lambda *_: data[:-1] + bytes([data[-1] ^ 1]))
+        update_history(membership, DEFINITION, 1, lambda *_: data[:-1] + bytes([data[-1] ^ 1]))
     assert not membership.history.exists()

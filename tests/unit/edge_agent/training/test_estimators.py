@@ -1,4 +1,4 @@
-"""Estimators and scale exponents of a run: its headers, and that its log replays to its state."""
+"""Estimators of a run: its headers, and that its log replays to its state."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,67 +8,39 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind, Method
-from permille.errors import InputError, PackageError
+from permille.errors import InputError
 from permille.package.reader import Package
-from permille.schemas.runs import LogForm
-from permille.zo.estimators import Batch, Descent, directions_of, estimate
-from permille.zo.exponents import Exponents, exponents_of
+from permille.zo.estimators import Batch, directions_of, estimate
 from permille.zo.header import BlockSplit
 from permille.zo.journal import read_journal
-from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
-from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_of
-from permille_agent.training.personal import shareable
 from permille_agent.training.run import find_run, widest_block
 from permille_agent.training.step_size import STEP_NORM, find_step_size, step_spread
 from tests.bigram_engine import BigramEngine
-from tests.packages import layered_package, tiny_package
 from tests.unit.edge_agent.runs import TINY_RATE, Begin, Device, plan_and_train
 from tests.unit.zo.logs import make_header
-
-
-def add_exponents(package: Package) -> Package:
-    """The package with exponents from 0 to 2."""
-    return layered_package(package, exponents_K=(np.arange(package.k) % 3).astype(np.int8))
-
-
-@pytest.fixture(scope="module")
-def layered(package: Package) -> Package:
-    return add_exponents(package)
 
 
 @pytest.mark.parametrize(
     ("kind", "queries"),
     [(EstimatorKind.ONE_SIDED, 4), (EstimatorKind.SPLIT, 10), (EstimatorKind.FORWARD, 2)],
 )
-@pytest.mark.parametrize("with_layers", [False, True], ids=["plain", "layered"])
-def test_every_estimator_trains_and_its_log_replays(
-    begin: Begin, package: Package, layered: Package, kind: EstimatorKind, queries: int, with_layers: bool
-) -> None:
-    used = layered if with_layers else package
-    run = begin(of=used, estimator=kind, queries=queries, scaling=with_layers)
+def test_every_estimator_trains_and_its_log_replays(begin: Begin, kind: EstimatorKind, queries: int) -> None:
+    run = begin(estimator=kind, queries=queries)
     plan, selected = plan_and_train(run)
     contents = read_journal(run.folder.journal(selected.descent))
     assert contents.header.estimator is kind
-    assert (selected.header.exponents is not None) == with_layers
     losses = [evaluation.loss for evaluation in run.folder.evaluations(selected.descent)]
     assert min(loss for loss in losses if loss is not None) < plan.base_loss
     rows = np.array([record.coefficients for record in contents.records[: selected.step]])
-    s_K = replay(contents.header, rows, exponents_of(used))
+    s_K = replay(contents.header, rows)
     assert np.array_equal(s_K, selected.s_K)
 
 
-def test_a_package_without_exponents_gives_plain_logs(begin: Begin) -> None:
-    _, selected = plan_and_train(begin(scaling=True, estimator=EstimatorKind.SPSA))
-    assert selected.header.exponents is None
-
-
-def test_the_same_run_twice_has_the_same_bits_and_goes_on_after_a_kill(
-    begin: Begin, layered: Package
-) -> None:
-    _, first = plan_and_train(begin(folder="a", of=layered, scaling=True))
-    killed = begin(folder="b", of=layered, scaling=True)
+def test_the_same_run_twice_has_the_same_bits_and_goes_on_after_a_kill(begin: Begin) -> None:
+    _, first = plan_and_train(begin(folder="a"))
+    killed = begin(folder="b")
     plan_and_train(killed)
     journal = killed.folder.journal(0)
     whole = journal.read_bytes()
@@ -78,67 +50,45 @@ def test_the_same_run_twice_has_the_same_bits_and_goes_on_after_a_kill(
     assert np.array_equal(first.s_K, again.s_K)
 
 
-def test_an_adopted_model_is_rebuilt_from_its_log_and_the_packages_layers(device: Device) -> None:
-    package = add_exponents(device.package)
-    release = InstalledRelease(name="tiny", version=1, manifest_digest=package.digest)
-    record_installed(device.home, release)
-    device = replace(device, package=package)
-    result = device.train(steps=30, queries=8, scaling=True)
+def test_an_adopted_model_is_rebuilt_from_its_log(device: Device) -> None:
+    result = device.train(steps=30, queries=8)
     assert result.outcome.value == "adopted"
     run = find_run(device.home, result.run)
     cached_K = device.used_values()
     (run.path / "state.i64").unlink()
     assert np.array_equal(device.used_values(), cached_K)
-    log = decode_canonical(shareable(run, LogForm.LOG), max_bytes=1 << 20, max_steps=100)
-    assert log.header.exponents is not None
-    with pytest.raises(PackageError) as refused:
-        replay(log.header, log.coefficients_TQ, exponents_of(tiny_package(device.home.blobs)))
-    assert refused.value.code == "log-binding"
 
 
-@pytest.mark.parametrize("scaling", [False, True])
-def test_the_first_step_size_has_the_same_length_with_and_without_exponents(
-    begin: Begin, layered: Package, scaling: bool
-) -> None:
-    run = begin(of=layered, estimator=EstimatorKind.SPLIT, queries=10, scaling=scaling)
+def test_the_first_steps_have_one_length_whatever_the_estimator(begin: Begin) -> None:
+    run = begin(estimator=EstimatorKind.SPLIT, queries=10)
     found = find_step_size(run, 1e-3, 2)
-    descent = run.descent(seed=0, epsilon=1e-3)
-    header, spread = descent.header, step_spread(descent)
-    if not scaling:
-        below = header.weights_of(header.blocks()[0][1]).stop
-        assert spread == pytest.approx((below / 2 + (layered.k - below) / 8) ** 0.5)
+    header = run.descent(seed=0, epsilon=1e-3).header
+    below = header.weights_of(header.blocks()[0][1]).stop
+    spread = (below / 2 + (header.k - below) / 8) ** 0.5
+    assert step_spread(header) == pytest.approx(spread)
     assert found.start * spread == pytest.approx(STEP_NORM)
     assert widest_block(header) == 8
 
 
-DIGEST = "sha256:" + "c" * 64
-
-
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("kind", ["exponents", "plain"])
-def test_a_step_is_as_long_as_predicted_whatever_its_directions_share(kind: str, split: bool) -> None:
+def test_a_step_is_as_long_as_predicted(split: bool) -> None:
     k, queries, steps = 240, 10, 300
     rng = np.random.default_rng(5)
-    exponents = None
     fields: dict[str, Any] = {"counts": (k // 2, k // 2), "queries": queries}
     if split:
         cut = BlockSplit(first_upper_tensor=1, lower_queries=2)
         fields |= {"estimator": EstimatorKind.SPLIT, "split": cut}
-    if kind == "exponents":
-        exponents = Exponents((rng.random(k) < 0.02).astype(np.int8) * 5, DIGEST)
-        fields["exponents"] = exponents.use
     header = make_header(**fields)
     moved = felt = 0.0
     for step in range(steps):
-        z_QK = directions_of(header, step, exponents) / header.sigma
+        z_QK = directions_of(header, step) / header.sigma
         # A gradient as the directions see it: it has no reason to lie along any of them
         g_Q = z_QK @ rng.standard_normal(k)
         parts = [g_Q[rows] @ z_QK[rows] / (rows.stop - rows.start) for rows, _ in header.blocks()]
         moved += float((sum(parts) ** 2).sum())
         # All blocks have the same projected gradients here: those of the block itself
         felt += float((g_Q**2).mean())
-    descent = Descent(header=header, w_base_K=np.zeros(k, dtype=np.float32), exponents=exponents)
-    assert step_spread(descent) == pytest.approx((moved / felt) ** 0.5, rel=0.15)
+    assert step_spread(header) == pytest.approx((moved / felt) ** 0.5, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -158,17 +108,17 @@ def test_a_split_is_in_the_middle_of_what_is_masked(
     assert (split.first_upper_tensor, split.lower_queries) == (expected, 2)
 
 
-def test_an_engine_can_share_the_lower_block_of_a_split(begin: Begin, layered: Package) -> None:
+def test_an_engine_can_share_the_lower_block_of_a_split(begin: Begin, package: Package) -> None:
     class Recorder(BigramEngine):
         def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
             self.asked_VK = values_VK
             return super().losses(values_VK, batch)
 
-    engine = Recorder(layered)
-    run = begin(of=layered, engine=engine, estimator=EstimatorKind.SPLIT, queries=10)
-    s_K = np.zeros(layered.k, dtype=np.int64)
+    engine = Recorder(package)
+    run = begin(engine=engine, estimator=EstimatorKind.SPLIT, queries=10)
+    s_K = np.zeros(package.k, dtype=np.int64)
     estimate(engine, run.batches(0), run.descent(seed=1, epsilon=1e-3), s_K, 0)
-    lower = sum(layered.counts[: len(layered.counts) // 2])
+    lower = sum(package.counts[: len(package.counts) // 2])
     # 2 lower and 8 upper directions, both signs of each
     assert len(np.unique(engine.asked_VK[:, :lower], axis=0)) == 4
     assert len(np.unique(engine.asked_VK, axis=0)) == 16

@@ -14,7 +14,7 @@ from permille.choices import EstimatorKind, Method
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.reader import Package
 from permille.schemas.runs import LogForm
-from permille.training.adam import RATE, unit_exponent
+from permille.training.adam import RATE, Moments, unit_exponent
 from permille.zo.estimators import Batch
 from permille.zo.journal import Journal
 from permille.zo.lattice import state_digest, values
@@ -25,7 +25,6 @@ from permille.zo.replay import replay
 from permille_agent.link.report import Delivery, collect_reports, share_run
 from permille_agent.training import durable_steps, gradient_steps
 from permille_agent.training.decision import Decision
-from permille_agent.training.gradient_steps import load_moments
 from permille_agent.training.options import Start, TrainOptions, choose_method
 from permille_agent.training.plan import budget_of_gradient, make_plan
 from permille_agent.training.run import BegunRun, Run, StartState, find_run
@@ -75,7 +74,7 @@ def test_private_steps_are_adams_to_half_a_unit(begin: Begin, package: Package) 
         m_K, v_K = 0.9 * m_K + 0.1 * g_K, 0.99 * v_K + 0.01 * np.square(g_K, dtype=np.float64)
         mean_K, root_K = m_K / (1 - 0.9 ** (step + 1)), np.sqrt(v_K / (1 - 0.99 ** (step + 1)))
         w_K -= plan.learning_rate * (1 - step / 12) * mean_K / (root_K + 1e-8)
-    last = load_moments(run.folder.moments(0))
+    last = Moments.load(run.folder.moments(0))
     assert last is not None
     found_K = values(package.values(), last.s_K, header.step_unit_exponent)
     # Each step rounds once, and the next gradient sees it.
@@ -108,7 +107,7 @@ def kill_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapped
 
-    monkeypatch.setattr(durable_steps, "store_moments", counted(gradient_steps.store_moments))
+    monkeypatch.setattr(Moments, "store", counted(Moments.store))
     monkeypatch.setattr(durable_steps, "store_best_state", counted(gradient_steps.store_best_state))
     monkeypatch.setattr(Journal, "append", counted(Journal.append))
 
@@ -128,7 +127,7 @@ def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(begin: Begin, calls
     assert found.keys() == whole.keys()
     for name in ("descent-0.journal", "descent-0.state"):
         assert found.get(name) == whole.get(name)
-    last, same = (load_moments(each.folder.moments(0)) for each in (run, expected_run))
+    last, same = (Moments.load(each.folder.moments(0)) for each in (run, expected_run))
     assert last is not None
     assert same is not None
     for name in ("m_K", "v_K", "s_K", "coefficients"):

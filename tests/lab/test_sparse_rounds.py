@@ -11,14 +11,15 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
-from permille.pruning.plan import AdapterKind, IterativePlan, Pattern, PruningMethod, RecoveryPlan
+from permille.pruning.plan import Pattern, PruningMethod, RecoveryPlan
 from permille.quantization.perplexity import perplexity
-from permille.sparse_tuning.iterative import IterativeText, iterate
+from permille_lab.sparse.adapters import AdapterKind
+from permille_lab.sparse.rounds import IterativePlan, IterativeText, iterate
 from tests.unit.engines.tiny import tiny_model
 
 _ROWS = np.random.default_rng(0).integers(0, 60, (3, 8, 12))
 TEXT = IterativeText(calibration_NT=_ROWS[0], recovery_MT=_ROWS[1], evaluation_ET=_ROWS[2][:2])
-STEPS = RecoveryPlan(steps=2, rows=4, rate=0.01, recomputed=False)
+STEPS = RecoveryPlan(steps=2, rows=4, rate=0.01)
 PLAN = IterativePlan(rate=0.6, rounds=3, rank=2, longer=2, recovery=STEPS, spread=0.2)
 
 
@@ -121,3 +122,11 @@ def test_bad_plans_are_refused(source: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "sparse")
     with pytest.raises(InputError, match="as sparse already"):
         iterate(Checkpoint(tmp_path / "sparse"), tmp_path / "twice", TEXT, replace(PLAN, rate=0.3))
+
+
+def test_norm_control_makes_changes_smaller(source: Checkpoint, tmp_path: Path) -> None:
+    plan = replace(PLAN, rounds=1, recovery=replace(STEPS, steps=10, rate=0.05))
+    (free,), (held,) = (
+        iterate(source, tmp_path / str(l2), TEXT, replace(plan, l2=l2))[1] for l2 in (0.0, 10.0)
+    )
+    assert held.norms[0] < 0.8 * free.norms[0]

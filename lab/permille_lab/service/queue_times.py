@@ -1,6 +1,6 @@
 """Measure claims in a long queue, on SQLite and PostgreSQL: claims a second, and the slowest claim.
 
-    python -m tests.queue_times --queued 10000 --ended 1000000 --tenants 100
+    python -m permille_lab.service.queue_times --queued 10000 --ended 1000000 --tenants 100
 
 The jobs of every second tenant are uploads of its ten devices. One process claims, without ending anything,
 so that the running jobs become as many as the claims. The processor time is this process's: of SQLite it is

@@ -1,7 +1,6 @@
-"""How fast is the service beside a bare route, a plain nginx, and 10,000 devices? `make bench-service`.
+"""Measures the service's downloads beside a plain nginx, and polls of 10,000 devices: `make bench-service`.
 
-All by wrk, over loopback, on one machine, contenders in turn within each round. Bare is a FastAPI route in a
-process of its own that returns the same record, under the same server (uvicorn, h11). Where other work shares
+All by wrk, over loopback, on one machine, contenders in turn within each round. Where other work shares
 the machine, processor time of the answering processes tells more than requests a second. Cells are in
 lab/results/service.jsonl; `make results` writes docs/results/service.md from them.
 """
@@ -23,17 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
-from fastapi import FastAPI
 from sqlalchemy import func, insert, select
 
 from permille.package.blobs import BlobFolder
-from permille.schemas.jobs import Job
 from permille.store import access, devices
 from permille.store.database import Database, now
 from permille.store.ids import Prefix, hash_secret, new_device_token, new_id
 from permille.store.tables import Artifact, ArtifactBlob, Device, DeviceToken, Tenant
-from permille.store.tables import Job as JobRow
 from permille_lab.measuring.cells import RESULTS, Cells
 from permille_lab.measuring.machine import machine
 from tests.api_service import running_api
@@ -44,11 +39,11 @@ from tests.ports import free_port
 from tests.running_service import Running, running_service
 from tests.unit.store.postgres import postgres_url
 
-DEPLOY = Path(__file__).parents[1] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 SCRIPT = Path(__file__).with_name("service_load.lua")
 ALIAS = f"/v1/releases/{RELEASE}/aliases/stable"
-CONNECTIONS, DOWNLOADS, DEVICES = 50, 8, 10_000
-ROUNDS, ROUND_S, DOWNLOAD_S = 5, 2, 4
+DOWNLOADS, DEVICES = 8, 10_000
+ROUNDS, DOWNLOAD_S = 5, 4
 POLL_CONNECTIONS, POLL_S, PAUSE_MS, MOST_POLLS = 100, 30, 300, 12
 BLOB_BYTES = 64 << 20
 TICK = os.sysconf("SC_CLK_TCK")
@@ -66,7 +61,7 @@ class Target:
 def main() -> int:
     """Measure what is not measured yet, and print it."""
     cells = Cells(RESULTS / "service.jsonl")
-    parts = {"statements": _statements, "reads": _reads, "polls": _polls}
+    parts = {"statements": _statements, "polls": _polls}
     for name in ("sqlite", "postgresql"):
         for figure, measure in parts.items():
             with tempfile.TemporaryDirectory() as folder, database_url(name) as url:
@@ -108,31 +103,6 @@ def _statements(folder: Path, url: str | None) -> dict[str, Any]:
         return {name: api.statements(path, caller) for name, (path, caller) in paths.items()}
 
 
-def _reads(folder: Path, url: str | None) -> dict[str, Any]:
-    with _service(folder, url) as (running, database):
-        package = _stock(running, database)
-        token = _add_devices(database, 1)[0]
-        with database.read() as session:
-            job_id = session.scalar(select(JobRow.id).limit(1))
-        with running.client() as client:
-            record = client.get(f"/v1/jobs/{job_id}").text
-        own = (running.api_pid,)
-        asked = {
-            "job": (running.token, f"/v1/jobs/{job_id}"),
-            "package": (running.token, f"/v1/packages/{package}"),
-            "alias": (token, ALIAS),
-        }
-        with _bare(folder, record) as (bare_url, process):
-            targets = {
-                name: Target(url=bare_url, lines=_lines(folder, name, [f"- /{name}"]), processes=(process,))
-                for name in ("sync", "async")
-            }
-            for name, (caller, path) in asked.items():
-                lines = _lines(folder, name, [f"{caller} {path}"])
-                targets[name] = Target(url=running.url, lines=lines, processes=own)
-            return _rounds(targets, CONNECTIONS, ROUND_S)
-
-
 def _downloads(folder: Path) -> dict[str, Any]:
     """A blob by nginx alone, by nginx for the API, and by the API alone."""
     accel = {"PERMILLE_DOWNLOADS": "accel"}
@@ -153,7 +123,7 @@ def _downloads(folder: Path) -> dict[str, Any]:
                 name: Target(url=where, lines=_lines(folder, name, [line]), processes=ids)
                 for name, (where, line, ids) in ways.items()
             }
-            return _rounds(targets, DOWNLOADS, DOWNLOAD_S)
+            return _rounds(targets)
 
 
 def _polls(folder: Path, url: str | None) -> dict[str, Any]:
@@ -183,13 +153,13 @@ def _polls(folder: Path, url: str | None) -> dict[str, Any]:
         }
 
 
-def _rounds(targets: Mapping[str, Target], connections: int, seconds: int) -> dict[str, Any]:
+def _rounds(targets: Mapping[str, Target]) -> dict[str, Any]:
     """Medians over rounds in which each is asked in turn; the first round warms up."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
     for number in range(ROUNDS + 1):
         for name, target in targets.items():
             used = _processor_s(target.processes)
-            load = _wrk(target.url, target.lines, connections, seconds)
+            load = _wrk(target.url, target.lines, DOWNLOADS, DOWNLOAD_S)
             if load["failed"]:
                 raise SystemExit(f"expected answers of {name}, {load['failed']} requests failed")
             used = _processor_s(target.processes) - used
@@ -232,36 +202,6 @@ def _service(folder: Path, url: str | None, **settings: str) -> Iterator[tuple[R
         database = Database(url or f"sqlite:///{running.data_dir}/permille.db")
         yield running, database
         database.close()
-
-
-@contextmanager
-def _bare(folder: Path, record: str) -> Iterator[tuple[str, int]]:
-    """A process with two routes that return a record: its address, its id."""
-    (folder / "record.json").write_text(record)
-    port = free_port()
-    command = [sys.executable, "-m", "tests.service_times", "--bare", str(port), str(folder / "record.json")]
-    process = subprocess.Popen(command)
-    try:
-        _wait_for(f"http://127.0.0.1:{port}/sync")
-        yield f"http://127.0.0.1:{port}", process.pid
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def bare(port: int, record: Path) -> None:
-    """Serve the two routes, with nothing of ours around them."""
-    app, job = FastAPI(), Job.model_validate_json(record.read_bytes())
-
-    @app.get("/sync")
-    def read_in_thread() -> Job:
-        return job
-
-    @app.get("/async")
-    async def read_in_loop() -> Job:
-        return job
-
-    uvicorn.run(app, port=port, loop="asyncio", http="h11", log_level="warning")
 
 
 @contextmanager
@@ -367,7 +307,4 @@ def _seen(database: Database) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--bare"]:
-        bare(int(sys.argv[2]), Path(sys.argv[3]))
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -1,15 +1,19 @@
-"""Fine-tuning of a pruned model's adapters by first order, in steps that a kill does not lose.
+"""Fine-tune a pruned model by LoRA at its kept places, in steps that a kill does not lose.
 
-Adam on the mean next-token loss of public text, the rate falling to 0 over the steps. `l2` adds
-`l2 * number` to each gradient: of a pooling adapter this is the norm of the change of the weights, which
-section 4.2 wants small. Which rows a step takes is a function of seed and step, so a call with the same
-arguments and checkpoint goes on after a kill, to the same bits on the same machine and threads.
+    recover_model(Checkpoint(pruned), target, rows_NT, RecoveryPlan(steps=400, rows=8, rate=0.003))
 
-# Legend: N rows, T tokens, B rows of a step, K trained numbers.
+Beside each linear `dW = B A` trains, A [r, K] and B [N, r], from dW = 0. The linear computes with
+`keep * (W + dW)`, `keep` being where W is not 0, and that is what merging writes: a pruned place stays 0.
+
+Adam on the mean next-token loss of public text, the rate falling to 0 over the steps. Seed and step alone
+decide which rows a step takes, so a call with the same arguments and checkpoint goes on after a kill, to the
+same bits on the same machine and threads.
+
+# Legend: N outputs, K inputs of a linear; r rank; N rows, T tokens, B rows of a step.
 """
 
-import contextlib
 import io
+import math
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,13 +22,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 
 from permille.errors import InputError
 from permille.files import write_atomic
+from permille.models.checkpoint import Checkpoint
+from permille.models.families import scoped_tensors
+from permille.models.loading import load_model
 from permille.pruning.plan import RecoveryPlan
+from permille.pruning.streaming import copy_model, write_weight
 from permille.sensitivity.backward import check_sequences, differentiable
 
 if TYPE_CHECKING:
@@ -35,6 +43,73 @@ TOKENS_A_PASS = 1024
 """Rows go through the model together up to so many tokens: the logits are what takes memory."""
 
 Progress = Callable[[int, int], None]
+
+
+class LoraAdapter(nn.Module):
+    """A change of rank r."""
+
+    def __init__(self, shape: tuple[int, int], rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        rows, columns = shape
+        self.a = nn.Parameter(torch.randn(rank, columns, generator=generator) / math.sqrt(columns))
+        self.b = nn.Parameter(torch.zeros(rows, rank))
+
+    def forward(self) -> Tensor:
+        """Return the change [N, K]."""
+        return self.b @ self.a
+
+
+class _Masked(nn.Module):
+    """A linear's weight with its adapter, as torch parametrizes it; zeros stay 0."""
+
+    def __init__(self, adapter: nn.Module) -> None:
+        super().__init__()
+        self.adapter = adapter
+
+    def forward(self, w_NK: Tensor) -> Tensor:
+        return torch.where(w_NK != 0, w_NK + self.adapter().to(w_NK.dtype), 0)
+
+
+def recover_model(
+    pruned: Checkpoint,
+    target: Path,
+    rows_NT: NDArray[np.int64],
+    plan: RecoveryPlan,
+    *,
+    device: str = "cpu",
+    checkpoint: Path | None = None,
+    progress: Progress = lambda _done, _total: None,
+) -> None:
+    """Fine-tune a pruned model, whole in memory, and write it to the folder `target`.
+
+    Raises:
+        InputError: as `recover`.
+        OSError: as the file system reports it.
+    """
+    model = load_model(pruned.folder).to(device)
+    names = [name for name, _ in scoped_tensors(pruned.config)]
+    trained = attach(model, names, plan.rank, seed=plan.seed)
+    recover(model, trained, rows_NT, plan, checkpoint=checkpoint, progress=progress)
+    copy_model(pruned, target)
+    for name in names:
+        module = model.get_submodule(name.removesuffix(".weight"))
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+        write_weight(pruned, target, name, module.weight.detach(), updated=True)
+
+
+def attach(model: nn.Module, names: Sequence[str], rank: int, *, seed: int) -> list[nn.Parameter]:
+    """Put an adapter beside each of these weights, freeze all else, and return the trained numbers."""
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    found: list[nn.Parameter] = []
+    for name in names:
+        weight_NK = model.get_parameter(name)
+        shape = (weight_NK.shape[0], weight_NK.shape[1])
+        adapter = LoraAdapter(shape, min(rank, *shape), generator).to(weight_NK.device)
+        module = model.get_submodule(name.removesuffix(".weight"))
+        parametrize.register_parametrization(module, "weight", _Masked(adapter))
+        found.extend(adapter.parameters())
+    return found
 
 
 def recover(
@@ -59,11 +134,11 @@ def recover(
     check_sequences(model, rows_NT)
     if len(rows_NT) < plan.rows:
         raise InputError(f"expected at least {plan.rows} rows of text, got {len(rows_NT)}")
-    optimizer = torch.optim.Adam(trained, lr=plan.rate, weight_decay=plan.l2, foreach=False)
+    optimizer = torch.optim.Adam(trained, lr=plan.rate, foreach=False)
     losses = _load(checkpoint, trained, optimizer)
     at_once = max(1, TOKENS_A_PASS // rows_NT.shape[1])
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    with differentiable(model, names) if plan.recomputed else contextlib.nullcontext():
+    with differentiable(model, names):
         for step in range(len(losses), plan.steps):
             for group in optimizer.param_groups:
                 group["lr"] = plan.rate * (1 - step / plan.steps)

@@ -7,7 +7,7 @@ decoder layer at a time; adapters whose sizes follow what pruning lost; steps al
 round `longer` times as many; the adapters merged at kept places.
 
 Each round has a folder whose `report.json` is written last. A call that was killed goes on there: it redoes
-at most a layer's pruning or `recovery.STEPS_A_CHECKPOINT` steps, and ends with the same bits.
+at most a layer's pruning or `STEPS_A_CHECKPOINT` steps of `recover`, and ends with the same bits.
 
 # Legend: N, M, E rows of calibration, recovery, evaluation; T tokens; D features; L decoder layers.
 """
@@ -16,6 +16,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,8 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors, shape_of
 from permille.models.layerwise import LayerStream
 from permille.models.loading import load_model
-from permille.pruning.plan import AdapterKind, IterativePlan, PruningPlan
+from permille.pruning.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
+from permille.pruning.recovery import recover
 from permille.pruning.streaming import (
     LinearReport,
     PruningText,
@@ -40,9 +42,8 @@ from permille.pruning.streaming import (
     write_weight,
 )
 from permille.quantization.perplexity import perplexity
-from permille.sparse_tuning.adapters import allocate, attach, change_norms, merge
-from permille.sparse_tuning.rates import cubic_rate, importance, layer_rates, similarities
-from permille.sparse_tuning.recovery import recover
+from permille_lab.sparse.adapters import AdapterKind, allocate, attach, change_norms, merge
+from permille_lab.sparse.rates import SPREAD, cubic_rate, importance, layer_rates, similarities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,6 +63,40 @@ class IterativeText:
     calibration_NT: NDArray[np.int64]
     recovery_MT: NDArray[np.int64]
     evaluation_ET: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterativePlan:
+    """How a model becomes sparse.
+
+    Attributes:
+        rate: the share of zeros at the end.
+        rounds: 1 is one-shot pruning and one fine-tuning.
+        rank: the adapters have as many numbers as LoRA's of this rank, in all.
+        by_loss: whether pooling adapters' sizes follow what pruning lost, or are equal.
+        masked: whether pruned places count while adapters train.
+        spread: how far layers' rates may be from the mean; 0 makes them equal. A pattern's always are.
+        beta: of `importance`; its sign alone matters, and below 0 the rates are those of (21) as printed.
+        recovery: the steps of a round; `seed` is of the first one.
+        l2: weight of the squared trained numbers in the loss, halved (norm control, 4.2).
+        longer: how many times as many steps the last round has.
+        device: where torch computes.
+    """
+
+    rate: float
+    method: PruningMethod = PruningMethod.WANDA
+    pattern: Pattern | None = None
+    rounds: int = 10
+    adapter: AdapterKind = AdapterKind.POOLING
+    rank: int = 8
+    by_loss: bool = True
+    masked: bool = True
+    spread: float = SPREAD
+    beta: float = 1.0
+    recovery: RecoveryPlan
+    l2: float = 0.0
+    longer: int = 4
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +197,8 @@ class _Round:
         trained = attach(
             model, sizes, self.plan.adapter, masked=self.plan.masked, seed=self.plan.recovery.seed
         )
+        for parameter in trained if self.plan.l2 else ():
+            parameter.register_hook(partial(_pulled, parameter, self.plan.l2))  # type: ignore[no-untyped-call]
         steps = self.plan.recovery.steps * (self.plan.longer if self.number == self.plan.rounds else 1)
         recover(
             model,
@@ -247,6 +284,11 @@ class _Round:
             losses = {row.name: row.error / row.norm if row.norm else 0.0 for row in linears}
         average = self.plan.rank * sum(map(sum, shapes.values())) / len(shapes)
         return allocate(losses, shapes, average)
+
+
+def _pulled(parameter: torch.nn.Parameter, l2: float, gradient: torch.Tensor) -> torch.Tensor:
+    """Add the gradient of the squares. The rows of a step go through the model in one pass here."""
+    return gradient.add(parameter.detach(), alpha=l2)
 
 
 def layer_features(source: Checkpoint, rows_NT: NDArray[np.int64], device: str) -> list[NDArray[np.float32]]:

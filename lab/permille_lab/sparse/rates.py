@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.pruning.plan import SPREAD
 
 LARGEST_RATE = 0.99
+SPREAD = 0.1
+"""How far a layer may be from the mean: the printed programme has no bounds, and would empty layers."""
 
 
 def cubic_rate(final: float, round_: int, rounds: int) -> float:

@@ -1,6 +1,6 @@
 """How long do the page's views and the fleet's routes take on a large fleet?
 
-    python -m tests.page_times --devices 10000 --runs 100000 --database postgresql
+    python -m permille_lab.service.page_times --devices 10000 --runs 100000 --database postgresql
 
 Each line: median and 95th percentile of the time until the answer is here, by the clock, and the processor
 time of service and database an answer, which a busy machine does not stretch. There are as many jobs as runs.

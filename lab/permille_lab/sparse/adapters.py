@@ -14,26 +14,20 @@ where W is not 0. Merging writes the former, so a pruned place is 0 for ever.
 
 import math
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from permille.pruning.plan import AdapterKind
+from permille.pruning.recovery import LoraAdapter
 
 
-class LoraAdapter(nn.Module):
-    """A change of rank r."""
+class AdapterKind(StrEnum):
+    """What stands beside a linear."""
 
-    def __init__(self, shape: tuple[int, int], rank: int, generator: torch.Generator) -> None:
-        super().__init__()
-        rows, columns = shape
-        self.a = nn.Parameter(torch.randn(rank, columns, generator=generator) / math.sqrt(columns))
-        self.b = nn.Parameter(torch.zeros(rows, rank))
-
-    def forward(self) -> Tensor:
-        """The change [N, K]."""
-        return self.b @ self.a
+    LORA = "lora"
+    POOLING = "pooling"
 
 
 class PoolingAdapter(nn.Module):

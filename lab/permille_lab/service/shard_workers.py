@@ -1,4 +1,4 @@
-"""How much sooner is a mask made by four workers than by one? `python -m tests.shard_workers`.
+"""How much sooner is a mask made by four workers than by one? `python -m permille_lab.service.shard_workers`.
 
 Real workers on SQLite, one thread each, a random Llama of some seven million weights; first whole in one job,
 then by shards on one worker, then on four. All masks must be the same. What it shows depends on the cores

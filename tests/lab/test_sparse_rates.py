@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.sparse_tuning.rates import cubic_rate, importance, layer_rates, linear_cka, similarities
+from permille_lab.sparse.rates import cubic_rate, importance, layer_rates, linear_cka, similarities
 
 
 def slow_cka(x_TD: NDArray[np.float32], y_TE: NDArray[np.float32]) -> float:

@@ -1,1 +1,0 @@
-"""Pruning and fine-tuning in turns: a pre-trained model becomes sparse step by step (docs/adr/0008)."""
