@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -182,6 +182,9 @@ bench-people: $(VENV)/.native  ## What does the agent make of twenty people's te
 
 bench-real: $(VENV)/.native smollm2  ## What does a personal SmolLM2 gain, and what does it cost? (hours, resumable; needs PERMILLE_DATA)
 	$(BIN)/python -m permille_lab.real --threads 1
+
+bench-zeroth-order: $(VENV)/.native smollm2  ## Which zeroth order learns most at equal layer passes? (hours, resumable; needs PERMILLE_DATA)
+	$(BIN)/python -m permille_lab.real.zeroth_order --plain
 
 bench-privacy: $(VENV)/.installed  ## What does an attacker learn of one device from the rounds? (five minutes)
 	$(BIN)/python -m permille_lab.privacy

@@ -40,17 +40,24 @@ class Embeddings(StrEnum):
     SOURCE = "source"
 
 
+class Method(StrEnum):
+    """The two ways in which a device finds its steps."""
+
+    GRADIENT = "gradient"  # a reverse pass gives the gradient of the masked weights
+    ZEROTH_ORDER = "zeroth-order"  # forward passes alone, along directions from a seed
+
+
 class EstimatorKind(StrEnum):
     """How the scalars of a step were estimated; replay depends on it by directions and blocks alone.
 
-    `SKETCH`: they are what `queries` groups hold of a change that was computed from a gradient.
+    `GRADIENT`: they are what `queries` groups hold of a change that was computed from a gradient.
     """
 
     SPSA = "spsa"
     FORWARD = "forward"
     ONE_SIDED = "one_sided"
     SPLIT = "split"
-    SKETCH = "sketch"
+    GRADIENT = "gradient"
 
 
 class StreamedDataset(StrEnum):

@@ -1,11 +1,14 @@
 """`train` as a process of its own, on the engine of tests: it starts fast enough to be killed often.
 
-python -m tests.bigram_agent HOME TEXT STEPS GROUPS
+python -m tests.bigram_agent HOME TEXT STEPS QUERIES
+
+Queries are those of zeroth order; with 0 it follows the gradient.
 """
 
 import sys
 from pathlib import Path
 
+from permille.choices import EstimatorKind
 from permille_agent.link.report import collect_reports
 from permille_agent.state.home import open_home
 from permille_agent.state.lock import hold_lock
@@ -17,8 +20,10 @@ from tests.bigram_engine import bigram_engine
 def main(arguments: list[str]) -> int:
     """What `permille-agent train` does, with another engine and short rows."""
     home = open_home(Path(arguments[0]))
-    options = TrainOptions(
-        seed=0, steps=int(arguments[2]), queries=int(arguments[3]), batch_rows=2, row_tokens=32
+    queries = int(arguments[3])
+    estimator = EstimatorKind.ONE_SIDED if queries else EstimatorKind.GRADIENT
+    options = TrainOptions.of(
+        estimator, queries=queries, rows=2, seed=0, steps=int(arguments[2]), row_tokens=32
     )
     context = RunContext(share_log=options.has_log, engine_of=bigram_engine)
     with hold_lock(home, "train", wait_s=10.0):

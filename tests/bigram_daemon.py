@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from permille_agent.daemon.loop import Daemon, World
-from permille_agent.daemon.policy import Machine
+from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.training_child import TrainingRequest
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.lock import hold_daemon_lock, hold_lock
@@ -19,7 +19,7 @@ from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
 from tests.unit.edge_agent.runs import QUICK
 
-IDLE = Machine(on_ac=True, battery=None, load=0.0)
+IDLE = PowerAndLoad(on_ac=True, battery=None, load=0.0)
 
 
 def main(arguments: list[str]) -> int:

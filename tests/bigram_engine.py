@@ -28,13 +28,20 @@ class BigramEngine:
         pairs = self._k - min(self._k, self._vocabulary)
         seed = int.from_bytes(hashlib.sha256(package.manifest.parent().digest.encode()).digest()[:8], "big")
         rng = np.random.Generator(np.random.PCG64(seed))
+        self._layer_passes = 0
         self._pairs_P = np.sort(rng.choice(self._vocabulary**2, size=pairs, replace=False))
 
     @property
     def k(self) -> int:
         return self._k
 
+    @property
+    def layer_passes(self) -> int:
+        """One layer, whatever is asked."""
+        return self._layer_passes
+
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        self._layer_passes += len(values_VK) * len(batch.input_ids_BT)
         means = [self.token_losses(values_K, batch).mean(dtype=np.float64) for values_K in values_VK]
         return np.array(means, dtype=np.float32)
 

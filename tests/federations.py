@@ -33,7 +33,7 @@ GROUPS: dict[str, type[BaseModel]] = {
 SMALL = {
     "name": "readers",
     "release": "tiny",
-    "estimator": "one_sided",
+    "method": "zeroth-order",
     "steps": 3,
     "queries": 4,
     "rounds": 10,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from permille.federation import local
+from permille.training import adam
 from permille.zo.journal import Journal
 from permille_agent.federation import exchange, history, part
 from permille_agent.federation.by_hand import take_part
@@ -27,9 +27,9 @@ STEPS: dict[str, tuple[Any, str, int, bool]] = {
     "invited": (exchange, "begin_part", 1, True),
     "invitation-kept": (exchange, "begin_part", 1, False),
     "gain-measured": (part, "_measured_gain", 1, False),
-    "step-remembered": (local, "write_atomic", 2, False),
+    "step-remembered": (adam, "write_atomic", 2, False),
     "step-durable": (Journal, "append", 2, False),
-    "part-trained": (part.Part, "make_contribution", 1, True),
+    "part-trained": (part.RoundPart, "make_contribution", 1, True),
     "contribution-kept": (part, "write_atomic", 1, False),
     "contribution-not-sent": (DeviceApi, "contribute", 1, True),
     "contribution-sent": (DeviceApi, "contribute", 1, False),

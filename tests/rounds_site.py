@@ -27,8 +27,8 @@ from tests.api_service import Api, running_api
 from tests.bigram_engine import bigram_engine
 from tests.packages import sentences
 
-SKETCH: dict[str, Any] = {
-    "estimator": "sketch",
+GRADIENT: dict[str, Any] = {
+    "method": "gradient",
     "steps": 2,
     "queries": 64,
     "local_steps": 2,

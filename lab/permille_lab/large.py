@@ -95,7 +95,7 @@ def _mask(options: argparse.Namespace) -> None:
     from permille.sensitivity.scores import load_scores
 
     blobs, checkpoint = _blobs(options), Checkpoint(options.folder / "model")
-    scores = load_scores(blobs.path(_noted(options, "scores")))
+    scores = load_scores(blobs.path(_read_note(options, "scores")))
     mask = select_mask(scores, "fisher", 0.001)
     mask_report(scores, mask)
     np.savez(options.folder / "mask.npz", allow_pickle=False, **mask)
@@ -138,7 +138,7 @@ def _scheme() -> Quantization:
 
 
 def _layer(options: argparse.Namespace, role: Role) -> Layer:
-    digest, size = _noted(options, role.value).split()
+    digest, size = _read_note(options, role.value).split()
     return Layer(role=role, digest=digest, size_bytes=int(size))
 
 
@@ -150,7 +150,7 @@ def _note(options: argparse.Namespace, name: str, text: str) -> None:
     (options.folder / f"{name}.note").write_text(text)
 
 
-def _noted(options: argparse.Namespace, name: str) -> str:
+def _read_note(options: argparse.Namespace, name: str) -> str:
     return str((options.folder / f"{name}.note").read_text())
 
 

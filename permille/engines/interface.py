@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from permille.engines.sampling import TokenSampling
 from permille.zo.estimators import Batch, LossEngine
 
+REVERSE_PASSES = 3
+"""Layer passes of a gradient: forward, again within the reverse pass, and back."""
+
 
 class EngineInfo(TypedDict):
     """What a run reports about its engine; a resumed run has the same bits only where this is equal."""
@@ -39,6 +42,15 @@ class Engine(LossEngine, Protocol):
     @property
     def k(self) -> int:
         """Number of masked weights of the package."""
+        ...
+
+    @property
+    def layer_passes(self) -> int:
+        """Passes of one sequence through one decoder layer so far, of all variants, forward and back.
+
+        What is computed once for several variants counts once. Divided by the number of decoder layers these
+        are forward passes of a row, by which results compare methods.
+        """
         ...
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:

@@ -74,6 +74,8 @@ class TorchEngine:
             k=package.k, vocabulary=self._model.vocabulary, positions=self._model.positions
         )
         self._lock = threading.Lock()
+        self._layers = int(package.config["num_hidden_layers"])
+        self._layer_passes = 0
 
     @property
     def k(self) -> int:
@@ -90,6 +92,11 @@ class TorchEngine:
             threads=torch.get_num_threads(),
             device=str(self._device),
         )
+
+    @property
+    def layer_passes(self) -> int:
+        """Passes of one sequence through one decoder layer so far, forward and back."""
+        return self._layer_passes
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """Mean loss over the batch's targets for each variant, float32 [v]."""
@@ -124,6 +131,7 @@ class TorchEngine:
                     return self._sequence_losses(value_K, *sequence).double().sum()
 
                 for query, direction_K in enumerate(directions_QK):
+                    self._layer_passes += self._layers  # of the tangent
                     loss, slope = jvp(loss_of, (value_K,), (self._tensor(direction_K),))  # type: ignore[misc]
                     slope_Q[query] += float(slope)
                 loss_sum += float(loss)
@@ -140,6 +148,7 @@ class TorchEngine:
             for sequence in self._sequences(batch):
                 loss = self._sequence_losses(value_K, *sequence).double().sum()
                 (gradient_K,) = torch.autograd.grad(loss, value_K)
+                self._layer_passes += self._layers
                 loss_sum += float(loss.detach())
                 sum_K += gradient_K.cpu().numpy()
         targets = int(batch.target_BT.sum())
@@ -191,6 +200,7 @@ class TorchEngine:
         self, value_K: Tensor, ids_T: Tensor, place_R: Tensor, soft: SoftTargets | None
     ) -> Tensor:
         """[R]: `-log p(token | tokens before it)` of the target tokens, or the divergence from soft ones."""
+        self._layer_passes += self._layers
         logits_RD = self._logits(value_K, ids_T, place_R - 1)
         if soft is None:
             return functional.cross_entropy(logits_RD, ids_T[place_R], reduction="none")

@@ -21,14 +21,14 @@ _SIZE = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class PooledCheckpoint:
     """A packed state of a federation (FORMAT 11) and the signed head that names it."""
 
     state: bytes
     head: bytes
 
 
-def encode_catch_up(checkpoint: Checkpoint | None, records: Sequence[bytes], head: bytes) -> bytes:
+def encode_catch_up(checkpoint: PooledCheckpoint | None, records: Sequence[bytes], head: bytes) -> bytes:
     """The only bytes of a catching up.
 
     Args:

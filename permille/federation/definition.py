@@ -61,7 +61,7 @@ class Definition:
         minimum: devices below which a round is void.
         batch_rows: texts of a device's batch.
         row_tokens: the most tokens of a text that are trained on.
-        local_steps: of a sketch, Adam's steps on every weight whose sum one step of the log holds.
+        local_steps: along a gradient, Adam's steps on every weight whose sum one step of the log holds.
         privacy: noise in the sums of the devices' integers, or None.
 
     Raises:
@@ -93,8 +93,8 @@ class Definition:
         check_range("guard_bits", self.guard_bits, 0, 8)
         check_range("rate_shift", self.rate_shift, -8, 8)
         check_range("max_weight", self.max_weight, 1, MAX_WEIGHT)
-        sketch = self.log.estimator is EstimatorKind.SKETCH
-        check_range("local_steps", self.local_steps, 1, MAX_LOCAL_STEPS if sketch else 1)
+        gradient = self.log.estimator is EstimatorKind.GRADIENT
+        check_range("local_steps", self.local_steps, 1, MAX_LOCAL_STEPS if gradient else 1)
         check_range("trim_percent", self.trim_percent, 0, 50)
         check_range("minimum", self.minimum, 1, MAX_DEVICES)
         check_range("batch_rows", self.batch_rows, 1, 1024)

@@ -1,8 +1,8 @@
 """What one device does in a round: K steps from the pooled state on text of its own (FORMAT 13.2).
 
 A step is one of a log (`permille.zo.steps`), along its directions. Its integers are what
-is sent, and what moves the state for the next step; so they add up to exactly the local state. A sketch's
-step holds the change that `local_steps` steps of Adam on every weight have made.
+is sent, and what moves the state for the next step; so they add up to exactly the local state. A step along
+the gradient holds the change that `local_steps` steps of Adam on every weight have made.
 
 Each step is durable before it counts: a device that is killed goes on with the same integers.
 
@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.federation.definition import MAX_CONTRIBUTED, Definition
-from permille.training.adam import Moments, stretched, unlogged_step
+from permille.training.adam import Moments, adam_step
 from permille.zo.estimators import Batch, Descent, LossEngine
+from permille.zo.header import LogHeader
 from permille.zo.journal import Journal
 from permille.zo.lattice import values
 from permille.zo.records import StepFlag, StepRecord, coefficients_of
 from permille.zo.replay import replay
-from permille.zo.steps import sketch_step, take_step
+from permille.zo.steps import JournaledSteps, change_step, take_step
 
 JOURNAL = "steps.journal"
 MOMENTS = "steps.moments"
@@ -80,8 +81,8 @@ def take_local_steps(
 
     Args:
         part: what is the same at every step.
-        engine: of the package; for a sketch one that also differentiates backward.
-        batches: the batch of each step of the history, of a sketch's each local step; a pure function.
+        engine: of the package; for the gradient one that also differentiates backward.
+        batches: the batch of each step of the history, or along the gradient of each local step.
         folder: of this round alone, where the steps are durable.
 
     Raises:
@@ -89,73 +90,60 @@ def take_local_steps(
         PackageError, OperatorError: what is in the folder is damaged.
     """
     descent, path = part.descent(), folder / JOURNAL
-    with Journal.open(path) if path.exists() else Journal.create(path, descent.header) as journal:
-        if descent.header.estimator is EstimatorKind.SKETCH:
-            steps: _Steps = _SketchedSteps(part, descent, journal, folder / MOMENTS)
-        else:
-            steps = _Steps(part, descent, journal)
-        while journal.next_step < part.definition.steps:
-            steps.take(engine, batches)
-        return coefficients_of(journal.records(), descent.header)
+    header, follows = descent.header, descent.header.estimator is EstimatorKind.GRADIENT
+    with Journal.open(path) if path.exists() else Journal.create(path, header) as journal:
+        steps = JournaledSteps(journal, descent, first_step=part.first_step)
+        gradient = _GradientSteps(part, descent, folder / MOMENTS) if follows else None
+        while steps.done < part.definition.steps:
+            if gradient is None:
+                batch = batches(steps.step)
+                record = take_step(engine, batch, descent, steps.s_K, steps.step, normalised=True)
+            else:
+                record = gradient.record(engine, batches, steps.s_K, steps.step)
+            steps.append(_bounded(record))
+        return coefficients_of(journal.records(), header)
 
 
-class _Steps:
-    """Steps of losses or derivatives."""
-
-    def __init__(self, part: LocalRound, descent: Descent, journal: Journal) -> None:
-        self._part = part
-        self._descent = descent
-        self._journal = journal
-        self._s_W = part.moved(coefficients_of(journal.records(), descent.header))
-
-    def take(self, engine: LossEngine, batches: Callable[[int], Batch]) -> None:
-        """Take one step; durable on return."""
-        step = self._part.first_step + self._journal.next_step
-        self._append(take_step(engine, batches(step), self._descent, self._s_W, step, normalised=True))
-
-    def _append(self, record: StepRecord) -> None:
-        """Make a step of the history durable as one of the round, and move by it."""
-        done = self._journal.next_step
-        record = replace(_bounded(record), step=done)
-        self._journal.append(record)
-        self._s_W += self._part.moved(coefficients_of([record], self._descent.header), after=done)
-
-
-class _SketchedSteps(_Steps):
-    """Steps along a gradient, as far as the groups of the history hold them.
+class _GradientSteps:
+    """Records of steps along a gradient, as far as the groups of the history hold them.
 
     What the groups do not hold is lost, and Adam begins anew in each round: to carry either over did not make
-    the pooled loss lower (docs/adr/0014). What Adam remembers is durable before the journal is, so a kill
-    leaves a record to append, or nothing.
+    the pooled loss lower (docs/adr/0014). What Adam remembers is durable before the journal is, so after a
+    kill the record is there to append.
     """
 
-    def __init__(self, part: LocalRound, descent: Descent, journal: Journal, path: Path) -> None:
-        super().__init__(part, descent, journal)
+    def __init__(self, part: LocalRound, descent: Descent, path: Path) -> None:
+        self._rules = part.definition
+        self._descent = descent
         self._path = path
-        moments = Moments.load(path)
-        if moments is None:
-            moments = replace(Moments.first(len(self._s_W), self._s_W), step=part.first_step)
-        if moments.step == part.first_step + journal.next_step + 1:
-            self._append(moments.record())
-        self._moments = moments
+        first_W = np.zeros(descent.header.k, np.int64)
+        first = replace(Moments.first(len(first_W), first_W), step=part.first_step)
+        self._moments = Moments.load(path) or first
 
-    def take(self, engine: LossEngine, batches: Callable[[int], Batch]) -> None:
-        """Take the local steps of one step; durable on return."""
+    def record(
+        self, engine: LossEngine, batches: Callable[[int], Batch], s_W: NDArray[np.int64], step: int
+    ) -> StepRecord:
+        """Take the local steps of one step from a state; durable on return."""
+        if self._moments.step == step + 1:  # killed before the journal had it
+            return self._moments.record()
         if not hasattr(engine, "gradient"):
-            raise InputError("expected an engine with a reverse pass for a federation of sketches")
-        gradients, rules, header = cast("_Gradients", engine), self._part.definition, self._descent.header
-        step, exponent = self._moments.step, rules.log.step_unit_exponent
-        before_W = self._s_W << rules.guard_bits
+            raise InputError(
+                "This federation follows the gradient, and the engine has no reverse pass. "
+                "Take part with the engine light or torch."
+            )
+        gradients, rules, header = cast("_Gradients", engine), self._rules, self._descent.header
+        exponent = rules.log.step_unit_exponent
+        before_W = s_W << rules.guard_bits
         moments, losses = replace(self._moments, s_K=before_W), []
         for number in range(step * rules.local_steps, (step + 1) * rules.local_steps):
             values_W = values(self._descent.w_base_K, moments.s_K, exponent)
             loss, gradient_W = gradients.gradient(values_W, batches(number))
             rate = header.learning_rate_at(step)
-            moments = unlogged_step(moments, loss, gradient_W, rate=rate, step_unit_exponent=exponent)
+            moments = adam_step(moments, loss, gradient_W, rate=rate, step_unit_exponent=exponent)
             losses.append(loss)
         change_W = (moments.s_K - before_W) * math.ldexp(1.0, exponent)
         loss = math.fsum(losses) / len(losses)
-        record = _bounded(sketch_step(stretched(change_W, header), loss, header, step))
+        record = change_step(_stretched(change_W, header), loss, header, step)
         self._moments = replace(
             moments,
             step=step + 1,
@@ -164,7 +152,16 @@ class _SketchedSteps(_Steps):
             flags=int(record.flags),
         )
         self._moments.store(self._path)
-        self._append(record)
+        return record
+
+
+def _stretched(change_K: NDArray[np.float64], header: LogHeader) -> NDArray[np.float64]:
+    """Make a change as much longer as its projection on the header's groups makes it shorter.
+
+    A projection on groups of g weights shortens; `min(g, 2 sqrt(g))` is what learned most.
+    """
+    weights = header.k / header.queries  # of a group
+    return change_K * max(1.0, min(weights, 2 * math.sqrt(weights)))
 
 
 def _bounded(record: StepRecord) -> StepRecord:

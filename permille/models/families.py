@@ -19,7 +19,7 @@ Config = Mapping[str, Any]
 TensorShape = tuple[int, ...]
 
 
-class Part(StrEnum):
+class LayerPart(StrEnum):
     """The two parts of a block; a scope may be one of them."""
 
     ATTENTION = "attention"
@@ -30,8 +30,8 @@ SCOPE_PATTERN = r"all|attention|mlp|layers:[0-9]{1,5}(-[0-9]{0,5})?"
 """The forms of a scope, for schemas: everything, a part of every layer, or a range of layers from 0."""
 
 _ROLES = {
-    Part.ATTENTION: ("query", "key", "value", "fused", "output"),
-    Part.MLP: ("gate", "up", "down"),
+    LayerPart.ATTENTION: ("query", "key", "value", "fused", "output"),
+    LayerPart.MLP: ("gate", "up", "down"),
 }
 _NORMS = ("norm_attention", "norm_attention_out", "norm_mlp", "norm_mlp_out", "norm_query", "norm_key")
 
@@ -129,7 +129,7 @@ class ModelShape:
     biased: frozenset[str]
     keys: frozenset[str]
 
-    def linear(self, part: Part | None = None) -> dict[str, tuple[int, int]]:
+    def linear(self, part: LayerPart | None = None) -> dict[str, tuple[int, int]]:
         """The linear layers of a block, or of a part of it: names relative to the block."""
         query, key = self.heads * self.head, self.kv_heads * self.head
         shapes = {
@@ -211,7 +211,7 @@ def shape_of(config: Config) -> ModelShape:
 
 
 def _biased(about: Description, read: "_Reader") -> frozenset[str]:
-    flags = {Part.ATTENTION: about.attention_bias, Part.MLP: about.mlp_bias}
+    flags = {LayerPart.ATTENTION: about.attention_bias, LayerPart.MLP: about.mlp_bias}
     biased = [role for part, flag in flags.items() if flag and read.flag(*flag) for role in _ROLES[part]]
     return frozenset((*about.always_biased, *biased))
 
@@ -250,7 +250,7 @@ def scoped_tensors(config: Config, scope: str = "all") -> tuple[tuple[str, tuple
         InputError: as `shape_of`, or a scope of another form or outside the model's layers.
     """
     shape = shape_of(config)
-    part = Part(scope) if scope in set(Part) else None
+    part = LayerPart(scope) if scope in set(LayerPart) else None
     layers = range(shape.layers) if part else _layers_in(scope, shape.layers)
     linear = shape.linear(part)
     return tuple(

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from permille.choices import EstimatorKind
+from permille.choices import EstimatorKind, Method
 from permille.schemas.fields import (
     TEXT_PATTERN,
     Closed,
@@ -92,8 +92,9 @@ class ScheduleCreate(Closed):
 class TrainingCreate(Closed):
     """What a device computes in a round."""
 
-    estimator: EstimatorKind = Field(
-        default=EstimatorKind.SKETCH, description="how a device estimates a step's integers"
+    method: Method = Field(default=Method.GRADIENT, description="how a device finds its steps")
+    estimator: EstimatorKind | None = Field(
+        default=None, description="of zeroth order, how a step is estimated; else one_sided"
     )
     steps: Annotated[
         int, Field(strict=True, ge=1, le=65535, description="logged steps of a round"), WholeNumber
@@ -107,14 +108,14 @@ class TrainingCreate(Closed):
             strict=True,
             ge=1,
             le=1024,
-            description="of Adam on every weight, whose sum one logged step holds; above 1 for sketch alone",
+            description="of Adam on every weight, whose sum one logged step holds; 1 in zeroth order",
         ),
         WholeNumber,
     ] = 1
     learning_rate: _Rate | None = Field(
-        default=None, description="for sketch by default that of the package's weights"
+        default=None, description="along the gradient by default that of the package's weights"
     )
-    epsilon: _Rate | None = Field(default=None, description="perturbation scale; not for sketch")
+    epsilon: _Rate | None = Field(default=None, description="perturbation scale, of zeroth order")
     batch_rows: Annotated[
         int, Field(strict=True, ge=1, le=1024, description="texts of a device's batch"), WholeNumber
     ] = 4

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from permille.choices import Method
 from permille.schemas.fields import (
     MAX_INTEGER,
     TEXT_PATTERN,
@@ -20,12 +21,27 @@ from permille.schemas.fields import (
 Version = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER, examples=[1]), WholeNumber]
 
 
+class ReleaseTraining(Closed):
+    """What a release asks of its devices' training, signed with it; each device's owner may override it."""
+
+    method: Method | None = Field(
+        default=None, description="how devices find their steps; else the engine decides"
+    )
+    steps: Annotated[int, Field(strict=True, ge=1, le=1_000_000), WholeNumber] | None = Field(
+        default=None, description="of a run; else what its minutes give"
+    )
+    first_layer: Annotated[int, Field(strict=True, ge=0, le=1000), WholeNumber] | None = Field(
+        default=None, description="train the masked weights of this decoder layer and those above; else all"
+    )
+
+
 class ReleaseCreate(Closed):
     """Publish a package under a name, as its next version."""
 
     name: Name = Field(description="of the release")
     package_digest: Digest = Field(description="the package to publish")
     alias: Name | None = Field(default=None, description="alias to point at this version, e.g. `stable`")
+    training: ReleaseTraining | None = Field(default=None, description="how devices train")
 
 
 class Release(Closed):

@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from pydantic import Field, StringConstraints
 
-from permille.choices import EstimatorKind
+from permille.choices import EstimatorKind, Method
 from permille.schemas.devices import AgentVersion
 from permille.schemas.fields import Closed, Count, Digest, Finite, Id, Name, Timestamp, WholeNumber
 from permille.schemas.releases import Version
@@ -82,6 +82,7 @@ class RunMetrics(Closed):
     steps: Count
     rejected_steps: Count
     queries: Count
+    method: Method
     estimator: EstimatorKind
     seconds: Seconds
     tokens_trained: Count
@@ -97,8 +98,10 @@ class RunMetrics(Closed):
     step_unit_exponent: Annotated[int, Field(strict=True, ge=-1074, le=1023), WholeNumber]
     k: Count
     peak_rss_bytes: Count
-    personal_bytes: Count = Field(description="of the log, or where that is shorter of the packed state")
-    state_digest: Digest | None = Field(description="of what a shared log leads to; null without one")
+    personal_bytes: Count = Field(description="of the log, of a gradient run of the packed state")
+    state_digest: Digest | None = Field(
+        description="of the state that is shared, as log or as state; null where neither is"
+    )
     agent_version: AgentVersion
     engine: EngineName
     operating_system: OperatingSystem
@@ -126,7 +129,7 @@ class RunCreate(Closed):
 
 
 class LogForm(StrEnum):
-    """What a device shares of a run: its log, or the packed state where that is shorter."""
+    """What a device shares of a run: its log of seeds and scalars, or its packed state."""
 
     LOG = "log"
     STATE = "state"

@@ -44,7 +44,7 @@ class TensorRow(TypedDict):
     coverage: float
 
 
-class Report(TypedDict):
+class CoverageReport(TypedDict):
     """What an operator decides from."""
 
     k: int
@@ -54,7 +54,7 @@ class Report(TypedDict):
     tensors: list[TensorRow]
 
 
-def mask_report(scores: Tensors, mask: Indices) -> Report:
+def mask_report(scores: Tensors, mask: Indices) -> CoverageReport:
     """Curve, table and whole of one mask under one set of scores.
 
     Raises:
@@ -67,7 +67,7 @@ def mask_report(scores: Tensors, mask: Indices) -> Report:
     numel = sum(math.prod(row["shape"]) for row in rows)
     k = sum(row["count"] for row in rows)
     share = _share(held, sum(row["score"] for row in rows), k, numel)
-    return Report(k=k, numel=numel, coverage=share, curve=curve(scores), tensors=rows)
+    return CoverageReport(k=k, numel=numel, coverage=share, curve=curve(scores), tensors=rows)
 
 
 def curve(scores: Tensors, points: int = 61) -> list[CurvePoint]:

@@ -578,7 +578,7 @@ class PrivacyCharge(Base):
     )
 
 
-class Checkpoint(Base):
+class FederationCheckpoint(Base):
     """A federation's packed state after so many rounds."""
 
     __tablename__ = "checkpoints"

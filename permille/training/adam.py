@@ -5,8 +5,7 @@
 
 The rate begins at a share of the root mean square of the masked weights, with an adapter at another number
 (`learning_rate` says which), and falls to 0 over the steps, so there is nothing to search for. Every weight
-moves by the nearest integer of the lattice, or, where a log is wanted, by what the log's groups hold of the
-change: what a projection on groups of g weights shortens is made longer again, by `min(g, 2 sqrt(g))`.
+moves by the nearest integer of the lattice.
 
 Shapes: K = masked weights.
 """
@@ -25,11 +24,8 @@ from permille.choices import AdapterKind
 from permille.errors import OperatorError
 from permille.files import write_atomic
 from permille.package.reader import Package
-from permille.zo.estimators import Descent
-from permille.zo.header import LogHeader
 from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
-from permille.zo.steps import sketch_step
 
 # Fifteen times as much diverges on a real model of 135 million weights, and reaches a higher loss before.
 RATE = 0.3
@@ -162,7 +158,7 @@ def unit_exponent(rate: float) -> int:
     return math.frexp(rate / UNITS)[1] - 1
 
 
-def unlogged_step(
+def adam_step(
     moments: Moments, loss: float, gradient_K: NDArray[np.float32], *, rate: float, step_unit_exponent: int
 ) -> Moments:
     """Move every weight by its own integer.
@@ -185,39 +181,6 @@ def unlogged_step(
     if np.abs(exact_K).max() > STATE_LIMIT:
         return rejected
     return replace(moved, step=moments.step + 1, s_K=exact_K.astype(np.int64), loss=loss, flags=0)
-
-
-def sketched_step(
-    moments: Moments, loss: float, gradient_K: NDArray[np.float32], descent: Descent
-) -> Moments:
-    """Find the integers of a log's groups; the state is moved by whoever appends their record.
-
-    Args:
-        moments: before the step; the rest as `unlogged_step`.
-        descent: rate, schedule, unit and groups; its log need not exist.
-    """
-    header, step = descent.header, moments.step
-    rejected = replace(
-        moments,
-        step=step + 1,
-        coefficients=np.zeros(header.queries, np.int64),
-        loss=loss,
-        flags=int(StepFlag.REJECTED),
-    )
-    if not _all_finite(loss, gradient_K):
-        return rejected
-    moved, change_K = _adam(moments, gradient_K, header.learning_rate_at(step))
-    record = sketch_step(stretched(change_K, header), loss, header, step)
-    if StepFlag.REJECTED in record.flags:
-        return rejected
-    coefficients_Q = np.array(record.coefficients, np.int64)
-    return replace(moved, step=step + 1, coefficients=coefficients_Q, loss=loss, flags=0)
-
-
-def stretched(change_K: NDArray[np.float64], header: LogHeader) -> NDArray[np.float64]:
-    """Make a change as much longer as its projection on the header's groups makes it shorter."""
-    weights = header.k / header.queries  # of a group
-    return change_K * max(1.0, min(weights, 2 * math.sqrt(weights)))
 
 
 def _all_finite(loss: float, gradient_K: NDArray[np.float32]) -> bool:

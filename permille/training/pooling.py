@@ -29,7 +29,7 @@ from permille.package.build import write_manifest
 from permille.package.limits import Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.reader import Package
-from permille.training.adam import Moments, learning_rate, unit_exponent, unlogged_step
+from permille.training.adam import Moments, adam_step, learning_rate, unit_exponent
 from permille.training.reference import Reference
 from permille.training.strength import KEEP_GENERAL, choose_strength, scaled
 from permille.zo.estimators import Batch
@@ -119,7 +119,7 @@ def pool(
         if reference is not None:
             gradient_K = gradient_K + engine.gradient(values_K, reference.pull(step))[1]
         step_rate = rate * (1 - step / plan.steps)
-        moments = unlogged_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
+        moments = adam_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
         if moments.step % STEPS_A_CHECKPOINT == 0 or moments.step == plan.steps:
             moments.store(checkpoint)
         progress(moments.step, plan.steps)

@@ -14,6 +14,7 @@ from permille.digests import digest_of
 from permille.errors import InputError
 from permille.trust.roles import (
     ROOT_DIGEST_DIGITS,
+    Training,
     aliases_of,
     federation_path,
     is_target_path,
@@ -145,16 +146,20 @@ def hand_over(delegator: Delegator, role: str, holders: Holders) -> None:
 
 
 def list_version(
-    targets: Targets, version: tuple[str, int], manifest: bytes | None, aliases: Iterable[str]
+    targets: Targets,
+    version: tuple[str, int],
+    manifest: bytes | None,
+    aliases: Iterable[str],
+    training: Training = Training(),
 ) -> None:
     """List a version by name and number; None for the manifest of one that is listed already.
 
-    Devices take it under these aliases, which other versions of the name lose.
+    Devices take it under these aliases, which other versions of the name lose, and train as it says.
     """
     path = target_path(*version)
     if manifest is not None:
         target = TargetFile.from_data(path, manifest, ["sha256"])
-        target.unrecognized_fields["custom"] = {"aliases": []}
+        target.unrecognized_fields["custom"] = {"aliases": [], "training": training.to_json()}
         targets.targets[path] = target
     for alias in aliases:
         name_alias(targets, version[0], alias, path)

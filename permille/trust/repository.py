@@ -63,6 +63,7 @@ from permille.trust.roles import (
     TARGETS,
     TIMESTAMP,
     TOP_LEVEL,
+    Training,
     aliases_of,
     federation_path,
     file_name,
@@ -188,14 +189,23 @@ class Repository:
             )
         return found
 
-    def publish(self, name: str, version: int, manifest: bytes, *, aliases: Iterable[str] = ()) -> None:
+    def publish(
+        self,
+        name: str,
+        version: int,
+        manifest: bytes,
+        *,
+        aliases: Iterable[str] = (),
+        training: Training = Training(),
+    ) -> None:
         """List a version. Devices take it under these aliases, which other versions of the name lose.
 
         Raises:
             KeyElsewhereError: the team's key is not here.
         """
         role = self._role_of(target_path(name, version))
-        self._edit(role, lambda targets: list_version(targets, (name, version), manifest, aliases))
+        listed = (name, version)
+        self._edit(role, lambda targets: list_version(targets, listed, manifest, aliases, training))
 
     def withdraw(self, name: str, version: int) -> None:
         """List a version no longer: no device installs it. Idempotent. Raises KeyElsewhereError."""

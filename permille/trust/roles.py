@@ -7,11 +7,14 @@ or `federations/<SHA-256>.json`, a federation's definition (FORMAT 13.1).
 """
 
 import re
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Final
 
 from tuf.api.metadata import Root, Snapshot, TargetFile, Targets, Timestamp
 
+from permille.choices import Method
+from permille.digests import JSON
 from permille.errors import InputError
 
 ROOT: Final = Root.type
@@ -27,6 +30,7 @@ TIMESTAMP_FILE: Final = f"{TIMESTAMP}.json"
 ROOT_DIGEST_DIGITS: Final = 32
 """So many hex digits of the root's SHA-256 does an invitation carry."""
 MAX_VERSION: Final = 2**53 - 1
+MAX_STEPS: Final = 1_000_000
 
 _LIFE: Final = {
     ROOT: timedelta(days=365),
@@ -81,6 +85,45 @@ def is_target_path(path: str) -> bool:
     """Whether a path names a version of a release."""
     found = _TARGET_PATH.fullmatch(path)
     return found is not None and int(found[2]) <= MAX_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a release asks of its devices' training, signed with it; None leaves it to the device.
+
+    A device's owner overrides each of these by a flag or the policy.
+
+    Attributes:
+        method: how steps are found.
+        steps: how many.
+        first_layer: the masked weights of this decoder layer and those above it are trained, no others.
+
+    Raises:
+        InputError: a number is out of range.
+    """
+
+    method: Method | None = None
+    steps: int | None = None
+    first_layer: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, number, least in (("steps", self.steps, 1), ("first_layer", self.first_layer, 0)):
+            if number is not None and (type(number) is not int or not least <= number <= MAX_STEPS):
+                raise InputError(f"expected {name} from {least} to {MAX_STEPS}, got {number!r}")
+
+    def to_json(self) -> JSON:
+        """Return what a target's custom record holds."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def training_of(target: TargetFile) -> Training:
+    """Read what a release asks of training. Raises InputError where it is no record of that."""
+    fields = (target.custom or {}).get("training", {})
+    try:
+        method = fields.get("method")
+        return Training(**fields | {"method": None if method is None else Method(method)})
+    except (TypeError, ValueError, AttributeError) as exc:
+        raise InputError(f"expected the training of {target.path}, got {fields!r:.120}") from exc
 
 
 def aliases_of(target: TargetFile) -> frozenset[str]:

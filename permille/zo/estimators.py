@@ -2,10 +2,10 @@
 
 All directions are along `z / sigma` (unit variance), and a step moves by the mean over the directions of
 a block of `projected_grad * z / sigma`. Its expectation is the gradient, up to terms of the order of
-epsilon squared (none for forward mode; of the order of epsilon for differences to the loss at the state).
-Costs, in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, differences to the state's
-loss q + 1, forward mode about q + 1 of somewhat dearer passes, split 2 P_1 of the lower block and 2 P_2 of
-the upper one where the engine computes once what variants have in common.
+epsilon squared (none for forward mode). Costs, in forward passes of the batch, with q directions: SPSA 2 q,
+one-sided q, forward mode about q + 1 of somewhat dearer passes, split 2 P_1 of the lower block's layers and
+2 P_2 of the others. The last holds for the light engine, which computes once what variants share; others make
+2 P_2 whole passes. `layer_passes` of an engine counts what it did.
 
 Estimators know nothing of models, engines nothing of optimizers: `LossEngine` is the seam.
 

@@ -56,15 +56,21 @@ class BlockSplit:
     lower_queries: int
 
     @classmethod
-    def halving(cls, counts: tuple[int, ...], decoder_layers: int, lower_queries: int) -> "BlockSplit":
+    def halving(
+        cls, counts: tuple[int, ...], decoder_layers: int, lower_queries: int, first_layer: int = 0
+    ) -> "BlockSplit":
         """Divide the tensors into two blocks of about as many decoder layers, counted between the first and
-        the last that are masked.
+        the last that are masked, from `first_layer` on.
 
         Raises:
             InputError: fewer than two decoder layers are masked.
         """
         size = len(counts) // decoder_layers
-        masked = [layer for layer in range(decoder_layers) if any(counts[layer * size : (layer + 1) * size])]
+        masked = [
+            layer
+            for layer in range(first_layer, decoder_layers)
+            if any(counts[layer * size : (layer + 1) * size])
+        ]
         if size * decoder_layers != len(counts) or len(masked) < 2:
             raise InputError(f"expected masks in two layers or more for a split, got {len(masked)}")
         middle = (masked[0] + masked[-1] + 1) // 2
@@ -93,6 +99,7 @@ class LogHeader:
         total_steps: the most steps the log may hold; the linear schedule ends there.
         counts: masked weights per tensor, in tensor order.
         split: the two blocks of `EstimatorKind.SPLIT`; None for every other kind.
+        first_tensor: the masked weights of the tensors before it do not move.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 8.1.
@@ -111,6 +118,7 @@ class LogHeader:
     step_unit_exponent: int
     counts: tuple[int, ...]
     split: BlockSplit | None = None
+    first_tensor: int = 0
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -125,9 +133,9 @@ class LogHeader:
         check_range("seed", self.seed, 0, (1 << 64) - 1)
         groups = self.directions is DirectionKind.GROUPS
         if self.estimator is not EstimatorKind.ONE_SIDED and groups != (
-            self.estimator is EstimatorKind.SKETCH
+            self.estimator is EstimatorKind.GRADIENT
         ):
-            raise InputError(f"expected groups for sketch or one_sided, got {self.directions.value}")
+            raise InputError(f"expected groups for gradient or one_sided, got {self.directions.value}")
         # FORMAT 8.1: a one-sided difference is one to the mean of the others
         least = 2 if self.estimator is EstimatorKind.ONE_SIDED else 1
         check_range("queries", self.queries, least, MAX_GROUPS if groups else MAX_QUERIES)
@@ -144,6 +152,11 @@ class LogHeader:
             raise InputError(f"expected two blocks for split and only there, got {self.estimator.value}")
         if self.split is not None:
             self.split.check(counts=self.counts, queries=self.queries)
+        last = (len(self.counts) if self.split is None else self.split.first_upper_tensor) - 1
+        gradient = self.estimator is EstimatorKind.GRADIENT
+        check_range("first_tensor", self.first_tensor, 0, 0 if gradient else last)
+        if any(not sum(self.counts[tensors]) for _, tensors in self.blocks()):
+            raise InputError(f"expected masked weights from tensor {self.first_tensor} on, got none")
 
     @property
     def k(self) -> int:
@@ -169,12 +182,17 @@ class LogHeader:
     def blocks(self) -> tuple[tuple[slice, slice], ...]:
         """The queries and the tensors of each block: one block, or the two of a split."""
         if self.split is None:
-            return ((slice(0, self.queries), slice(0, len(self.counts))),)
+            return ((slice(0, self.queries), slice(self.first_tensor, len(self.counts))),)
         tensor, query = self.split.first_upper_tensor, self.split.lower_queries
         return (
-            (slice(0, query), slice(0, tensor)),
+            (slice(0, query), slice(self.first_tensor, tensor)),
             (slice(query, self.queries), slice(tensor, len(self.counts))),
         )
+
+    @property
+    def moving(self) -> slice:
+        """Where the masked weights that move are in flat order."""
+        return self.weights_of(slice(self.first_tensor, len(self.counts)))
 
     def weights_of(self, tensors: slice) -> slice:
         """Where the masked weights of consecutive tensors are in flat order."""

@@ -46,7 +46,9 @@ def replay(
         raise InputError(f"expected steps below {MAX_STEPS}, got {len(coefficients_TQ)} from {start}")
     check_weight(weight_of_rows(coefficients_TQ))
     if header.directions is DirectionKind.GROUPS:
-        return group_sums(header, coefficients_TQ, start=start, threads=threads)
+        s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
+        s_K[: header.moving.start] = 0
+        return s_K
     return _sums_of_signs(header, coefficients_TQ, start, threads)
 
 

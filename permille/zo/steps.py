@@ -6,6 +6,7 @@ Shapes: K = masked weights, Q = queries.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,10 @@ from permille.errors import InputError
 from permille.zo.estimators import Batch, Descent, LossEngine, directions_of, estimate
 from permille.zo.groups import group_sums, grouping
 from permille.zo.header import DirectionKind, LogHeader
+from permille.zo.journal import Journal
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT, add_scaled, coefficient
-from permille.zo.records import StepFlag, StepRecord, weight_of
+from permille.zo.records import StepFlag, StepRecord, coefficients_of, weight_of
+from permille.zo.replay import replay
 
 
 def take_step(
@@ -60,8 +63,8 @@ def rounded_step(
     return StepRecord(step=step, coefficients=coefficients, loss=loss)
 
 
-def sketch_step(change_K: NDArray[np.floating], loss: float, header: LogHeader, step: int) -> StepRecord:
-    """The record of what the step's groups can express of a change of the values (FORMAT 7.4).
+def change_step(change_K: NDArray[np.floating], loss: float, header: LogHeader, step: int) -> StepRecord:
+    """Make the record of what the step's groups can express of a change of the values (FORMAT 7.4).
 
     `c_i = rint(<change, z_i> / (<z_i, z_i> 2**e))`: the change's orthogonal projection, on the lattice.
 
@@ -94,11 +97,58 @@ def apply_record(s_K: NDArray[np.int64], record: StepRecord, header: LogHeader) 
     if not reach:
         return
     if header.directions is DirectionKind.GROUPS:
-        s_K += group_sums(header, np.array([record.coefficients], np.int64), start=record.step)
+        moved_K = group_sums(header, np.array([record.coefficients], np.int64), start=record.step)
+        moved_K[: header.moving.start] = 0
+        s_K += moved_K
     else:
         for c, z_K in zip(record.coefficients, directions_of(header, record.step), strict=True):
             if c:
                 add_scaled(s_K, c, z_K)
+
+
+class JournaledSteps:
+    """Steps that a journal holds; the state is their replay. A step is durable before it counts.
+
+    Personal runs and rounds both go on from here after a kill:
+
+        steps = JournaledSteps(journal, descent)
+        while steps.done < 100:
+            record = take_step(engine, batch, descent, steps.s_K, steps.step, normalised=True)
+            steps.append(record)
+
+    Attributes:
+        s_K: the state before the next step.
+    """
+
+    def __init__(self, journal: Journal, descent: Descent, *, first_step: int = 0) -> None:
+        """Replay what the journal holds.
+
+        Args:
+            first_step: number of the journal's first step in the log whose directions are taken.
+        """
+        self._journal, self._descent, self._first_step = journal, descent, first_step
+        self.s_K = self.before(journal.next_step)
+
+    @property
+    def done(self) -> int:
+        """How many steps the journal holds."""
+        return self._journal.next_step
+
+    @property
+    def step(self) -> int:
+        """Number of the next step."""
+        return self._first_step + self.done
+
+    def append(self, record: StepRecord) -> None:
+        """Make the step with the number `step` durable, and move by it."""
+        self._journal.append(replace(record, step=self.done))
+        apply_record(self.s_K, record, self._descent.header)
+
+    def before(self, done: int) -> NDArray[np.int64]:
+        """Replay the state that the first `done` steps make."""
+        header, records = self._descent.header, list(self._journal.records())[:done]
+        c_TQ = coefficients_of(records, header)
+        return replay(header, c_TQ, start=self._first_step)
 
 
 def _coefficients(header: LogHeader, step: int, projected_grad_Q: NDArray[np.float64]) -> tuple[int, ...]:

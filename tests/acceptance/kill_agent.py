@@ -24,12 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from permille.schemas.runs import LogForm
 from permille.zo.journal import encode_header, parse_journal
 from permille_agent.link.report import read_reports
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import active_model, history
 from permille_agent.training.decision import Decision
-from permille_agent.training.personal import canonical_log
+from permille_agent.training.personal import shareable
 from permille_agent.training.plan import Plan
 from permille_agent.training.run import list_runs
 from tests.unit.edge_agent.runs import home_with_package, user_text
@@ -127,7 +128,7 @@ def end_of(home: Home) -> dict[str, str]:
         "plan": repr(run.require("plan", Plan)),
         "evaluations": repr([(at.step, at.loss) for at in run.evaluations(decision.descent)]),
         "journal": _digest(journal.read_bytes()) if journal.exists() else "",
-        "log": _digest(canonical_log(run)) if journal.exists() else "",
+        "log": _digest(shareable(run, LogForm.LOG)) if journal.exists() else "",
         "state": "".join(_digest(path.read_bytes()) for path in states if path.exists()),
         "decision": repr(decision),
         "active": repr((active_model(home), history(home))),

@@ -21,7 +21,7 @@ from tests.running_service import running_service
 from tests.tiny_model import write_model
 
 ADAPTER = ("--adapter", "lora", "--rank", "4", "--alpha", "8")
-WITH_LOG = ("--estimator", "one-sided", "--queries", "8", "--from", "base")
+WITH_LOG = ("--share-log", "--queries", "8")
 
 
 def test_an_adapter_from_its_build_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,9 +43,9 @@ def test_an_adapter_from_its_build_to_peft(tmp_path: Path, capsys: pytest.Captur
         device("enroll", up.url, invitation)
         device("pull")
         text = str(own_text(tmp_path))
-        train = ("train", text, "--threads", "1", "--share-log")
+        train = ("train", text, "--threads", "1")
 
-        by_gradient = device(*train, "--steps", "40")
+        by_gradient = device(*train, "--steps", "40", "--share-state")
         assert by_gradient["outcome"] == "adopted"
         device("report")
         shared = checked(up, by_gradient["run_id"])

@@ -10,6 +10,7 @@ import pytest
 from permille.engines.light.engine import LightEngine
 from permille.package.build import write_manifest
 from permille.package.reader import Package
+from permille.schemas.runs import LogForm
 from permille.training.reference import Reference, make_reference
 from permille.training.strength import Strength, scaled
 from permille.zo.lattice import state_digest, values
@@ -20,7 +21,7 @@ from permille_agent.cli import main as cli
 from permille_agent.state.home import Home
 from permille_agent.state.models import InstalledRelease, active_model, record_installed
 from permille_agent.training import evaluation
-from permille_agent.training.personal import canonical_log, model_values, shareable
+from permille_agent.training.personal import model_values, shareable
 from permille_agent.training.run import find_run
 from tests.unit.edge_agent.runs import home_with_package, user_text
 
@@ -47,7 +48,7 @@ def test_a_users_text_makes_the_model_better_on_text_it_never_saw(
     home, package = home_with_package(folder / "home")
     text = str(user_text(folder, 320))
 
-    trained = _json(home, capsys, "train", text, "--steps", STEPS, "--threads", "1", "--share-log")
+    trained = _json(home, capsys, "train", text, "--steps", STEPS, "--threads", "1", "--share-state")
 
     decision = trained["decision"]
     against = decision["against_base"]
@@ -64,7 +65,7 @@ def test_a_users_text_makes_the_model_better_on_text_it_never_saw(
     assert generated["completion_tokens"] <= 5
 
     run = find_run(home, trained["run"])
-    state = decode_state(shareable(run), max_bytes=1 << 20, max_k=package.k)
+    state = decode_state(shareable(run, LogForm.STATE), max_bytes=1 << 20, max_k=package.k)
     s_K, exponent = state.s_K, state.header.step_unit_exponent
     digest = state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
     assert digest == decision["state_digest"]
@@ -111,7 +112,9 @@ def test_a_model_keeps_what_it_knows_and_its_log_leads_to_the_same_bits(
     reference, engine = Reference.of(package), LightEngine(package, threads=1)
     assert reference is not None
     assert decision["general"]["loss_base"] == reference.loss(engine, package.values())
-    log = decode_canonical(canonical_log(find_run(home, trained["run"])), max_bytes=1 << 20, max_steps=1000)
+    log = decode_canonical(
+        shareable(find_run(home, trained["run"]), LogForm.LOG), max_bytes=1 << 20, max_steps=1000
+    )
     exponent = log.header.step_unit_exponent
     trained_K = replay(log.header, log.coefficients_TQ)
     kept_K = scaled(trained_K, 7)

@@ -81,7 +81,7 @@ def test_from_a_public_corpus_to_a_persons_model(tmp_path: Path, capsys: pytest.
 
         text = str(own_text(tmp_path))
         steps = ("--steps", "120", "--threads", "1")
-        trained = device("train", text, *steps, "--from", "pooled", "--share-log")
+        trained = device("train", text, *steps, "--from", "pooled", "--share-state")
         decision = trained["decision"]
         assert trained["outcome"] == "adopted"
         assert decision["pooled"] and decision["against_active"]["low"] > 0

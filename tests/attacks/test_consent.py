@@ -19,7 +19,7 @@ from permille.zo.estimators import Batch
 from permille_agent.link.client import Connection
 from permille_agent.link.enrolment import enroll, open_api
 from permille_agent.link.report import Delivery, collect_reports, deliver, log_delivery
-from permille_agent.state.choices import set_share_log
+from permille_agent.state.choices import set_sharing
 from permille_agent.state.home import Home
 from tests.bigram_engine import BigramEngine
 from tests.device_service import DeviceService, Fault, serving
@@ -118,7 +118,7 @@ def test_consent_that_is_withdrawn_during_the_upload_counts(tmp_path: Path, mome
             service.faults = [Fault(path="log", status=503)]
 
         def withdraw(_wait_s: float) -> None:
-            set_share_log(home, False)
+            set_sharing(home, log=False)
 
         if moment == "arriving":
             real = service.take_fault

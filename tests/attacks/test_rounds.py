@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from permille.errors import PackageError
-from permille.federation.catch_up import Checkpoint, caught_up, encode_catch_up, pack_state
+from permille.federation.catch_up import PooledCheckpoint, caught_up, encode_catch_up, pack_state
 from permille.federation.contribution import decode_contribution, encode_contribution
 from permille.federation.definition import Definition
 from permille.federation.rounds import History, combine, decode_segment
@@ -108,13 +108,13 @@ def moved(rounds: int, seed: int = 0) -> History:
 
 def checkpoint(state: bytes) -> Callable[[bytes], bytes]:
     """Another checkpoint in its place."""
-    kept = Checkpoint(state=state, head=MOVED.head.signed(KEY))
+    kept = PooledCheckpoint(state=state, head=MOVED.head.signed(KEY))
     return lambda _: encode_catch_up(kept, [], MOVED.head.signed(KEY))
 
 
 MOVED = moved(2)
 CATCH_UP = encode_catch_up(
-    Checkpoint(state=pack_state(DEFINITION, MOVED.s_W), head=MOVED.head.signed(KEY)),
+    PooledCheckpoint(state=pack_state(DEFINITION, MOVED.s_W), head=MOVED.head.signed(KEY)),
     [],
     MOVED.head.signed(KEY),
 )

@@ -14,7 +14,7 @@ import pytest
 
 from permille.errors import RetryableError
 from permille_agent.daemon.loop import LONGEST_PAUSE_S, POLL_LIMIT_S, Daemon, World
-from permille_agent.daemon.policy import Machine
+from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.state import DaemonState
 from permille_agent.link import transport
 from permille_agent.link.client import LONGEST_RETRY_AFTER_S, Connection, ServiceUnavailableError
@@ -172,7 +172,7 @@ def test_a_failure_under_a_wrong_clock_holds_back_for_a_day_at_most(tmp_path: Pa
         tried.append(clock[0])
         raise RetryableError("the disk was busy")
 
-    machine = Machine(on_ac=True, battery=None, load=0.0)
+    machine = PowerAndLoad(on_ac=True, battery=None, load=0.0)
     world = World(train=train, now=lambda: clock[0], machine=lambda: machine)
     daemon = Daemon(home, threading.Event(), world)
     write_record(home.daemon, replace(DaemonState(), not_before=clock[0].timestamp() + LONGEST_PAUSE_S))

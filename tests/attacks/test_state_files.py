@@ -20,7 +20,7 @@ from permille_agent.link.forget import forget
 from permille_agent.link.report import Delivery, collect_reports, read_reports
 from permille_agent.local.model import LocalModel, Variant
 from permille_agent.local.serve import read_or_make_access
-from permille_agent.state.choices import add_references, read_consent, set_share_log
+from permille_agent.state.choices import add_references, read_consent, set_sharing
 from permille_agent.state.home import Home, open_home, read_record, write_record
 from permille_agent.state.models import active_model
 from permille_agent.training.decision import DecisionCount
@@ -37,7 +37,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
     home, _ = home_with_package(folder / "home")
     text = user_text(folder)
     add_references(home, [text])
-    set_share_log(home, True)
+    set_sharing(home, log=True)
     write_record(home.daemon, DaemonState(day="2026-11-23"))
     result = train_quickly(home, [text], share_log=True)
     collect_reports(home)
@@ -194,7 +194,7 @@ def test_damaged_consent_withdraws_all_that_was_agreed_to(
     home.consent.write_bytes(_flip(home.consent.read_bytes(), 20, 2))
     with pytest.raises(OperatorError, match=r"consent\.json.*share-log off. writes it anew"):
         read_consent(home)
-    set_share_log(home, False)
+    set_sharing(home, log=False)
     assert not read_consent(home).share_log
     assert read_consent(home).withdrawals > 1
     assert read_daemon_state(home).day == "2026-11-23"

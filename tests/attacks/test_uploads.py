@@ -48,7 +48,7 @@ def log_of(steps: int, *, queries: int, k: int) -> bytes:
         mask_digest="sha256:" + "0" * 64,
         seed=1,
         directions=DirectionKind.GROUPS,
-        estimator=EstimatorKind.SKETCH,
+        estimator=EstimatorKind.GRADIENT,
         queries=queries,
         epsilon=1e-3,
         learning_rate=1e-3,

@@ -29,7 +29,7 @@ from permille_agent.federation import part as part_module
 from permille_agent.federation.by_hand import join_federation
 from permille_agent.federation.exchange import exchange
 from permille_agent.federation.membership import memberships
-from permille_agent.federation.part import Part, parts, train_part, waiting_part
+from permille_agent.federation.part import RoundPart, parts, train_part, waiting_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.enrolment import enroll, open_api, require_enrolment
@@ -145,7 +145,7 @@ class Device:
         self.id = enroll(self.home, url, invitation).device_id
         self.federation_id = join_federation(self.home, federation).choice().federation_id
 
-    def train(self, api: DeviceApi) -> Part | None:
+    def train(self, api: DeviceApi) -> RoundPart | None:
         """Follow the federation, and make the part that this device is invited to."""
         exchange(self.home, api, now=datetime.now(UTC), has_text=True)
         self.has_sent(-1)  # what a pass before left ready went now, maybe in a later round than that was of
@@ -155,7 +155,7 @@ class Device:
         _, identity = require_enrolment(self.home)
         return part if train_part(self.home, part, [self.text], identity, CONTEXT) else None
 
-    def send(self, api: DeviceApi, part: Part) -> bool:
+    def send(self, api: DeviceApi, part: RoundPart) -> bool:
         """Send a part as the agent does; whether the service took it."""
         number = int(part.path.name)
         self.made[number] = part.contribution.read_bytes()
@@ -196,7 +196,7 @@ class Device:
         _, identity = require_enrolment(self.home)
         return decode_contribution(data, rules, decode_key(identity.public_key))
 
-    def forgeries(self, part: Part) -> dict[str, bytes]:
+    def forgeries(self, part: RoundPart) -> dict[str, bytes]:
         """What an honest device never sends, by what is wrong with it."""
         honest = part.contribution.read_bytes()
         rules = part.membership.definition()
@@ -214,7 +214,7 @@ class Device:
             "cut": honest[:-1],
         }
 
-    def other(self, part: Part) -> bytes:
+    def other(self, part: RoundPart) -> bytes:
         """Other integers, well signed."""
         rules = part.membership.definition()
         _, identity = require_enrolment(self.home)

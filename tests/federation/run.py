@@ -41,7 +41,7 @@ from permille.federation.contribution import Contribution
 from permille.federation.definition import Definition
 from permille.federation.rounds import History, combine, decode_segment
 from permille_agent.embed import install_package
-from permille_agent.federation.part import Part
+from permille_agent.federation.part import RoundPart
 from permille_agent.link.client import AccessRefusedError
 from permille_agent.state.home import Home, open_home
 from tests.api_service import running_api
@@ -198,7 +198,7 @@ class Run:
 
 def one_round(run: Run, number: int, pool: ThreadPoolExecutor, *, nobody: bool) -> None:
     """Let all devices take part in a round, wait for its end, and compare what it published."""
-    late: list[tuple[Device, Part]] = []
+    late: list[tuple[Device, RoundPart]] = []
     for found in [pool.submit(visit, run, device, number, late, nobody) for device in run.devices]:
         found.result()
     ended = wait_for_end(run, number)
@@ -210,7 +210,7 @@ def one_round(run: Run, number: int, pool: ThreadPoolExecutor, *, nobody: bool) 
     compare(run, number, ended)
 
 
-def visit(run: Run, device: Device, number: int, late: list[tuple[Device, Part]], nobody: bool) -> None:
+def visit(run: Run, device: Device, number: int, late: list[tuple[Device, RoundPart]], nobody: bool) -> None:
     """One device in one round, with its fault; again where the service went away meanwhile."""
     until, trouble = time.monotonic() + _WAIT_S, RetryableError("none")
     while time.monotonic() < until:
@@ -228,7 +228,7 @@ def visit(run: Run, device: Device, number: int, late: list[tuple[Device, Part]]
     raise RuntimeError(f"expected device {device.number} to get through, the last trouble was {trouble}")
 
 
-def _visit(run: Run, device: Device, number: int, late: list[tuple[Device, Part]], nobody: bool) -> None:
+def _visit(run: Run, device: Device, number: int, late: list[tuple[Device, RoundPart]], nobody: bool) -> None:
     draw = random.Random(f"{run.seed} {number} {device.number}").random()
     if device.program:
         if draw >= DROPOUTS and not nobody:
@@ -375,7 +375,7 @@ def make_run(site: Site, options: argparse.Namespace) -> Run:
             "deadline_s": options.deadline_s,
         },
         "training": {
-            "estimator": "one_sided",
+            "method": "zeroth-order",
             "steps": 3,
             "queries": 4,
             "learning_rate": 0.01,

@@ -31,7 +31,7 @@ def header(seed: int, *, split: bool = False, groups: bool = False) -> dict[str,
         "mask_digest": "sha256:" + "b" * 64,
         "seed": f"{seed:016x}",
         "directions": "groups" if groups else "rademacher",
-        "estimator": "split" if split else "sketch" if groups else "spsa",
+        "estimator": "split" if split else "gradient" if groups else "spsa",
         "queries": 3,
         "epsilon": (1e-3).hex(),
         "learning_rate": (0.1).hex(),
@@ -40,6 +40,7 @@ def header(seed: int, *, split: bool = False, groups: bool = False) -> dict[str,
         "step_unit_exponent": -20,
         "counts": COUNTS,
         "split": SPLIT if split else None,
+        "first_tensor": 0,
     }
 
 

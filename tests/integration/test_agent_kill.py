@@ -14,7 +14,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import verify_package
 from permille_agent.link.enrolment import enroll
 from permille_agent.link.report import read_reports
-from permille_agent.state.choices import add_references, set_share_log
+from permille_agent.state.choices import add_references, set_sharing
 from permille_agent.state.home import open_home
 from permille_agent.state.models import active_model, installed_release
 from tests.device_service import CODE, DeviceService, Fault, serving
@@ -97,7 +97,7 @@ class Daemons:
         service.invitations.add(CODE)
         enroll(self.home, service.url, service.invitation)
         add_references(self.home, [folder / "notes.txt"])
-        set_share_log(self.home, True)
+        set_sharing(self.home, log=True)
 
     def start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "tests.bigram_daemon", str(self.home.root), str(self.STEPS)]

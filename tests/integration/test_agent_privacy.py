@@ -23,7 +23,7 @@ from tests.device_service import DeviceService, serving
 from tests.federations import make_site
 from tests.integration.agent_site import AgentSite, Ended
 from tests.packages import sentences, tiny_package
-from tests.rounds_site import SKETCH, rounds_service
+from tests.rounds_site import GRADIENT, rounds_service
 
 PIECE = 6
 RNG = random.Random(20260301)
@@ -201,7 +201,7 @@ def test_a_round_sends_integers_and_no_text(tmp_path: Path) -> None:
     data = str(write_user_data(folder / "data"))
     device = AgentSite(folder, USER=USER, LOGNAME=USER, HOSTNAME=USER)
     with rounds_service(tmp_path / "service") as service:
-        site = make_site(service.api, **SKETCH | {"target": 1})
+        site = make_site(service.api, **GRADIENT | {"target": 1})
         invited = service.api.post("/v1/invitations", {"release": "tiny", "alias": "stable"}).json()
         ended = [
             device.run("enroll", service.url, invited["invitation"]),

@@ -14,10 +14,10 @@ from permille_agent.federation.by_hand import TookPart
 from permille_agent.link.forget import forget
 from permille_keeper.main import init, public_text
 from tests.federations import Site, make_site
-from tests.rounds_site import SKETCH, Service, make_agent, rounds_service
+from tests.rounds_site import GRADIENT, Service, make_agent, rounds_service
 from tests.unit.keeper.keepers import running
 
-PRIVATE: dict[str, Any] = SKETCH | {"clip": 4000, "privacy": {"dp_epsilon": 300.0, "participations": 2}}
+PRIVATE: dict[str, Any] = GRADIENT | {"clip": 4000, "privacy": {"dp_epsilon": 300.0, "participations": 2}}
 
 
 @pytest.fixture

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from permille.choices import Method
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import Package, verify_package
 from permille.store import tables
 from permille.store.database import Database
+from permille.trust.roles import Training
 from permille_agent.cli.main import main
 from permille_agent.link.download import Download
 from permille_agent.link.report import enqueue
 from permille_agent.state.home import open_home
+from permille_agent.state.models import training_of_release
 from tests.artifacts import add_package as store_package
 from tests.packages import tiny_package
 from tests.running_service import Running, running_service
@@ -209,9 +212,12 @@ def test_a_new_version_replaces_and_a_yanked_one_is_refused(
     assert device("enroll", up.url, invite(operator, "renewed"), "--ca-file", str(certificate))[0] == 0
     assert device("pull")[0] == 0
     second = add_package(up, seed=1)
-    release = operator(*publish, second.digest)
+    asked = ("--method", "zeroth-order", "--steps", "50", "--first-layer", "1")
+    release = operator(*publish, second.digest, *asked)
     code, answer = device("pull")
     assert (code, answer["package"], answer["changed"]) == (0, second.digest, True)
+    training = training_of_release(open_home(device.home))
+    assert training == Training(method=Method.ZEROTH_ORDER, steps=50, first_layer=1)
     operator("releases", "yank", "renewed", str(release["version"]))
     code, answer = device("pull")
     assert code in (4, 6), answer

@@ -14,7 +14,7 @@ from permille.federation.rounds import History, decode_segment
 from permille.schemas.access import Role
 from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE
 from permille.schemas.problems import ProblemType
-from permille.store.tables import Checkpoint
+from permille.store.tables import FederationCheckpoint
 from permille.trust.repository import Repository
 from permille.trust.roles import federation_path
 from permille_service.cli.main import main
@@ -115,13 +115,13 @@ def sign_and_send(api: Api, folder: Path, draft: dict[str, str], *change: str) -
     assert answer.status_code == 200, answer.text
 
 
-def test_a_sketch_needs_no_rate_and_others_name_where_it_comes_from(api: Api) -> None:
-    site = make_site(api, start=False, estimator="sketch", learning_rate=None, epsilon=None)
+def test_the_gradient_needs_no_rate_and_others_name_where_it_comes_from(api: Api) -> None:
+    site = make_site(api, start=False, method="gradient", learning_rate=None, epsilon=None)
     assert site.definition.log.learning_rate > 0
     body = request_of(SMALL | {"name": "other", "learning_rate": None})
     answer = api.post("/v1/federations", body)
     assert (answer.status_code, slug(answer)) == (409, "conflict")
-    assert "permille-agent train --estimator one_sided" in answer.json()["detail"]
+    assert "--method zeroth-order --estimator one_sided" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_a_returning_device_gets_rounds_or_a_checkpoint_whichever_is_smaller(api
     assert size(9) == least
     assert size(8) == least + records[8]
     with api.service.database.read() as session:
-        kept = {row.number: len(row.state) for row in session.query(Checkpoint)}
+        kept = {row.number: len(row.state) for row in session.query(FederationCheckpoint)}
     assert set(kept) == {1, 2, 4, 8, 9}
     assert size(0) == min(least + sum(records), least + 180 + kept[9])
     for until in range(10):

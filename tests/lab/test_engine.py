@@ -115,7 +115,7 @@ def test_all_figures_of_a_tiny_shape_make_the_tables(tmp_path: Path, monkeypatch
     assert steps.measure_queries(tmp_path, SIZES)["steps"].keys() >= {"spsa, 1 query", "forward, 8 queries"}
     ((_, gradient),) = cells.of("gradient")
     assert gradient["gradient_s"] >= gradient["forward_s"] >= 0
-    assert gradient["rest_s"].keys() == {"0", "1024", "4096"}
+    assert gradient["rest_s"].keys() == {"0"}
     assert gradient["peak_bytes"] > gradient["anonymous_peak_bytes"] > 1 << 20
     memory_alone = gradients.measure(tmp_path, replace(SIZES, rounds=0))
     cells.keep("gradient", replace(SIZES, rounds=0).settings(), memory_alone)

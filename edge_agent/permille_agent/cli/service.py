@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from permille_agent.state.home import Home
 
 share_log = typer.Typer(
-    no_args_is_help=True, help="Choose whether training logs may leave this device. Off by default."
+    no_args_is_help=True,
+    help="Choose whether logs of zeroth-order runs may leave this device. Off by default.",
 )
+share_state = typer.Typer(no_args_is_help=True, help="Share the trained values. Off by default.")
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +38,7 @@ def register_upkeep(app: typer.Typer) -> None:
     app.command(rich_help_panel=DEVICE)(verify)
     app.command(rich_help_panel=SHARING)(report)
     app.add_typer(share_log, name="share-log", rich_help_panel=SHARING)
+    app.add_typer(share_state, name="share-state", rich_help_panel=SHARING)
     app.command(rich_help_panel=DEVICE)(unenroll)
 
 
@@ -163,11 +166,11 @@ def report(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @share_log.command("on")
 def share_log_on(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Share the logs of future runs.
+    """Share the logs of future runs, which use zeroth order unless you name the gradient.
 
     With the package, a log is your personal model, and the service can rebuild it. No other tenant sees it.
     """
-    _set_share_log(context, share=True, as_json=as_json)
+    _set_sharing(context, "share_log", share=True, as_json=as_json)
 
 
 @share_log.command("off")
@@ -176,18 +179,38 @@ def share_log_off(context: typer.Context, as_json: JsonOption = False) -> None:
 
     Uploaded logs stay at the service until `share-log delete`.
     """
-    _set_share_log(context, share=False, as_json=as_json)
+    _set_sharing(context, "share_log", share=False, as_json=as_json)
+
+
+@share_state.command("on")
+def share_state_on(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Share the packed state of runs that share no log, from now on.
+
+    The state is the trained values: with the package it is your personal model.
+    """
+    _set_sharing(context, "share_state", share=True, as_json=as_json)
+
+
+@share_state.command("off")
+def share_state_off(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Share no states from now on, and drop those that wait to be sent.
+
+    What was uploaded before stays at the service until `share-log delete`.
+    """
+    _set_sharing(context, "share_state", share=False, as_json=as_json)
 
 
 @share_log.command("show")
 def share_log_show(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Show whether logs are shared and which were uploaded."""
+    """Show whether logs and states are shared, and which were uploaded."""
     from permille_agent.link.report import Delivery, read_reports
-    from permille_agent.state.choices import shares_log
+    from permille_agent.state.choices import read_consent
 
     home = home_of(context)
     uploaded = [report.run_id for report in read_reports(home) if report.log_delivery is Delivery.SENT]
-    show({"share_log": shares_log(home), "uploaded_logs": uploaded}, as_json=as_json)
+    consent = read_consent(home)
+    document = {"share_log": consent.share_log, "share_state": consent.share_state}
+    show({**document, "uploaded_logs": uploaded}, as_json=as_json)
 
 
 @share_log.command("delete")
@@ -198,7 +221,7 @@ def share_log_delete(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete uploaded logs at the service, of one run or of all.
+    """Delete uploaded logs and states at the service, of one run or of all.
 
     [bold]Examples[/bold]
 
@@ -254,18 +277,18 @@ def unenroll(
     show({"unenrolled": True, "service_told": not local_only}, as_json=as_json)
 
 
-def _set_share_log(context: typer.Context, *, share: bool, as_json: bool) -> None:
+def _set_sharing(context: typer.Context, choice: str, *, share: bool, as_json: bool) -> None:
     from permille_agent.link.report import withdraw_logs
-    from permille_agent.state.choices import set_share_log
+    from permille_agent.state.choices import set_sharing
     from permille_agent.state.lock import LockedError, hold_lock
 
     home = home_of(context)
-    set_share_log(home, share)
+    set_sharing(home, **{choice.removeprefix("share_"): share})
     withdrawn = 0
     if not share:
         with contextlib.suppress(LockedError), hold_lock(home, "share-log", wait_s=2.0):
             withdrawn = withdraw_logs(home)  # whoever holds the lock sees the choice before it sends
-    show({"share_log": share, "withdrawn_logs": withdrawn}, as_json=as_json)
+    show({choice: share, "withdrawn_logs": withdrawn}, as_json=as_json)
 
 
 def _pull(home: Home, *, quiet: bool) -> Pulled:

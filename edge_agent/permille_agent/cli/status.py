@@ -15,8 +15,8 @@ from permille_agent.cli.federations import document_of
 from permille_agent.daemon.state import DaemonState, read_daemon_state
 from permille_agent.federation.membership import memberships
 from permille_agent.link.enrolment import Enrolment, load_enrolment
-from permille_agent.link.report import RUN_ID, Delivery, Report, read_report
-from permille_agent.state.choices import read_references, shares_log
+from permille_agent.link.report import RUN_ID, Delivery, RunReport, read_report
+from permille_agent.state.choices import Consent, read_consent, read_references
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import (
     Active,
@@ -48,10 +48,11 @@ class Status:
     trains: str
     data: tuple[Path, ...]
     share_log: bool
+    share_state: bool
     progress: Standing | None
     run: RunFolder | None
     outcome: RunOutcome | None
-    reports: tuple[Report, ...]
+    reports: tuple[RunReport, ...]
     federations: tuple[dict[str, object], ...]
     daemon: DaemonState
     run_id: str | None
@@ -82,6 +83,7 @@ class Status:
             },
             "data": [str(path) for path in self.data],
             "share_log": self.share_log,
+            "share_state": self.share_state,
             "training": self.progress and as_json(self.progress),
             "last_run": self.run
             and {
@@ -139,6 +141,7 @@ class Status:
             ("refused because", "\n".join(dict.fromkeys(refused))),  # the same words once
             ("rounds", "\n".join(map(_round_words, self.federations))),
             ("shares logs", "yes" if self.share_log else "no"),
+            ("shares states", "yes" if self.share_state else "no"),
             ("daemon", f"asked the service last {daemon.last_poll}" if daemon.last_poll else "has not run"),
             ("waits because", "; ".join(daemon.waiting_for)),
             ("poll failed", daemon.poll_error),
@@ -198,6 +201,7 @@ def read_status(home: Home) -> Status:
     reports = [read(partial(read_report, home, name), None) for name in names]
     federations = [read(partial(document_of, membership), None) for membership in memberships(home)]
     release: InstalledRelease | None = read(lambda: installed_release(home), None)
+    consent = read(lambda: read_consent(home), Consent())
     return Status(
         home=home.root,
         enrolment=read(lambda: load_enrolment(home), None),
@@ -207,7 +211,8 @@ def read_status(home: Home) -> Status:
         active_trains=read(lambda: read_manifest(home, active.package).trains if active else "", ""),
         trains=read(lambda: read_manifest(home, release.manifest_digest).trains if release else "", ""),
         data=read(lambda: read_references(home), ()),
-        share_log=read(lambda: shares_log(home), False),
+        share_log=consent.share_log,
+        share_state=consent.share_state,
         progress=read_progress(home),
         run=run,
         run_id=read(lambda: run.run_id, None) if run else None,

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from permille.choices import Method
 from permille.plain_console import PlainConsole
 from permille_agent.cli.console import (
     COMPUTING,
@@ -47,24 +49,42 @@ def train(
         list[Path] | None,
         typer.Argument(help=f"Files ({TEXT_FILES}) or folders. Default: those of `data add`."),
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="How long to train and judge. Default: 30.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="How long to train and judge. Default: the release's steps, or 30.")
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Number of steps instead of minutes; repeatable to the bit.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of batches and directions.", rich_help_panel=METHOD)] = 0,
+    method: Annotated[
+        Method | None,
+        typer.Option(
+            help="Way to find steps. Default: zeroth-order if a log is shared, else what the release says, "
+            "else gradient if the engine has a reverse pass.",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
     estimator: Annotated[
         str | None,
         typer.Option(
-            help="Way to find a step: gradient, or by forward passes alone one-sided, spsa, split or "
-            "forward. Default: gradient; with --engine executorch spsa.",
+            help="Estimator of zeroth order: one-sided, spsa, split or forward. Default: one-sided; with "
+            "--engine executorch spsa.",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    first_layer: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Train the masked weights of this decoder layer and those above it. Default: what the "
+            "release says, else all.",
             rich_help_panel=METHOD,
         ),
     ] = None,
     queries: Annotated[
         int | None,
         typer.Option(
-            help="Directions of a step by forward passes; with the gradient, groups of weights in a log. "
-            "Default: 16, for spsa and forward 8, split 15, gradient 0 (1024 for large shared states).",
+            help="Directions of a zeroth-order step. Default: one-sided 16, spsa and forward 8, split 15.",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -79,7 +99,7 @@ def train(
         typer.Option(
             "--from",
             help="Model to begin from. active: the model in use, or the package's pooled state. pooled or "
-            "base: begin again there. Forward passes alone begin from the base.",
+            "base: begin again there. Zeroth order begins at the base.",
         ),
     ] = "active",
     learn: Annotated[
@@ -104,8 +124,16 @@ def train(
         bool | None,
         typer.Option(
             "--share-log/--no-share-log",
-            help="Send the training log, or the state if that is shorter, with the report. It is personal "
-            "data. Also for a finished run. Default: the setting of `share-log`.",
+            help="Send the log of seeds and scalars with the report; the run is of zeroth order then. It is "
+            "personal data. Also for a finished run. Default: the setting of `share-log`.",
+        ),
+    ] = None,
+    share_state: Annotated[
+        bool | None,
+        typer.Option(
+            "--share-state/--no-share-state",
+            help="Send the trained values with the report where no log is sent. They are personal data. "
+            "Also for a finished run. Default: the setting of `share-state`.",
         ),
     ] = None,
     threads: Annotated[
@@ -130,7 +158,7 @@ def train(
 
       permille-agent train mail.jsonl --steps 500 --seed 1 --share-log
 
-      permille-agent train ~/notes --estimator one-sided --from base
+      permille-agent train ~/notes --method zeroth-order --from base
 
       permille-agent train conversations.json --learn user
 
@@ -141,21 +169,36 @@ def train(
     command goes on where it ended.
     """
     from permille.choices import choice_of
+    from permille.errors import InputError
+    from permille_agent.state.choices import read_consent
     from permille_agent.state.home import as_json as json_of
-    from permille_agent.state.models import active_model
+    from permille_agent.state.models import active_model, training_of_release
     from permille_agent.text.documents import Learn
     from permille_agent.training.options import (
         DEFAULT_MINUTES,
         Start,
         TrainOptions,
-        default_estimator,
-        estimator_named,
+        choose_method,
+        estimator_of,
     )
     from permille_agent.training.progress import LiveProgress
 
     home = home_of(context)
+    consent = read_consent(home)
+    if method is None and estimator is not None:
+        method = Method.ZEROTH_ORDER
+    if share_log and method is Method.GRADIENT:
+        raise InputError(
+            "A gradient run has no log of seeds and scalars. Share its state with --share-state, or leave "
+            "--method out."
+        )
+    logs = consent.share_log if share_log is None else share_log
+    training = training_of_release(home)
+    method = choose_method(method, share_log=logs, release=training.method, engine=engine)
+    if steps is None and minutes is None:
+        steps = training.steps
     options = TrainOptions.of(
-        default_estimator(engine) if estimator is None else estimator_named(estimator),
+        estimator_of(method, estimator, engine=engine),
         queries=queries,
         rows=rows,
         seed=seed,
@@ -164,16 +207,26 @@ def train(
         start=choice_of(Start, start, "a start"),
         learn=choice_of(Learn, learn, "whose turns to learn"),
         rate_scale=rate_scale,
+        first_layer=(training.first_layer or 0) if first_layer is None else first_layer,
         keep_general=keep_general,
     )
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
     told = LiveProgress(home, None if as_json else PlainConsole(stderr=True))
-    result, log = _train(home, paths or (), options, chosen, told, share_log=share_log)
+    wanted = _Shared(log=share_log, state=share_state)
+    result, log = _train(home, paths or (), options, chosen, told, wanted)
     active = active_model(home)
     in_use = active is not None and active.run == result.run
     document = {**json_of(result), "log_delivery": log.value}
     show(document, as_json=as_json, render=lambda console: _render(console, result, log, in_use))
     raise typer.Exit(int(_EXIT_CODES[result.outcome.value]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What this command says of sharing; None leaves it to what the user has switched on."""
+
+    log: bool | None
+    state: bool | None
 
 
 def _train(
@@ -182,11 +235,11 @@ def _train(
     options: "TrainOptions",
     engine: EngineChoice,
     told: "LiveProgress",
-    *,
-    share_log: bool | None,
+    wanted: _Shared,
 ) -> tuple["RunResult", "Delivery"]:
-    """Train, report; share the log of a run that has ended, too, where this command says so."""
+    """Train, report; share the log or state of a run that has ended, too, where this command says so."""
     from permille.errors import InputError
+    from permille.schemas.runs import LogForm
     from permille_agent.link import report
     from permille_agent.state.choices import read_consent, read_references
     from permille_agent.state.lock import hold_lock
@@ -199,10 +252,10 @@ def _train(
             "No text to train on. Name files or folders, or add some with `permille-agent data add`."
         )
     consent = read_consent(home)
-    sharing = consent.share_log if share_log is None else share_log
     with hold_lock(home, "train"), _stopped_by_signals() as stop, told as progress:
         context = RunContext(
-            share_log=sharing,
+            share_log=consent.share_log if wanted.log is None else wanted.log,
+            share_state=consent.share_state if wanted.state is None else wanted.state,
             withdrawals=consent.withdrawals,
             stop=stop,
             progress=progress,
@@ -210,8 +263,9 @@ def _train(
         )
         result = run_training(home, data_paths, options, context)
         report.collect_reports(home)
-        if share_log and result.known:
-            report.share_log(home, result.run, withdrawals=consent.withdrawals)
+        if result.known and (wanted.log or wanted.state):
+            form = LogForm.LOG if wanted.log else LogForm.STATE
+            report.share_run(home, result.run, form, withdrawals=consent.withdrawals)
         return result, report.log_delivery(home, result.run_id)
 
 

@@ -15,12 +15,12 @@ from datetime import datetime
 from typing import Any
 
 from permille.errors import InputError, PermilleError, RetryableError
-from permille_agent.daemon.policy import Machine, Policy, decide, may_continue, read_machine, read_policy
+from permille_agent.daemon.policy import Policy, PowerAndLoad, decide, may_continue, read_machine, read_policy
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import READY, RoundRequest, TrainingRequest, train_in_child
 from permille_agent.federation.adopted import adopted_round
 from permille_agent.federation.exchange import exchange
-from permille_agent.federation.part import Part, waiting_part
+from permille_agent.federation.part import RoundPart, waiting_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Connect, connect, open_api, require_enrolment
@@ -57,7 +57,7 @@ class World:
     connection: Connect = connect
     train: Train = train_in_child
     train_part: TrainPart = train_in_child
-    machine: Callable[[], Machine] = read_machine
+    machine: Callable[[], PowerAndLoad] = read_machine
     now: Callable[[], datetime] = _local_now
     monotonic: Callable[[], float] = time.monotonic
     rng: random.Random = field(default_factory=random.Random)
@@ -208,7 +208,7 @@ class Daemon:
                 log.warning("rounds: %s: %s", type(exc).__name__, exc)
         return self._waiting_part() is not None
 
-    def _waiting_part(self) -> Part | None:
+    def _waiting_part(self) -> RoundPart | None:
         try:
             return waiting_part(self._home, self._world.now()) if read_references(self._home) else None
         except PermilleError as exc:
@@ -237,7 +237,7 @@ class Daemon:
             wanted = f"{wanted} {adopted.start}"
         return None if wanted == read_daemon_state(self._home).trained else wanted
 
-    def _take_part(self, policy: Policy, part: Part) -> bool:
+    def _take_part(self, policy: Policy, part: RoundPart) -> bool:
         """Train a part of a round; whether it came to its end, to be sent."""
         membership, number = part.membership, int(part.path.name)
         request = RoundRequest(
@@ -269,12 +269,14 @@ class Daemon:
         consent = read_consent(self._home)
         request = TrainingRequest(
             data_paths=read_references(self._home),
-            minutes=policy.minutes_per_run,
+            minutes=policy.minutes_per_run if "minutes_per_run" in policy.model_fields_set else None,
+            method=policy.method,
             share_log=consent.share_log,
+            share_state=consent.share_state,
             withdrawals=consent.withdrawals,
             engine=self._engine,
         )
-        log.info("training starts: %d data references, %g minutes", len(request.data_paths), request.minutes)
+        log.info("training starts: %d data references", len(request.data_paths))
         meter = _Meter(self, policy, lambda: not self.exchange_meanwhile())
         try:
             outcome = self._world.train(self._home, request, meter.keep_going)

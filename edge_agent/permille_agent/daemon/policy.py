@@ -5,7 +5,8 @@
     min_battery = 50            # percent, checked where there is a battery
     max_load = 0.5              # load of one minute, a core, before training starts
     minutes_per_day = 60          # of training; a run that is not done by then goes on the next day
-    minutes_per_run = 30          # search and judgement included
+    minutes_per_run = 30          # search and judgement included; else the release's steps, if it names some
+    method = "zeroth-order"       # or "gradient"; left out, the release or the engine decides
 
 Each key may be left out. A key that is not known is refused by name: a typing error must not switch a limit
 off. Deciding is pure; `read_machine` reads what it looks at.
@@ -21,6 +22,7 @@ from typing import Annotated
 import psutil
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from permille.choices import Method
 from permille.errors import InputError
 from permille_agent.state.home import Home
 
@@ -76,10 +78,11 @@ class Policy(BaseModel, frozen=True, extra="forbid", strict=True):
     max_load: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = 0.5
     minutes_per_day: Annotated[float, Field(ge=0, le=1440)] = 60.0
     minutes_per_run: Annotated[float, Field(ge=0.1, le=1440)] = 30.0
+    method: Annotated[Method | None, Field(strict=False)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class PowerAndLoad:
     """What the policy looks at.
 
     Attributes:
@@ -105,7 +108,7 @@ class Decision:
         return not self.reasons
 
 
-def decide(policy: Policy, machine: Machine, *, now: datetime, minutes_used: float) -> Decision:
+def decide(policy: Policy, machine: PowerAndLoad, *, now: datetime, minutes_used: float) -> Decision:
     """Whether training may start at local time `now`, after `minutes_used` today."""
     reasons = [*_may_go_on(policy, machine, now), *_load_reasons(policy, machine)]
     if minutes_used >= LAST_START * policy.minutes_per_day:
@@ -113,15 +116,15 @@ def decide(policy: Policy, machine: Machine, *, now: datetime, minutes_used: flo
     return Decision(reasons=tuple(reasons))
 
 
-def may_continue(policy: Policy, machine: Machine, *, now: datetime) -> Decision:
+def may_continue(policy: Policy, machine: PowerAndLoad, *, now: datetime) -> Decision:
     """Whether a training that runs may go on. Load does not count here: the training itself is load."""
     return Decision(reasons=tuple(_may_go_on(policy, machine, now)))
 
 
-def read_machine() -> Machine:
+def read_machine() -> PowerAndLoad:
     """Read power and load now. A machine that reports no battery counts as plugged in."""
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
-    return Machine(
+    return PowerAndLoad(
         on_ac=battery is None or battery.power_plugged is not False,
         battery=None if battery is None else float(battery.percent),
         load=_load(),
@@ -152,7 +155,7 @@ def read_policy(home: Home) -> Policy:
         raise InputError(f"{home.policy} is not valid TOML: {exc}") from exc
 
 
-def _may_go_on(policy: Policy, machine: Machine, now: datetime) -> list[str]:
+def _may_go_on(policy: Policy, machine: PowerAndLoad, now: datetime) -> list[str]:
     reasons = []
     if not any(hours.contain(now.time()) for hours in policy.hours):
         reasons.append(f"{now:%H:%M} is outside of the allowed hours")
@@ -163,7 +166,7 @@ def _may_go_on(policy: Policy, machine: Machine, now: datetime) -> list[str]:
     return reasons
 
 
-def _load_reasons(policy: Policy, machine: Machine) -> list[str]:
+def _load_reasons(policy: Policy, machine: PowerAndLoad) -> list[str]:
     if machine.load is not None and machine.load > policy.max_load:
         return [f"the load is {machine.load:.2f} a core, above {policy.max_load:.2f}"]
     return []

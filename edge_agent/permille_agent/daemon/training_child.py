@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from permille.choices import Method
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
 from permille_agent.state.home import Home, as_json, open_home, parse_record
 from permille_agent.state.lock import LockedError, hold_lock
@@ -33,11 +34,16 @@ _ERRORS: Mapping[str, type[PermilleError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest:
-    """What the daemon asks for. It is the same on every try, so that a run is resumed; `engine` is a name."""
+    """What the daemon asks for. It is the same on every try, so that a run is resumed; `engine` is a name.
+
+    Without minutes a run has the steps of the release, else the default minutes.
+    """
 
     data_paths: tuple[Path, ...]
-    minutes: float
+    minutes: float | None
     share_log: bool
+    share_state: bool = False
+    method: Method | None = None
     withdrawals: int = 0
     engine: str = AUTO
 
@@ -142,19 +148,34 @@ def _train_part(home: Home, request: RoundRequest, stop: threading.Event) -> str
 
 
 def _train_personal(home: Home, request: TrainingRequest, stop: threading.Event) -> str:
-    from permille_agent.training.options import RunContext, TrainOptions, default_estimator
+    from permille_agent.state.models import training_of_release
+    from permille_agent.training.options import (
+        DEFAULT_MINUTES,
+        RunContext,
+        TrainOptions,
+        choose_method,
+        estimator_of,
+    )
     from permille_agent.training.progress import LiveProgress
     from permille_agent.training.train import run_training
 
     with hold_lock(home, "run"), LiveProgress(home) as progress:
         context = RunContext(
             share_log=request.share_log,
+            share_state=request.share_state,
             withdrawals=request.withdrawals,
             stop=stop,
             progress=progress,
             engine_of=EngineChoice(name=request.engine),
         )
-        options = TrainOptions.of(default_estimator(request.engine), minutes=request.minutes)
+        training = training_of_release(home)
+        method = choose_method(
+            request.method, share_log=request.share_log, release=training.method, engine=request.engine
+        )
+        steps = training.steps if request.minutes is None else None
+        minutes = DEFAULT_MINUTES if request.minutes is None and steps is None else request.minutes
+        estimator, first = estimator_of(method, engine=request.engine), training.first_layer or 0
+        options = TrainOptions.of(estimator, steps=steps, minutes=minutes, first_layer=first)
         result = run_training(home, request.data_paths, options, context)
     return str(result.outcome)
 

@@ -31,7 +31,7 @@ from permille_agent.federation.membership import (
     memberships,
     read_definition,
 )
-from permille_agent.federation.part import Invited, Part, begin_part, parts
+from permille_agent.federation.part import Invited, RoundPart, begin_part, parts
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.enrolment import Enrolment
@@ -217,7 +217,7 @@ class _Exchange:
                 sent += self._send_one(part, invited.number)
         return sent
 
-    def _send_one(self, part: Part, number: int) -> int:
+    def _send_one(self, part: RoundPart, number: int) -> int:
         outcome, data = "sent", part.contribution.read_bytes()
         try:
             definition, name = self._membership.definition(), self._choice.name

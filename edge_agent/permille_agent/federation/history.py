@@ -8,7 +8,7 @@ go on from what is held: another history is refused by name, never taken in its 
 from collections.abc import Callable
 
 from permille.errors import PackageError
-from permille.federation.catch_up import Checkpoint, caught_up, encode_catch_up, pack_state
+from permille.federation.catch_up import PooledCheckpoint, caught_up, encode_catch_up, pack_state
 from permille.federation.definition import Definition
 from permille.federation.rounds import HEAD_BYTES, History
 from permille.files import write_atomic
@@ -65,7 +65,7 @@ def update_history(membership: Membership, definition: Definition, offered: int,
     data = fetch(held.number, limit)
     found = caught_up(held, data, max_bytes=limit)
     if found.number != held.number:
-        checkpoint = Checkpoint(state=pack_state(definition, found.s_W), head=data[-HEAD_BYTES:])
+        checkpoint = PooledCheckpoint(state=pack_state(definition, found.s_W), head=data[-HEAD_BYTES:])
         kept = encode_catch_up(checkpoint, [], checkpoint.head)
         write_atomic(membership.history, kept, mode=0o600)
     return found

@@ -77,7 +77,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RoundPart:
     """One round's folder of one federation."""
 
     membership: Membership
@@ -108,23 +108,23 @@ class Part:
                 path.unlink()
 
 
-def parts(membership: Membership) -> list[Part]:
+def parts(membership: Membership) -> list[RoundPart]:
     """List the parts of a federation that are on this disk, by round."""
     found = [path for path in membership.path.glob("rounds/*") if path.name.isdecimal()]
-    return [Part(membership, path) for path in sorted(found, key=lambda path: int(path.name))]
+    return [RoundPart(membership, path) for path in sorted(found, key=lambda path: int(path.name))]
 
 
-def begin_part(membership: Membership, invited: Invited) -> Part:
+def begin_part(membership: Membership, invited: Invited) -> RoundPart:
     """Accept an invitation; durable on return."""
     path = membership.path / "rounds" / str(invited.number)
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     fsync_folder(membership.path)
     fsync_folder(path.parent)
     write_record(path / "round.json", invited)
-    return Part(membership, path)
+    return RoundPart(membership, path)
 
 
-def find_part(home: Home, federation: str, number: int) -> Part:
+def find_part(home: Home, federation: str, number: int) -> RoundPart:
     """Find the part of a round by its federation's folder name.
 
     Raises:
@@ -137,7 +137,7 @@ def find_part(home: Home, federation: str, number: int) -> Part:
     raise InputError(f"expected a part of round {number}, found none")
 
 
-def waiting_part(home: Home, now: datetime) -> Part | None:
+def waiting_part(home: Home, now: datetime) -> RoundPart | None:
     """Find a part to train: accepted, agreed to still, before its deadline, and not made yet."""
     for membership in memberships(home):
         for part in parts(membership):
@@ -150,7 +150,11 @@ def waiting_part(home: Home, now: datetime) -> Part | None:
 
 
 def train_part(
-    home: Home, part: Part, data_paths: Sequence[Path], identity: Identity, context: RunContext = RunContext()
+    home: Home,
+    part: RoundPart,
+    data_paths: Sequence[Path],
+    identity: Identity,
+    context: RunContext = RunContext(),
 ) -> bool:
     """Train a part and make its contribution; False where it was stopped, to go on later. The caller holds
     the writers' lock.
@@ -166,7 +170,7 @@ def train_part(
 
 
 def _train(
-    home: Home, part: Part, data_paths: Sequence[Path], identity: Identity, context: RunContext
+    home: Home, part: RoundPart, data_paths: Sequence[Path], identity: Identity, context: RunContext
 ) -> bool:
     membership, invited = part.membership, part.invited()
     if invited is None:

@@ -23,13 +23,13 @@ from permille_agent.link.client import AccessRefusedError, RequestRefusedError
 from permille_agent.link.report import (
     RUN_ID,
     Delivery,
-    Report,
+    RunReport,
     deliver,
     read_report,
     want_deletion,
     withdraw_logs,
 )
-from permille_agent.state.choices import set_share_log
+from permille_agent.state.choices import set_sharing
 from permille_agent.state.home import Home, open_home, overwrite_record
 from permille_agent.state.models import referenced_models
 from permille_agent.training.run import named_run
@@ -67,7 +67,7 @@ def forget(home: Home) -> Erased:
     deletions = _deletions(home)
     try:
         if home.consent.exists():
-            set_share_log(home, False)
+            set_sharing(home, log=False, state=False)
         left = _choices_taken_back(home)
         for path, run_id in deletions.items():
             size_bytes += _keep_deletion(path, run_id)
@@ -182,7 +182,7 @@ def _leave_service(home: Home, api: DeviceApi) -> None:
 
 def _keep_deletion(path: Path, run_id: str) -> int:
     """Keep of a report only that its log is to be deleted; what it said is overwritten."""
-    entry = Report(run_id=run_id, log_delivery=Delivery.DELETION_WANTED)
+    entry = RunReport(run_id=run_id, log_delivery=Delivery.DELETION_WANTED)
     with path.open("r+b", buffering=0) as old:
         overwrite_record(path, entry)
         return 0 if os.path.samestat(os.fstat(old.fileno()), path.stat()) else _overwrite(old)

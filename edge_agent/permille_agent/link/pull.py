@@ -21,7 +21,7 @@ from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.plan import DownloadPlan, check_plan
 from permille.package.reader import Package
-from permille.trust.roles import aliases_of, target_path
+from permille.trust.roles import aliases_of, target_path, training_of
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
@@ -163,9 +163,10 @@ def _choose(
         )
     try:
         aliases, digest = aliases_of(target), f"sha256:{target.hashes['sha256']}"
+        training = training_of(target)
     except (InputError, KeyError) as exc:
         raise PackageError(
-            "release-malformed", f"The signed entry of {target.path} lacks its aliases or its SHA-256"
+            "release-malformed", f"The signed entry of {target.path} lacks its aliases or its SHA-256: {exc}"
         ) from exc
     if alias not in aliases:
         raise PackageError(
@@ -174,7 +175,7 @@ def _choose(
     if target.length > MAX_MANIFEST_BYTES:
         got = target.length
         raise PackageError("json-size", f"A manifest may have {MAX_MANIFEST_BYTES} bytes, got {got}")
-    return InstalledRelease(name=name, version=version, manifest_digest=digest), target
+    return InstalledRelease(name=name, version=version, manifest_digest=digest, training=training), target
 
 
 def _fetch_manifest(

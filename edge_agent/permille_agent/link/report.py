@@ -1,11 +1,10 @@
 """Reports to the service: kept on disk until they are delivered, each run once.
 
 By default only metrics leave the device: the closed schema of `permille.schemas.runs`, numbers and enums. A
-log, or the packed state in its place where that is shorter, is queued only where the user agreed to share it,
-on this device; withdrawing the consent removes every one that waits. One file a run, `reports/<run_id>.json`,
-is queue entry and receipt in one; the log that waits lies beside it. `collect_reports` queues what finished
-runs say, once; a run that ended while nothing could queue it (a kill between the two) is found there the next
-time.
+log, or a packed state, is queued only where the user agreed to share it, on this device; withdrawing the
+consent removes every one that waits. One file a run, `reports/<run_id>.json`, is queue entry and receipt in
+one; the log that waits lies beside it. `collect_reports` queues what finished runs say, once; a run that
+ended while nothing could queue it (a kill between the two) is found there the next time.
 """
 
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 from permille.errors import InputError, OperatorError
 from permille.files import write_atomic
 from permille.schemas.problems import ProblemType
-from permille.schemas.runs import MAX_LOG_BYTES, RunMetrics
+from permille.schemas.runs import MAX_LOG_BYTES, LogForm, RunMetrics
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.state.choices import read_consent
@@ -53,7 +52,7 @@ WAITING = frozenset({Delivery.QUEUED, Delivery.DELETION_WANTED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RunReport:
     """One run's report.
 
     Attributes:
@@ -84,7 +83,7 @@ class Delivered:
 
 def enqueue(
     home: Home, run_id: str, metrics: RunMetrics, *, shared_log: bytes | None, withdrawals: int = 0
-) -> Report:
+) -> RunReport:
     """Keep a report until it is delivered. The same run again changes nothing.
 
     Args:
@@ -103,7 +102,7 @@ def enqueue(
         metrics = metrics.model_copy(update=_NO_DIGESTS)
     else:
         _write_log(home, run_id, shared_log)
-    report = Report(
+    report = RunReport(
         run_id=run_id,
         metrics=metrics,
         metrics_delivery=Delivery.QUEUED,
@@ -114,7 +113,7 @@ def enqueue(
     return report
 
 
-def queue_log(home: Home, report: Report, log: bytes, *, withdrawals: int) -> Report:
+def queue_log(home: Home, report: RunReport, log: bytes, *, withdrawals: int) -> RunReport:
     """Have a log follow a report that went without it. The metrics stay as they were reported.
 
     Raises:
@@ -134,13 +133,15 @@ def collect_reports(home: Home) -> int:
     return sum(_collect(home, run) for run in list_runs(home))
 
 
-def share_log(home: Home, name: str, *, withdrawals: int) -> Delivery:
-    """Queue the log of a run that was reported without it, by the user's word of now; the caller holds the
-    writers' lock.
+def share_run(home: Home, name: str, form: LogForm, *, withdrawals: int) -> Delivery:
+    """Queue the log or state of a run that was reported without it, by the user's word of now.
+
+    The caller holds the writers' lock.
 
     Args:
         home: the home folder.
         name: folder name of the run.
+        form: what is to be shared.
         withdrawals: how often consent had been withdrawn when the user said so.
 
     Returns:
@@ -149,7 +150,7 @@ def share_log(home: Home, name: str, *, withdrawals: int) -> Delivery:
     Raises:
         OperatorError: there is no such run, or the disk is full.
         PackageError: the log is damaged.
-        InputError: the log is larger than the service takes.
+        InputError: the run has no log, or it is larger than the service takes.
     """
     run = find_run(home, name)
     report = read_report(home, run.run_id)
@@ -159,7 +160,7 @@ def share_log(home: Home, name: str, *, withdrawals: int) -> Delivery:
     decision = run.load("decision", Decision)
     has_state = decision is not None and decision.step > 0
     if may_follow and has_state and report.metrics_delivery not in (Delivery.REFUSED, Delivery.FULL):
-        report = queue_log(home, report, shareable(run), withdrawals=withdrawals)
+        report = queue_log(home, report, shareable(run, form), withdrawals=withdrawals)
     return report.log_delivery
 
 
@@ -194,12 +195,12 @@ def _is_withdrawn(home: Home, withdrawals: int) -> bool:
     return read_consent(home).withdrawals != withdrawals
 
 
-def read_report(home: Home, run_id: str) -> Report | None:
+def read_report(home: Home, run_id: str) -> RunReport | None:
     """Read the report or the receipt of one run; None where there is none."""
-    return read_record(home.reports / f"{run_id}.json", Report)
+    return read_record(home.reports / f"{run_id}.json", RunReport)
 
 
-def read_reports(home: Home) -> Iterator[Report]:
+def read_reports(home: Home) -> Iterator[RunReport]:
     """Read all reports and receipts, by run id."""
     for path in sorted(home.reports.glob("*.json")):
         if RUN_ID.fullmatch(path.stem) and (report := read_report(home, path.stem)) is not None:
@@ -265,12 +266,12 @@ def want_deletion(home: Home, run_id: str | None) -> int:
     return len(uploaded)
 
 
-def _ended_at(report: Report) -> datetime:
+def _ended_at(report: RunReport) -> datetime:
     """When the run ended; `forget` leaves no metrics of those whose logs are to be deleted."""
     return datetime.min.replace(tzinfo=UTC) if report.metrics is None else report.metrics.ended_at
 
 
-def _withdraw(home: Home, report: Report) -> Report:
+def _withdraw(home: Home, report: RunReport) -> RunReport:
     _log_path(home, report.run_id).unlink(missing_ok=True)
     metrics = report.metrics and report.metrics.model_copy(update=_NO_DIGESTS)
     known = report.metrics_delivery is Delivery.SENT
@@ -278,7 +279,7 @@ def _withdraw(home: Home, report: Report) -> Report:
     return _save(home, replace(report, log_delivery=log, metrics=metrics))
 
 
-def _deliver_one(home: Home, api: DeviceApi, report: Report) -> Report:
+def _deliver_one(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
     log = _log_path(home, report.run_id)
     queued = report.log_delivery is Delivery.QUEUED
     if queued and (not log.is_file() or _is_withdrawn(home, report.withdrawals)):
@@ -294,7 +295,7 @@ def _deliver_one(home: Home, api: DeviceApi, report: Report) -> Report:
     return report
 
 
-def _send_metrics(home: Home, api: DeviceApi, report: Report, metrics: RunMetrics) -> Report:
+def _send_metrics(home: Home, api: DeviceApi, report: RunReport, metrics: RunMetrics) -> RunReport:
     try:
         api.report_run(report.run_id, metrics)
         report = replace(report, metrics_delivery=Delivery.SENT)
@@ -309,7 +310,7 @@ def _send_metrics(home: Home, api: DeviceApi, report: Report, metrics: RunMetric
     return _save(home, report)
 
 
-def _send_log(home: Home, api: DeviceApi, report: Report) -> Report:
+def _send_log(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
     def check() -> None:
         if _is_withdrawn(home, report.withdrawals):
             raise _WithdrawnError
@@ -330,7 +331,7 @@ def _send_log(home: Home, api: DeviceApi, report: Report) -> Report:
     return sent
 
 
-def _send_deletion(home: Home, api: DeviceApi, report: Report) -> Report:
+def _send_deletion(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
     try:
         api.delete_log(report.run_id)
     except RequestRefusedError as exc:
@@ -352,6 +353,6 @@ def _write_log(home: Home, run_id: str, log: bytes) -> None:
         raise OperatorError(f"Cannot write {_log_path(home, run_id)}: {exc}") from exc
 
 
-def _save(home: Home, report: Report) -> Report:
+def _save(home: Home, report: RunReport) -> RunReport:
     write_record(home.reports / f"{report.run_id}.json", report)
     return report

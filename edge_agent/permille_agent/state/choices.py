@@ -1,10 +1,10 @@
-"""What the user chose on this device: which files it learns from, and whether logs may be shared.
+"""What the user chose on this device: which files it learns from, and whether logs or states may be shared.
 
-Files are remembered by reference and never copied. Logs are not shared until the user says so, and nothing
-that a server sends is ever written here: a log together with its package is the personalised model, so
-sharing one is sharing personal data. A choice counts at once, for a run that is under way, too; writing it
-needs no writers' lock. What was agreed to is known by how often consent had been withdrawn before: a log
-whose number is not that of now is not sent, whatever any clock says.
+Files are remembered by reference and never copied. Nothing is shared until the user says so, and nothing that
+a server sends is ever written here: a log or a state together with its package is the personalised model, so
+sharing one is sharing personal data. Switching either off withdraws all that waits. A choice counts at once,
+for a run that is under way, too; writing it needs no writers' lock. What was agreed to is known by how often
+consent had been withdrawn before: a log whose number is not that of now is not sent, whatever any clock says.
 """
 
 import secrets
@@ -30,6 +30,7 @@ class Consent:
     """What `consent.json` holds; `withdrawals` counts every time that sharing was switched off."""
 
     share_log: bool = False
+    share_state: bool = False
     withdrawals: int = 0
 
 
@@ -65,28 +66,36 @@ def remove_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
     return _write(home, [path for path in known if path not in wanted])
 
 
-def shares_log(home: Home) -> bool:
-    """Whether the user switched sharing on and it is on still."""
-    return read_consent(home).share_log
-
-
 def read_consent(home: Home) -> Consent:
     """Read the user's choice, and which it is."""
     return read_record(home.consent, Consent) or Consent()
 
 
-def set_share_log(home: Home, share: bool) -> None:
-    """Store the user's choice; durable on return. A file that is damaged withdraws all that was agreed to.
+def set_sharing(home: Home, *, log: bool | None = None, state: bool | None = None) -> None:
+    """Store the user's choice of logs or of states; durable on return.
+
+    A file that is damaged withdraws all that was agreed to.
+
+    Args:
+        home: the home folder.
+        log: share the logs of zeroth-order runs; None leaves the choice as it is.
+        state: share packed states; None leaves the choice as it is.
 
     Raises:
         OperatorError: the disk is full, and there was no choice before.
     """
     with FileLock(home.consent.with_suffix(".lock"), timeout=10.0, mode=0o600):
         try:
-            withdrawals = read_consent(home).withdrawals + (not share)
+            known = read_consent(home)
+            withdrawals = known.withdrawals + (False in (log, state))
         except OperatorError:
-            withdrawals = secrets.randbits(48)  # a number that nothing was agreed under
-        overwrite_record(home.consent, Consent(share_log=share, withdrawals=withdrawals))
+            known, withdrawals = Consent(), secrets.randbits(48)  # a number that nothing was agreed under
+        new = Consent(
+            share_log=known.share_log if log is None else log,
+            share_state=known.share_state if state is None else state,
+            withdrawals=withdrawals,
+        )
+        overwrite_record(home.consent, new)
 
 
 def _write(home: Home, paths: Iterable[Path]) -> tuple[Path, ...]:

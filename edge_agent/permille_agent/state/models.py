@@ -9,12 +9,13 @@ calls a function that writes holds the writers' lock.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Manifest
+from permille.trust.roles import Training
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.state.lock import LockedError, hold_lock
 
@@ -32,11 +33,13 @@ class InstalledRelease:
         name: the release's name.
         version: its version; an operator may point back to an earlier one.
         manifest_digest: digest of the package's manifest; the package is opened by it.
+        training: what it asks of training, as it is signed.
     """
 
     name: str
     version: int
     manifest_digest: str
+    training: Training = field(default_factory=Training)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,12 @@ def read_releases(home: Home) -> Releases:
 def installed_release(home: Home) -> InstalledRelease | None:
     """Read what is installed; None before the first `pull`."""
     return read_releases(home).installed
+
+
+def training_of_release(home: Home) -> Training:
+    """Read what the installed release asks of training; nothing before the first `pull`."""
+    release = installed_release(home)
+    return Training() if release is None else release.training
 
 
 def record_installed(home: Home, release: InstalledRelease) -> None:

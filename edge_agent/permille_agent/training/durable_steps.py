@@ -1,22 +1,20 @@
-"""How the steps of a descent are made durable: in a journal, with moments beside it, or as a state alone.
+"""How the steps of a descent are made durable: of zeroth order in a journal, of a gradient as a state.
 
 A step is durable before it counts, so a descent that is killed anywhere goes on with the same bits.
 """
 
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.errors import OperatorError, PackageError
+from permille.errors import PackageError
 from permille.training.adam import Moments
 from permille.zo.estimators import Descent
 from permille.zo.journal import Journal
 from permille.zo.lattice import STATE_LIMIT
-from permille.zo.records import StepFlag, StepRecord, coefficients_of
-from permille.zo.replay import replay
-from permille.zo.steps import apply_record
+from permille.zo.records import StepFlag
+from permille.zo.steps import JournaledSteps
 from permille_agent.training.gradient_steps import (
     load_best_state,
     store_best_state,
@@ -58,13 +56,13 @@ class Steps(Protocol):
 
 
 class LoggedSteps:
-    """Steps that a journal holds; its replay is the state."""
+    """Steps of zeroth order; the journal holds every state."""
 
     def __init__(self, run: Run, descent: Descent, journal: Journal) -> None:
         self._run = run
         self._descent = descent
-        self._journal = journal
-        self.s_K = self.best(journal.next_step)
+        self._steps = JournaledSteps(journal, descent)
+        self.s_K = self._steps.s_K  # moved in place
         self._rejected = sum(StepFlag.REJECTED in record.flags for record in journal.records())
 
     @property
@@ -75,12 +73,13 @@ class LoggedSteps:
     @property
     def step(self) -> int:
         """See `Steps`."""
-        return self._journal.next_step
+        return self._steps.step
 
     def take(self) -> float:
         """See `Steps`."""
         record = self._run.take_step(self._descent, self.s_K, self.step)
-        self._append(record)
+        self._steps.append(record)
+        self._rejected += StepFlag.REJECTED in record.flags
         return record.loss
 
     def keep(self) -> None:
@@ -88,54 +87,10 @@ class LoggedSteps:
 
     def best(self, step: int) -> NDArray[np.int64]:
         """See `Steps`."""
-        header, records = self._descent.header, list(self._journal.records())[:step]
-        return replay(header, coefficients_of(records, header))
-
-    def _append(self, record: StepRecord) -> None:
-        self._journal.append(record)
-        apply_record(self.s_K, record, self._descent.header)
-        self._rejected += StepFlag.REJECTED in record.flags
+        return self._steps.before(step)
 
 
-class SketchedSteps(LoggedSteps):
-    """Steps along a gradient, as far as the groups of a log hold them."""
-
-    def __init__(self, run: Run, descent: Descent, journal: Journal, moments: Path) -> None:
-        super().__init__(run, descent, journal)
-        self._path = moments
-        known = Moments.load(moments)
-        if known is not None and known.step == self.step + 1:  # killed before the journal had it
-            self._append(known.record())
-        self._moments = known if known is not None and known.step == self.step else self._again()
-
-    def _again(self) -> Moments:
-        """Compute what the journal's steps leave behind: of a journal that was cut, the moments are of later
-        steps.
-
-        Raises:
-            OperatorError: the steps come out otherwise than the journal has them.
-        """
-        run, descent = self._run, self._descent
-        moments, s_K = Moments.first(run.package.k, np.zeros(0, np.int64)), np.zeros(run.package.k, np.int64)
-        for record in self._journal.records():
-            moments = take_gradient_step(run, descent, moments, s_K)
-            if moments.record().coefficients != record.coefficients:
-                raise OperatorError(
-                    f"The run in {self._path.parent} does not match its journal at step {record.step}. "
-                    "Remove the folder to begin the run again."
-                )
-            apply_record(s_K, record, descent.header)
-        return moments
-
-    def take(self) -> float:
-        """See `Steps`."""
-        self._moments = take_gradient_step(self._run, self._descent, self._moments, self.s_K)
-        self._moments.store(self._path)
-        self._append(self._moments.record())
-        return self._moments.loss
-
-
-class UnloggedSteps:
+class GradientSteps:
     """Steps along a gradient by an integer for each weight; there is a state and no log."""
 
     def __init__(self, run: Run, descent: Descent, number: int) -> None:

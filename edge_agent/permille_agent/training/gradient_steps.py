@@ -1,7 +1,6 @@
 """Steps along the gradient of a reverse pass, durable after each of them.
 
-Adam on the lattice is the library's (`permille.training.adam`); here are its batches and its files. What Adam
-remembers is written before the journal is, so a kill leaves a record to append or nothing to do.
+Adam on the lattice is the library's (`permille.training.adam`); here are its batches and its files.
 
 Shapes: K = masked weights.
 """
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from permille.engines.interface import GradientEngine
 from permille.errors import InputError
 from permille.files import write_atomic
-from permille.training.adam import Moments, sketched_step, unlogged_step
+from permille.training.adam import Moments, adam_step
 from permille.zo.estimators import Descent
 from permille.zo.header import LogHeader
 from permille.zo.lattice import values
@@ -26,15 +25,13 @@ def take_gradient_step(run: Run, descent: Descent, moments: Moments, s_K: NDArra
     """Compute one step from state `s_K`, and what is remembered after it; neither is durable yet.
 
     Args:
-        descent: rate, schedule, unit and groups; its log need not exist.
+        descent: rate, schedule and unit.
         moments: before the step.
     """
     header, step = descent.header, moments.step
     values_K = values(run.w_base_K, s_K, header.step_unit_exponent)
     loss, gradient_K = pulled_gradient(run, values_K, step)
-    if run.options.has_log:
-        return sketched_step(moments, loss, gradient_K, descent)
-    return unlogged_step(
+    return adam_step(
         moments,
         loss,
         gradient_K,
@@ -54,6 +51,7 @@ def pulled_gradient(run: Run, values_K: NDArray[np.float32], step: int) -> tuple
     if (pull := run.pull(step)) is not None:
         _, pull_K = engine.gradient(values_K, pull)
         gradient_K = gradient_K + pull_K
+    gradient_K[: run.trained.start] = 0  # so Adam leaves them where they are
     return loss, gradient_K
 
 
@@ -65,8 +63,8 @@ def gradient_engine(run: Run) -> GradientEngine:
     """
     if not hasattr(run.engine, "gradient"):
         raise InputError(
-            f"The engine {run.engine.info()['name']} computes no gradients. Train with --estimator "
-            "one-sided, or choose another --engine."
+            f"The engine {run.engine.info()['name']} computes no gradients. Train with --method "
+            "zeroth-order, or choose another --engine."
         )
     return cast("GradientEngine", run.engine)
 

@@ -7,35 +7,27 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Self
 
-from permille.choices import EstimatorKind
+from permille.choices import EstimatorKind, Method
 from permille.digests import JSON
 from permille.errors import InputError
 from permille.training.strength import KEEP_GENERAL
-from permille.zo.header import MAX_GROUPS
 from permille_agent.text.documents import Learn
-from permille_agent.training.engines import ANY_ENGINE, EXECUTORCH, OpenEngine
+from permille_agent.training.engines import ANY_ENGINE, AUTO, EXECUTORCH, OpenEngine
 from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
-DEFAULT_ESTIMATOR = EstimatorKind.SKETCH
-# A shared run along a gradient sends its packed state where this is short, two bytes a weight. Where it is
-# not, it takes steps that a log can hold: so many groups a step.
-SHORT_STATE_BYTES = 1 << 20
-BYTES_A_WEIGHT = 2
-LOGGED_GROUPS = 1024
+DEFAULT_ESTIMATOR = EstimatorKind.GRADIENT
 # Directions a step at about the cost of SPSA's eight in forward passes (docs/adr/0009).
 DEFAULT_QUERIES = {
-    EstimatorKind.SKETCH: 0,
+    EstimatorKind.GRADIENT: 0,
     EstimatorKind.SPSA: 8,
     EstimatorKind.FORWARD: 8,
     EstimatorKind.ONE_SIDED: 16,
     EstimatorKind.SPLIT: 15,
 }
 # Rows a step: along a gradient, several; for losses alone, more directions are worth more than more rows.
-DEFAULT_ROWS = {kind: 4 if kind is EstimatorKind.SKETCH else 2 for kind in DEFAULT_QUERIES}
-_NAMES = {"gradient": EstimatorKind.SKETCH} | {
-    kind.value: kind for kind in DEFAULT_QUERIES if kind is not EstimatorKind.SKETCH
-}
+DEFAULT_ROWS = {kind: 4 if kind is EstimatorKind.GRADIENT else 2 for kind in DEFAULT_QUERIES}
+_ESTIMATORS = {kind.value: kind for kind in DEFAULT_QUERIES if kind is not EstimatorKind.GRADIENT}
 # FedSPZO's 2 lower and 8 upper directions: of five directions of a split, one is the lower block's.
 SPLIT_QUERIES = 5
 
@@ -57,14 +49,15 @@ class TrainOptions:
         seed: of batches and directions.
         steps: how many steps; such a run is exactly reproducible on the same machine and threads.
         minutes: how long, search and judgement included; the number of steps is then what the time gives.
-        estimator: `SKETCH` follows the gradient of a reverse pass; the others need forward passes alone.
-        queries: directions a step, of both blocks together where there are two; of a sketch its groups, and 0
-            is none: then every weight moves by its own integer, and there is no log, but a state.
+        estimator: `GRADIENT` follows that of a reverse pass; the others are zeroth order.
+        queries: directions a step of zeroth order, of both blocks together where there are two. Along the
+            gradient 0: every weight moves by its own integer, and there is no log, but a state.
         start: without a log, a run may go on from a state; the others begin at the base.
         batch_rows: rows a step.
         row_tokens: longest row.
         learn: whose turns of a conversation count in the loss; other documents are learned whole.
         rate_scale: multiplies the learning rate; less than 1 where training diverges.
+        first_layer: the masked weights of this decoder layer and those above it are trained, no others.
         keep_general: how much the loss on the package's reference may rise, nats a token.
     """
 
@@ -78,6 +71,7 @@ class TrainOptions:
     start: Start = Start.ACTIVE
     learn: Learn = Learn.ASSISTANT
     rate_scale: float = 1.0
+    first_layer: int = 0
     keep_general: float = KEEP_GENERAL
 
     def __post_init__(self) -> None:
@@ -94,10 +88,13 @@ class TrainOptions:
             raise InputError(f"--minutes must be above 0 and at most 10,080, got {self.minutes}")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"--seed must be 0 to 2**63 - 1, got {self.seed}")
-        sketch = self.estimator is EstimatorKind.SKETCH
-        least, most = (0, MAX_GROUPS) if sketch else (1, 256)
-        if not least <= self.queries <= most:
-            raise InputError(f"--queries must be {least} to {most} for this estimator, got {self.queries}")
+        if self.method is Method.GRADIENT and self.queries:
+            raise InputError(
+                f"A gradient run takes no queries, got {self.queries}. Leave --queries out, or train with "
+                "--method zeroth-order."
+            )
+        if self.method is Method.ZEROTH_ORDER and not 1 <= self.queries <= 256:
+            raise InputError(f"--queries must be 1 to 256, got {self.queries}")
         if not 1 <= self.batch_rows <= 256:
             raise InputError(f"--rows must be 1 to 256, got {self.batch_rows}")
         if self.estimator is EstimatorKind.ONE_SIDED and self.queries < 2:
@@ -108,6 +105,8 @@ class TrainOptions:
             raise InputError(f"rows must have 8 to 8,192 tokens, got {self.row_tokens}")
         if not 0 < self.rate_scale <= 16:
             raise InputError(f"--rate-scale must be above 0 and at most 16, got {self.rate_scale}")
+        if not 0 <= self.first_layer <= 1000:
+            raise InputError(f"--first-layer must be 0 to 1,000, got {self.first_layer}")
         if not 0 <= self.keep_general <= 100:
             raise InputError(f"--keep-general must be 0 to 100 nats a token, got {self.keep_general}")
 
@@ -124,17 +123,18 @@ class TrainOptions:
         )
 
     @property
+    def method(self) -> Method:
+        """The method of the estimator."""
+        return Method.GRADIENT if self.estimator is EstimatorKind.GRADIENT else Method.ZEROTH_ORDER
+
+    @property
     def has_log(self) -> bool:
-        """Whether the run's steps are a log."""
-        return self.queries > 0
+        """Whether the run's steps are a log of seeds and scalars: those of zeroth order are."""
+        return self.method is Method.ZEROTH_ORDER
 
     def within(self, positions: int) -> "TrainOptions":
         """Return the same choices, with rows no longer than the model's `positions`."""
         return replace(self, row_tokens=min(self.row_tokens, positions))
-
-    def shared(self, k: int) -> "TrainOptions":
-        """Return the same choices, with steps that a log can hold where the state of k weights is long."""
-        return self if self.has_log or has_short_state(k) else replace(self, queries=LOGGED_GROUPS)
 
     def definition(self) -> JSON:
         """Name the choices for the digest of a run: all of them decide its results.
@@ -160,8 +160,8 @@ class RunContext:
     """Who trains, beside what is trained: nothing here decides a result but the engine.
 
     Attributes:
-        share_log: put the log of the selected state, or the packed state where that is shorter, beside the
-            outcome, to be uploaded with the report.
+        share_log: put the log of the selected state beside the outcome, to be uploaded with the report.
+        share_state: the same of the packed state, where no log is shared.
         withdrawals: how often consent had been withdrawn when the user agreed to that.
         stop: once set, the run stops within one call of the engine, resumable.
         progress: told what happens.
@@ -171,6 +171,7 @@ class RunContext:
     """
 
     share_log: bool = False
+    share_state: bool = False
     withdrawals: int = 0
     stop: threading.Event | None = None
     progress: RunProgress = SILENT
@@ -178,24 +179,50 @@ class RunContext:
     engine_of: OpenEngine = ANY_ENGINE
 
 
-def has_short_state(k: int) -> bool:
-    """Say whether the packed state of k weights is short enough to be sent in a log's place."""
-    return BYTES_A_WEIGHT * k <= SHORT_STATE_BYTES
+def choose_method(
+    asked: Method | None, *, share_log: bool = False, release: Method | None = None, engine: str = AUTO
+) -> Method:
+    """Choose the method of a run, by the first of these that says one.
+
+    - The device's owner, on the command line or in the policy.
+    - A log that is to be shared: only zeroth order has one.
+    - An engine without a reverse pass (ExecuTorch's programs): it has zeroth order alone.
+    - The installed release.
+    - Else the gradient.
+
+    Args:
+        asked: what the owner says.
+        share_log: the owner shares logs.
+        release: what the installed release says, signed.
+        engine: its name.
+    """
+    if asked is not None:
+        return asked
+    if share_log or engine == EXECUTORCH:
+        return Method.ZEROTH_ORDER
+    return release or Method.GRADIENT
 
 
-def default_estimator(engine: str) -> EstimatorKind:
-    """Find the estimator of an engine by name: one that has losses alone takes both signs in one pass."""
-    return EstimatorKind.SPSA if engine == EXECUTORCH else DEFAULT_ESTIMATOR
+def estimator_of(method: Method, name: str | None = None, *, engine: str = AUTO) -> EstimatorKind:
+    """Find the estimator of a method: the one that a user names, or its default.
 
-
-def estimator_named(name: str) -> EstimatorKind:
-    """Find the estimator that a user names, with a hyphen or an underscore.
+    A name may have a hyphen or an underscore.
+    An engine that has losses alone takes both signs in one pass, so its default is two-sided.
 
     Raises:
-        InputError: there is no such estimator.
+        InputError: the method has no such estimator.
     """
+    if method is Method.GRADIENT:
+        if name is not None:
+            raise InputError(
+                f"{name!r:.60} is no estimator of a gradient run. Leave --estimator out, or add "
+                "--method zeroth-order."
+            )
+        return EstimatorKind.GRADIENT
+    if name is None:
+        return EstimatorKind.SPSA if engine == EXECUTORCH else EstimatorKind.ONE_SIDED
     try:
-        return _NAMES[name.replace("-", "_")]
+        return _ESTIMATORS[name.replace("-", "_")]
     except KeyError:
-        known = ", ".join(_NAMES).replace("_", "-")
-        raise InputError(f"There is no estimator {name!r}. Choose one of {known}.") from None
+        known = ", ".join(_ESTIMATORS).replace("_", "-")
+        raise InputError(f"There is no estimator {name!r:.60}. Choose one of {known}.") from None

@@ -9,16 +9,23 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from permille.choices import EstimatorKind
 from permille.files import write_atomic
-from permille.schemas.runs import Accelerator, EngineName, Machine, OperatingSystem, Outcome, RunMetrics
+from permille.schemas.runs import (
+    Accelerator,
+    EngineName,
+    LogForm,
+    Machine,
+    OperatingSystem,
+    Outcome,
+    RunMetrics,
+)
 from permille.version import __version__
 from permille_agent.state.models import InstalledRelease
 from permille_agent.text.preparation import Prepared, Split
 from permille_agent.text.reading import DataReport
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import EngineUsed
-from permille_agent.training.options import TrainOptions
+from permille_agent.training.options import RunContext, TrainOptions
 from permille_agent.training.personal import shareable
 from permille_agent.training.plan import Plan
 from permille_agent.training.run import Run, RunFolder
@@ -86,7 +93,7 @@ class LogFacts:
     """What the metrics say of the steps to the selected state.
 
     Attributes:
-        personal_bytes: of its log, or where that is shorter of the packed state.
+        personal_bytes: of its log, of a gradient run of its packed state.
         state_digest: of what it leads to, only where that is shared.
         scaled_digest: the same at the strength that was judged, where that is not full.
     """
@@ -162,12 +169,17 @@ def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
     return str(outcome)
 
 
-def lay_out_log(run: Run, selected: SelectedState, decision: Decision, *, share_log: bool) -> LogFacts:
-    """Measure the log or state of a run. Where the user shares it, it is put beside the outcome."""
-    data = shareable(run.folder) if selected.step else b""
-    shared = share_log and bool(data)
-    if shared:
-        write_atomic(run.folder.path / "shared.log", data, mode=0o600)
+def lay_out_log(run: Run, selected: SelectedState, decision: Decision, context: RunContext) -> LogFacts:
+    """Measure the log or state of a run. What the user shares of it is put beside the outcome."""
+    data, shared = b"", False
+    if selected.step:
+        form = LogForm.LOG if run.options.has_log else LogForm.STATE
+        data = shareable(run.folder, form)
+        if context.share_state and not (context.share_log and run.options.has_log):
+            form = LogForm.STATE
+        shared = context.share_log if form is LogForm.LOG else context.share_state
+        if shared:
+            write_atomic(run.folder.path / "shared.log", shareable(run.folder, form), mode=0o600)
     return LogFacts(
         rejected_steps=selected.rejected,
         tokens_trained=run.batches.tokens(selected.steps),
@@ -187,7 +199,6 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
     decision, log = facts.decision, facts.log
     against_base = decision.against_base if decision else None
     general = decision.general if decision else None
-    perturbs = facts.options.estimator is not EstimatorKind.SKETCH
     device = facts.engine.device.partition(":")[0] if facts.engine else "cpu"
     return RunMetrics(
         package_digest=facts.release.manifest_digest,
@@ -199,6 +210,7 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         steps=decision.steps if decision else 0,
         rejected_steps=log.rejected_steps,
         queries=facts.options.queries,
+        method=facts.options.method,
         estimator=facts.options.estimator,
         seconds=facts.seconds,
         tokens_trained=log.tokens_trained,
@@ -210,7 +222,7 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         improvement_low=against_base.low if against_base else None,
         improvement_high=against_base.high if against_base else None,
         learning_rate=log.learning_rate,
-        epsilon=facts.plan.epsilon if facts.plan and perturbs else 0.0,
+        epsilon=facts.plan.epsilon if facts.plan and facts.options.has_log else 0.0,
         step_unit_exponent=log.step_unit_exponent,
         k=facts.k,
         peak_rss_bytes=peak_rss_bytes(),

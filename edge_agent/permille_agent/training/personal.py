@@ -13,6 +13,7 @@ from permille.files import write_atomic
 from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
+from permille.schemas.runs import LogForm
 from permille.training.strength import EIGHTHS, scaled
 from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
@@ -28,7 +29,7 @@ from permille_agent.state.models import Active, active_model
 from permille_agent.text.preparation import Prepared
 from permille_agent.training.decision import Decision
 from permille_agent.training.gradient_steps import packed_state
-from permille_agent.training.options import Start, TrainOptions, has_short_state
+from permille_agent.training.options import Start, TrainOptions
 from permille_agent.training.run import (
     POOLED_START,
     BegunRun,
@@ -132,7 +133,9 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
     if options.start is Start.POOLED and pooled is None:
         raise InputError("There is no pooled state to begin from. Use --from base or --from active.")
     if options.start is Start.POOLED and options.has_log:
-        raise InputError("Forward passes alone cannot begin from a pooled state. Leave --estimator out.")
+        raise InputError(
+            "Zeroth order begins at the base, not at a pooled state. Train with --method gradient."
+        )
     if options.start is Start.BASE or options.has_log:
         return None
     active = active_model(home) if options.start is Start.ACTIVE else None
@@ -188,34 +191,29 @@ def _has_values_of(package: Package, other: str) -> bool:
     return manifest.parent() == package.manifest.parent()
 
 
-def shareable(folder: RunFolder) -> bytes:
-    """Return what is uploaded of a run's selected state: its log, or where that is shorter its packed state.
+def shareable(folder: RunFolder, form: LogForm) -> bytes:
+    """Return what is uploaded of a run's selected state: its log, or its packed state.
 
     Either is personal data, and with the package the personal model: it leads to the state as it was trained,
-    whose strength the report tells. A state that only the package's scale
-    exponents could tell is not made.
+    whose strength the report tells.
 
     Raises:
+        InputError: the run followed the gradient and has no log, or only the package can tell its state.
         PackageError: the journal is damaged or shorter than the decision says.
     """
     decision = folder.require("decision", Decision)
     path = folder.best_state(decision.descent)
     if path.exists():
+        if form is LogForm.LOG:
+            raise InputError(
+                "This run followed the gradient and has no log of seeds and scalars. Share its state with "
+                "--share-state, or train with --method zeroth-order."
+            )
         return path.read_bytes()
-    log = canonical_log(folder)
     header, records = _selected_log(folder, decision)
-    if not has_short_state(header.k):
-        return log
-    return min(log, packed_state(header, replay(header, coefficients_of(records, header))), key=len)
-
-
-def canonical_log(folder: RunFolder) -> bytes:
-    """Encode the log of the run's selected state (FORMAT 9).
-
-    Raises:
-        PackageError: the journal is damaged or shorter than the decision says.
-    """
-    return encode_canonical(*_selected_log(folder, folder.require("decision", Decision)))
+    if form is LogForm.LOG:
+        return encode_canonical(header, records)
+    return packed_state(header, replay(header, coefficients_of(records, header)))
 
 
 def store_state(folder: RunFolder, s_K: NDArray[np.int64]) -> None:

@@ -14,7 +14,6 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.choices import EstimatorKind
 from permille.errors import OperatorError
 from permille.training.adam import learning_rate
 from permille_agent.text.rows import Row
@@ -38,7 +37,7 @@ TIMED_ROWS = 8
 # Along gradients: passes over the training text at most, but so many steps at least where time allows.
 PASSES = 8
 LEAST_STEPS = 40
-# Stands in the header of a sketch's log, where nothing reads it.
+# Stands in the header that a gradient's log would have, where nothing reads it.
 NO_EPSILON = 1.0
 
 
@@ -98,8 +97,8 @@ def make_plan(run: Run) -> Plan:
     Raises:
         SearchFailed: no usable epsilon or step size.
     """
-    sketch = run.options.estimator is EstimatorKind.SKETCH
-    plan = run.folder.once("plan", Plan, lambda: _gradient_plan(run) if sketch else _plan(run))
+    make = _plan if run.options.has_log else _gradient_plan
+    plan = run.folder.once("plan", Plan, lambda: make(run))
     if (told := forecast(run, plan)) is not None:
         run.progress.phase(told)
     return plan
@@ -232,8 +231,8 @@ def _gradient_plan(run: Run) -> Plan:
 
 
 def _most_steps(run: Run) -> float:
-    """How many steps do not learn the text by heart; forward passes alone never do."""
-    if run.options.estimator is not EstimatorKind.SKETCH:
+    """Return the most steps that do not learn the text by heart; zeroth order never does."""
+    if run.options.has_log:
         return math.inf
     return max(LEAST_STEPS, math.ceil(PASSES * len(run.prepared.train) / run.options.batch_rows))
 

@@ -404,6 +404,24 @@ class Run:
             return None
         return self.reference.pull(step)
 
+    @cached_property
+    def first_tensor(self) -> int:
+        """The first tensor that is trained.
+
+        Raises:
+            InputError: no weight from there on is masked.
+        """
+        counts, first = self.package.counts, self.options.first_layer
+        tensor = first * (len(counts) // int(self.package.config["num_hidden_layers"]))
+        if not sum(counts[tensor:]):
+            raise InputError(f"No masked weight is in layer {first} or above. Name a lower --first-layer.")
+        return tensor
+
+    @property
+    def trained(self) -> slice:
+        """Where the masked weights that are trained are in flat order."""
+        return slice(sum(self.package.counts[: self.first_tensor]), self.package.k)
+
     def descent(
         self,
         *,
@@ -415,11 +433,12 @@ class Run:
     ) -> Descent:
         """Describe steps from the base; the step unit is not fitted yet."""
         split, estimator = None, self.options.estimator
-        groups = estimator in (EstimatorKind.SKETCH, EstimatorKind.ONE_SIDED)
+        groups = estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
         if self.options.estimator is EstimatorKind.SPLIT:
             decoder_layers = int(self.package.config["num_hidden_layers"])
             lower = self.options.queries // SPLIT_QUERIES
-            split = BlockSplit.halving(self.package.counts, decoder_layers, lower)
+            first = self.options.first_layer
+            split = BlockSplit.halving(self.package.counts, decoder_layers, lower, first)
         header = LogHeader(
             package_digest=self.package.digest,
             mask_digest=self.package.mask_digest,
@@ -434,6 +453,7 @@ class Run:
             step_unit_exponent=0,
             counts=self.package.counts,
             split=split,
+            first_tensor=self.first_tensor if self.options.has_log else 0,
         )
         return Descent(header=header, w_base_K=self.w_base_K)
 

@@ -87,7 +87,7 @@ def find_epsilon(run: Run) -> Probe:
     Raises:
         SearchFailed: the loss does not depend on the weights, or no epsilon gives a usable gradient.
     """
-    start = EPSILON_NORM / math.sqrt(run.package.k)
+    start = EPSILON_NORM / math.sqrt(run.trained.stop - run.trained.start)
     if run.options.estimator is EstimatorKind.FORWARD:
         probe = run.folder.once("search-forward", Probe, lambda: _exact_probe(run, start))
         if not probe.g_rms:

@@ -20,13 +20,12 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.choices import EstimatorKind
 from permille.training.adam import unit_exponent
 from permille.zo.estimators import Descent
 from permille.zo.header import LogHeader, Schedule
 from permille.zo.journal import Journal
 from permille.zo.lattice import values
-from permille_agent.training.durable_steps import LoggedSteps, SketchedSteps, Steps, UnloggedSteps
+from permille_agent.training.durable_steps import GradientSteps, LoggedSteps, Steps
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.plan import Plan
 from permille_agent.training.run import Evaluation, Run, finite_or_none
@@ -198,7 +197,7 @@ def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Desc
         total_steps=total_steps,
         schedule=Schedule.LINEAR,
     )
-    if run.options.estimator is not EstimatorKind.SKETCH:
+    if run.options.has_log:
         return with_step_unit(descent)
     exponent = unit_exponent(rate)
     if run.start is not None:  # a state goes on exactly on a unit that is as fine
@@ -226,12 +225,9 @@ class _DescentLoop:
         """Step and evaluate until there is a reason to stop."""
         run = self._run
         if not run.options.has_log:
-            return self._train(UnloggedSteps(run, self._descent, self._number))
+            return self._train(GradientSteps(run, self._descent, self._number))
         path, header = run.folder.journal(self._number), self._descent.header
         with Journal.open(path) if path.exists() else Journal.create(path, header) as journal:
-            if run.options.estimator is EstimatorKind.SKETCH:
-                moments = run.folder.moments(self._number)
-                return self._train(SketchedSteps(run, self._descent, journal, moments))
             return self._train(LoggedSteps(run, self._descent, journal))
 
     def _train(self, steps: Steps) -> SelectedState:
@@ -262,8 +258,8 @@ class _DescentLoop:
         """
         if self._run.prepared.stages:
             return True
-        sketch = self._run.options.estimator is EstimatorKind.SKETCH
-        return self._number + 1 == MAX_DESCENTS or (sketch and best_of(self._evaluations).step > 0)
+        gradient = not self._run.options.has_log
+        return self._number + 1 == MAX_DESCENTS or (gradient and best_of(self._evaluations).step > 0)
 
     def _is_due(self, step: int, out_of_time: bool) -> bool:
         if self._evaluations and self._evaluations[-1].step >= step:

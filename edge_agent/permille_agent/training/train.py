@@ -8,10 +8,9 @@ end durable. The caller holds the writers' lock.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from permille.choices import EstimatorKind
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
@@ -111,12 +110,12 @@ def run_training(
         if package.manifest.has_layer(Role.POOLED):
             meanwhile = "; until then the package's pooled model is used, which public text trained"
         return task.refuse([document.group for document in documents], f"{exc}{meanwhile}")
-    if prepared.stages and options.estimator is not EstimatorKind.SKETCH:
+    if prepared.stages and options.has_log:
         got = prepared.counts[Split.TRAIN].tokens
         return task.refuse(
             [document.group for document in documents],
-            f"Forward passes alone need at least {NEEDED_TOKENS} tokens of text, got {got}. Add text, or "
-            "train along the gradient, without --estimator.",
+            f"Zeroth order needs at least {NEEDED_TOKENS} tokens of text, got {got}. Add text, or train with "
+            "--method gradient.",
         )
     with telling_disk():
         return task.train(prepared, data_paths)
@@ -145,18 +144,14 @@ class _Task:
 
     def train(self, prepared: Prepared, data_paths: Sequence[Path]) -> RunResult:
         """Find or begin the run, and go on with it to its end."""
-        options = self.options
-        start = find_start(self.home, self.package, prepared, options)
-        if self.context.share_log and start is None:  # what went on from a state is shared as a state
-            options = options.shared(self.package.k)
-        task = replace(self, options=options)
-        folder = RunFolder(self.home.runs / task._definition(prepared.digest, start).name())
+        start = find_start(self.home, self.package, prepared, self.options)
+        folder = RunFolder(self.home.runs / self._definition(prepared.digest, start).name())
         if folder.path.exists():
-            return task._train(prepared, data_paths, start)
+            return self._train(prepared, data_paths, start)
         if prepared.stages and self._active_knows(prepared):
-            return task.refuse(prepared.groups, KNOWN_TEXT)
+            return self.refuse(prepared.groups, KNOWN_TEXT)
         try:
-            return task._train(prepared, data_paths, start)
+            return self._train(prepared, data_paths, start)
         except InputError:
             if folder.load("plan", Plan) is None:  # it was refused, it is not to be gone on with
                 folder.delete()
@@ -174,7 +169,7 @@ class _Task:
         folder = self._open_run(prepared.digest, data_paths, start)
         if prepared.stages:
             folder.once("learned", LearnedText, lambda: LearnedText(groups=prepared.groups))
-        if self.context.share_log:
+        if self.context.share_log or self.context.share_state:
             folder.once("consent", AgreedTo, lambda: AgreedTo(withdrawals=self.context.withdrawals))
         if (ended := folder.load("outcome", RunOutcome)) is not None:
             self._activate_again(folder)
@@ -212,7 +207,7 @@ class _Task:
         except SearchFailed as exc:
             return self._end(run, self._facts(Outcome.FAILED, run.folder, run), str(exc))
         outcome = self._act(run, decision, selected)
-        log = lay_out_log(run, selected, decision, share_log=self.context.share_log)
+        log = lay_out_log(run, selected, decision, self.context)
         return self._end(run, self._facts(outcome, run.folder, run, plan, decision, log), decision.reason)
 
     def _act(self, run: Run, decision: Decision, selected: SelectedState) -> Outcome:

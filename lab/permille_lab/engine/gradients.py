@@ -15,23 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from permille.choices import EstimatorKind
 from permille.engines.factory import LIGHT, open_engine
 from permille.engines.light.engine import LightEngine
 from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.training.adam import Moments, learning_rate, sketched_step, unit_exponent, unlogged_step
-from permille.zo.estimators import Batch, Descent
-from permille.zo.header import DirectionKind, LogHeader, Schedule
+from permille.training.adam import Moments, adam_step, learning_rate, unit_exponent
+from permille.zo.estimators import Batch
 from permille.zo.lattice import values
-from permille.zo.steps import apply_record
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Result
 from permille_lab.measuring.machine import AnonymousPeak, machine, resident, timed
-
-GROUPS = (0, 1024, 4096)
-"""Of a step's log; 0: none, every weight moves by its own integer."""
 
 
 def measure(folder: Path, sizes: Sizes) -> Result:
@@ -54,44 +48,20 @@ def measure(folder: Path, sizes: Sizes) -> Result:
 class GradientStep:
     """A step of a run from the package's own values."""
 
-    def __init__(self, package: Package, groups: int) -> None:
-        self._w_base_K = package.values()
-        rate = learning_rate(package)
-        header = LogHeader(
-            package_digest=package.digest,
-            mask_digest=package.mask_digest,
-            seed=1,
-            estimator=EstimatorKind.SKETCH,
-            directions=DirectionKind.GROUPS,
-            queries=max(1, groups),
-            epsilon=1.0,
-            learning_rate=rate,
-            schedule=Schedule.CONSTANT,
-            total_steps=1 << 20,
-            step_unit_exponent=unit_exponent(rate),
-            counts=package.counts,
-        )
-        self._descent = Descent(header=header, w_base_K=self._w_base_K)
-        self._groups = groups
-        self._s_K = np.zeros(package.k, np.int64)
-        self._moments = Moments.first(package.k, self._s_K)
+    def __init__(self, package: Package) -> None:
+        self._w_base_K, self._rate = package.values(), learning_rate(package)
+        self._exponent = unit_exponent(self._rate)
+        self._moments = Moments.first(package.k, np.zeros(package.k, np.int64))
 
     def values(self) -> np.ndarray:
         """Where the gradient is taken, float32 [k]."""
-        return values(self._w_base_K, self._s_K, self._descent.header.step_unit_exponent)
+        return values(self._w_base_K, self._moments.s_K, self._exponent)
 
     def move(self, loss: float, gradient_K: np.ndarray) -> None:
         """All of the step that is not the engine's."""
-        header = self._descent.header
-        if self._groups:
-            self._moments = sketched_step(self._moments, loss, gradient_K, self._descent)
-            apply_record(self._s_K, self._moments.record(), header)
-        else:
-            exponent = header.step_unit_exponent
-            self._moments = unlogged_step(
-                self._moments, loss, gradient_K, rate=header.learning_rate, step_unit_exponent=exponent
-            )
-            self._s_K = self._moments.s_K
+        self._moments = adam_step(
+            self._moments, loss, gradient_K, rate=self._rate, step_unit_exponent=self._exponent
+        )
         if self._moments.flags:
             raise InputError("expected a step that counts, got a rejected one")
 
@@ -109,7 +79,7 @@ def _child() -> None:
         if not isinstance(engine, LightEngine):
             raise InputError(f"expected the light engine, got {engine.info()}")
         batch = sizes.batch(package)
-        step = GradientStep(package, GROUPS[1])
+        step = GradientStep(package)
         loss, gradient_K = engine.gradient(step.values(), batch)
         step.move(loss, gradient_K)
     peak = resident()["VmHWM"]
@@ -135,15 +105,12 @@ def _times(
     for _ in range(rounds):
         forward.append(timed(lambda: engine.losses(one_1K, batch)).cpu_s)
         reverse.append(timed(lambda: engine.gradient(one_1K[0], batch)).cpu_s)
-    rest = {}
-    for groups in GROUPS:
-        step = GradientStep(package, groups)
-        spent = [timed(lambda step=step: step.move(1.0, gradient_K)).cpu_s for _ in range(5)]  # type: ignore[misc]
-        rest[str(groups)] = round(statistics.median(spent), 4)
+    step = GradientStep(package)
+    spent = [timed(lambda: step.move(1.0, gradient_K)).cpu_s for _ in range(5)]
     return {
         "forward_s": round(statistics.median(forward), 3),
         "gradient_s": round(statistics.median(reverse), 3),
-        "rest_s": rest,
+        "rest_s": {"0": round(statistics.median(spent), 4)},
     }
 
 

@@ -24,11 +24,11 @@ from permille.engines.factory import open_engine
 from permille.federation.catch_up import pack_state
 from permille.federation.definition import Rule
 from permille.privacy.rules import Privacy, PrivacyMode
-from permille.training.adam import RATE, Moments, learning_rate, unit_exponent, unlogged_step
+from permille.training.adam import RATE, Moments, adam_step, learning_rate, unit_exponent
 from permille.zo.lattice import values
 from permille_agent.embed import TrainingBatches
 from permille_lab.federation import references
-from permille_lab.federation.clients import Client, Split, clients_of, small_clients
+from permille_lab.federation.clients import Client, Division, clients_of, small_clients
 from permille_lab.federation.methods import METHODS, OURS, Method, definition_of
 from permille_lab.federation.simulation import Attack, Outcome, Plan, World, federate
 from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
@@ -40,15 +40,15 @@ DEVICES, COHORT, ROUNDS = 20, 5, 6
 TUNING = Plan(cohort=2, rounds=2)
 _TUNING_DEVICES = 4
 _KIND = {
-    Split.SST2_IID: Split.SST2_IID,
-    Split.SST2_DIRICHLET: Split.SST2_IID,
-    Split.TWEETS_PERSON: Split.TWEETS_PERSON,
+    Division.SST2_IID: Division.SST2_IID,
+    Division.SST2_DIRICHLET: Division.SST2_IID,
+    Division.TWEETS_PERSON: Division.TWEETS_PERSON,
 }
 """The division on which a rate is chosen, with other text."""
 DIRECTIONS = Method(estimator=EstimatorKind.SPSA, queries=1, steps=20)
 """The paper's figure 5: two-sided, one direction a step."""
 PRIVATE = Method(
-    estimator=EstimatorKind.SKETCH, queries=64, steps=1, batch_rows=4, local_steps=1, groups=True
+    estimator=EstimatorKind.GRADIENT, queries=64, steps=1, batch_rows=4, local_steps=1, groups=True
 )
 _OWN_STEPS = 40
 
@@ -60,29 +60,29 @@ class Bench:
     world: World
     sources: Sources
     cells: Cells
-    known: dict[tuple[Split, int, int], list[Client]] = field(default_factory=dict)
+    known: dict[tuple[Division, int, int], list[Client]] = field(default_factory=dict)
 
-    def clients(self, split: Split, devices: int, *, turn: int = 0) -> list[Client]:
+    def clients(self, split: Division, devices: int, *, turn: int = 0) -> list[Client]:
         """Devices with text of a division, read once."""
         key = (split, devices, turn)
         if key not in self.known:
             self.known[key] = clients_of(self.world.package, self.sources.data, split, devices, turn=turn)
         return self.known[key]
 
-    def rate(self, name: str, rates: Sequence[float], split: Split, gain: Callable[..., float]) -> float:
+    def rate(self, name: str, rates: Sequence[float], split: Division, gain: Callable[..., float]) -> float:
         """The rate of the largest gain in a few rounds on other text; kept as a cell."""
         kind = _KIND[split]
         settings = {"method": name, "split": kind.value, "rates": list(rates), "rounds": TUNING.rounds}
         found = self.cells.once("rate", settings, partial(self._tried, rates, kind, gain))
         return float(found["rate"])
 
-    def _tried(self, rates: Sequence[float], kind: Split, gain: Callable[..., float]) -> Result:
+    def _tried(self, rates: Sequence[float], kind: Division, gain: Callable[..., float]) -> Result:
         clients = self.clients(kind, _TUNING_DEVICES, turn=1)
         gains = [gain(clients, rate) for rate in rates]
         return {"gains": gains, "rate": rates[int(np.argmax(gains))]}
 
 
-def tuned(bench: Bench, name: str, method: Method, split: Split) -> float:
+def tuned(bench: Bench, name: str, method: Method, split: Division) -> float:
     """The rate of a method."""
 
     def gain(clients: Sequence[Client], rate: float) -> float:
@@ -93,20 +93,22 @@ def tuned(bench: Bench, name: str, method: Method, split: Split) -> float:
     return bench.rate(name, method.rates, split, gain)
 
 
-def measured(bench: Bench, name: str, method: Method, split: Split, seed: int) -> Result:
+def measured(bench: Bench, name: str, method: Method, split: Division, seed: int) -> Result:
     """One method on one division."""
     rate = tuned(bench, name, method, split)
     clients = bench.clients(split, DEVICES)
     rules = definition_of(bench.world, method, rounds=ROUNDS, rate=rate)
     plan = Plan(cohort=COHORT, rounds=ROUNDS, seed=seed, own=method.own)
+    before = bench.world.engine.layer_passes
     found = federate(bench.world, rules, clients, plan)
+    passes = bench.world.engine.layer_passes - before
     up, down = found.traffic.up, found.traffic.down
     if method.values:
         up = down = float(ROUNDS * len(pack_state(rules, found.history.s_W)))
     return {
         "gains": bench.world.gains(found.values_W, clients),
         "rate": rate,
-        "row_passes": method.row_passes * ROUNDS,
+        "row_passes": passes / (int(bench.world.package.config["num_hidden_layers"]) * COHORT),
         "up": up,
         "down": down,
         "seconds": found.seconds / (COHORT * ROUNDS),
@@ -114,7 +116,7 @@ def measured(bench: Bench, name: str, method: Method, split: Split, seed: int) -
     }
 
 
-def averaged(bench: Bench, name: str, split: Split, seed: int) -> Result:
+def averaged(bench: Bench, name: str, split: Division, seed: int) -> Result:
     """One reference of first order on one division."""
 
     def gain(clients: Sequence[Client], rate: float) -> float:
@@ -138,7 +140,7 @@ def averaged(bench: Bench, name: str, split: Split, seed: int) -> Result:
 def methods(bench: Bench) -> None:
     """Measure every method on every division, the cheap ones first."""
     for name in (OURS, "FedSPZO", "DeComFL", *references.RATES, *METHODS):
-        for split in (Split.SST2_IID, Split.SST2_DIRICHLET, Split.TWEETS_PERSON):
+        for split in (Division.SST2_IID, Division.SST2_DIRICHLET, Division.TWEETS_PERSON):
             settings: Settings = {
                 "method": name,
                 "split": split.value,
@@ -163,7 +165,7 @@ def directions(bench: Bench) -> None:
     }
     for seed in range(2):
         for name, method in cases.items():
-            for split in (Split.SST2_DIRICHLET, Split.TWEETS_PERSON):
+            for split in (Division.SST2_DIRICHLET, Division.TWEETS_PERSON):
                 settings: Settings = {"method": name, "split": split.value, "rounds": ROUNDS, "seed": seed}
                 run = partial(measured, bench, f"directions {name}", method, split, seed)
                 bench.cells.once("directions", settings, run)
@@ -171,14 +173,14 @@ def directions(bench: Bench) -> None:
 
 def ours(
     bench: Bench,
-    split: Split,
+    split: Division,
     plan: Plan,
     clients: Sequence[Client],
     *,
     local_steps: int = METHODS[OURS].local_steps,
     **rules: object,
 ) -> Outcome:
-    """Our sketch with its rate, under further rules."""
+    """Our gradient with its rate, under further rules."""
     rate = tuned(bench, OURS, METHODS[OURS], split)
     method = replace(METHODS[OURS], local_steps=local_steps)
     found = definition_of(bench.world, method, rounds=plan.rounds, rate=rate)
@@ -196,16 +198,16 @@ def own_values(
     for step in range(steps):
         found = bench.world.gradient(values(start_W, moments.s_K, exponent), batches(step))
         step_rate = first * (1 - step / steps)
-        moments = unlogged_step(moments, *found, rate=step_rate, step_unit_exponent=exponent)
+        moments = adam_step(moments, *found, rate=step_rate, step_unit_exponent=exponent)
     return values(start_W, moments.s_K, exponent)
 
 
 def person_states(bench: Bench) -> Result:
     """Losses of each person's test part under each state, nats a token."""
-    clients = bench.clients(Split.TWEETS_PERSON, DEVICES)
+    clients = bench.clients(Division.TWEETS_PERSON, DEVICES)
     base_W = bench.world.package.values()
     plan = Plan(cohort=COHORT, rounds=2 * ROUNDS)
-    pooled_W = ours(bench, Split.TWEETS_PERSON, plan, clients).values_W
+    pooled_W = ours(bench, Division.TWEETS_PERSON, plan, clients).values_W
     everyone = Client(name="all", train=[row for client in clients for row in client.train], test=[])
     # As many batches as all devices of all rounds together.
     steps = plan.cohort * plan.rounds * METHODS[OURS].local_steps
@@ -256,9 +258,9 @@ def attackers(bench: Bench) -> None:
             settings: Settings = {"attack": attack, "rule": rule, "cohort": 10, "rounds": 4, "seed": 0}
 
             def run(changes: dict[str, object] = changes, sent: Attack | None = sent) -> Result:
-                clients = bench.clients(Split.TWEETS_PERSON, DEVICES)
+                clients = bench.clients(Division.TWEETS_PERSON, DEVICES)
                 plan = Plan(cohort=10, rounds=4, attack=sent)
-                found = ours(bench, Split.TWEETS_PERSON, plan, clients, local_steps=4, **changes)
+                found = ours(bench, Division.TWEETS_PERSON, plan, clients, local_steps=4, **changes)
                 # Attackers' own text counts too: it is nobody's fault but theirs that trains it less.
                 return {"gains": bench.world.gains(found.values_W, clients)}
 

@@ -42,7 +42,7 @@ _LONGEST_SENTENCE = 48
 _LEAST_CHARACTERS = 4_000
 
 
-class Split(StrEnum):
+class Division(StrEnum):
     """How text is divided between devices."""
 
     SST2_IID = "SST-2, IID"
@@ -59,7 +59,7 @@ class Client:
     test: Sequence[Row]
 
 
-def clients_of(package: Package, data: Path, split: Split, devices: int, *, turn: int = 0) -> list[Client]:
+def clients_of(package: Package, data: Path, split: Division, devices: int, *, turn: int = 0) -> list[Client]:
     """So many devices of a split.
 
     Args:
@@ -70,9 +70,9 @@ def clients_of(package: Package, data: Path, split: Split, devices: int, *, turn
         InputError: too little text.
     """
     texts = _Texts(package)
-    rng = np.random.default_rng([turn, list(Split).index(split)])
-    if split in (Split.SST2_IID, Split.SST2_DIRICHLET):
-        return _sentences(texts, data, devices, turn, None if split is Split.SST2_IID else rng)
+    rng = np.random.default_rng([turn, list(Division).index(split)])
+    if split in (Division.SST2_IID, Division.SST2_DIRICHLET):
+        return _sentences(texts, data, devices, turn, None if split is Division.SST2_IID else rng)
     people = cohort(read_users(data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
     documents = [
         texts.tokens(user.documents) for user in people[turn * _TURN_DEVICES : turn * _TURN_DEVICES + devices]

@@ -23,8 +23,6 @@ from permille.zo.lattice import step_unit_exponent_for
 from permille_lab.federation.clients import ROW_TOKENS
 from permille_lab.federation.simulation import World
 
-_GRADIENT_PASSES = 3
-"""Forward passes that a reverse pass costs about as much as, its forward pass included."""
 _FORWARD_RATES = (0.01, 0.03, 0.1)
 _ADAM_RATES = (0.1, 0.2, 0.4)
 
@@ -37,7 +35,7 @@ class Method:
         queries: of one device's step; for `SPLIT` of both blocks.
         own: each device of a cohort has directions of its own.
         values: a device sends and gets its values, whatever the integers are.
-        rates: step sizes to choose from; of a sketch as shares of the weights' root mean square.
+        rates: step sizes to choose from; along the gradient as shares of the weights' root mean square.
     """
 
     estimator: EstimatorKind
@@ -51,23 +49,9 @@ class Method:
     epsilon: float = 1e-3
     rates: tuple[float, ...] = _FORWARD_RATES
 
-    @property
-    def row_passes(self) -> float:
-        """Forward passes of one row in one round of one device."""
-        q = self.queries
-        passes = {
-            EstimatorKind.SPSA: 2 * q,
-            EstimatorKind.ONE_SIDED: q,
-            EstimatorKind.FORWARD: q + 1,
-            # Half the layers 2 P_1 times, the others 2 P_2 times; P_1 + P_2 = q, P_2 = 4 P_1.
-            EstimatorKind.SPLIT: q,
-            EstimatorKind.SKETCH: _GRADIENT_PASSES * self.local_steps,
-        }
-        return passes[self.estimator] * self.batch_rows * self.steps
 
-
-_SKETCH = Method(
-    estimator=EstimatorKind.SKETCH,
+_GRADIENT = Method(
+    estimator=EstimatorKind.GRADIENT,
     queries=1024,
     steps=1,
     batch_rows=4,
@@ -75,13 +59,13 @@ _SKETCH = Method(
     groups=True,
     rates=_ADAM_RATES,
 )
-OURS = "ours, sketch of 1,024"
+OURS = "ours, gradient, 1,024"
 METHODS: Mapping[str, Method] = {
     "FedSPZO": Method(estimator=EstimatorKind.SPLIT, queries=10, steps=20, own=True),
     "DeComFL": Method(estimator=EstimatorKind.ONE_SIDED, queries=10, steps=20),
     "FedZO, values": Method(estimator=EstimatorKind.ONE_SIDED, queries=5, steps=20, own=True, values=True),
     "FedKSeed-like": Method(estimator=EstimatorKind.SPSA, queries=1, steps=100, own=True),
-    OURS: _SKETCH,
+    OURS: _GRADIENT,
     "ours, one-sided": Method(
         estimator=EstimatorKind.ONE_SIDED, queries=16, steps=12, groups=True, epsilon=0.01
     ),
@@ -92,14 +76,14 @@ def definition_of(world: World, method: Method, *, rounds: int, rate: float) -> 
     """The federation of a method; further rules are the caller's, by `dataclasses.replace`.
 
     Args:
-        rate: of the first step; of a sketch a share of the weights' root mean square.
+        rate: of the first step; along the gradient a share of the weights' root mean square.
     """
     package = world.package
     split = None
     if method.estimator is EstimatorKind.SPLIT:  # P_1 = 2 directions of each device below
         split = BlockSplit.halving(package.counts, int(package.config["num_hidden_layers"]), 2)
     guard_bits = 2
-    if method.estimator is EstimatorKind.SKETCH:
+    if method.estimator is EstimatorKind.GRADIENT:
         rate *= learning_rate(package) / RATE
         exponent = unit_exponent(rate) - guard_bits
     else:

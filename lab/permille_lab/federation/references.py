@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from permille.training.adam import RATE, Moments, learning_rate, unit_exponent, unlogged_step
+from permille.training.adam import RATE, Moments, adam_step, learning_rate, unit_exponent
 from permille.zo.lattice import values
 from permille.zo.packed_state import StateHeader, StateOrigin, encode_state
 from permille_agent.embed import TrainingBatches, batch_of
@@ -24,7 +24,7 @@ from permille_lab.federation.simulation import Plan, Traffic, World
 from permille_lab.measuring.dense import batch_loss, dense_model, mean_loss
 
 ROWS, STEPS = 4, 16
-"""Of a batch, and of a device's part of a round: as many as those of our sketch."""
+"""Of a batch, and of a device's part of a round: as many as those of our gradient."""
 VALUES, DENSE, LORA = "FedAvg, the masked values", "FedAvg, all weights", "FedAvg-LoRA"
 RATES = {VALUES: (0.1, 0.2, 0.4), DENSE: (1e-3, 3e-3, 1e-2), LORA: (1e-3, 3e-3, 1e-2)}
 """To choose from; of the masked values as shares of their root mean square."""
@@ -98,7 +98,7 @@ def averaged_values(world: World, clients: Sequence[Client], plan: Plan, share: 
             for step in range(number * STEPS, (number + 1) * STEPS):
                 found = world.gradient(values(base_W, moments.s_K, exponent), batches(step))
                 step_rate = rate * (1 - number / plan.rounds)
-                moments = unlogged_step(moments, *found, rate=step_rate, step_unit_exponent=exponent)
+                moments = adam_step(moments, *found, rate=step_rate, step_unit_exponent=exponent)
             sum_W += moments.s_K
             traffic.up += len(encode_state(header, moments.s_K - s_W)) / plan.cohort
         moved_W = np.rint(sum_W / plan.cohort).astype(np.int64)

@@ -39,13 +39,10 @@ from permille_lab.people.user_texts import Collection, Document, cohort, read_us
 SPEAKER = "GLOUCESTER"
 FORWARD_ONLY, STATE = "forward-only", "gradient, a state"
 OURS: Mapping[str, tuple[EstimatorKind, int, int, int]] = {
-    STATE: (EstimatorKind.SKETCH, 0, 4, 80),
-    "gradient, a log of 4,096 groups": (EstimatorKind.SKETCH, 4096, 4, 80),
-    "gradient, a log of 1,024 groups": (EstimatorKind.SKETCH, 1024, 4, 80),
-    "gradient, a log of 256 groups": (EstimatorKind.SKETCH, 256, 4, 80),
+    STATE: (EstimatorKind.GRADIENT, 0, 4, 80),
     FORWARD_ONLY: (EstimatorKind.ONE_SIDED, 16, 2, 100),
 }
-"""Estimator, queries (of a sketch its groups, 0: no log), rows a step, and steps, by contender."""
+"""Estimator, queries (0 along the gradient), rows a step, and steps, by contender."""
 TRAINED: Mapping[str, float | ChosenAdapter] = {
     "37 thousand values": 0.0064,
     "LoRA of rank 1": ChosenAdapter(kind=AdapterKind.LORA, rank=1, alpha=16),

@@ -35,7 +35,7 @@ class Contender:
     batch_rows: int = 2
 
     def row_passes(self) -> int:
-        """Of one step; a step of the split estimator is dearer for its upper block, cheaper for the lower."""
+        """Count those of one step as the engine does: half of the layers see a split's lower variants."""
         passes = {
             EstimatorKind.SPSA: 2 * self.queries,
             EstimatorKind.ONE_SIDED: self.queries,

@@ -47,6 +47,7 @@ class TextRun:
         begin = time.perf_counter()
         self.loss()
         evaluation_s = time.perf_counter() - begin
+        passes = self.engine.layer_passes
         wall, cpu = time.perf_counter(), time.process_time()
         found = personalise(self.package, self.engine, self.prepared, options, folder=folder)
         # Processor seconds a second of the clock: others may use the machine meanwhile.
@@ -57,7 +58,12 @@ class TextRun:
             {"step": at.step, "loss": at.loss, "seconds": round(float(seconds), 3)}
             for at, seconds in zip(found.curve, np.maximum.accumulate([0.0, *spent[1:]]), strict=True)
         ]
-        return {"points": points, "search_s": round(pace * found.search_seconds, 1), "steps": found.steps}
+        return {
+            "points": points,
+            "search_s": round(pace * found.search_seconds, 1),
+            "steps": found.steps,
+            "layer_passes": self.engine.layer_passes - passes,  # search and evaluations included
+        }
 
 
 def text_run(

@@ -21,7 +21,7 @@ PACKABLE = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RowPart:
     """What one forward pass takes, and which of its tokens are asked for.
 
     Attributes:
@@ -35,20 +35,20 @@ class Part:
     target: Tensor
 
 
-def padded_parts(batch: Batch, max_tokens: int) -> Iterator[Part]:
+def padded_parts(batch: Batch, max_tokens: int) -> Iterator[RowPart]:
     """Parts of the batch's rows as they are, each of at most `max_tokens` (rows times longest)."""
     rows = max(1, max_tokens // batch.input_ids_BT.shape[1])
     for first in range(0, len(batch.input_ids_BT), rows):
         some = slice(first, first + rows)
         attention_BT = torch.from_numpy(batch.attention_BT[some].astype(np.int64))
-        yield Part(
+        yield RowPart(
             ids=torch.from_numpy(batch.input_ids_BT[some]),
             inputs={"attention_mask": attention_BT},
             target=torch.from_numpy(batch.target_BT[some]),
         )
 
 
-def packed_parts(batch: Batch, max_tokens: int) -> Iterator[Part]:
+def packed_parts(batch: Batch, max_tokens: int) -> Iterator[RowPart]:
     """Parts of the batch's rows end to end, in their order, each of at most `max_tokens` or of one row.
 
     The batch must be one of `can_pack`.
@@ -62,7 +62,7 @@ def packed_parts(batch: Batch, max_tokens: int) -> Iterator[Part]:
             end += 1
         attended_BT = batch.attention_BT[first:end]
         positions_L = np.concatenate([np.arange(length) for length in lengths_B[first:end]])
-        yield Part(
+        yield RowPart(
             ids=torch.from_numpy(batch.input_ids_BT[first:end][attended_BT])[None],
             inputs={"position_ids": torch.from_numpy(positions_L)[None]},
             target=torch.from_numpy(batch.target_BT[first:end][attended_BT])[None],

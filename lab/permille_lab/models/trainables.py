@@ -24,7 +24,7 @@ from permille.errors import InputError
 from permille.zo.estimators import Batch
 from permille_lab.models.forward_rows import (
     PACKABLE,
-    Part,
+    RowPart,
     can_pack,
     packed_parts,
     padded_parts,
@@ -152,12 +152,12 @@ class Trainable:
             part.write(torch.from_numpy(values_K[start:end]))
             start = end
 
-    def _split(self, batch: Batch) -> list[Part]:
+    def _split(self, batch: Batch) -> list[RowPart]:
         if self._packs and can_pack(batch):
             return list(packed_parts(batch, PACKED_TOKENS))
         return list(padded_parts(batch, self._max_tokens))
 
-    def _part_logits(self, part: Part) -> Tensor:
+    def _part_logits(self, part: RowPart) -> Tensor:
         """Logits before each target, [R, vocabulary]: those that predict it. No others are made."""
         columns = part.target[:, 1:].any(dim=0).nonzero()[:, 0]
         before_BC = part.target[:, 1:][:, columns]

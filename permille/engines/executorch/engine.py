@@ -64,11 +64,18 @@ class ExecutorchEngine:
         vocabulary = package.config["vocab_size"]
         self._limits = ModelLimits(k=k, vocabulary=vocabulary, positions=tokens)
         self._lock = threading.Lock()
+        self._layers = int(package.config["num_hidden_layers"])
+        self._layer_passes = 0
 
     @property
     def k(self) -> int:
         """Number of masked weights of the package."""
         return self._limits.k
+
+    @property
+    def layer_passes(self) -> int:
+        """Passes of one sequence through one decoder layer so far; a program fills all of its rows."""
+        return self._layer_passes
 
     @property
     def shape(self) -> ProgramShape:
@@ -145,6 +152,7 @@ class ExecutorchEngine:
                 variant_R[: len(pair)] = variant - variant[0]
                 ids_RT[:] = 0
                 ids_RT[: len(pair), :tokens] = batch.input_ids_BT[row]
+                self._layer_passes += rows * self._layers
                 self._program.run("forward", (values, variant_R, ids_RT), loss_RT)
                 found[first:last] = loss_RT[: len(pair), : tokens - 1]
         return found.reshape(len(values_VK), sequences, -1)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.inputs import check_batch, check_directions, check_prompt, check_values
-from permille.engines.interface import EngineInfo
+from permille.engines.interface import REVERSE_PASSES, EngineInfo
 from permille.engines.light.blas import Blas
 from permille.engines.light.decoder import finish, run_layer
 from permille.engines.light.decoding import TextPass
@@ -30,7 +30,13 @@ from permille.engines.light.linear import Tools
 from permille.engines.light.model import LightModel, load_model
 from permille.engines.light.passes import LossPass, TangentPass, Workspace
 from permille.engines.light.reverse import ReversePass
-from permille.engines.light.sequences import JoinedSequences, LowerLayerStates, join_sequences
+from permille.engines.light.sequences import (
+    Groups,
+    JoinedSequences,
+    LowerLayerStates,
+    agreeing,
+    join_sequences,
+)
 from permille.engines.light.threads import Threads
 from permille.engines.sampling import TokenSampling, next_token
 from permille.errors import InputError
@@ -94,6 +100,7 @@ class LightEngine:
                 linear.int8_weight()
         self._reverse = ReversePass(self._exact, self._model, self._workspace)
         self._lower_states = LowerLayerStates(kept_bytes)
+        self._layer_passes = 0
 
     @property
     def k(self) -> int:
@@ -110,6 +117,11 @@ class LightEngine:
             threads=self._tools.threads.count,
             device="cpu",
         )
+
+    @property
+    def layer_passes(self) -> int:
+        """Passes of one sequence through one decoder layer so far, forward and back."""
+        return self._layer_passes
 
     def losses(self, values_VK: Array, batch: Batch) -> Array:
         """Mean loss over the batch's targets for each variant, float32 [v]."""
@@ -138,8 +150,8 @@ class LightEngine:
         found = []
         with self._lock, np.errstate(all="ignore"):
             for joined in join_sequences(batch, min(self._max_tokens, _FEW_TOKENS)):
-                states_VRH = self._states(np.ascontiguousarray(values_K)[None], joined)
-                for state_H in states_VRH[0]:
+                ((_, states_1RH),) = self._states(np.ascontiguousarray(values_K)[None], joined)
+                for state_H in states_1RH[0]:
                     logit_D = self._model.head.logits(state_H[None])[0].astype(np.float64)
                     id_S = np.argsort(-logit_D, kind="stable")[:number]
                     total = np.logaddexp.reduce(logit_D)
@@ -180,6 +192,8 @@ class LightEngine:
             for joined in join_sequences(batch, min(self._max_tokens, self._reverse.part_tokens(tokens))):
                 x_1MH = self._residual(1, joined, self._exact)
                 loss, part_K = self._reverse.gradient(joined, values_K, x_1MH)
+                above = len(self._model.layers) - self._model.first_masked
+                self._layer_passes += REVERSE_PASSES * above * len(joined.sequences)
                 loss_sum += loss
                 gradient_K += part_K
                 del part_K, x_1MH  # or they lie beside the next part
@@ -225,33 +239,62 @@ class LightEngine:
 
     def _part_losses(self, values_VK: Array, joined: JoinedSequences) -> Array:
         """[v, R] in as many forward passes as the bound on tokens asks for."""
+        found_VR = np.empty((len(values_VK), len(joined.target_R)), np.float32)
+        for groups, states_GRH in self._states(values_VK, joined):
+            losses_N = self._model.head.losses(
+                states_GRH.reshape(-1, states_GRH.shape[2]),
+                np.tile(joined.target_R, len(groups)),
+                None if joined.soft is None else joined.soft.repeated(len(groups)),
+            )
+            for variants, losses_R in zip(groups, losses_N.reshape(len(groups), -1), strict=True):
+                found_VR[variants] = losses_R
+        return found_VR
+
+    def _states(self, values_VK: Array, joined: JoinedSequences) -> Iterator[tuple[Groups, Array]]:
+        """Yield groups of equal variants, and what the head reads before each target, [g, R, H].
+
+        A layer is computed once for all variants whose values agree in it and in the layers below. So what
+        lies below the first perturbed layer is computed once a batch, whichever estimator, mask or scope
+        decides where that is. A variant's numbers do not depend on how many go through a layer together.
+        """
         most = max(1, self._max_tokens // len(joined.id_M))
-        return np.concatenate(
-            [
-                self._pass_losses(values_VK[first : first + most], joined)
-                for first in range(0, len(values_VK), most)
-            ]
-        )
-
-    def _pass_losses(self, values_VK: Array, joined: JoinedSequences) -> Array:
-        """[v, R] in one forward pass."""
-        states_VRH = self._states(values_VK, joined)
-        losses_N = self._model.head.losses(
-            states_VRH.reshape(-1, states_VRH.shape[2]),
-            np.tile(joined.target_R, len(values_VK)),
-            None if joined.soft is None else joined.soft.repeated(len(values_VK)),
-        )
-        return losses_N.reshape(len(values_VK), -1)
-
-    def _states(self, values_VK: Array, joined: JoinedSequences) -> Array:
-        """What the head reads before each target, [v, R, H]."""
+        x_GMH = self._residual(min(most, len(values_VK)), joined, self._tools)
         run = LossPass(self._tools, self._model.architecture, self._workspace, joined)
-        run.set_values(values_VK)
-        x_VMH = self._residual(len(values_VK), joined, self._tools)
-        x_VMH[1:] = x_VMH[0]
-        for layer in self._model.layers[self._model.first_masked :]:
-            run_layer(run, self._model.architecture, layer, x_VMH)
-        return finish(run, self._model, self._before_targets(x_VMH, joined))
+        groups = [list(range(len(values_VK)))]
+        yield from self._states_above(run, joined, values_VK, (self._model.first_masked, groups), x_GMH)
+
+    def _states_above(
+        self, run: LossPass, joined: JoinedSequences, values_VK: Array, at: tuple[int, Groups], x_GMH: Array
+    ) -> Iterator[tuple[Groups, Array]]:
+        """The same from a layer on, whose inputs x holds for the groups; x has room for more of them."""
+        first, groups = at
+        for number in range(first, len(self._model.layers)):
+            parts = [
+                (group, part)
+                for group, variants in enumerate(groups)
+                for part in agreeing(values_VK, variants, self._model.spans[number])
+            ]
+            if len(parts) > len(x_GMH):  # as many at a time as fit, each from what was computed once
+                kept_GMH = x_GMH[: len(groups)].copy()
+                for begin in range(0, len(parts), len(x_GMH)):
+                    some = parts[begin : begin + len(x_GMH)]
+                    for place, (group, _) in enumerate(some):
+                        x_GMH[place] = kept_GMH[group]
+                    of = (number, [part for _, part in some])
+                    yield from self._states_above(run, joined, values_VK, of, x_GMH)
+                return
+            for place in range(len(parts) - 1, -1, -1):  # from the last one on: a group stands at or before
+                if parts[place][0] != place:
+                    x_GMH[place] = x_GMH[parts[place][0]]
+            if len(parts) != len(groups) or number == first:
+                groups = [part for _, part in parts]
+                chosen = [variants[0] for variants in groups]
+                whole = chosen == list(range(len(values_VK)))
+                run.set_values(values_VK if whole else values_VK[chosen])
+            x = x_GMH[: len(groups)]
+            run_layer(run, self._model.architecture, self._model.layers[number], x)
+            self._layer_passes += len(groups) * len(joined.sequences)
+        yield groups, finish(run, self._model, self._before_targets(x_GMH[: len(groups)], joined))
 
     def _derivative_sums(
         self, value_K: Array, z_QK: Array, joined: JoinedSequences
@@ -266,6 +309,7 @@ class LightEngine:
             x_QMH[1:] = 0
             for layer in self._model.layers[self._model.first_masked :]:
                 run_layer(run, self._model.architecture, layer, x_QMH)
+                self._layer_passes += len(x_QMH) * len(joined.sequences)
             states_QRH = finish(run, self._model, self._before_targets(x_QMH, joined))
             loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], joined.target_R, joined.soft)
             sums_Q = [
@@ -295,6 +339,7 @@ class LightEngine:
         run.set_values(np.empty((1, 0), np.float32))
         for layer in self._model.layers[: self._model.first_masked]:
             run_layer(run, self._model.architecture, layer, x_1MH)
+            self._layer_passes += 1
         states_MH: Array = x_1MH[0]
         return states_MH
 

@@ -69,7 +69,12 @@ class LightLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LightModel:
-    """A package, ready to run. `first_masked`: the lowest layer with a masked weight."""
+    """A package, ready to run.
+
+    Attributes:
+        first_masked: the lowest layer with a masked weight.
+        spans: where each layer's values are among the package's.
+    """
 
     architecture: Architecture
     embedding: StoredMatrix
@@ -81,6 +86,7 @@ class LightModel:
     head: LightHead
     limits: ModelLimits
     first_masked: int
+    spans: tuple[tuple[slice, ...], ...]
     hidden: int
 
     def embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64]) -> Array:
@@ -132,6 +138,7 @@ def load_model(package: Package, tools: Tools) -> LightModel:
             positions=architecture.positions,
         ),
         first_masked=min(masked, default=len(architecture.layers)),
+        spans=parts.spans(len(architecture.layers)),
     )
 
 
@@ -191,6 +198,15 @@ class _Parts:
             frozen_RK = self._package.adapter_matrix(name) if adapter.kind is AdapterKind.LORA_FA else None
             beside = LightAdapter(weight.shape, adapter.rank, adapter.scale, start, frozen_RK)
         return LightLinear(weight, np.empty(0, np.uint32), start, bias_N, beside)
+
+    def spans(self, layers: int) -> tuple[tuple[slice, ...], ...]:
+        """Find where each layer's values are."""
+        found: list[list[slice]] = [[] for _ in range(layers)]
+        for info in self._package.manifest.tensors:
+            if info.count:
+                start = self._start[info.name]
+                found[layer_of(info.name) or 0].append(slice(start, start + info.count))
+        return tuple(tuple(spans) for spans in found)
 
     def norm(self, prefix: str, leaf: str | None, *, scale: float = 1.0) -> Norm | None:
         """None: there is no such norm. A norm without weights (OPT) is one of ones.

@@ -10,7 +10,7 @@ from permille.errors import InputError
 from permille.federation.rounds import Head
 from permille.store.errors import NotFoundError
 from permille.store.rows import Page, Window
-from permille.store.tables import Checkpoint, Federation, Round
+from permille.store.tables import Federation, FederationCheckpoint, Round
 
 _LONGEST_NUMBER = 9
 
@@ -31,16 +31,18 @@ def way_to(session: Session, federation: Federation, *, after: int, until: int) 
     """
     if not after <= until <= federation.number:
         raise NotFoundError(f"no rounds from {after} to {until}: {federation.number} are done")
-    query = select(Checkpoint.number, func.length(Checkpoint.state)).where(
-        Checkpoint.federation_id == federation.id, Checkpoint.number > after, Checkpoint.number <= until
+    query = select(FederationCheckpoint.number, func.length(FederationCheckpoint.state)).where(
+        FederationCheckpoint.federation_id == federation.id,
+        FederationCheckpoint.number > after,
+        FederationCheckpoint.number <= until,
     )
-    newest = session.execute(query.order_by(Checkpoint.number.desc()).limit(1)).first()
+    newest = session.execute(query.order_by(FederationCheckpoint.number.desc()).limit(1)).first()
     begin = after
     if newest is not None and newest[1] < _record_bytes(session, federation, after, newest[0]):
         begin = newest[0]
     checkpoint = None
     if begin != after:
-        state = session.get_one(Checkpoint, (federation.id, begin)).state
+        state = session.get_one(FederationCheckpoint, (federation.id, begin)).state
         checkpoint = (state, head_at(session, federation, begin))
     records = session.scalars(_records(federation, begin, until)).all()
     return Way(
@@ -52,8 +54,8 @@ def way_to(session: Session, federation: Federation, *, after: int, until: int) 
 
 def newest_way(session: Session, federation: Federation) -> Way:
     """How to come to where the federation stands, from the newest checkpoint."""
-    query = select(Checkpoint).where(Checkpoint.federation_id == federation.id)
-    newest = session.scalar(query.order_by(Checkpoint.number.desc()).limit(1))
+    query = select(FederationCheckpoint).where(FederationCheckpoint.federation_id == federation.id)
+    newest = session.scalar(query.order_by(FederationCheckpoint.number.desc()).limit(1))
     begin = 0 if newest is None else newest.number
     records = session.scalars(_records(federation, begin, federation.number)).all()
     return Way(

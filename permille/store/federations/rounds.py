@@ -25,7 +25,7 @@ from permille.store.errors import NotFoundError
 from permille.store.federations import charges, members
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
-from permille.store.tables import Checkpoint, Federation, Instant, Job, Participation, Round
+from permille.store.tables import Federation, FederationCheckpoint, Instant, Job, Participation, Round
 
 _ATTEMPTS: Final = 20
 _WITHOUT_RESULT: Final = (JobState.FAILED.value, JobState.DEAD.value, JobState.CANCELLED.value)
@@ -238,9 +238,9 @@ def begin_closing(session: Session, row: Round) -> str:
 def _keep_checkpoint(session: Session, federation: Federation, state: bytes) -> None:
     """Add a checkpoint; of older ones the adopted and those after 1, 2, 4, 8 ... rounds stay."""
     numbers = session.scalars(
-        select(Checkpoint.number)
-        .where(Checkpoint.federation_id == federation.id)
-        .order_by(Checkpoint.number.desc())
+        select(FederationCheckpoint.number)
+        .where(FederationCheckpoint.federation_id == federation.id)
+        .order_by(FederationCheckpoint.number.desc())
     ).all()
     old = [
         number
@@ -248,10 +248,12 @@ def _keep_checkpoint(session: Session, federation: Federation, state: bytes) -> 
         if number & (number - 1) and number != federation.adopted_round
     ]
     session.execute(
-        delete(Checkpoint).where(Checkpoint.federation_id == federation.id, Checkpoint.number.in_(old))
+        delete(FederationCheckpoint).where(
+            FederationCheckpoint.federation_id == federation.id, FederationCheckpoint.number.in_(old)
+        )
     )
     session.add(
-        Checkpoint(
+        FederationCheckpoint(
             federation_id=federation.id, number=federation.number, tenant_id=federation.tenant_id, state=state
         )
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from permille.choices import EstimatorKind
+from permille.choices import EstimatorKind, Method
 from permille.errors import InputError
 from permille.federation.definition import FEW_DEVICES, Definition, Rule, encode_key
 from permille.package.reader import Package
@@ -20,12 +20,13 @@ from permille.schemas.federations import (
     MAX_INTEGERS,
     FederationCreate,
     PrivacyCreate,
+    TrainingCreate,
 )
 from permille.training.adam import learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import check_step_unit_exponent, step_unit_exponent_for
 
-_NO_EPSILON = 1.0  # stands in the header of a sketch's log, where nothing reads it
+_NO_EPSILON = 1.0  # stands in the header of a gradient's log, where nothing reads it
 _LOWER_SHARE = 5  # of a split, one query in so many is of the lower half
 _GUARD_BITS = 2  # of the mean that a device's integers lack
 
@@ -119,23 +120,23 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
 
 
 def _header(package: Package, body: FederationCreate) -> LogHeader:
-    training = body.training
+    training, estimator = body.training, _estimator(body.training)
     rate, epsilon = training.learning_rate, training.epsilon
-    if training.estimator is EstimatorKind.SKETCH:
+    if estimator is EstimatorKind.GRADIENT:
         rate = rate or learning_rate(package)
         epsilon = epsilon or _NO_EPSILON
     if rate is None or epsilon is None:
         raise InputError(
-            f"{training.estimator.value} needs learning_rate and epsilon. Take those that `permille-agent "
-            f"train --estimator {training.estimator.value}` finds on like text."
+            f"{estimator.value} needs learning_rate and epsilon. Take those that `permille-agent train "
+            f"--method zeroth-order --estimator {estimator.value}` finds on like text."
         )
-    groups = training.estimator in (EstimatorKind.SKETCH, EstimatorKind.ONE_SIDED)
+    groups = estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
     header = LogHeader(
         package_digest=package.digest,
         mask_digest=package.mask_digest,
         seed=0,
         directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
-        estimator=training.estimator,
+        estimator=estimator,
         queries=training.queries,
         epsilon=epsilon,
         learning_rate=rate,
@@ -145,20 +146,32 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
         counts=package.counts,
         split=_split(package, body),
     )
-    exponent = _device_unit(header, body) - _GUARD_BITS
+    exponent = _device_unit(header) - _GUARD_BITS
     return replace(header, step_unit_exponent=check_step_unit_exponent(exponent))
 
 
-def _device_unit(header: LogHeader, body: FederationCreate) -> int:
+def _estimator(training: TrainingCreate) -> EstimatorKind:
+    """Find the estimator of the method that is asked for."""
+    if training.method is Method.ZEROTH_ORDER and training.estimator is not EstimatorKind.GRADIENT:
+        return training.estimator or EstimatorKind.ONE_SIDED
+    if training.estimator is not None:
+        raise InputError(
+            f"{training.estimator.value} is no estimator of {training.method.value}. Leave it out, or name "
+            " spsa, split or forward with the method zeroth-order."
+        )
+    return EstimatorKind.GRADIENT
+
+
+def _device_unit(header: LogHeader) -> int:
     """The unit on which a device's integers stand, fine enough for its steps."""
-    if body.training.estimator is EstimatorKind.SKETCH:
+    if header.estimator is EstimatorKind.GRADIENT:
         return unit_exponent(header.learning_rate)
     widest = max(queries.stop - queries.start for queries, _ in header.blocks())
     return step_unit_exponent_for(header.learning_rate, 1.0, widest, header.sigma)
 
 
 def _split(package: Package, body: FederationCreate) -> BlockSplit | None:
-    if body.training.estimator is not EstimatorKind.SPLIT:
+    if _estimator(body.training) is not EstimatorKind.SPLIT:
         return None
     lower = body.training.queries // _LOWER_SHARE
     decoder_layers = int(package.config["num_hidden_layers"])

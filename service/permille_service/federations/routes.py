@@ -7,7 +7,7 @@ from fastapi import APIRouter, Path, Query, Response
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
-from permille.federation.catch_up import Checkpoint, encode_catch_up
+from permille.federation.catch_up import PooledCheckpoint, encode_catch_up
 from permille.federation.definition import Definition
 from permille.package.reader import Package
 from permille.schemas.federations import (
@@ -264,7 +264,7 @@ def _catch_up(service: Service, row: tables.Federation, way: history.Way) -> byt
     checkpoint = None
     if way.checkpoint is not None:
         state, head = way.checkpoint
-        checkpoint = Checkpoint(state=state, head=head.signed(key))
+        checkpoint = PooledCheckpoint(state=state, head=head.signed(key))
     return encode_catch_up(checkpoint, way.records, way.head.signed(key))
 
 

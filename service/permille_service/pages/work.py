@@ -46,7 +46,7 @@ class TensorRow(BaseModel):
     coverage: float
 
 
-class Report(BaseModel):
+class MaskEvidence(BaseModel):
     """The evidence behind a mask, as its job has written it."""
 
     k: int
@@ -144,7 +144,7 @@ def show_mask(mask_id: MaskId, page: ViewerPage) -> Response:
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.MASK, key=mask_id)
         names = _model_names(session, page.tenant_id)
-    report = _report(page.service.blobs, row, Report)
+    report = _report(page.service.blobs, row, MaskEvidence)
     return page.render(
         "mask",
         mask=present_artifact(WORK[JobKind.MASK], row),
@@ -181,7 +181,7 @@ def show_package(digest: PackageDigest, page: ViewerPage) -> Response:
     )
 
 
-def curve_of(report: Report) -> Curve | None:
+def curve_of(report: MaskEvidence) -> Curve | None:
     """The coverage curve of a report as an SVG has it; None where there is nothing to draw."""
     points = [point for point in report.curve if point.fraction > 0]
     if not points or not report.numel:

@@ -237,7 +237,7 @@ def export_needs(sizes: Sizes) -> Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Capacity:
     """What a job may use. None: unknown, and then nothing is refused for it."""
 
     memory_bytes: int | None
@@ -245,10 +245,10 @@ class Machine:
     flops_per_s: float
 
 
-def measure_machine(settings: Settings) -> Machine:
+def measure_machine(settings: Settings) -> Capacity:
     """Measure the machine now."""
     free = settings.memory_bytes if settings.memory_bytes is not None else available_memory()
-    return Machine(
+    return Capacity(
         memory_bytes=free,
         disk_bytes=_free_disk(settings.blob_root),
         flops_per_s=settings.flops_per_s or FLOPS_A_CORE * (os.cpu_count() or 1),

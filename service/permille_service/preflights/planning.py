@@ -34,7 +34,7 @@ from permille_service.context import Service
 from permille_service.preflights.estimates import (
     FLOAT_BYTES,
     MAX_JOB_S,
-    Machine,
+    Capacity,
     Needs,
     Sizes,
     export_needs,
@@ -106,7 +106,7 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
     return compare(replace(needs, seconds=seconds), machine, told_by=told_by)
 
 
-def compare(needs: Needs | None, machine: Machine, *, told_by: str = "") -> Preflight:
+def compare(needs: Needs | None, machine: Capacity, *, told_by: str = "") -> Preflight:
     """Needs, or None where they are unknown, against a machine; what is unknown counts as enough.
 
     Args:
@@ -142,7 +142,7 @@ def compare(needs: Needs | None, machine: Machine, *, told_by: str = "") -> Pref
 class _Planner:
     """Finds what a tenant's requests name, and estimates their needs on a machine."""
 
-    def __init__(self, session: Session, tenant_id: str, machine: Machine) -> None:
+    def __init__(self, session: Session, tenant_id: str, machine: Capacity) -> None:
         self._session = session
         self._tenant_id = tenant_id
         self._machine = machine

@@ -20,6 +20,7 @@ from permille.schemas.releases import (
 from permille.store import artifacts, devices, releases, tables
 from permille.store.fleet.comparison import compare
 from permille.trust.repository import Repository
+from permille.trust.roles import Training
 from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Viewer, note_version
 from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
@@ -180,6 +181,8 @@ def _publish(service: Service, session: Session, tenant_id: str, body: ReleaseCr
             session, tenant_id=tenant_id, name=body.name, alias=body.alias, version=row.version
         )
     manifest = service.blobs.read(package.digest, limit=MAX_MANIFEST_BYTES)
+    training = Training(**body.training.model_dump()) if body.training else Training()
+    aliases = [body.alias] if body.alias else []
     with repositories.changing(service, session, tenant_id) as repository:
-        repository.publish(body.name, row.version, manifest, aliases=[body.alias] if body.alias else [])
+        repository.publish(body.name, row.version, manifest, aliases=aliases, training=training)
     return present_record(session, row)

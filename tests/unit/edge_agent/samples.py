@@ -20,6 +20,7 @@ def metrics(**changes: Any) -> RunMetrics:
         "steps": 100,
         "rejected_steps": 0,
         "queries": 4,
+        "method": "zeroth-order",
         "estimator": "spsa",
         "seconds": 12.5,
         "tokens_trained": 51200,

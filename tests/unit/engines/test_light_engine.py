@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.choices import EstimatorKind
 from permille.engines.interface import GradientEngine
 from permille.engines.light import blas
 from permille.engines.light.engine import LightEngine
@@ -23,7 +24,8 @@ from permille.package.blobs import BlobFolder
 from permille.package.config_files import clean_config
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
-from permille.zo.estimators import Batch
+from permille.zo.estimators import Batch, Descent
+from permille.zo.steps import take_step
 from permille_lab.measuring.random_packages import Shape, random_package
 from tests.unit.engines.conformance import Conformance
 from tests.unit.engines.tiny import (
@@ -37,6 +39,7 @@ from tests.unit.engines.tiny import (
     variants,
     write_package,
 )
+from tests.unit.zo.logs import make_header
 
 Array = NDArray[np.float32]
 
@@ -247,6 +250,68 @@ def test_states_beyond_the_bound_are_computed_again(tmp_path: Path, monkeypatch:
     for _ in range(2):
         engine.losses(values_VK, batch)
     assert len(computed) == 5
+
+
+def _split_variants(package: Package) -> Array:
+    """FedSPZO's sixteen: each of four lower blocks with four upper ones of its own."""
+    rng = np.random.default_rng(5)
+    lower = sum(package.counts[: len(package.counts) // 2])
+    values_VK = np.repeat(package.values()[None], 16, axis=0)
+    values_VK[:, :lower] += np.repeat(rng.normal(0, 0.1, (4, lower)), 4, axis=0).astype(np.float32)
+    values_VK[:, lower:] += rng.normal(0, 0.1, (16, package.k - lower)).astype(np.float32)
+    return values_VK
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("max_tokens", [1024, 200, 7])
+def test_what_variants_share_is_computed_once_with_the_same_bits(
+    max_tokens: int, int8: bool, tmp_path: Path
+) -> None:
+    shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
+    scheme = Scheme.INT4 if int8 else Scheme.NF4
+    package = random_package(tmp_path, shape, density=0.01, scheme=scheme)
+    batch, values_VK = tiny_batch(lengths=(12, 7, 9)), _split_variants(package)
+    alone, engine = (LightEngine(package, max_tokens=max_tokens, int8=int8) for _ in range(2))
+    expected = np.concatenate([alone.losses(values_K[None], batch) for values_K in values_VK])
+    np.testing.assert_array_equal(engine.losses(values_VK, batch), expected)
+    assert alone.layer_passes == 3 * 4 * 16
+    assert engine.layer_passes == 3 * (2 * 4 + 2 * 16)
+    shuffled = np.random.default_rng(0).permutation(16)
+    np.testing.assert_array_equal(engine.losses(values_VK[shuffled], batch), expected[shuffled])
+    assert engine.layer_passes == 2 * 3 * (2 * 4 + 2 * 16)
+
+
+def test_layers_below_the_first_perturbed_one_are_computed_once_a_batch(tmp_path: Path) -> None:
+    shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
+    package, batch = random_package(tmp_path, shape, density=0.01), tiny_batch(lengths=(12, 7))
+    values_VK = variants(package, 8, scale=0.1)
+    lower = sum(package.counts[: 3 * len(package.counts) // 4])
+    values_VK[:, :lower] = values_VK[0, :lower]
+    engine = LightEngine(package)
+    expected = [LightEngine(package).losses(values_K[None], batch)[0] for values_K in values_VK]
+    assert engine.losses(values_VK, batch).tolist() == expected
+    assert engine.layer_passes == 2 * (3 + 8)
+
+
+@pytest.mark.parametrize("kind", [EstimatorKind.SPSA, EstimatorKind.ONE_SIDED])
+def test_a_step_of_the_upper_layers_computes_the_lower_ones_once(kind: EstimatorKind, tmp_path: Path) -> None:
+    shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
+    package, batch = random_package(tmp_path, shape, density=0.01), tiny_batch(lengths=(12, 7))
+    tensor = 3 * len(package.counts) // 4
+    header = make_header(counts=package.counts, estimator=kind, queries=4, first_tensor=tensor)
+    engine, s_K = LightEngine(package), np.zeros(package.k, np.int64)
+    descent = Descent(header=header, w_base_K=package.values())
+    take_step(engine, batch, descent, s_K, 0, normalised=True)
+    assert engine.layer_passes == 2 * (3 + (8 if kind is EstimatorKind.SPSA else 4))
+
+
+def test_a_gradient_counts_the_passes_of_the_masked_layers(tmp_path: Path) -> None:
+    package, batch = _upper_half(tmp_path), tiny_batch(lengths=(12, 7))
+    engine = LightEngine(package)
+    engine.gradient(package.values(), batch)
+    assert engine.layer_passes == 2 * (2 + 3 * 2)
+    engine.gradient(package.values(), batch)
+    assert engine.layer_passes == 2 * (2 + 2 * 3 * 2)  # what lies below is kept
 
 
 def test_values_of_any_layout_have_derivatives(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ W_BASE = RNG.normal(0, 1, K).astype(np.float32)
 ENGINE = QuadraticEngine(RNG.normal(0, 1, K).astype(np.float32), RNG.uniform(0.5, 2, K).astype(np.float32))
 RATE = 0.05
 UNIT = unit_exponent(RATE) - 2
-GROUPS = {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS, "queries": 8}
+GROUPS = {"estimator": EstimatorKind.GRADIENT, "directions": DirectionKind.GROUPS, "queries": 8}
 DEFINITIONS: dict[str, dict[str, Any]] = {
     "spsa": {},
     "forward": {"log": {"estimator": EstimatorKind.FORWARD}},
@@ -39,8 +39,8 @@ DEFINITIONS: dict[str, dict[str, Any]] = {
         "log": {"estimator": EstimatorKind.ONE_SIDED, "directions": DirectionKind.GROUPS, "queries": 8}
     },
     "split": {"log": split_log()},
-    "sketch": {"log": GROUPS},
-    "sketch-local": {"log": GROUPS, "local_steps": 4},
+    "gradient": {"log": GROUPS},
+    "gradient-local": {"log": GROUPS, "local_steps": 4},
 }
 
 
@@ -49,7 +49,7 @@ def definition_of(name: str) -> Definition:
     changes = dict(DEFINITIONS[name])
     log = {"epsilon": 1e-3, "learning_rate": RATE} | changes.pop("log", {})
     exponent = (
-        UNIT if log.get("estimator") is EstimatorKind.SKETCH else step_unit_exponent_for(RATE, 1.0, 4) - 2
+        UNIT if log.get("estimator") is EstimatorKind.GRADIENT else step_unit_exponent_for(RATE, 1.0, 4) - 2
     )
     return make_definition(**changes, log=log | {"step_unit_exponent": exponent})
 
@@ -92,8 +92,8 @@ def reference_step(part: LocalRound, away_W: NDArray[np.float64], step: int) -> 
     return move_W
 
 
-def reference_sketch(part: LocalRound) -> NDArray[np.float64]:
-    """What all steps of a sketch add, by Adam's formulas and a projection, in plain floats."""
+def reference_gradient(part: LocalRound) -> NDArray[np.float64]:
+    """What all steps along a gradient add, by Adam's formulas and a projection, in plain floats."""
     rules, away_W = part.definition, np.zeros(K)
     m_W, v_W, taken = np.zeros(K), np.zeros(K), 0
     for number in range(rules.steps):
@@ -118,8 +118,8 @@ def test_the_steps_are_those_of_plain_floats(name: str, tmp_path: Path) -> None:
     c_TQ = take_local_steps(part, ENGINE, batches, tmp_path)
     assert c_TQ.shape == (part.definition.steps, part.definition.log.queries)
     moved_W = part.moved(c_TQ) * 2.0 ** part.definition.device_log().step_unit_exponent
-    if part.definition.log.estimator is EstimatorKind.SKETCH:
-        expected_W = reference_sketch(part)
+    if part.definition.log.estimator is EstimatorKind.GRADIENT:
+        expected_W = reference_gradient(part)
     else:
         expected_W = np.zeros(K)
         for number in range(part.definition.steps):
@@ -183,7 +183,7 @@ def killed_at(count: int) -> Callable[[int], Batch]:
     return batch
 
 
-@pytest.mark.parametrize("name", ["spsa", "sketch-local"])
+@pytest.mark.parametrize("name", ["spsa", "gradient-local"])
 def test_a_device_killed_before_any_batch_or_write_goes_on_with_the_same_integers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +207,7 @@ def test_a_device_killed_before_any_batch_or_write_goes_on_with_the_same_integer
 
 
 def test_damaged_moments_are_told(tmp_path: Path) -> None:
-    part = part_of(definition_of("sketch"))
+    part = part_of(definition_of("gradient"))
     with pytest.raises(Killed):
         take_local_steps(part, ENGINE, killed_at(1), tmp_path)
     path = tmp_path / MOMENTS
@@ -227,7 +227,7 @@ def test_integers_too_large_to_be_sent_are_made_shorter_together(tmp_path: Path)
 
 
 def test_a_loss_that_is_not_finite_moves_nothing(tmp_path: Path) -> None:
-    part = part_of(definition_of("sketch"))
+    part = part_of(definition_of("gradient"))
     broken = QuadraticEngine(np.full(K, np.nan, np.float32), np.ones(K, np.float32))
     assert not take_local_steps(part, broken, batches, tmp_path).any()
 
@@ -237,7 +237,7 @@ def test_an_engine_without_a_reverse_pass_is_told(tmp_path: Path) -> None:
         k = K
 
     with pytest.raises(InputError, match="reverse pass"):
-        take_local_steps(part_of(definition_of("sketch")), Losses(), batches, tmp_path)  # type: ignore[arg-type]
+        take_local_steps(part_of(definition_of("gradient")), Losses(), batches, tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

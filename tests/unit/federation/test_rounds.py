@@ -18,7 +18,7 @@ from permille.zo.packed_state import StateHeader, StateOrigin, decode_state, enc
 from tests.unit.federation.federations import KEY, make_contributions, make_definition, split_log
 from tests.unit.zo import reference
 
-SKETCH = {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS}
+GRADIENT = {"estimator": EstimatorKind.GRADIENT, "directions": DirectionKind.GROUPS}
 DEFINITIONS = {
     "shared": make_definition(),
     "weights": make_definition(max_weight=5),
@@ -28,7 +28,7 @@ DEFINITIONS = {
     "fast": make_definition(rate_shift=3),
     "trimmed": make_definition(rule=Rule.TRIMMED, trim_percent=20),
     "median": make_definition(rule=Rule.TRIMMED, trim_percent=50),
-    "groups": make_definition(log=SKETCH),
+    "groups": make_definition(log=GRADIENT),
 }
 
 
@@ -84,7 +84,7 @@ def test_the_bytes_of_a_known_federation_stay() -> None:
         for device in range(3)
     ]
     history.apply([combine(definition, 0, devices), combine(definition, 1, [])])
-    assert history.chain == "sha256:94b9c274d7a7e7f51e1a8bdd10ef28f1e875fd00b5b47bc8342b850d0682df49"
+    assert history.chain == "sha256:36ef41dbef6f4898b95b036e972263ab67695c92df63f411a384cc56ca74e2f8"
     assert history.digest == "sha256:07b5303478786dfd883eca00db31ebbffc4ee08f23951728412682e1f640e5fa"
 
 

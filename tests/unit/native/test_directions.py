@@ -93,7 +93,7 @@ def test_groups_and_their_sums_are_those_of_numpy(
     path: str, steps: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {"counts": (1025, 0, 3, 2048), "queries": 300, "seed": 2**64 - 5}
-    header = make_header(**fields | kind_fields(EstimatorKind.SKETCH))
+    header = make_header(**fields | kind_fields(EstimatorKind.GRADIENT))
     c_TQ = np.random.default_rng(steps).integers(-size, size + 1, (steps, 300))
     found, sums_K = grouping(header, 2**24), [group_sums(header, c_TQ, start=11, threads=n) for n in (1, 3)]
     monkeypatch.setenv(library.VARIABLE, "off")
@@ -111,7 +111,7 @@ def test_many_large_coefficients_of_one_sign_do_not_overflow(compiled: library.L
 
 
 W, S, Z = np.zeros(4, np.float32), np.zeros(4, np.int64), np.zeros(4, np.int8)
-SKETCH = make_header(**kind_fields(EstimatorKind.SKETCH))
+GRADIENT = make_header(**kind_fields(EstimatorKind.GRADIENT))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ SKETCH = make_header(**kind_fields(EstimatorKind.SKETCH))
         lambda: lattice.add_scaled(np.zeros(8, np.int64)[::2], 1, Z),
         lambda: Combination(seed=1, step_D=S[:1], query_D=S, c_D=S),
         lambda: Combination(seed=1, step_D=S, query_D=S, c_D=S + 2**60),
-        lambda: group_sums(SKETCH, np.zeros((2, SKETCH.queries + 1), np.int64)),
-        lambda: group_sums(SKETCH, np.zeros((2, SKETCH.queries), np.int32)),
+        lambda: group_sums(GRADIENT, np.zeros((2, GRADIENT.queries + 1), np.int64)),
+        lambda: group_sums(GRADIENT, np.zeros((2, GRADIENT.queries), np.int32)),
     ],
 )
 def test_what_does_not_fit_never_reaches_a_pointer(path: str, call: Any) -> None:

@@ -10,7 +10,7 @@ from permille.schemas.quantizations import AutoRound, BuildSqueezeLLM, Int4, Int
 from permille_service.preflights.estimates import (
     MAX_JOB_S,
     PROCESS_BYTES,
-    Machine,
+    Capacity,
     Needs,
     mask_needs,
     quantization_needs,
@@ -96,9 +96,9 @@ def test_steps_in_a_row_need_the_larger_memory_and_the_sum_of_the_rest() -> None
 
 def test_verdict_names_what_is_missing_and_lets_the_unknown_pass() -> None:
     needs = Needs(memory_bytes=100, disk_bytes=100, seconds=MAX_JOB_S)
-    unknown = Machine(memory_bytes=None, disk_bytes=None, flops_per_s=1.0)
+    unknown = Capacity(memory_bytes=None, disk_bytes=None, flops_per_s=1.0)
     assert compare(needs, unknown).accepted
-    small = Machine(memory_bytes=99, disk_bytes=100, flops_per_s=1.0)
+    small = Capacity(memory_bytes=99, disk_bytes=100, flops_per_s=1.0)
     verdict = compare(replace(needs, seconds=MAX_JOB_S + 1), small)
     assert not verdict.accepted
     assert [figure.enough for figure in verdict.figures] == [False, True, False]

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from securesystemslib.signer import CryptoSigner
 from tuf.api.exceptions import ExpiredMetadataError, RepositoryError
-from tuf.api.metadata import Metadata, Targets
+from tuf.api.metadata import Metadata, TargetFile, Targets
 
+from permille.choices import Method
 from permille.errors import InputError, OperatorError
 from permille.trust.metadata import Draft, Holders, KeyElsewhereError, list_version, new_signer
 from permille.trust.repository import Repository
-from permille.trust.roles import aliases_of, parse_target_path, target_path
+from permille.trust.roles import Training, aliases_of, parse_target_path, target_path, training_of
 from tests.trust_client import TufClient
 
 NOW = datetime.now(UTC).replace(microsecond=0)
@@ -63,6 +64,27 @@ def test_a_published_version_is_found_with_its_hash_and_aliases(
     assert found is not None
     found.verify_length_and_hashes(MANIFEST)
     assert aliases_of(found) == {"stable"}
+
+
+def test_what_a_release_asks_of_training_is_signed_with_it(repository: Repository, client: TufClient) -> None:
+    asked = Training(method=Method.ZEROTH_ORDER, steps=200, first_layer=15)
+    repository.publish("tiny", 1, MANIFEST, aliases=["stable"], training=asked)
+    repository.publish("tiny", 2, MANIFEST)
+    repository.move_alias("tiny", "stable", 2)
+    client.publish(repository)
+    found = [client.look(path) for path in (ONE, TWO)]
+    assert [training_of(target) for target in found if target] == [asked, Training()]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [[], "gradient", {"method": "sketch"}, {"steps": 0}, {"steps": True}, {"first_layer": -1}, {"rate": 1}],
+)
+def test_training_that_no_device_can_follow_is_refused(fields: object) -> None:
+    target = TargetFile.from_data(ONE, MANIFEST)
+    target.unrecognized_fields["custom"] = {"aliases": [], "training": fields}
+    with pytest.raises(InputError, match="expected"):
+        training_of(target)
 
 
 def test_an_alias_is_on_one_version_at_a_time(repository: Repository, client: TufClient) -> None:

@@ -18,7 +18,7 @@ from permille.store.jobs import claims
 from permille.store.tables import Artifact
 from permille.training.pooling import Pooled
 from permille.zo.packed_state import pooled_state
-from permille_workers.runtime.context import JobCancelledError, Split, TaskContext
+from permille_workers.runtime.context import JobCancelledError, PartsToAdd, TaskContext
 from permille_workers.runtime.work_folders import locked_work_folder
 from permille_workers.tasks import TASKS
 from tests.packages import program_bytes
@@ -87,7 +87,7 @@ def test_a_pooling_that_is_killed_goes_on(bench: Bench, package: Artifact) -> No
     first, seen[:] = list(seen), []
     with locked_work_folder(bench.settings.work_root, job.id) as folder:
         publish = TASKS[JobKind.POOLING](context(folder, lambda _, message: seen.append(message)))
-    assert not isinstance(publish, Split)
+    assert not isinstance(publish, PartsToAdd)
     steps = [message for message in seen if message.startswith("step")]
     assert (first[-1], steps[0], steps[-1]) == ("step 33/40", "step 21/40", "step 40/40")
     with bench.db.write() as session:

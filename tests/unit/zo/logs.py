@@ -14,7 +14,7 @@ from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.records import StepFlag, StepRecord
 
 DIGEST = "sha256:" + "d" * 64
-ESTIMATES = [kind for kind in EstimatorKind if kind is not EstimatorKind.SKETCH]
+ESTIMATES = [kind for kind in EstimatorKind if kind is not EstimatorKind.GRADIENT]
 """The estimators that ask an engine for losses or derivatives."""
 
 
@@ -47,16 +47,18 @@ def kind_fields(estimator: EstimatorKind, *, lower: int = 1, upper: int = 2) -> 
     if estimator is EstimatorKind.SPLIT:
         split = BlockSplit(first_upper_tensor=2, lower_queries=lower)
         return {"estimator": estimator, "queries": lower + upper, "split": split}
-    if estimator is EstimatorKind.SKETCH:
+    if estimator is EstimatorKind.GRADIENT:
         return {"estimator": estimator, "directions": DirectionKind.GROUPS}
     return {"estimator": estimator}
 
 
 def header_kinds(counts: tuple[int, ...]) -> list[LogHeader]:
-    """Make a header of three queries of each kind: of one block, of two, of groups."""
-    return [
+    """Make headers of three queries: of one block, of two, of groups, and of a part of the tensors."""
+    groups = {"estimator": EstimatorKind.ONE_SIDED, "directions": DirectionKind.GROUPS}
+    parts = [make_header(counts=counts, queries=3, first_tensor=2, **kind) for kind in ({}, groups)]
+    return parts + [
         make_header(counts=counts, **{"queries": 3} | kind_fields(kind))
-        for kind in (EstimatorKind.SPSA, EstimatorKind.SPLIT, EstimatorKind.SKETCH)
+        for kind in (EstimatorKind.SPSA, EstimatorKind.SPLIT, EstimatorKind.GRADIENT)
     ]
 
 

@@ -39,7 +39,7 @@ def sign(seed: int, step: int, query: int, tensor_id: int, rank: int) -> int:
 
 
 def z(header: Header, step: int, query: int) -> list[int]:
-    """A whole direction in flat order, by FORMAT 6.3 to 6.6."""
+    """A whole direction in flat order, by FORMAT 6.3 to 6.6 and 8.1."""
     seed, counts, split = int(header["seed"], 16), header["counts"], header["split"]
     places = [(tensor, rank) for tensor in range(len(counts)) for rank in range(counts[tensor])]
     if header["directions"] == "groups":
@@ -47,6 +47,8 @@ def z(header: Header, step: int, query: int) -> list[int]:
         found = [one if group == query else 0 for group, one in standing]
     else:
         found = [sign(seed, step, query, *place) for place in places]
+    still = sum(counts[: header["first_tensor"]])
+    found = [0 if index < still else value for index, value in enumerate(found)]
     if split is not None:
         below = sum(counts[: split["first_upper_tensor"]])
         lower = query < split["lower_queries"]

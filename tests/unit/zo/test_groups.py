@@ -17,7 +17,7 @@ from permille.zo.estimators import Descent, estimate
 from permille.zo.groups import group_sums, grouping
 from permille.zo.header import LogHeader
 from permille.zo.records import StepFlag
-from permille.zo.steps import apply_record, sketch_step
+from permille.zo.steps import apply_record, change_step
 from tests.unit.zo import reference
 from tests.unit.zo.logs import BATCH, QuadraticEngine, kind_fields, make_header
 
@@ -26,8 +26,8 @@ COUNTS = (70, 0, 1, 129)
 K = sum(COUNTS)
 
 
-def sketch_header(**changes: Any) -> LogHeader:
-    fields = {"queries": 7, "counts": COUNTS} | kind_fields(EstimatorKind.SKETCH)
+def gradient_header(**changes: Any) -> LogHeader:
+    fields = {"queries": 7, "counts": COUNTS} | kind_fields(EstimatorKind.GRADIENT)
     return make_header(**fields | changes)
 
 
@@ -41,7 +41,7 @@ def dense(header: LogHeader, step: int) -> NDArray[np.int64]:
 
 @pytest.mark.parametrize("vector", [vector for vector in GOLDEN["vectors"] if vector["groups"]])
 def test_groups_match_the_golden_vectors(vector: dict[str, Any]) -> None:
-    header = sketch_header(seed=int(vector["seed"], 16), counts=(5, 0, 129, 40), queries=3)
+    header = gradient_header(seed=int(vector["seed"], 16), counts=(5, 0, 129, 40), queries=3)
     z_K = dense(header, vector["step"])[vector["query"]]
     assert z_K[:12].tolist() == vector["first"]
     assert int(z_K.sum()) == vector["sum"]
@@ -56,7 +56,7 @@ def test_groups_match_the_golden_vectors(vector: dict[str, Any]) -> None:
     counts=st.lists(st.integers(0, 70), min_size=1, max_size=4).filter(any),
 )
 def test_any_grouping_equals_the_reference(seed: int, step: int, queries: int, counts: list[int]) -> None:
-    found = grouping(sketch_header(seed=seed, queries=queries, counts=tuple(counts)), step)
+    found = grouping(gradient_header(seed=seed, queries=queries, counts=tuple(counts)), step)
     expected = [
         reference.group_and_sign(seed, step, queries, tensor, rank)
         for tensor, count in enumerate(counts)
@@ -66,7 +66,7 @@ def test_any_grouping_equals_the_reference(seed: int, step: int, queries: int, c
 
 
 def test_groups_and_signs_are_fair() -> None:
-    found = grouping(sketch_header(counts=(200_000,), queries=50), 3)
+    found = grouping(gradient_header(counts=(200_000,), queries=50), 3)
     sizes_Q = np.bincount(found.group_K, minlength=50)
     assert abs(sizes_Q - 4000).max() < 5 * np.sqrt(4000)
     assert abs(int(found.sign_K.sum(dtype=np.int64))) < 5 * np.sqrt(200_000)
@@ -75,7 +75,7 @@ def test_groups_and_signs_are_fair() -> None:
 def test_weights_of_several_tasks_and_steps_of_several_parts_are_one_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    header = sketch_header(counts=(5000, 3, 130))
+    header = gradient_header(counts=(5000, 3, 130))
     c_TQ = np.random.default_rng(0).integers(-9, 10, (21, 7))
     whole_K = group_sums(header, c_TQ)
     monkeypatch.setattr("permille.zo.groups._SPAN", 1024)
@@ -84,7 +84,7 @@ def test_weights_of_several_tasks_and_steps_of_several_parts_are_one_sum(
 
 
 def test_a_projection_is_orthogonal() -> None:
-    header = sketch_header()
+    header = gradient_header()
     change_K = np.random.default_rng(0).standard_normal(K)
     found = grouping(header, 5)
     z_QK = dense(header, 5)
@@ -94,15 +94,15 @@ def test_a_projection_is_orthogonal() -> None:
 
 
 def test_an_empty_group_has_nothing_of_a_change() -> None:
-    found_Q = grouping(sketch_header(queries=8192), 0).project(np.ones(K))
+    found_Q = grouping(gradient_header(queries=8192), 0).project(np.ones(K))
     assert np.isfinite(found_Q).all()
     assert (found_Q == 0).sum() > 7900
 
 
 def test_a_record_moves_the_state_by_the_projection_rounded_to_the_lattice() -> None:
-    header = sketch_header()
+    header = gradient_header()
     change_K = np.random.default_rng(1).standard_normal(K).astype(np.float32)
-    record = sketch_step(change_K, 2.5, header, 3)
+    record = change_step(change_K, 2.5, header, 3)
     assert (record.step, record.loss, record.flags) == (3, 2.5, StepFlag.NONE)
     z_QK = dense(header, 3)
     exact_Q = (z_QK @ change_K.astype(np.float64)) / (z_QK**2).sum(axis=1) * 2.0**20
@@ -116,13 +116,13 @@ def test_a_record_moves_the_state_by_the_projection_rounded_to_the_lattice() -> 
 def test_what_is_not_finite_or_too_large_is_rejected_and_moves_nothing(change: float, loss: float) -> None:
     change_K = np.full(K, 0.1, np.float32)
     change_K[17] = change
-    record = sketch_step(change_K, loss, sketch_header(), 0)
+    record = change_step(change_K, loss, gradient_header(), 0)
     assert record.flags is StepFlag.REJECTED
     assert set(record.coefficients) == {0}
 
 
-def test_losses_alone_make_no_sketch() -> None:
+def test_losses_alone_make_no_such_step() -> None:
     engine = QuadraticEngine(np.zeros(K, np.float32), np.ones(K, np.float32))
-    descent = Descent(header=sketch_header(), w_base_K=np.zeros(K, np.float32))
-    with pytest.raises(InputError, match="expected an estimator of losses or derivatives, got sketch"):
+    descent = Descent(header=gradient_header(), w_base_K=np.zeros(K, np.float32))
+    with pytest.raises(InputError, match="expected an estimator of losses or derivatives, got gradient"):
         estimate(engine, BATCH, descent, np.zeros(K, np.int64), 0)

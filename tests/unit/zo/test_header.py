@@ -17,7 +17,7 @@ K = 147
 
 BYTES = (
     b'{"counts":[130,0,17],"directions":"rademacher","epsilon":"0x1.0624dd2f1a9fcp-10","estimator":"spsa",'
-    b'"format":"permille-log","generator":"philox4x32-10","generator_version":1,'
+    b'"first_tensor":0,"format":"permille-log","generator":"philox4x32-10","generator_version":1,'
     b'"learning_rate":"0x1.999999999999ap-4","mask_digest":"sha256:' + b"b" * 64 + b'",'
     b'"package_digest":"sha256:' + b"a" * 64 + b'","queries":2,"schedule":"constant",'
     b'"seed":"0123456789abcdef","split":null,"step_unit_exponent":-20,"total_steps":5000,"version":1}'
@@ -65,9 +65,9 @@ def split(**changes: Any) -> dict[str, Any]:
         {"mask_digest": "md5:" + "0" * 64},
         *({"seed": bad} for bad in (2**64, -1)),
         *({"queries": bad} for bad in (0, 1025)),
-        {"estimator": EstimatorKind.SKETCH},
+        {"estimator": EstimatorKind.GRADIENT},
         {"directions": DirectionKind.GROUPS},
-        {"estimator": EstimatorKind.SKETCH, "directions": DirectionKind.GROUPS, "queries": 8193},
+        {"estimator": EstimatorKind.GRADIENT, "directions": DirectionKind.GROUPS, "queries": 8193},
         {"queries": 1, "estimator": EstimatorKind.ONE_SIDED},
         *({"epsilon": bad} for bad in (0.0, math.nan)),
         {"learning_rate": math.inf},
@@ -79,6 +79,9 @@ def split(**changes: Any) -> dict[str, Any]:
         *(split() | {"queries": bad} for bad in (2, 4)),
         *(split(first_upper_tensor=bad) for bad in (0, 3)),
         split(lower_queries=0),
+        *({"first_tensor": bad} for bad in (-1, 3)),
+        {"first_tensor": 1, "counts": (130, 0, 0)},
+        split() | {"first_tensor": 2},
         *(split() | {"counts": bad} for bad in ((0, 0, 147), (130, 17, 0))),
     ],
 )
@@ -124,7 +127,7 @@ def _refused(fields: dict[str, Any]) -> None:
 
 def test_sigma_is_that_of_the_directions() -> None:
     assert make_header().sigma == 1.0
-    groups = make_header(**kind_fields(EstimatorKind.SKETCH), queries=7)
+    groups = make_header(**kind_fields(EstimatorKind.GRADIENT), queries=7)
     assert groups.sigma == math.sqrt(1 / 7)
 
 

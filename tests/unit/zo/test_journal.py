@@ -130,7 +130,9 @@ def test_an_entry_of_another_journal_does_not_fit(path: Path, tmp_path: Path) ->
 
 
 def test_an_entry_of_as_many_and_as_large_coefficients_as_there_may_be_comes_back(path: Path) -> None:
-    header = make_header(estimator=EstimatorKind.SKETCH, directions=DirectionKind.GROUPS, queries=MAX_GROUPS)
+    header = make_header(
+        estimator=EstimatorKind.GRADIENT, directions=DirectionKind.GROUPS, queries=MAX_GROUPS
+    )
     record = make_records([[2**31 - 1] * MAX_GROUPS])[0]
     with Journal.create(path, header) as journal:
         journal.append(record)

@@ -24,7 +24,14 @@ from permille.store.database import Database
 from permille.store.errors import BlobStoreError, StaleClaimError
 from permille.store.jobs import claims
 from permille.store.jobs.claims import Claim
-from permille_workers.runtime.context import JobCancelledError, Progress, Publish, Split, Task, TaskContext
+from permille_workers.runtime.context import (
+    JobCancelledError,
+    PartsToAdd,
+    Progress,
+    Publish,
+    Task,
+    TaskContext,
+)
 from permille_workers.runtime.handover import decode_handover
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.work_folders import locked_work_folder
@@ -83,7 +90,7 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
         record_failure(db, claim, exc)
 
 
-def publish_result(db: Database, claim: Claim, made: Publish | Split) -> None:
+def publish_result(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
     """Write the result's rows and end the job, or add its parts, in one transaction.
 
     A bucket that does not answer is asked again by another one: others' turn to write comes in between, and
@@ -104,10 +111,10 @@ def publish_result(db: Database, claim: Claim, made: Publish | Split) -> None:
     _publish(db, claim, made)
 
 
-def _publish(db: Database, claim: Claim, made: Publish | Split) -> None:
+def _publish(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
     with db.write() as session:
         claims.check(session, claim)
-        if isinstance(made, Split):
+        if isinstance(made, PartsToAdd):
             claims.split(session, claim, made.parts)
         else:
             claims.complete(session, claim, result_id=made(session))

@@ -28,7 +28,7 @@ Publish = Callable[[Session], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class PartsToAdd:
     """In place of a result: parts to add. Once they have succeeded the job is run again, with their
     results."""
 
@@ -99,4 +99,4 @@ class TaskContext:
         return shared_store(self.blobs).below(job_id)
 
 
-Task = Callable[[TaskContext], Publish | Split]
+Task = Callable[[TaskContext], Publish | PartsToAdd]

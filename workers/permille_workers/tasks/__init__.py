@@ -6,7 +6,7 @@ from importlib import import_module
 
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
-from permille_workers.runtime.context import Publish, Split, Task, TaskContext
+from permille_workers.runtime.context import PartsToAdd, Publish, Task, TaskContext
 
 _KINDS = tuple(kind for kind in JobKind if kind is not JobKind.BUILD)
 
@@ -27,9 +27,9 @@ class Tasks(Mapping[str, Task]):
         return len(_KINDS)
 
 
-def _run(kind: JobKind, context: TaskContext) -> Publish | Split:
+def _run(kind: JobKind, context: TaskContext) -> Publish | PartsToAdd:
     request = parse_request(kind, context.claim.payload)
-    made: Publish | Split = import_module(f"permille_workers.tasks.{kind}").run(context, request)
+    made: Publish | PartsToAdd = import_module(f"permille_workers.tasks.{kind}").run(context, request)
     return made
 
 

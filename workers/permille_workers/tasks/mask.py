@@ -18,7 +18,7 @@ from permille.sensitivity.scores import Scores, put_scores
 from permille.sensitivity.shards import SHARD_SEQUENCES, fisher_work
 from permille.store.artifacts import SCORES, Blob, Made
 from permille.store.settings import FISHER_SPLIT_FLOPS
-from permille_workers.runtime.context import Publish, Split, TaskContext
+from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks import shard
 from permille_workers.tasks.layers import blob_of_layer, evidence, publishes
 from permille_workers.tasks.sources import Sampling, SourceModel, open_corpus, open_model, versions
@@ -38,7 +38,7 @@ class _Scored:
     corpus_read: dict[str, object] | None = None
 
 
-def run(context: TaskContext, request: Request) -> Publish | Split:
+def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
     """Choose a mask; where scoring takes long, by parts.
 
     Raises:
@@ -49,7 +49,7 @@ def run(context: TaskContext, request: Request) -> Publish | Split:
     model = open_model(context, request.model_id)
     if isinstance(request, FisherMaskCreate):
         fisher = _fisher(context, model, request)
-        if isinstance(fisher, Split):
+        if isinstance(fisher, PartsToAdd):
             return fisher
         scored, score = fisher, "fisher"
     else:
@@ -92,12 +92,12 @@ def run(context: TaskContext, request: Request) -> Publish | Split:
     )
 
 
-def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> _Scored | Split:
+def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> _Scored | PartsToAdd:
     drawn = shard.drawn_before(context) or _draw(context, model, request)
     work = fisher_work(request.sequences * request.length, model.checkpoint.parameters)
     if request.sequences > SHARD_SEQUENCES and work > FISHER_SPLIT_FLOPS:
         found = shard.split_or_join(context, request, drawn)
-        if isinstance(found, Split):
+        if isinstance(found, PartsToAdd):
             return found
         scores = found
     else:

@@ -21,7 +21,7 @@ from permille.schemas.masks import Dtype, FisherMaskCreate, ShardRequest
 from permille.sensitivity.scores import Scores, put_scores
 from permille.sensitivity.shards import join_shards, shard_ranges
 from permille.store.jobs import claims
-from permille_workers.runtime.context import Publish, Split, TaskContext
+from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks.sources import open_model
 
 _PLAN_BYTES = 1 << 20
@@ -76,7 +76,7 @@ def drawn_before(context: TaskContext) -> Drawn | None:
     return _load(shared, plans.pop()) if len(plans) == 1 else None
 
 
-def split_or_join(context: TaskContext, request: FisherMaskCreate, drawn: Drawn) -> Split | Scores:
+def split_or_join(context: TaskContext, request: FisherMaskCreate, drawn: Drawn) -> PartsToAdd | Scores:
     """The shards that are still to be done; once there are none, the scores of all.
 
     Raises:
@@ -91,7 +91,7 @@ def split_or_join(context: TaskContext, request: FisherMaskCreate, drawn: Drawn)
     }
     due = [shard for shard in shards if not (shard.start in done and shared.has(done[shard.start]))]
     if due:
-        return Split([(JobKind.SHARD, _request(request, plan, shard, dtype)) for shard in due])
+        return PartsToAdd([(JobKind.SHARD, _request(request, plan, shard, dtype)) for shard in due])
     for index, shard in enumerate(shards):
         context.progress(0.86 + 0.02 * index / len(shards), f"checking {index + 1}/{len(shards)}")
         shared.check(done[shard.start])

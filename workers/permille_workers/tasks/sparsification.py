@@ -133,7 +133,7 @@ def _made(context: TaskContext, model: SourceModel, request: SparsificationCreat
         "sequences": request.sequences,
         "length": length,
         "seed": request.seed,
-        "recovery": None if request.recovery is None else _told(request.recovery),
+        "recovery": None if request.recovery is None else _recovery_fields(request.recovery),
         "versions": versions("torch", "transformers", "tokenizers"),
     }
     content: dict[str, object] = {
@@ -203,7 +203,7 @@ def _pruned(
     return recovered, report, perplexity(load_model(recovered).to(device), text.evaluation_ET)["loss"]
 
 
-def _told(recovery: Recovery) -> dict[str, JSON]:
+def _recovery_fields(recovery: Recovery) -> dict[str, JSON]:
     """What a manifest says of a recovery: it holds no floats."""
     told = recovery.model_dump(mode="json")
     return {name: decimal_text(value) if isinstance(value, float) else value for name, value in told.items()}

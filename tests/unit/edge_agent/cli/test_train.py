@@ -4,18 +4,22 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import permille.engines.factory
+from permille.choices import Method
 from permille.package.reader import Package
+from permille.trust.roles import Training
 from permille.zo.log import decode_canonical
 from permille_agent.cli import main as cli
 from permille_agent.link.report import Delivery, read_reports
 from permille_agent.state.home import Home
 from permille_agent.state.lock import hold_lock
+from permille_agent.state.models import installed_release, record_installed
 from tests.bigram_engine import BigramEngine
 from tests.packages import CHATML
 from tests.unit.edge_agent.runs import TINY_RATE, home_with_package, user_text
@@ -38,7 +42,7 @@ def home(tmp_path: Path) -> Home:
 
 def _run(home: Home, *arguments: str) -> int:
     """The command's exit code; along a gradient it trains at a rate that the tiny model learns by."""
-    gradient = arguments[0] == "train" and "--estimator" not in arguments
+    gradient = arguments[0] == "train" and not {"--estimator", "--share-log"} & set(arguments)
     scale = ("--rate-scale", str(TINY_RATE)) if gradient else ()
     return cli.main(["--home", str(home.root), *arguments, *scale])
 
@@ -78,6 +82,26 @@ def test_an_estimator_is_chosen_by_name(
     assert report.metrics is not None
     assert (report.metrics.estimator.value, report.metrics.queries) == ("one_sided", 16)
     assert _run(home, "train", text, "--steps", "6", "--estimator", "adam") == 3
+
+
+def test_a_run_does_as_the_release_says_unless_its_owner_says_otherwise(home: Home, tmp_path: Path) -> None:
+    release = installed_release(home)
+    assert release is not None
+    training = Training(method=Method.ZEROTH_ORDER, steps=6)
+    record_installed(home, replace(release, training=training))
+    text = str(user_text(tmp_path))
+    assert cli.main(["--home", str(home.root), "train", text]) in (0, 7)
+    assert _run(home, "train", text, "--method", "gradient", "--steps", "5") in (0, 7)
+    found = [(report.metrics.method, report.metrics.steps) for report in read_reports(home) if report.metrics]
+    assert sorted(found) == [("gradient", 5), ("zeroth-order", 6)]
+
+
+def test_a_gradient_run_cannot_be_asked_for_a_log(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = str(user_text(tmp_path))
+    assert _run(home, "train", text, "--steps", "5", "--method", "gradient", "--share-log") == 3
+    assert "Share its state with --share-state" in capsys.readouterr().err
 
 
 def test_a_run_that_its_engine_refuses_leaves_nothing_to_go_on_with(

@@ -17,12 +17,12 @@ from permille.package.limits import Role
 from permille.package.reader import Package
 from permille_agent.daemon import loop
 from permille_agent.daemon.loop import POLL_LIMIT_S, POLL_S, Daemon, World
-from permille_agent.daemon.policy import Machine
+from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.state import data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import READY, RoundRequest, TrainingRequest
 from permille_agent.federation.exchange import Exchanged
 from permille_agent.federation.membership import join, leave
-from permille_agent.federation.part import Invited, Part, begin_part
+from permille_agent.federation.part import Invited, RoundPart, begin_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.report import enqueue
@@ -36,8 +36,8 @@ from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import RUN_ID, metrics
 from tests.unit.federation.federations import make_definition
 
-IDLE = Machine(on_ac=True, battery=None, load=0.0)
-UNPLUGGED = Machine(on_ac=False, battery=90.0, load=0.0)
+IDLE = PowerAndLoad(on_ac=True, battery=None, load=0.0)
+UNPLUGGED = PowerAndLoad(on_ac=False, battery=90.0, load=0.0)
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Outside:
 
     now: datetime = field(default_factory=lambda: datetime(2026, 3, 1, 12).astimezone())
     seconds: float = 0.0
-    machine: Machine = IDLE
+    machine: PowerAndLoad = IDLE
     outcome: str | PermilleError = "adopted"
     training_s: float = 60.0
     requests: list[TrainingRequest] = field(default_factory=list)
@@ -105,7 +105,7 @@ def test_one_pass_pulls_trains_reports_and_notes_it(
         daemon.run_once()
     assert installed_release(home) is not None
     (request,) = outside.requests
-    assert request == TrainingRequest(data_paths=(tmp_path / "notes.txt",), minutes=30.0, share_log=False)
+    assert request == TrainingRequest(data_paths=(tmp_path / "notes.txt",), minutes=None, share_log=False)
     state = read_daemon_state(home)
     assert (state.last_outcome, state.seconds_used) == ("adopted", 60.0)
     assert (state.poll_error, state.training_error) == ("", "")
@@ -350,7 +350,7 @@ def test_a_fingerprint_follows_files_in_folders(tmp_path: Path) -> None:
 class Rounds:
     """A part of a round that waits or does not, and when rounds were exchanged."""
 
-    part: Part | None = None
+    part: RoundPart | None = None
     exchanged_s: list[float] = field(default_factory=list)
     outcome: str | PermilleError = READY
     requests: list[RoundRequest] = field(default_factory=list)
@@ -382,7 +382,7 @@ def rounds(home: Home, outside: Outside, monkeypatch: pytest.MonkeyPatch) -> Rou
 
 
 @pytest.fixture
-def part(home: Home) -> Part:
+def part(home: Home) -> RoundPart:
     membership = join(home, make_definition(), federation_id="fed", name="readers")
     return begin_part(
         membership,
@@ -410,7 +410,7 @@ def test_rounds_are_exchanged_while_a_training_runs_and_holds_the_lock(
 
 
 def test_a_part_of_a_round_goes_before_a_personal_run_which_goes_on_later(
-    home: Home, taking_part: Daemon, outside: Outside, rounds: Rounds, part: Part, tmp_path: Path
+    home: Home, taking_part: Daemon, outside: Outside, rounds: Rounds, part: RoundPart, tmp_path: Path
 ) -> None:
     def invite(elapsed: float) -> None:
         if elapsed == 30.0:
@@ -429,7 +429,7 @@ def test_a_part_of_a_round_goes_before_a_personal_run_which_goes_on_later(
 
 
 def test_a_part_waits_for_the_policy_like_a_run(
-    taking_part: Daemon, outside: Outside, rounds: Rounds, part: Part
+    taking_part: Daemon, outside: Outside, rounds: Rounds, part: RoundPart
 ) -> None:
     rounds.part, outside.machine = part, UNPLUGGED
     taking_part.run_once()
@@ -439,7 +439,9 @@ def test_a_part_waits_for_the_policy_like_a_run(
     assert len(rounds.requests) == 1
 
 
-def test_a_part_whose_federation_was_left_is_stopped(taking_part: Daemon, rounds: Rounds, part: Part) -> None:
+def test_a_part_whose_federation_was_left_is_stopped(
+    taking_part: Daemon, rounds: Rounds, part: RoundPart
+) -> None:
     leave(part.membership)
     rounds.part = part
     assert not taking_part.train_if_wanted()
@@ -447,7 +449,7 @@ def test_a_part_whose_federation_was_left_is_stopped(taking_part: Daemon, rounds
 
 
 def test_a_part_that_cannot_be_trained_ends_and_one_whose_process_died_is_tried_again(
-    home: Home, taking_part: Daemon, outside: Outside, rounds: Rounds, part: Part
+    home: Home, taking_part: Daemon, outside: Outside, rounds: Rounds, part: RoundPart
 ) -> None:
     rounds.part, rounds.outcome = part, RetryableError("it ended with -9")
     assert not taking_part.train_if_wanted()

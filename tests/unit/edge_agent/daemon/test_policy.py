@@ -5,10 +5,10 @@ from datetime import datetime
 import pytest
 
 from permille.errors import InputError
-from permille_agent.daemon.policy import Machine, Policy, decide, may_continue, read_machine, read_policy
+from permille_agent.daemon.policy import Policy, PowerAndLoad, decide, may_continue, read_machine, read_policy
 from permille_agent.state.home import Home
 
-IDLE = Machine(on_ac=True, battery=None, load=0.0)
+IDLE = PowerAndLoad(on_ac=True, battery=None, load=0.0)
 NIGHT = Policy.model_validate({"hours": ["22:00-07:00"]})
 
 
@@ -35,12 +35,12 @@ def test_several_ranges_and_none() -> None:
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [
-        (Machine(on_ac=False, battery=90.0, load=0.0), "runs on battery"),
-        (Machine(on_ac=True, battery=49.0, load=0.0), "49%, below 50%"),
-        (Machine(on_ac=True, battery=100.0, load=0.51), "load is 0.51"),
+        (PowerAndLoad(on_ac=False, battery=90.0, load=0.0), "runs on battery"),
+        (PowerAndLoad(on_ac=True, battery=49.0, load=0.0), "49%, below 50%"),
+        (PowerAndLoad(on_ac=True, battery=100.0, load=0.51), "load is 0.51"),
     ],
 )
-def test_power_and_load_speak_against_training(machine: Machine, reason: str) -> None:
+def test_power_and_load_speak_against_training(machine: PowerAndLoad, reason: str) -> None:
     decision = decide(Policy(), machine, now=at(12), minutes_used=0.0)
     assert [reason in text for text in decision.reasons] == [True]
 
@@ -52,14 +52,14 @@ def test_the_minutes_of_a_day_run_out() -> None:
 
 
 def test_all_reasons_are_told_at_once() -> None:
-    machine = Machine(on_ac=False, battery=3.0, load=9.0)
+    machine = PowerAndLoad(on_ac=False, battery=3.0, load=9.0)
     assert len(decide(NIGHT, machine, now=at(12), minutes_used=60.0).reasons) == 5
 
 
 def test_load_does_not_end_a_training_that_runs_but_a_pulled_plug_does() -> None:
-    busy = Machine(on_ac=True, battery=80.0, load=4.0)
+    busy = PowerAndLoad(on_ac=True, battery=80.0, load=4.0)
     assert may_continue(Policy(), busy, now=at(12)).allowed
-    unplugged = Machine(on_ac=False, battery=80.0, load=0.0)
+    unplugged = PowerAndLoad(on_ac=False, battery=80.0, load=0.0)
     assert not may_continue(Policy(), unplugged, now=at(12)).allowed
     assert not may_continue(NIGHT, IDLE, now=at(7)).allowed
 

@@ -14,7 +14,7 @@ from permille_agent.link.enrolment import Enrolment, load_enrolment
 from permille_agent.link.forget import PROMISE, forget, unenroll
 from permille_agent.link.pull import pull
 from permille_agent.link.report import deliver, enqueue, read_reports
-from permille_agent.state.choices import add_references, read_references, set_share_log, shares_log
+from permille_agent.state.choices import add_references, read_consent, read_references, set_sharing
 from permille_agent.state.home import Home
 from permille_agent.state.models import active_model, installed_release
 from tests.device_service import DeviceService, Fault
@@ -28,7 +28,7 @@ def use(home: Home, user_file: Path) -> list[Path]:
     """Leave the traces that use leaves; returns the files with secrets."""
     user_file.write_bytes(SECRET)
     add_references(home, [user_file])
-    set_share_log(home, True)
+    set_sharing(home, log=True)
     run = home.runs / "r" / "deep"
     run.mkdir(parents=True)
     traces = [run / "journal", home.current, home.daemon]
@@ -64,7 +64,7 @@ def test_everything_of_the_user_is_gone_and_the_rest_stays(
     assert (tmp_path / "notes.txt").read_bytes() == SECRET
     assert not any(path.exists() for path in traces)
     assert not any(SECRET in path.read_bytes() for path in home.root.rglob("*") if path.is_file())
-    assert not shares_log(home)
+    assert not read_consent(home).share_log
     assert read_references(home) == ()
     assert home.policy.exists()
     assert load_enrolment(home) == enrolment

@@ -14,7 +14,7 @@ from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.report import (
     Delivered,
     Delivery,
-    Report,
+    RunReport,
     collect_reports,
     deliver,
     enqueue,
@@ -25,7 +25,7 @@ from permille_agent.link.report import (
     want_deletion,
     withdraw_logs,
 )
-from permille_agent.state.choices import set_share_log, shares_log
+from permille_agent.state.choices import read_consent, set_sharing
 from permille_agent.state.home import CHECKSUM, Home
 from permille_agent.text.reading import DataReport
 from permille_agent.training.options import TrainOptions
@@ -44,7 +44,7 @@ class Device:
     api: DeviceApi
     service: DeviceService
 
-    def queue(self, run_id: str = RUN_ID, *, log: bytes | None = LOG, **changes: object) -> Report:
+    def queue(self, run_id: str = RUN_ID, *, log: bytes | None = LOG, **changes: object) -> RunReport:
         return enqueue(self.home, run_id, metrics(**changes), shared_log=log)
 
     def deliver(self) -> Delivered:
@@ -57,7 +57,7 @@ class Device:
             self.deliver()
         self.service.faults = []
 
-    def report(self) -> Report:
+    def report(self) -> RunReport:
         found = read_report(self.home, RUN_ID)
         assert found is not None
         return found
@@ -229,16 +229,16 @@ def test_a_log_beyond_the_limit_is_refused_here(home: Home) -> None:
 
 
 def test_only_a_plain_yes_is_consent(home: Home) -> None:
-    assert not shares_log(home)
+    assert not read_consent(home).share_log
     for chosen in (True, False):
-        set_share_log(home, chosen)
-        assert shares_log(home) is chosen
+        set_sharing(home, log=chosen)
+        assert read_consent(home).share_log is chosen
     home.consent.write_text("{}")
-    assert not shares_log(home)
+    assert not read_consent(home).share_log
     for text in ('{"share_log": "true"}', '{"share_log": 1}'):
         home.consent.write_text(text)
         with pytest.raises(OperatorError, match=r"consent\.json is damaged.*: share_log"):
-            shares_log(home)
+            read_consent(home)
 
 
 def finished_run(
@@ -274,10 +274,10 @@ def test_a_run_that_ended_before_it_was_reported_is_found(device: Device) -> Non
 
 def test_consent_withdrawn_during_a_run_holds_for_its_log(device: Device) -> None:
     finished_run(device.home, "a", RUN_ID, log=LOG)
-    set_share_log(device.home, False)
+    set_sharing(device.home, log=False)
     # By its own flag, begun after that; the choice that it was begun under holds still.
     finished_run(device.home, "b", OTHER_RUN_ID, log=LOG, withdrawals=1)
-    set_share_log(device.home, True)
+    set_sharing(device.home, log=True)
     collect_reports(device.home)
     device.deliver()
     assert device.service.logs == {OTHER_RUN_ID: LOG}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from permille.choices import Method
 from permille.engines.interface import EngineInfo
 from permille.engines.light.engine import LightEngine
 from permille.errors import InputError
@@ -19,7 +20,7 @@ from permille.zo.estimators import Batch
 from permille_agent.state.home import open_home
 from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.training.engines import EngineChoice, EngineUsed
-from permille_agent.training.options import default_estimator
+from permille_agent.training.options import estimator_of
 from permille_agent.training.outcome import RunOutcome, RunResult
 from permille_agent.training.run import find_run
 from tests.bigram_engine import BigramEngine, bigram_engine
@@ -183,7 +184,7 @@ def test_an_inference_engine_runs_the_packages_program(
             [user_text(tmp_path)],
             steps=3,
             seed=len(used),
-            estimator=default_estimator("executorch"),
+            estimator=estimator_of(Method.ZEROTH_ORDER, engine="executorch"),
             engine_of=choice,
         )
         assert result.metrics is not None

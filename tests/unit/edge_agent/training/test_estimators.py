@@ -1,23 +1,24 @@
 """Estimators of a run: its headers, and that its log replays to its state."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.choices import EstimatorKind
+from permille.choices import EstimatorKind, Method
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.zo.estimators import Batch, directions_of, estimate
 from permille.zo.header import BlockSplit
 from permille.zo.journal import read_journal
 from permille.zo.replay import replay
-from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_named
+from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_of
 from permille_agent.training.run import find_run, widest_block
 from permille_agent.training.step_size import STEP_NORM, find_step_size, step_spread
 from tests.bigram_engine import BigramEngine
-from tests.unit.edge_agent.runs import Begin, Device, plan_and_train
+from tests.unit.edge_agent.runs import TINY_RATE, Begin, Device, plan_and_train
 from tests.unit.zo.logs import make_header
 
 
@@ -130,9 +131,26 @@ def test_one_masked_layer_cannot_be_split() -> None:
 
 def test_estimators_have_names() -> None:
     for name in ("one_sided", "one-sided"):
-        assert estimator_named(name) is EstimatorKind.ONE_SIDED
+        assert estimator_of(Method.ZEROTH_ORDER, name) is EstimatorKind.ONE_SIDED
     with pytest.raises(InputError, match="spsa, forward, one-sided, split"):
-        estimator_named("adam")
+        estimator_of(Method.ZEROTH_ORDER, "adam")
+    with pytest.raises(InputError, match="is no estimator of a gradient run"):
+        estimator_of(Method.GRADIENT, "spsa")
+
+
+@pytest.mark.parametrize("kind", [EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED, EstimatorKind.SPSA])
+def test_weights_below_the_first_layer_stay_where_they_are(
+    begin: Begin, package: Package, kind: EstimatorKind
+) -> None:
+    queries = 0 if kind is EstimatorKind.GRADIENT else 4
+    run = begin(estimator=kind, queries=queries, steps=4, first_layer=1, rate_scale=TINY_RATE)
+    _, selected = plan_and_train(run)
+    middle = package.k // 2
+    assert (run.trained, selected.step > 0) == (slice(middle, package.k), True)
+    assert not selected.s_K[:middle].any()
+    assert selected.s_K[middle:].any()
+    with pytest.raises(InputError, match="No masked weight is in layer 2 or above"):
+        _ = replace(run, options=replace(run.options, first_layer=2)).trained
 
 
 @pytest.mark.parametrize("kind", DEFAULT_QUERIES)
@@ -143,8 +161,8 @@ def test_every_estimator_has_a_number_of_queries_that_it_takes(kind: EstimatorKi
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"queries": -1}, "expected"),
-        ({"queries": 8193}, "expected"),
+        ({"queries": 257, "estimator": EstimatorKind.SPSA}, "expected"),
+        ({"queries": 16}, "A gradient run takes no queries"),
         ({"queries": 0, "estimator": EstimatorKind.ONE_SIDED}, "expected"),
         ({"queries": 1, "estimator": EstimatorKind.ONE_SIDED}, "queries"),
         ({"queries": 8, "estimator": EstimatorKind.SPLIT}, "queries"),

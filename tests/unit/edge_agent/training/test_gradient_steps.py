@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.choices import EstimatorKind
+from permille.choices import EstimatorKind, Method
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.reader import Package
+from permille.schemas.runs import LogForm
 from permille.training.adam import RATE, Moments, unit_exponent
 from permille.zo.estimators import Batch
-from permille.zo.journal import Journal, encode_header, parse_journal, read_journal
+from permille.zo.journal import Journal
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import MAGIC, decode_canonical
 from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille.zo.packed_state import decode_state
-from permille.zo.records import coefficients_of
 from permille.zo.replay import replay
-from permille_agent.link.report import Delivery, collect_reports, share_log
+from permille_agent.link.report import Delivery, collect_reports, share_run
 from permille_agent.training import durable_steps, gradient_steps
 from permille_agent.training.decision import Decision
-from permille_agent.training.options import Start, TrainOptions
+from permille_agent.training.options import Start, TrainOptions, choose_method
 from permille_agent.training.plan import budget_of_gradient, make_plan
 from permille_agent.training.run import BegunRun, Run, StartState, find_run
 from permille_agent.training.step_size import SearchFailed
@@ -34,8 +34,6 @@ from tests.bigram_engine import BigramEngine
 from tests.unit.edge_agent.runs import TINY_RATE, Begin, Device, Killed, plan_and_train, user_text
 
 PRIVATE = TrainOptions(seed=0, steps=12, batch_rows=2, row_tokens=32, rate_scale=TINY_RATE)
-LOGGED = replace(PRIVATE, queries=16)
-KINDS = pytest.mark.parametrize("options", [PRIVATE, LOGGED], ids=["private", "logged"])
 
 
 class LossesOnly:
@@ -50,9 +48,8 @@ def _files(run: Run) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(run.folder.path.glob("descent-*"))}
 
 
-@KINDS
-def test_the_text_is_learnt_without_a_search(begin: Begin, package: Package, options: TrainOptions) -> None:
-    run = begin(options)
+def test_the_text_is_learnt_without_a_search(begin: Begin, package: Package) -> None:
+    run = begin(PRIVATE)
     plan, selected = plan_and_train(run)
     rms = math.sqrt(float(np.square(package.values(), dtype=np.float64).mean()))
     assert plan.learning_rate == pytest.approx(TINY_RATE * RATE * rms)
@@ -82,16 +79,6 @@ def test_private_steps_are_adams_to_half_a_unit(begin: Begin, package: Package) 
     found_K = values(package.values(), last.s_K, header.step_unit_exponent)
     # Each step rounds once, and the next gradient sees it.
     assert np.abs(found_K - w_K).max() < 12 * unit
-
-
-def test_logged_steps_replay_to_the_selected_state(begin: Begin) -> None:
-    run = begin(LOGGED)
-    _, selected = plan_and_train(run)
-    contents = read_journal(run.folder.journal(0))
-    assert (contents.header.estimator, contents.header.queries) == (EstimatorKind.SKETCH, 16)
-    rows_TQ = coefficients_of(contents.records[: selected.step], contents.header)
-    np.testing.assert_array_equal(replay(contents.header, rows_TQ), selected.s_K)
-    assert selected.s_K.any()
 
 
 def test_private_runs_keep_their_best_state_in_the_format(begin: Begin, package: Package) -> None:
@@ -125,17 +112,14 @@ def kill_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "append", counted(Journal.append))
 
 
-@KINDS
 @pytest.mark.parametrize("calls", range(1, 44, 5))
-def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(
-    begin: Begin, options: TrainOptions, calls: int
-) -> None:
-    expected_run = begin(options, "whole")
+def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(begin: Begin, calls: int) -> None:
+    expected_run = begin(PRIVATE, "whole")
     expected = plan_and_train(expected_run)[1]
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(Killed):
         kill_after(calls, monkeypatch)
-        plan_and_train(begin(options, "killed"))
-    run = begin(options, "killed")
+        plan_and_train(begin(PRIVATE, "killed"))
+    run = begin(PRIVATE, "killed")
     selected = plan_and_train(run)[1]
     np.testing.assert_array_equal(selected.s_K, expected.s_K)
     assert (selected.step, selected.loss) == (expected.step, expected.loss)
@@ -150,36 +134,12 @@ def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(
         np.testing.assert_array_equal(getattr(last, name), getattr(same, name))
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.37, 0.9, 1.0])
-@pytest.mark.parametrize("moments", [True, False])
-def test_a_journal_that_was_cut_goes_on_with_the_same_bits(begin: Begin, kept: float, moments: bool) -> None:
-    run = begin(LOGGED)
-    expected, files = plan_and_train(run)[1], _files(run)
-    path = run.folder.journal(0)
-    header = len(encode_header(parse_journal(files[path.name], path).header))
-    path.write_bytes(files[path.name][: header + int(kept * (len(files[path.name]) - header))])
-    if not moments:
-        run.folder.moments(0).unlink()
-    selected = plan_and_train(run)[1]
-    np.testing.assert_array_equal(selected.s_K, expected.s_K)
-    assert path.read_bytes() == files[path.name]
-
-
 def test_moments_that_are_no_moments_are_refused(begin: Begin) -> None:
-    run = begin(LOGGED)
+    run = begin(PRIVATE)
     plan_and_train(run)
     run.folder.moments(0).write_bytes(b"PK\x03\x04 cut")
     with pytest.raises(OperatorError, match=r"The state of the run in .* is damaged"):
         plan_and_train(run)
-
-
-def test_steps_that_come_out_otherwise_than_in_the_journal_are_refused(begin: Begin) -> None:
-    run = begin(LOGGED)
-    plan_and_train(run)
-    run.folder.moments(0).unlink()
-    other = replace(run, w_base_K=-run.w_base_K)
-    with pytest.raises(OperatorError, match=r"does not match its journal at step \d+"):
-        plan_and_train(other)
 
 
 class Spoilt(BigramEngine):
@@ -192,11 +152,8 @@ class Spoilt(BigramEngine):
         return loss, gradient_K
 
 
-@KINDS
-def test_a_gradient_that_is_not_finite_moves_nothing(
-    begin: Begin, package: Package, options: TrainOptions
-) -> None:
-    run = begin(options, engine=Spoilt(package))
+def test_a_gradient_that_is_not_finite_moves_nothing(begin: Begin, package: Package) -> None:
+    run = begin(PRIVATE, engine=Spoilt(package))
     spoilt = [int(run.batches(step).input_ids_BT.sum()) % 3 == 1 for step in range(12)]
     _, selected = plan_and_train(run)
     assert sum(spoilt) > 0
@@ -206,7 +163,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(
 
 
 def test_an_engine_that_can_only_infer_is_refused_by_name(begin: Begin, package: Package) -> None:
-    with pytest.raises(InputError, match="Train with --estimator one-sided"):
+    with pytest.raises(InputError, match="Train with --method zeroth-order"):
         plan_and_train(begin(PRIVATE, engine=LossesOnly(package)))
 
 
@@ -244,16 +201,15 @@ def test_time_and_passes_bound_the_steps() -> None:
 
 
 def test_options_of_a_gradient_know_whether_there_is_a_log() -> None:
-    private = TrainOptions.of(EstimatorKind.SKETCH, steps=5)
+    private = TrainOptions.of(EstimatorKind.GRADIENT, steps=5)
     assert (private, private.has_log) == (TrainOptions(steps=5), False)
-    assert private.shared(2**19) == private, "a mebibyte of state is sent instead of a log"
-    assert private.shared(2**19 + 1).queries == 1024
+    assert private.method is Method.GRADIENT
     spsa = TrainOptions.of(EstimatorKind.SPSA, steps=5)
-    assert (spsa.shared(1), spsa.shared(2**30), spsa.queries) == (spsa, spsa, 8)
+    assert (spsa.method, spsa.has_log, spsa.queries) == (Method.ZEROTH_ORDER, True, 8)
     assert private.definition() != replace(private, start=Start.BASE).definition()
 
 
-GRADIENT = {"estimator": EstimatorKind.SKETCH, "queries": 0, "steps": 30, "rate_scale": TINY_RATE}
+GRADIENT = {"estimator": EstimatorKind.GRADIENT, "queries": 0, "steps": 30, "rate_scale": TINY_RATE}
 
 
 @pytest.fixture
@@ -274,7 +230,11 @@ def test_a_private_run_is_adopted_reopened_and_gone_on_from(writer: Device) -> N
     assert (writer.used_values() != writer.package.values()).any()
     assert first.metrics is not None
     size = first_run_state(writer, first.run).stat().st_size
-    assert (first.metrics.estimator.value, first.metrics.queries) == ("sketch", 0)
+    assert (first.metrics.method, first.metrics.estimator.value, first.metrics.queries) == (
+        "gradient",
+        "gradient",
+        0,
+    )
     assert (first.metrics.personal_bytes, first.metrics.state_digest) == (size, None)
     again = writer.train(**GRADIENT)
     assert (again.run, again.known) == (first.run, True)
@@ -294,30 +254,63 @@ def test_a_damaged_private_state_is_not_used(writer: Device) -> None:
         writer.used_values()
 
 
-@pytest.mark.parametrize(("groups", "shorter"), [(1, MAGIC), (64, STATE_MAGIC), (0, STATE_MAGIC)])
-def test_a_shared_run_lays_out_the_shorter_of_log_and_state(
-    writer: Device, groups: int, shorter: bytes
-) -> None:
-    result = writer.train(**GRADIENT | {"queries": groups}, share_log=True)
+def test_a_shared_state_is_the_one_that_was_decided(writer: Device) -> None:
+    result = writer.train(**GRADIENT, share_state=True)
     assert result.metrics is not None and result.decision is not None
     shared = (find_run(writer.home, result.run).path / "shared.log").read_bytes()
-    assert (shared[:8], len(shared)) == (shorter, result.metrics.personal_bytes)
-    if shorter == MAGIC:
-        log = decode_canonical(shared, max_bytes=1 << 20, max_steps=100)
-        s_K, header = replay(log.header, log.coefficients_TQ), log.header
+    assert len(shared) == result.metrics.personal_bytes
+    state = decode_state(shared, max_bytes=1 << 20, max_k=writer.package.k)
+    exponent, mask = state.header.step_unit_exponent, state.header.mask_digest
+    digest = state_digest(state.s_K, mask_digest=mask, step_unit_exponent=exponent)
+    assert digest == result.decision.state_digest == result.metrics.state_digest
+
+
+def test_a_gradient_run_has_no_log_to_share(writer: Device) -> None:
+    result = writer.train(**GRADIENT, share_log=True)
+    assert result.metrics is not None and result.metrics.state_digest is None
+    assert not (find_run(writer.home, result.run).path / "shared.log").exists()
+    collect_reports(writer.home)
+    with pytest.raises(InputError, match="has no log of seeds and scalars"):
+        share_run(writer.home, result.run, LogForm.LOG, withdrawals=0)
+
+
+@pytest.mark.parametrize(("log", "magic"), [(True, MAGIC), (False, STATE_MAGIC)])
+def test_a_run_of_zeroth_order_shares_its_log_or_its_state(writer: Device, log: bool, magic: bytes) -> None:
+    result = writer.train(steps=30, queries=8, share_log=log, share_state=True)
+    assert result.decision is not None and result.decision.step
+    shared = (find_run(writer.home, result.run).path / "shared.log").read_bytes()
+    assert shared[:8] == magic
+    if log:
+        read = decode_canonical(shared, max_bytes=1 << 20, max_steps=100)
+        s_K, header = replay(read.header, read.coefficients_TQ), read.header
         exponent, mask = header.step_unit_exponent, header.mask_digest
     else:
         state = decode_state(shared, max_bytes=1 << 20, max_k=writer.package.k)
         s_K, exponent, mask = state.s_K, state.header.step_unit_exponent, state.header.mask_digest
-    digest = state_digest(s_K, mask_digest=mask, step_unit_exponent=exponent)
-    assert digest == result.decision.state_digest == result.metrics.state_digest
+    assert state_digest(s_K, mask_digest=mask, step_unit_exponent=exponent) == result.decision.state_digest
 
 
 def test_a_private_run_is_shared_afterwards_without_another_step(writer: Device) -> None:
     first = writer.train(**GRADIENT)
-    again = writer.train(**GRADIENT, share_log=True)
+    again = writer.train(**GRADIENT, share_state=True)
     assert (again.run, again.known) == (first.run, True)
     collect_reports(writer.home)
-    assert share_log(writer.home, first.run, withdrawals=0) is Delivery.QUEUED
+    assert share_run(writer.home, first.run, LogForm.STATE, withdrawals=0) is Delivery.QUEUED
     queued = writer.home.reports / f"{first.run_id}.log"
     assert queued.read_bytes() == first_run_state(writer, first.run).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("said", "method"),
+    [
+        ({}, Method.GRADIENT),
+        ({"release": Method.ZEROTH_ORDER}, Method.ZEROTH_ORDER),
+        ({"engine": "executorch", "release": Method.GRADIENT}, Method.ZEROTH_ORDER),
+        ({"share_log": True, "release": Method.GRADIENT}, Method.ZEROTH_ORDER),
+        ({"asked": Method.GRADIENT, "share_log": True, "release": Method.ZEROTH_ORDER}, Method.GRADIENT),
+    ],
+)
+def test_the_owner_decides_the_method_then_a_log_then_the_engine_then_the_release(
+    said: dict[str, Any], method: Method
+) -> None:
+    assert choose_method(said.pop("asked", None), **said) is method

@@ -29,7 +29,7 @@ from tests.packages import pooled_package, sentences, tiny_tokenizer
 from tests.unit.edge_agent.runs import TINY_RATE, Device, device_at, train_quickly, user_text
 
 GRADIENT: dict[str, Any] = {
-    "estimator": EstimatorKind.SKETCH,
+    "estimator": EstimatorKind.GRADIENT,
     "queries": 0,
     "steps": 30,
     "rate_scale": TINY_RATE,
@@ -124,7 +124,7 @@ def test_comparisons_show_the_pooled_model_beside_base_and_personal(device: Devi
 
 def test_the_personal_state_is_one_state_relative_to_the_base(device: Device) -> None:
     """Pooled and own in one: it needs the values alone, and names where it began nowhere."""
-    result = device.train(**GRADIENT, share_log=True)
+    result = device.train(**GRADIENT, share_state=True)
     assert result.decision is not None and result.metrics is not None
     shared = (find_run(device.home, result.run).path / "shared.log").read_bytes()
     state = decode_state(shared, max_bytes=1 << 20, max_k=device.package.k)
@@ -163,7 +163,7 @@ def test_what_is_not_surely_better_leaves_the_pooled_model(device: Device) -> No
 
 
 def test_a_pooled_state_that_is_not_there_is_no_start(bare: Device, device: Device) -> None:
-    with pytest.raises(InputError, match="Leave --estimator out"):
+    with pytest.raises(InputError, match="Train with --method gradient"):
         device.train(start=Start.POOLED)
     device = install(device, bare.package, 3)
     with pytest.raises(InputError, match="no pooled state to begin from"):

@@ -21,7 +21,7 @@ from permille.engines.sampling import TokenSampling
 from permille.errors import InputError, OperatorError, PackageError
 from permille.files import write_atomic
 from permille.package.reader import Package
-from permille.schemas.runs import Outcome
+from permille.schemas.runs import LogForm, Outcome
 from permille.zo.estimators import Batch
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import decode_canonical
@@ -30,7 +30,7 @@ from permille_agent.state.home import Home
 from permille_agent.state.models import Active, activate, active_model
 from permille_agent.training.engines import interruptible
 from permille_agent.training.outcome import RunResult
-from permille_agent.training.personal import canonical_log, model_values
+from permille_agent.training.personal import model_values, shareable
 from permille_agent.training.run import RunFolder, find_run, list_runs
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import tiny_package
@@ -49,7 +49,14 @@ def _end_of(home: Home, result: RunResult) -> tuple[object, ...]:
     """What has to be the same to the bit, however often a run was killed."""
     run = find_run(home, result.run)
     evaluations = run.evaluations(0)
-    return result.outcome, result.decision, result.plan, evaluations, canonical_log(run), active_model(home)
+    return (
+        result.outcome,
+        result.decision,
+        result.plan,
+        evaluations,
+        shareable(run, LogForm.LOG),
+        active_model(home),
+    )
 
 
 def test_a_run_that_learns_is_adopted_and_its_shared_log_replays_to_the_state_that_is_used(
