@@ -67,10 +67,10 @@ _STOCK: Final = (
     ),
     (
         "runs (tenant_id, run_id, device_id, metrics, newest, release, version, outcome, gain, loss, rise, "
-        "peak_rss_bytes, log_upload_id, log_sent_at, log_job_id, created_at)",
+        "peak_rss_bytes, log_upload_id, log_sent_at, log_job_id, created_at, ended_at)",
         f"{_OWNER}, 'run_' || n, 'dev_' || n, '{{}}', n % 10 < 2, 'r', n % 4 + 1, 'adopted', n % 97, n % 89, "
         f"n % 83, n, CASE WHEN n % 4 < 2 THEN 'upload_' || n END, CASE WHEN n % 4 < 2 THEN {_AT} END, "
-        f"CASE WHEN n % 4 < 2 THEN 'job_' || n END, {_AT}",
+        f"CASE WHEN n % 4 < 2 THEN 'job_' || n END, {_AT}, {_AT}",
     ),
     (
         "artifacts (id, tenant_id, kind, job_id, model_id, request, digest, size_bytes, provenance, "
@@ -185,7 +185,7 @@ CASES: Final[dict[str, Case]] = {
     "fleet": replace(
         _reading(
             lambda session: summary(session, tenant_id=TENANT),
-            *("ix_devices_active", "ix_runs_newest", "ix_runs_created_at"),
+            *("ix_devices_active", "ix_runs_newest", "ix_runs_ended_at"),
         ),
         whole=("devices",),
     ),
@@ -203,7 +203,7 @@ CASES: Final[dict[str, Case]] = {
     "jobs-in-state": _reading(
         lambda session: queue.list_jobs(session, tenant_id=TENANT, state=JobState.DEAD), "ix_jobs_state"
     ),
-    "runs": _reading(_list_runs, "ix_runs_created_at"),
+    "runs": _reading(_list_runs, "ix_runs_ended_at"),
     "runs-of-device": _reading(
         lambda session: runs.list_runs(session, tenant_id=TENANT, device_id="dev_8"), "ix_runs_device"
     ),

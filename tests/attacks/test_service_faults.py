@@ -304,7 +304,7 @@ def _set_schema(running: Running, version: str) -> None:
 
 @pytest.mark.attack(19, "the database is backed up while it is written")
 def test_the_guides_backup_of_a_busy_database_is_whole(tmp_path: Path) -> None:
-    (block,) = commands("Backups")
+    (block,) = commands("back-up.md")
     with running_service(tmp_path, "--no-worker") as running:
         publish(running, 0)
         made, stop = list[str](), threading.Event()
