@@ -39,7 +39,7 @@ def test_no_more_rounds_are_charged_than_were_promised(home: Home) -> None:
         assert not is_used_up(home, RULES)
         charge_round(home, number)
     assert is_used_up(home, RULES)
-    with pytest.raises(InputError, match="at most 3 rounds"):
+    with pytest.raises(InputError, match="All 3 rounds"):
         charge_round(home, 3)
     charge_round(home, 2)
 
