@@ -68,9 +68,7 @@ class ReadReport:
                 f"{number} {reason} (first in rows {', '.join(map(str, self.examples[reason]))})"
                 for reason, number in sorted(self.bad.items())
             )
-            raise InputError(
-                f"expected at most {_MOST_BROKEN:.0%} broken rows, got {broken} of {filled}: {reasons}"
-            )
+            raise InputError(f"{broken} of {filled} rows are broken, more than {_MOST_BROKEN:.0%}: {reasons}")
 
     def as_json(self) -> dict[str, object]:
         """For the job's report: {"rows": ..., "bad": {reason: {"count": ..., "first_rows": [...]}}}."""
@@ -90,7 +88,7 @@ def file_texts(path: Path, report: ReadReport) -> Iterator[str]:
         return _json_texts(path, report)
     if path.name.endswith(".txt"):
         return _plain_texts(path, report)
-    raise InputError(f"expected a .jsonl, .jsonl.gz or .txt file, got {path.name!r:.200}")
+    raise InputError(f"{path.name!r:.200} must be a .jsonl, .jsonl.gz or .txt file.")
 
 
 def check_head(path: Path) -> None:
@@ -100,7 +98,7 @@ def check_head(path: Path) -> None:
         InputError: another ending, damaged, not UTF-8, or rows without a text.
     """
     if not path.name.endswith(SUFFIXES):
-        raise InputError(f"expected a file named {', '.join(SUFFIXES)}, got {path.name!r:.200}")
+        raise InputError(f"The name of {path.name!r:.200} must end with one of {', '.join(SUFFIXES)}.")
     with _opened(path) as file:
         head = file.read(HEAD_BYTES)
     lines = head.splitlines(keepends=True)
@@ -119,7 +117,7 @@ def check_head(path: Path) -> None:
             form = '{"text": "..."}'
             raise InputError(f"{exc}; a row of a .jsonl is like {form}, plain text is named .txt") from exc
     if whole and (report.bad.total() == report.rows or not head.strip()):
-        raise InputError(f"expected text in {path.name!r:.200}, got none")
+        raise InputError(f"There is no text in {path.name!r:.200}.")
 
 
 def _json_texts(path: Path, report: ReadReport) -> Iterator[str]:
@@ -127,9 +125,7 @@ def _json_texts(path: Path, report: ReadReport) -> Iterator[str]:
         report.rows += 1
         text = _text_of(line)
         if text is BadRow.NOT_JSON and line and not line.endswith(b"\n"):
-            raise InputError(
-                f"expected {path.name!r:.200} to end with a whole row, got one cut in its middle"
-            )
+            raise InputError(f"The last row of {path.name!r:.200} is cut in its middle. Copy the file again.")
         if isinstance(text, BadRow):
             report.refuse(text)
         else:
@@ -211,6 +207,6 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with cast(BinaryIO, gzip.open(path, "rb")) if compressed else path.open("rb") as file:
             yield file
     except (gzip.BadGzipFile, zlib.error, EOFError) as exc:
-        raise InputError(f"expected a whole gzip file at {path.name!r:.200}: {exc}") from exc
+        raise InputError(f"{path.name!r:.200} is no whole gzip file: {exc}. Copy it again.") from exc
     except OSError as exc:
-        raise InputError(f"expected to read {path.name!r:.200}: {exc}") from exc
+        raise InputError(f"Cannot read {path.name!r:.200}: {exc}") from exc

@@ -66,8 +66,8 @@ def token_sequences(
     if len(best) < n:
         passed = f" beside the {skip} that are passed over" if skip else ""
         raise InputError(
-            f"expected a corpus of {n} sequences of {length} tokens{passed}, got one of {len(best)}: "
-            "take fewer, or more text"
+            f"The corpus has {len(best)} sequences of {length} tokens{passed}, and {n} are needed. Ask for "
+            "fewer, or register more text."
         )
     return np.stack([tokens for _, _, tokens in sorted(best, key=lambda item: -item[1])])
 

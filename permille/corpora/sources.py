@@ -59,7 +59,7 @@ def _checked_to_the_end(texts: Iterator[str], report: ReadReport) -> Iterator[st
 def _streamed_texts(ref: StreamedCorpus, report: ReadReport) -> Iterator[str]:
     if ref.dataset not in _STREAMS or ref.split not in ("train", "validation"):
         raise InputError(
-            f"expected dataset c4, split train or validation, got {ref.dataset!r}, {ref.split!r}"
+            f"Only c4 can be streamed, its split train or validation; got {ref.dataset!r}, {ref.split!r}."
         )
     for row in _open_stream(ref):
         report.rows += 1
@@ -79,4 +79,4 @@ def _open_stream(ref: StreamedCorpus) -> Iterable[dict[str, object]]:
             repository, configuration, split=ref.split, streaming=True, revision=commit
         )
     except OSError as exc:
-        raise RetryableError(f"expected to reach the host of {ref.dataset}: {exc}") from exc
+        raise RetryableError(f"Cannot reach the host of {ref.dataset}: {exc}") from exc

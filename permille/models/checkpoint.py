@@ -126,7 +126,7 @@ class Checkpoint:
         path = inside(self.folder, name)
         size = path.stat().st_size
         if size > limit:
-            raise InputError(f"expected {name} of at most {limit} bytes, got {size}")
+            raise InputError(f"{name} is larger than {limit} bytes: {size}")
         return path.read_bytes()
 
     def weights(self, scope: str = "all") -> "ScopedWeights":
@@ -151,7 +151,7 @@ class Checkpoint:
                 if name is None:
                     continue
                 if name in found:
-                    raise InputError(f"expected every tensor once, got {name} again in {file}")
+                    raise InputError(f"The tensor {name} is there twice, again in {file}.")
                 found[name] = entry
         return found
 
@@ -189,9 +189,9 @@ def inside(folder: Path, name: str) -> Path:
         raise InputError(f"expected a bare file name, got {name!r:.200}")
     path = follow_inside(folder, name)
     if path is None:
-        raise InputError(f"expected {name} inside {folder.name}, got a link that leads out of it")
+        raise InputError(f"{name} in {folder.name} is a link that leads out of it. Copy the file itself.")
     if not path.is_file():
-        raise InputError(f"expected a file {name} in {folder.name}, got none")
+        raise InputError(f"{folder.name} has no file {name}.")
     return path
 
 
@@ -203,15 +203,17 @@ def _check_folder(folder: Path) -> None:
     """
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and follow_inside(folder, path.name) is None:
-            raise InputError(f"expected {path.name} inside {folder.name}, got a link that leads out of it")
+            raise InputError(
+                f"{path.name} in {folder.name} is a link that leads out of it. Copy the file itself."
+            )
     if (folder / _ADAPTER_FILE).exists():
-        raise InputError(f"expected a whole model in {folder.name}, got an adapter ({_ADAPTER_FILE})")
+        raise InputError(f"{folder.name} holds an adapter ({_ADAPTER_FILE}), no whole model. Merge it first.")
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     path = inside(folder, name)
     if path.stat().st_size > _LARGEST_JSON:
-        raise InputError(f"expected {name} of at most {_LARGEST_JSON} bytes, got {path.stat().st_size}")
+        raise InputError(f"{name} is larger than {_LARGEST_JSON} bytes: {path.stat().st_size}")
     return _parse_object(path.read_bytes(), name)
 
 
@@ -219,9 +221,9 @@ def _parse_object(data: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(data, parse_constant=finite_number, parse_float=finite_number)
     except (ValueError, RecursionError) as exc:
-        raise InputError(f"expected JSON in {what}: {exc}") from exc
+        raise InputError(f"{what} is not valid JSON: {exc}") from exc
     if not isinstance(value, dict):
-        raise InputError(f"expected an object in {what}, got {type(value).__name__}")
+        raise InputError(f"{what} must hold a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -232,12 +234,16 @@ def _weight_files(folder: Path) -> list[str]:
         mapped = _read_json(folder, INDEX_FILE).get("weight_map")
         files = list(mapped.values()) if isinstance(mapped, dict) else []
         if not files or not all(isinstance(file, str) and file.endswith(".safetensors") for file in files):
-            raise InputError(f"expected a weight_map of .safetensors files in {INDEX_FILE}")
+            raise InputError(f"{INDEX_FILE} has no weight_map of .safetensors files.")
         return sorted(set(files))
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     raise InputError(
-        f"expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder.name}, got {', '.join(pickles) or 'neither'}"
-        + (": pickles are never opened, convert them to safetensors" if pickles else "")
+        f"{folder.name} has neither {WEIGHTS_FILE} nor {INDEX_FILE}."
+        + (
+            f" {', '.join(pickles)}: pickles are never opened, convert them to safetensors."
+            if pickles
+            else ""
+        )
     )
 
 
@@ -289,9 +295,7 @@ def _compare(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[
     ):
         if names:
             shown = ", ".join(sorted(names)[:3])
-            raise InputError(
-                f"expected the tensors that the config asks for, got {len(names)} {what}: {shown}"
-            )
+            raise InputError(f"The tensors do not match config.json: {len(names)} {what}: {shown}")
     for name, shape in expected.items():
         if found[name] != shape:
             raise InputError(f"{name}: expected shape {shape} by the config, got {found[name]}")

@@ -84,9 +84,13 @@ def family_of(config: Config) -> Family:
     """
     model_type = config.get("model_type")
     if config.get("quantization_config") is not None:
-        raise InputError(f"expected a model in full precision, got one already quantized ({_method(config)})")
+        raise InputError(
+            f"The model is already quantized ({_method(config)}). Use its original in full precision."
+        )
     if _is_mixture(config):
-        raise InputError(f"expected dense layers, got a mixture of experts (model_type {model_type!r})")
+        raise InputError(
+            f"The model is a mixture of experts (model_type {model_type!r}), which is not supported."
+        )
     if model_type not in set(Family):
         if (missing := _MISSING_LAYERS.get(str(model_type))) is not None:
             raise InputError(f"Models of type {model_type} are not supported: they need {missing}.")
@@ -181,11 +185,13 @@ def shape_of(config: Config) -> ModelShape:
     own_heads = not learned and about.names.fused is None
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     if about.head is None and (not own_heads or config.get("head_dim") is None) and hidden % heads:
-        raise InputError(f"expected hidden_size to be a multiple of {heads} heads, got {hidden}")
+        raise InputError(f"hidden_size in config.json must be a multiple of {heads} heads, got {hidden}")
     silent = about.silent_kv_heads or "num_key_value_heads" in config
     kv_heads = read.size("num_key_value_heads", heads if silent else None) if own_heads else heads
     if heads % kv_heads:
-        raise InputError(f"expected a multiple of {kv_heads} key-value heads, got {heads} heads")
+        raise InputError(
+            f"The {heads} heads in config.json must be a multiple of its {kv_heads} key-value heads"
+        )
     last: list[bool] = []
     if learned:  # Both are read, whatever the first says.
         last = [read.flag("do_layer_norm_before", True), not read.flag("_remove_final_layer_norm", False)]
@@ -299,13 +305,15 @@ class _Reader:
     def size(self, key: str, default: int | None = None, *, largest: int = _LARGEST_WIDTH) -> int:
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-            raise InputError(f"expected {key} to be a whole number from 1 to {largest}, got {value!r}")
+            raise InputError(
+                f"{key} in config.json must be a whole number from 1 to {largest}, got {value!r}"
+            )
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise InputError(f"expected {key} to be true or false, got {value!r}")
+            raise InputError(f"{key} in config.json must be true or false, got {value!r}")
         return value
 
     def _value(self, key: str, default: object) -> object:
@@ -321,12 +329,12 @@ def _layers_in(scope: str, layers: int) -> range:
     first, dash, last = bounds.partition("-")
     if form != "layers" or not _is_index(first) or (last != "" and not _is_index(last)):
         raise InputError(
-            f"expected scope all, attention, mlp, layers:4-7, layers:4- or layers:4, got {scope!r}"
+            f"{scope!r} is no scope. Write all, attention, mlp, layers:4-7, layers:4- or layers:4."
         )
     start = int(first)
     stop = (int(last) + 1 if last else layers) if dash else start + 1
     if not start < stop <= layers:
-        raise InputError(f"expected scope inside layers 0 to {layers - 1}, got {scope!r}")
+        raise InputError(f"The scope {scope!r} is outside of the model's layers 0 to {layers - 1}.")
     return range(start, stop)
 
 

@@ -42,7 +42,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
     )
     wrong = {key: sorted(map(str, names)) for key, names in info.items() if names}
     if wrong:
-        raise InputError(f"expected a checkpoint that fills the model exactly, got {wrong}")
+        raise InputError(f"The checkpoint does not match the model: {wrong}")
     return model.to(device).eval()
 
 
@@ -56,7 +56,7 @@ class FileTokenizer:
         """
         path = inside(folder, "tokenizer.json")
         if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
-            raise InputError(f"expected a tokenizer.json of at most {MAX_TOKENIZER_BYTES} bytes, got {size}")
+            raise InputError(f"tokenizer.json is larger than {MAX_TOKENIZER_BYTES} bytes: {size}")
         self._sandbox = Sandbox(path.read_bytes)
         _answer(self._sandbox.start)
 
@@ -131,5 +131,5 @@ def _answer(ask: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     except SandboxError as exc:
         raise InputError(str(exc)) from exc
     if "error" in answer:
-        raise InputError(f"expected a tokenizer.json that the tokenizers library reads: {answer['error']}")
+        raise InputError(f"The tokenizers library cannot read tokenizer.json: {answer['error']}")
     return answer

@@ -35,7 +35,7 @@ def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
         store = Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama/models")
     parts = _NAME.fullmatch(name)
     if parts is None:
-        raise InputError(f"expected an Ollama model as NAME or NAME:TAG, got {name!r:.80}")
+        raise InputError(f"Write a model of Ollama as NAME or NAME:TAG, not {name!r:.80}.")
     owner, model, tag = parts[1] or "library", parts[2], parts[3] or "latest"
     manifest = store / "manifests/registry.ollama.ai" / owner / model / tag
     try:

@@ -69,21 +69,23 @@ def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
     """
     path = follow_inside(root, relative)
     if path is None or not (path.is_dir() if what == "folder" else path.is_file()):
-        raise InputError(f"expected a {what} at {relative!r:.200} below the root, got none")
+        raise InputError(f"There is no {what} at {relative!r:.200} below the root. Put it there first.")
     return path
 
 
 def _download(ref: HubRef, root: Path) -> Path:
     if not _REPOSITORY.fullmatch(ref.repository) or ".." in ref.repository:
-        raise InputError(f"expected a repository as owner/name, got {ref.repository!r:.200}")
+        raise InputError(f"Write the repository as owner/name, not {ref.repository!r:.200}.")
     if not _COMMIT.fullmatch(ref.commit):
         raise InputError(
-            f"expected a commit of 40 hex digits, so that it cannot change; got {ref.commit!r:.60}"
+            f"Name a commit by 40 hexadecimal digits, so that it cannot change; got {ref.commit!r:.60}."
         )
     relative = f"hub/{ref.repository.replace('/', '--')}/{ref.commit}"
     folder = follow_inside(root, relative)
     if folder is None:
-        raise InputError(f"expected a folder at {relative} below the root, got a link that leads out of it")
+        raise InputError(
+            f"{relative} below the root is a link that leads out of it. Put the folder itself there."
+        )
     # Written last: a folder without it is a download that was cut off, and is continued.
     finished = folder / ".complete"
     if not finished.exists():
@@ -104,13 +106,11 @@ def _fetch(ref: HubRef, folder: Path) -> None:
             allow_patterns=[*TEXT_FILES, "*.safetensors"],
         )
     except RepositoryNotFoundError as exc:
-        raise InputError(f"expected a repository that the hub knows, got {ref.repository}") from exc
+        raise InputError(f"The hub knows no repository {ref.repository}.") from exc
     except HfHubHTTPError as exc:
         status = exc.response.status_code
         if status in (401, 403, 404):
-            raise InputError(
-                f"expected {ref.repository} at {ref.commit} to be readable, got {status}"
-            ) from exc
-        raise RetryableError(f"expected the hub to answer, got {status}") from exc
+            raise InputError(f"The hub refuses {ref.repository} at {ref.commit} with {status}.") from exc
+        raise RetryableError(f"The hub answered {status}") from exc
     except LocalEntryNotFoundError as exc:
-        raise RetryableError(f"expected to reach the hub for {ref.repository}: {exc}") from exc
+        raise RetryableError(f"Cannot reach the hub for {ref.repository}: {exc}") from exc

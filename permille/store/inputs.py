@@ -198,10 +198,10 @@ def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: st
     if (first := used_by.first()) is not None:
         kind, artifact_id, digest = first
         name = f"{kind} {digest if kind == JobKind.PACKAGE else artifact_id}"
-        raise ConflictError(f"expected a {table.noun} without results, got {row_id}: {name} is made of it")
+        raise ConflictError(f"{name} is made of {row_id}. Remove that first.")
     unfinished = named_by_jobs(session, tenant_id=tenant_id).get(row_id)
     if unfinished is not None:
-        raise ConflictError(f"expected a {table.noun} that no job needs, got {row_id}: {unfinished} does")
+        raise ConflictError(f"The job {unfinished} needs {row_id}. Wait for it, or cancel it.")
     session.execute(update(Artifact).where(Artifact.made_model_id == row_id).values(made_model_id=None))
     session.delete(row)
 

@@ -34,9 +34,9 @@ def publish(session: Session, *, name: str, package: Artifact, version: int | No
     if version is None:
         version = newest + 1
     if version <= newest:
-        raise ConflictError(f"expected a version of {name!r} above {newest}, got {version}")
+        raise ConflictError(f"The next version of {name!r} must be above {newest}, got {version}.")
     if version > newest + MAX_NEW_VERSIONS:
-        raise InputError(f"expected a version of {name!r} near {newest}, got {version}")
+        raise InputError(f"The version {version} of {name!r} is too far above {newest}.")
     release = Release(
         id=new_id(Prefix.RELEASE),
         tenant_id=tenant_id,
@@ -116,7 +116,7 @@ def set_alias(session: Session, *, tenant_id: str, name: str, alias: str, versio
         ConflictError: the release is yanked.
     """
     if get(session, tenant_id=tenant_id, name=name, version=version).yanked_at is not None:
-        raise ConflictError(f"expected a version that is not yanked, got {name!r} version {version}")
+        raise ConflictError(f"{name!r} version {version} was yanked. Choose another version.")
     row = session.get(Alias, (tenant_id, name, alias))
     if row is None:
         row = Alias(tenant_id=tenant_id, name=name, alias=alias, version=version, updated_at=now(session))

@@ -96,7 +96,7 @@ def fetch_page(
         InputError: limit out of range, or a cursor that no page gave.
     """
     if not 1 <= window.limit <= MAX_LIMIT:
-        raise InputError(f"expected a limit of 1 to {MAX_LIMIT}, got {window.limit}")
+        raise InputError(f"The limit must be 1 to {MAX_LIMIT}, got {window.limit}.")
     if made_at is None:
         query = query.order_by(key.desc())
         if window.cursor is not None:
@@ -121,5 +121,5 @@ def _parse_moment(cursor: str) -> tuple[datetime, str]:
     """The time and the key of a cursor `<microseconds>.<key>`. Raises InputError."""
     number, point, key = cursor.partition(".")
     if not (point and number.isascii() and number.isdecimal() and len(number) <= _LONGEST_TIME):
-        raise InputError(f"expected a cursor that a page returned, got {cursor[:80]!r}")
+        raise InputError(f"{cursor[:80]!r} is no cursor that a page returned.")
     return _EPOCH + int(number) * _MICROSECOND, key

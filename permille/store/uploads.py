@@ -62,7 +62,7 @@ def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quot
         raise _used_up(f"{quota.bytes_a_day} bytes of logs and states a day", at, oldest)
     if _outstanding(session, device_id, at) >= quota.outstanding:
         raise QuotaError(
-            f"expected at most {quota.outstanding} logs or states that wait for their check, got one more",
+            f"{quota.outstanding} logs or states of the device wait for their check already. Send it later.",
             retry_after_s=600,
         )
     row = Upload(
@@ -88,7 +88,9 @@ def check_runs(session: Session, *, device_id: str, quota: Quota) -> None:
     """
     kept = kept_of(session, [device_id])[device_id].runs
     if kept > quota.runs_kept:
-        raise QuotaSpentError(f"expected at most {quota.runs_kept} reports kept of one device, got {kept}")
+        raise QuotaSpentError(
+            f"The service keeps {kept} reports of this device; at most {quota.runs_kept} are allowed."
+        )
     at = now(session)
     query = select(func.count(), func.min(Run.created_at)).where(
         Run.device_id == device_id, Run.created_at.between(at - DAY, at)
@@ -224,11 +226,11 @@ def _check_kept(session: Session, device_id: str, run_id: str, quota: Quota) -> 
         return
     most = f"{quota.uploads_kept} logs or states with {quota.bytes_kept} bytes"
     there = f"{kept.uploads} with {kept.bytes} bytes"
-    raise QuotaSpentError(f"expected at most {most} kept of one device, got one more beside {there}")
+    raise QuotaSpentError(f"The service keeps {there} of this device already; at most {most} are allowed.")
 
 
 def _too_late() -> ConflictError:
-    return ConflictError(f"expected the bytes within {ARRIVAL} and before a deletion, got them too late")
+    return ConflictError(f"The bytes came too late: after {ARRIVAL}, or after a deletion. Send them again.")
 
 
 def _some(state: UploadState) -> Select[Upload]:
@@ -256,4 +258,6 @@ def _lock_device(session: Session, device_id: str) -> None:
 
 def _used_up(allowed: str, at: datetime, oldest: datetime) -> QuotaError:
     wait_s = max(1, int((oldest + DAY - at).total_seconds()) + 1)
-    return QuotaError(f"expected at most {allowed} of one device, got one more", retry_after_s=wait_s)
+    return QuotaError(
+        f"This device has sent {allowed}, as many as are allowed. Try again later.", retry_after_s=wait_s
+    )

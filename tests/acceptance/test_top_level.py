@@ -100,7 +100,7 @@ def test_a_model_of_transformers_passes_in_and_out(tmp_path: Path, texts: list[s
         (lambda: permille.sensitivity_mask(permille.load_model(MODEL), [b"x"]), "not bytes"),  # type: ignore[list-item]
         (
             lambda: permille.sensitivity_mask(permille.load_model(MODEL), ["short"]),
-            "take fewer, or more text",
+            "Ask for fewer, or",
         ),
         (lambda: permille.Personalizer.load("/no/such/folder"), "has no package"),
     ],

@@ -138,8 +138,8 @@ def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> 
         ("c.jsonl", b"Plain text in one line.", "not-json"),
         ("d.jsonl.gz", b'{"text": "not packed"}\n', "whole gzip file"),
         ("e.txt", b"\xff\xfe\x00\x01\n", "not-utf8"),
-        ("f.txt", b" \n\n", "expected text"),
-        ("g.jsonl", b"", "expected text"),
+        ("f.txt", b" \n\n", "There is no text"),
+        ("g.jsonl", b"", "There is no text"),
     ],
 )
 def test_corpus_that_is_not_what_its_name_says_is_refused(

@@ -59,7 +59,9 @@ def reserve(session: Session, federation: Federation, *, number: int, device_id:
     if row is not None and row.state in _COUNTED:
         return
     if is_spent(session, federation, device_id, besides=number):
-        raise BudgetSpentError(f"expected at most {federation.participations} rounds of a device")
+        raise BudgetSpentError(
+            f"The device has taken part in all {federation.participations} rounds that were promised."
+        )
     if row is None:
         row = PrivacyCharge(
             federation_id=federation.id, number=number, device_id=device_id, tenant_id=federation.tenant_id

@@ -76,7 +76,9 @@ def place_of(session: Session, *, federation: Federation, number: int, device_id
     held = session.get(Participation, (federation.id, number, device_id))
     if row is None or held is None:
         if number < federation.number:
-            raise RoundClosedError(f"expected one to round {federation.number}, got one to {number}")
+            raise RoundClosedError(
+                f"The contribution is to round {number}, but round {federation.number} is open."
+            )
         raise NotFoundError(f"no invitation to round {number}")
     return Place(round_number=number, start_digest=row.start_digest)
 
@@ -100,9 +102,11 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
     if held.digest == sent.digest:
         return False, None
     if row.state != RoundState.OPEN or now(session) >= row.deadline_at:
-        raise RoundClosedError(f"expected a contribution to round {sent.number} by {row.deadline_at:%F %T}")
+        raise RoundClosedError(
+            f"The contribution to round {sent.number} came after its deadline, {row.deadline_at:%F %T}."
+        )
     if held.digest is not None:
-        raise ContributionConflictError(f"expected {held.digest} as sent before, got {sent.digest}")
+        raise ContributionConflictError(f"The device sent {held.digest} before, and now {sent.digest}.")
     charges.reserve(session, federation, number=row.number, device_id=sent.device_id)
     held.digest, held.data = sent.digest, sent.data
     session.flush()

@@ -32,7 +32,7 @@ def add(session: Session, *, release: Release, new: NewFederation) -> Federation
         Federation.tenant_id == release.tenant_id, Federation.name == new.name
     )
     if session.scalar(query) is not None:
-        raise ConflictError(f"expected a new name, got {new.name!r}")
+        raise ConflictError(f"The name {new.name!r} is taken. Choose another one.")
     begin = History.begin(new.definition)
     row = Federation(
         id=new_id(Prefix.FEDERATION),
@@ -71,7 +71,7 @@ def start(session: Session, federation: Federation) -> None:
     Raises ConflictError where it is finished.
     """
     if federation.state == FederationState.FINISHED:
-        raise ConflictError("expected a federation that is not finished, got one that is")
+        raise ConflictError("The federation is finished. Make another one.")
     federation.state = FederationState.RUNNING.value
     rounds.open_next(session, federation)
 
@@ -79,7 +79,7 @@ def start(session: Session, federation: Federation) -> None:
 def pause(federation: Federation) -> None:
     """Invite nobody more, and open no round after this one. Idempotent. Raises ConflictError."""
     if federation.state not in (FederationState.RUNNING, FederationState.PAUSED):
-        raise ConflictError(f"expected a federation that runs, got one that is {federation.state}")
+        raise ConflictError(f"The federation does not run: it is {federation.state}.")
     federation.state = FederationState.PAUSED.value
 
 

@@ -78,7 +78,7 @@ def list_rounds(session: Session, federation: Federation, window: Window) -> Pag
     query = select(Round).where(Round.federation_id == federation.id)
     if window.cursor is not None:
         if not window.cursor.isdecimal() or len(window.cursor) > _LONGEST_NUMBER:
-            raise InputError(f"expected a cursor that a page returned, got {window.cursor[:80]!r}")
+            raise InputError(f"{window.cursor[:80]!r} is no cursor that a page returned.")
         query = query.where(Round.number < int(window.cursor))
     found = session.scalars(query.order_by(Round.number.desc()).limit(window.limit + 1)).all()
     items = tuple(found[: window.limit])

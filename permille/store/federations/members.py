@@ -48,7 +48,7 @@ def offers(
 def join(session: Session, *, federation: Federation, device_id: str) -> None:
     """Make a device a member. Idempotent. Raises ConflictError where the federation takes nobody."""
     if federation.state not in _JOINABLE:
-        raise ConflictError(f"expected a federation that runs, got one that is {federation.state}")
+        raise ConflictError(f"The federation does not run: it is {federation.state}.")
     row = session.get(FederationMember, (federation.id, device_id), with_for_update={"key_share": True})
     if row is None:
         row = FederationMember(

@@ -114,7 +114,7 @@ def end(session: Session, federation: Federation, row: Round) -> str | None:
             federation.state = FederationState.PAUSED.value
         return None
     if sent < federation.minimum:
-        void(session, federation, row, f"expected {federation.minimum} contributions, got {sent}")
+        void(session, federation, row, f"{sent} contributions came, fewer than {federation.minimum}")
         return None
     return begin_closing(session, row)
 

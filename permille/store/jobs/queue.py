@@ -174,9 +174,9 @@ def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
     """
     job = lock(session, tenant_id=tenant_id, job_id=job_id)
     if not transitions.has_ended(job) or job.state == JobState.SUCCEEDED:
-        raise ConflictError(f"expected a job that failed, died or was cancelled, got one that is {job.state}")
+        raise ConflictError(f"Only a failed, dead or cancelled job can be retried; this one is {job.state}.")
     if job.parent_id is not None:
-        raise ConflictError(f"expected a job of its own, got a part of {job.parent_id}: retry that")
+        raise ConflictError(f"This job is a part of {job.parent_id}. Retry that one.")
     _requeue(session, job)
     return job
 

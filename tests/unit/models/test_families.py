@@ -119,7 +119,7 @@ def test_scope_selects_a_range_of_layers(scope: str, layers: set[int]) -> None:
     "scope", ["", "MLP", "layers", *(f"layers:{part}" for part in ("", "-2", "3-", "0-3", "2-1", "a", "٣"))]
 )
 def test_scope_of_another_form_is_refused(scope: str) -> None:
-    with pytest.raises(InputError, match="expected scope"):
+    with pytest.raises(InputError, match="scope"):
         scoped_tensors(config_of("llama", {}), scope)
 
 
@@ -164,7 +164,7 @@ def test_models_of_another_kind_are_refused_by_name(config: dict[str, Any], mess
 )
 def test_a_config_number_out_of_its_type_or_range_is_refused(key: str, value: Any) -> None:
     config = config_of("llama", {"head_dim": None}) | {"head_dim": None, key: value}
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=r"in config\.json"):
         expected_tensors(config)
 
 

@@ -31,13 +31,13 @@ def test_a_path_that_leads_out_or_is_no_folder_is_refused(tmp_path: Path, path: 
     (root / "file").write_text("x")
     (tmp_path / "outside" / "sub").mkdir(parents=True)
     (root / "link").symlink_to(tmp_path / "outside")
-    with pytest.raises(InputError, match="expected a"):
+    with pytest.raises(InputError, match="There is no"):
         resolve_inside(root, path, what="folder")
 
 
 @pytest.mark.parametrize("commit", ["main", "", "a" * 39, "A" * 40, "g" * 40, "a" * 41, "a" * 40 + "\n"])
 def test_anything_but_a_full_commit_is_refused(tmp_path: Path, commit: str) -> None:
-    with pytest.raises(InputError, match="40 hex digits"):
+    with pytest.raises(InputError, match="40 hexadecimal digits"):
         resolve_model(HubRef(repository="a/b", commit=commit), tmp_path)
 
 

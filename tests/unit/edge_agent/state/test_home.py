@@ -25,7 +25,7 @@ def test_an_open_home_is_closed_and_a_file_in_its_place_is_for_a_person(tmp_path
     (tmp_path / "home").chmod(0o755)
     assert mode(open_home(tmp_path / "home").root) == 0o700
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(OperatorError, match="expected a folder"):
+    with pytest.raises(OperatorError, match="Cannot write the folder"):
         open_home(tmp_path / "file")
 
 
