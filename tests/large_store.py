@@ -67,10 +67,10 @@ _STOCK: Final = (
     ),
     (
         "runs (tenant_id, run_id, device_id, metrics, newest, release, version, outcome, gain, loss, rise, "
-        "peak_rss_bytes, log_upload_id, log_sent_at, log_job_id, created_at)",
+        "peak_rss_bytes, log_upload_id, log_sent_at, log_job_id, ended_at, created_at)",
         f"{_OWNER}, 'run_' || n, 'dev_' || n, '{{}}', n % 10 < 2, 'r', n % 4 + 1, 'adopted', n % 97, n % 89, "
         f"n % 83, n, CASE WHEN n % 4 < 2 THEN 'upload_' || n END, CASE WHEN n % 4 < 2 THEN {_AT} END, "
-        f"CASE WHEN n % 4 < 2 THEN 'job_' || n END, {_AT}",
+        f"CASE WHEN n % 4 < 2 THEN 'job_' || n END, {_AT}, {_AT}",
     ),
     (
         "artifacts (id, tenant_id, kind, job_id, model_id, request, digest, size_bytes, provenance, "
@@ -173,8 +173,13 @@ def _begin_upload(session: Session) -> None:
 def _list_runs(session: Session) -> None:
     """Read a page in the middle of all."""
     page = runs.list_runs(session, tenant_id=TENANT)
-    moment = int(page.items[-1].created_at.timestamp() * 1e6) - _YEAR_US // 2
+    moment = int(page.items[-1].ended_at.timestamp() * 1e6) - _YEAR_US // 2
     runs.list_runs(session, tenant_id=TENANT, window=Window(cursor=f"{moment}.{page.items[-1].run_id}"))
+
+
+def _report_run(session: Session) -> None:
+    metrics = {"release": "r", "version": 1, "engine": "light", "agent_version": "0.1.0"}
+    runs.report(session, tenant_id=TENANT, device_id="dev_8", run_id="new", metrics=dict(metrics))
 
 
 CASES: Final[dict[str, Case]] = {
@@ -185,7 +190,7 @@ CASES: Final[dict[str, Case]] = {
     "fleet": replace(
         _reading(
             lambda session: summary(session, tenant_id=TENANT),
-            *("ix_devices_active", "ix_runs_newest", "ix_runs_created_at"),
+            *("ix_devices_active", "ix_runs_newest", "ix_runs_ended_at"),
         ),
         whole=("devices",),
     ),
@@ -203,10 +208,11 @@ CASES: Final[dict[str, Case]] = {
     "jobs-in-state": _reading(
         lambda session: queue.list_jobs(session, tenant_id=TENANT, state=JobState.DEAD), "ix_jobs_state"
     ),
-    "runs": _reading(_list_runs, "ix_runs_created_at"),
+    "runs": _reading(_list_runs, "ix_runs_ended_at"),
     "runs-of-device": _reading(
         lambda session: runs.list_runs(session, tenant_id=TENANT, device_id="dev_8"), "ix_runs_device"
     ),
+    "report": _writing(_report_run, "ix_runs_device"),
     "packages": _reading(
         lambda session: artifacts.list_artifacts(session, tenant_id=TENANT, kind=JobKind.PACKAGE),
         "ix_artifacts_kind",
