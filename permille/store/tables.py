@@ -464,11 +464,11 @@ class Run(_Owned, Base):
     state_digest: Mapped[str | None]  # of the server's replay
     deleted_at: Mapped[datetime | None]
     __table_args__ = (
-        Index("ix_runs_device", "device_id", "created_at"),
+        Index("ix_runs_device", "device_id", "ended_at"),
+        Index("ix_runs_created_at", "tenant_id", "created_at"),
         _index_of_some("runs", "log_upload_id"),
         _index_of_some("runs", "log_job_id"),
         _partial_index("ix_runs_log_sent_at", "log_upload_id IS NOT NULL", "tenant_id", "log_sent_at"),
-        Index("ix_runs_created_at", "tenant_id", "created_at"),
         # Fleets are counted on these two alone: rows with their metrics are twenty times as large.
         Index("ix_runs_ended_at", "tenant_id", "ended_at", "outcome"),
         Index(

@@ -16,7 +16,7 @@ from permille.store.tables import Job
 from permille_service.problems import ApiError
 
 COUNTED: Final = 5
-_LOOKED_AT: Final = 200
+_LOOKED_AT: Final = 20
 # Of the start of a process and the reading of files, which no estimate knows. It keeps a small job, which is
 # little else, from telling that a large one takes ten times its estimate.
 _FIXED_S: Final = 30.0
@@ -38,14 +38,14 @@ def forecast_s(
     """
     newest = (
         select(Job)
-        .where(Job.tenant_id == tenant_id, Job.state == JobState.SUCCEEDED.value)
+        .where(Job.tenant_id == tenant_id, Job.kind == kind.value, Job.state == JobState.SUCCEEDED.value)
         .order_by(Job.id.desc())
         .limit(_LOOKED_AT)
     )
     found: list[float] = []
     for job in session.scalars(newest):
-        if job.kind != kind or len(found) == COUNTED:
-            continue
+        if len(found) == COUNTED:
+            break
         try:
             past_s = estimate(parse_request(job.kind, job.payload))
         except (ApiError, InputError):

@@ -298,12 +298,12 @@ def upgrade() -> None:
         sa.Column("deleted_at", BIG),
         _column("created_at", BIG),
     )
-    op.create_index("ix_runs_device", "runs", ["device_id", "created_at"])
+    op.create_index("ix_runs_device", "runs", ["device_id", "ended_at"])
+    op.create_index("ix_runs_created_at", "runs", ["tenant_id", "created_at"])
     _create_partial_index(
         "ix_runs_log_sent_at", "runs", ["tenant_id", "log_sent_at"], "log_upload_id IS NOT NULL"
     )
     op.create_index("ix_runs_ended_at", "runs", ["tenant_id", "ended_at", "outcome"])
-    op.create_index("ix_runs_created_at", "runs", ["tenant_id", "created_at"])
     op.create_index(
         "ix_runs_newest",
         "runs",
