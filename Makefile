@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis settings house results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-zeroth-order bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-zeroth-order bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -89,7 +89,7 @@ JOBS ?= 1000
 chaos: $(VENV)/.native $(EXECUTORCH)/.installed system-packages  ## JOBS jobs while processes, broker, database and store fail; then count what is lost (a quarter of an hour where nothing else runs)
 	@PYTHONPATH=$(EXECUTORCH) OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --jobs $(JOBS)
 
-attack: $(VENV)/.native system-packages  ## Every attack of docs/security.md, on real processes (ten minutes)
+attack: $(VENV)/.native system-packages  ## Every attack of docs/explanation/security.md, on real processes (ten minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.attacks.run
 
 test-neon: $(VENV)/.native  ## The kernels' tests on Arm: cross-compiled, run by an emulator (Debian: see the script)
@@ -118,8 +118,24 @@ DATABASE ?= sqlite
 schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service with made-up requests, all checks (DATABASE=postgresql)
 	$(BIN)/python -m tests.api_fuzz --examples 200 --database $(DATABASE)
 
-settings: $(VENV)/.installed  ## Write the table of settings in docs/guide/operate.md
+hooks:  ## Check the subjects of your commits (a commit-msg hook of this repository)
+	git config core.hooksPath scripts/hooks
+
+settings: $(VENV)/.installed  ## Write docs/reference/settings.md from the settings classes
 	$(BIN)/python -m scripts.settings
+
+commands: $(VENV)/.installed  ## Write docs/reference/permille.md and permille-agent.md from the command lines
+	$(BIN)/python -m scripts.commands
+
+# In an environment of its own: MkDocs and its theme are no dependencies of the product or its tests.
+SITE := build/site-venv
+$(SITE)/.installed:
+	@$(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/pip --disable-pip-version-check --quiet install mkdocs==1.6.1 mkdocs-material==9.8.2 pymdown-extensions==13.1.2
+	@touch $@
+
+docs: $(SITE)/.installed  ## Build the documentation as a site in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
 house: $(VENV)/.installed  ## Count statements, comments, docs and commits (BEFORE=revision: beside that revision)
 	@$(BIN)/python -m permille_lab.house $(BEFORE)

@@ -182,7 +182,7 @@ def _with_reference(package: Package, model: Model, texts: Iterable[str] | None)
     from permille.models.loading import FileChat, FileTokenizer
     from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS, make_reference
 
-    chat = FileChat(model.folder) if FileChat.is_in(model.folder) else None
+    chat = FileChat.find(model.folder)
     text_NT = np.empty((0, TEXT_TOKENS), np.int64)
     if texts is not None:
         length = min(TEXT_TOKENS, int(package.config.get("max_position_embeddings") or TEXT_TOKENS))

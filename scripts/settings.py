@@ -1,9 +1,9 @@
-"""Writes the table of settings in docs/guide/operate.md: `make settings`.
+"""Write the table of settings in docs/reference/settings.md: `make settings`.
 
     python -m scripts.settings
 
-It is made from the groups of the settings classes: their fields' names, defaults and descriptions. A test
-finds where the guide is older than they are.
+The table comes from the groups of the settings classes: names, defaults and descriptions of their fields. A
+test fails when the page is older than the classes.
 """
 
 import re
@@ -17,7 +17,7 @@ from permille.store.settings import PREFIX, SettingsGroup, StoreSettings, layout
 from permille_service.settings import MIB, Settings
 from permille_workers.runtime.settings import WorkerSettings
 
-GUIDE: Final = Path(__file__).resolve().parents[1] / "docs" / "guide" / "operate.md"
+PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "reference" / "settings.md"
 _HEAD: Final = "| variable | read by | default | meaning |\n|---|---|---|---|\n"
 _TABLE: Final = re.compile(re.escape(_HEAD) + r"(\|.*\n)*")
 _GIB: Final = 1024 * MIB
@@ -25,12 +25,12 @@ _DATA: Final = Path("/data")
 
 
 def table() -> str:
-    """The table: group by group what all programs read first, then the API's own, then a worker's."""
+    """Return the table: group by group what all programs read first, then the API's own, then a worker's."""
     return _HEAD + "".join(line for group in groups() for line in _lines(group))
 
 
 def groups() -> tuple[type[SettingsGroup], ...]:
-    """The groups of both programs, in the order of the table."""
+    """Return the groups of both programs, in the order of the table."""
     inherited = (*reversed(Settings.__mro__), *reversed(WorkerSettings.__mro__))
     found = dict.fromkeys(kind for kind in inherited if SettingsGroup in kind.__bases__)
     return tuple(found)
@@ -45,10 +45,10 @@ def _lines(group: type[SettingsGroup]) -> Iterator[str]:
 
 
 def up_to_date(page: str) -> str:
-    """The guide's text with the table as it should be. Raises ValueError: it has not exactly one."""
+    """Return the page with a current table. Raises ValueError unless it has exactly one."""
     written, count = _TABLE.subn(lambda _: table(), page)
     if count != 1:
-        raise ValueError(f"expected one table of settings, got {count}")
+        raise ValueError(f"The page must have one table of settings; it has {count}.")
     return written
 
 
@@ -61,7 +61,7 @@ def _readers(name: str) -> str:
 
 
 def _default(name: str, field: FieldInfo) -> str:
-    """A cell: what holds where the variable is not set; nothing where it must be."""
+    """Return the cell of the default; it is empty where the variable must be set."""
     below = layout(_DATA)
     if name in below:
         return f"`{str(below[name]).replace(str(_DATA), '<data>')}`"
@@ -78,8 +78,8 @@ def _default(name: str, field: FieldInfo) -> str:
 
 
 def main() -> None:
-    """Write the guide again."""
-    GUIDE.write_text(up_to_date(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the page again."""
+    PAGE.write_text(up_to_date(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

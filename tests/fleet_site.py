@@ -92,6 +92,7 @@ def _run(tenant_id: str, device_id: str, version: int, at: datetime, rng: random
         "run_id": str(uuid.UUID(int=rng.getrandbits(128))),
         "device_id": device_id,
         "created_at": at,
+        "ended_at": at,
         "metrics": json.loads(reported.model_dump_json()),
         "newest": True,
         "release": RELEASE,

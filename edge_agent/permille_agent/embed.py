@@ -143,7 +143,10 @@ def personalise(
         SearchFailed: no epsilon or no step size works for this package on this text.
     """
     if prepared.stages:
-        raise InputError(f"expected at least {NEEDED_TOKENS} tokens of text to train, select and judge")
+        raise InputError(
+            f"There is too little text: at least {NEEDED_TOKENS} tokens are needed to train, select and "
+            "judge."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(
         folder=RunFolder(folder),

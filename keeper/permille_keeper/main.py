@@ -24,7 +24,9 @@ _KEY, _TOKEN, _MEMORY = "keeper.key", "keeper.token", "keeper.sqlite"
 def init(home: Path) -> str:
     """Make key and token; return what to tell the service. Raises OperatorError: they are there."""
     if (home / _KEY).exists():
-        raise OperatorError(f"expected no key, got {home / _KEY}: seals would no longer open with another")
+        raise OperatorError(
+            f"{home / _KEY} exists already. Another key would open no earlier seals; choose another --home."
+        )
     home.mkdir(parents=True, exist_ok=True)
     Memory(home / _MEMORY)
     key, token = X25519PrivateKey.generate(), secrets.token_urlsafe(32)
@@ -51,14 +53,14 @@ def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | N
         key = X25519PrivateKey.from_private_bytes((home / _KEY).read_bytes())
         token = (home / _TOKEN).read_text()
     except (OSError, ValueError) as exc:
-        raise OperatorError(f"expected key and token of `permille-keeper init` in {home}: {exc}") from exc
+        raise OperatorError(f"{home} has no key and token: {exc}. Run `permille-keeper init` first.") from exc
     if not (home / _MEMORY).exists():
         raise OperatorError(
-            f"expected {home / _MEMORY} beside the key: without it seals that were opened would open again; "
-            "make a new key in an empty folder"
+            f"{home / _MEMORY} is missing. Without it, seals that were opened would open again: make a new "
+            "key in an empty folder."
         )
     if tls is None and not is_loopback(address[0]):
-        raise OperatorError(f"expected --tls-certificate and --tls-key for {address[0]}, got none")
+        raise OperatorError(f"Other machines can reach {address[0]}: name --tls-certificate and --tls-key.")
     context = None
     if tls is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -64,8 +64,9 @@ class Memory:
             again = [entry[0] for entry in opening.entries if entry[0] in known]
             if again:
                 raise SecondSetError(
-                    f"expected seals of round {place[1]} of {place[0]} that were never opened, "
-                    f"got {len(again)} of another set, the first of device {again[0].hex()}"
+                    f"{len(again)} seals of round {place[1]} of {place[0]} were opened in another set "
+                    "before, the "
+                    f"first of device {again[0].hex()}"
                 )
             answer = make()
             connection.execute(

@@ -64,14 +64,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.NOT_FOUND, b"")
         shown = self.headers.get("authorization", "")
         if not hmac.compare_digest(shown.encode(), f"Bearer {self.server.token}".encode()):
-            return self._send(HTTPStatus.UNAUTHORIZED, b"expected the token of this keeper")
+            return self._send(HTTPStatus.UNAUTHORIZED, b"The token is not this keeper's")
         self.server.prove(self.client_address)
         length = self.headers.get("content-length", "")
         if not length.isascii() or not length.isdecimal() or len(length) > 9:
-            return self._refuse(HTTPStatus.LENGTH_REQUIRED, "expected content-length")
+            return self._refuse(HTTPStatus.LENGTH_REQUIRED, "The request needs a Content-Length")
         if int(length) > MAX_REQUEST_BYTES:
             return self._refuse(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected at most {MAX_REQUEST_BYTES} bytes"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The request is larger than {MAX_REQUEST_BYTES} bytes"
             )
         data = self.rfile.read(int(length))
         try:

@@ -23,9 +23,11 @@ def answer(data: bytes, key: X25519PrivateKey, memory: Memory) -> bytes:
     opening = decode_opening(data)
     privacy = opening.definition.privacy
     if privacy is None or privacy.keeper is None:
-        raise PackageError("round-content", "expected a federation with a keeper")
+        raise PackageError("round-content", "The federation has no keeper")
     if privacy.keeper.public_bytes != key.public_key().public_bytes_raw():
-        raise PackageError("round-binding", f"expected this keeper's key, got {privacy.keeper.key}")
+        raise PackageError(
+            "round-binding", f"The federation names another keeper, with the key {privacy.keeper.key}"
+        )
     return memory.answer_once(opening, lambda: _sum(opening, key))
 
 

@@ -1,12 +1,15 @@
 """Choosing the next token: the most likely, or one sampled from the head of the distribution. numpy only."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+
+REPEATED_TOKENS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +20,10 @@ class TokenSampling:
         max_new_tokens: how many at most.
         temperature: 0 takes the most likely token and ignores the rest; else logits are divided by it.
         top_p: the smallest set of most likely tokens whose probability reaches it is sampled; (0, 1].
+        top_k: at most so many of the most likely tokens are sampled; 0 samples any.
+        repeat_penalty: makes each of the last 64 tokens of the text less likely; 1 does nothing. Its logit is
+            divided by it where positive, else multiplied (Keskar et al. 2019, section 4.1). Tokens of the
+            prompt are left alone: an answer uses its question's words, and the end of a turn is among them.
         seed: the same arguments on the same machine and build give the same tokens.
         stop_ids: they end the text and are not yielded.
 
@@ -27,6 +34,8 @@ class TokenSampling:
     max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    repeat_penalty: float = 1.0
     seed: int = 0
     stop_ids: Collection[int] = ()
 
@@ -37,28 +46,47 @@ class TokenSampling:
             raise InputError(f"expected a temperature of 0 or more, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"expected top_p above 0 and at most 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise InputError(f"expected top_k of 0 or more, got {self.top_k}")
+        if not 0 < self.repeat_penalty < float("inf"):
+            raise InputError(f"expected a repeat_penalty above 0, got {self.repeat_penalty}")
         if not 0 <= self.seed < 1 << 64:
             raise InputError(f"expected a seed from 0 to 2**64 - 1, got {self.seed}")
 
 
-def next_token(logit_D: NDArray[np.float32], sampling: TokenSampling, rng: np.random.Generator) -> int:
+def next_token(
+    logit_D: NDArray[np.float32],
+    sampling: TokenSampling,
+    rng: np.random.Generator,
+    written: Sequence[int] = (),
+) -> int:
     """The next token id; of equally likely ones the lowest.
+
+    Args:
+        written: the tokens of the text so far, without those of the prompt.
 
     Raises:
         InputError: the logits are not finite, so the sparse values cannot be used.
     """
     if not np.isfinite(logit_D).all():
         raise InputError("expected finite logits, got NaN or infinity: these sparse values break the model")
+    if sampling.repeat_penalty != 1.0 and written:
+        logit_D = logit_D.copy()
+        recent = np.unique(written[-REPEATED_TOKENS:])
+        found = logit_D[recent]
+        logit_D[recent] = np.where(
+            found > 0, found / sampling.repeat_penalty, found * sampling.repeat_penalty
+        )
     if sampling.temperature == 0:
         return int(np.argmax(logit_D))
-    return _sampled(logit_D.astype(np.float64) / sampling.temperature, sampling.top_p, rng)
+    return _sampled(logit_D.astype(np.float64) / sampling.temperature, sampling, rng)
 
 
-def _sampled(logit_D: NDArray[np.float64], top_p: float, rng: np.random.Generator) -> int:
-    """Inverse of the cumulative distribution, from the most likely token down, cut where it reaches top_p."""
-    order_D = np.argsort(-logit_D, kind="stable")
+def _sampled(logit_D: NDArray[np.float64], sampling: TokenSampling, rng: np.random.Generator) -> int:
+    """Inverse of the cumulative distribution, from the most likely token down, cut by top_k, then top_p."""
+    order_D = np.argsort(-logit_D, kind="stable")[: sampling.top_k or None]
     weight_D = np.exp(logit_D[order_D] - logit_D[order_D[0]])
     cumulative_D = np.cumsum(weight_D / weight_D.sum())
-    kept = min(int(np.searchsorted(cumulative_D, top_p)) + 1, len(cumulative_D))
+    kept = min(int(np.searchsorted(cumulative_D, sampling.top_p)) + 1, len(cumulative_D))
     drawn = rng.random() * cumulative_D[kept - 1]
     return int(order_D[min(int(np.searchsorted(cumulative_D[:kept], drawn, side="right")), kept - 1)])

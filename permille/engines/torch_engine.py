@@ -166,6 +166,7 @@ class TorchEngine:
         self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
     ) -> Iterator[int]:
         rng = np.random.Generator(np.random.Philox(sampling.seed))
+        written: list[int] = []
         value_K, ids = self._tensor(values_K), prompt_ids
         room = sampling.max_new_tokens
         if self._limits.positions is not None:
@@ -176,10 +177,11 @@ class TorchEngine:
             # Per token, so that a consumer that pauses does not keep the engine from others.
             with self._lock, torch.no_grad():
                 logits_1D = self._logits(value_K, self._tensor(ids), 1, past_key_values=cache)
-            token = next_token(logits_1D[0].cpu().numpy(), sampling, rng)
+            token = next_token(logits_1D[0].cpu().numpy(), sampling, rng, written)
             if token in sampling.stop_ids:
                 return
             yield token
+            written.append(token)
             ids = np.array([token], dtype=np.int64)
 
     def _sequences(self, batch: Batch) -> Iterator[_Sequence]:

@@ -1,6 +1,5 @@
 """A checked model folder as a torch model or a tokenizer. Nothing in the folder is executed."""
 
-import json
 from array import array
 from base64 import b64decode
 from collections.abc import Callable, Mapping
@@ -15,13 +14,13 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint, inside
 from permille.sandbox.process import MAX_TOKENS_A_CHARACTER, Sandbox, SandboxError
+from permille.tokenizer_files import MAX_TEMPLATE_CHARACTERS, TokenizerFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # What a package may carry (FORMAT 3.4).
 MAX_TOKENIZER_BYTES = 64 << 20
-_MAX_TEMPLATE_CHARACTERS = 64 << 10
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str = "cpu") -> "PreTrainedModel":
@@ -76,37 +75,21 @@ class FileTokenizer:
 class FileChat:
     """The chat template of a model folder, rendered and tokenized in a confined child."""
 
-    def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            InputError: no chat template, one of more than 64 Ki characters, or a tokenizer that cannot be
-                read.
-        """
-        read = partial(_optional_object, folder)
-        config = {**read("special_tokens_map.json"), **read("tokenizer_config.json")}
-        found = _chat_template(folder)
-        if found is None:
-            raise InputError(f"The model in {folder.name} has no chat template.")
-        if len(found) > _MAX_TEMPLATE_CHARACTERS:
-            raise InputError(f"The chat template has {len(found)} characters, more than 64 Ki.")
-        self._template = found
-        names = {name: config.get(name) for name in ("bos_token", "eos_token")}
-        self._variables = {
-            name: str(value.get("content") if isinstance(value, dict) else value or "")
-            for name, value in names.items()
-        }
-        ids: set[int] = set()
-        for name in ("generation_config.json", "config.json"):
-            value = read(name).get("eos_token_id")
-            ids |= {item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)}
-        self._stop_ids = frozenset(ids)
+    def __init__(self, folder: Path, files: TokenizerFiles) -> None:
+        self._files = files
         self._sandbox = Sandbox(inside(folder, "tokenizer.json").read_bytes)
         _answer(self._sandbox.start)
 
-    @staticmethod
-    def is_in(folder: Path) -> bool:
-        """Say whether a model folder has a chat template."""
-        return _chat_template(folder) is not None
+    @classmethod
+    def find(cls, folder: Path) -> "FileChat | None":
+        """Read the chat template of a model folder; None where it has none.
+
+        Raises:
+            InputError: the tokenizer cannot be read.
+            PackageError: as `TokenizerFiles.read`.
+        """
+        files = TokenizerFiles.read(partial(_optional_file, folder))
+        return None if files.template is None else cls(folder, files)
 
     def prompt(self, question: str) -> NDArray[np.int64]:
         """The ids of a conversation in which the user has asked, up to where the answer begins.
@@ -117,12 +100,12 @@ class FileChat:
         messages = [{"role": "user", "content": question}]
         request: dict[str, Any] = {
             "do": "render",
-            "template": self._template,
-            "variables": self._variables,
+            "template": self._files.template,
+            "variables": self._files.variables,
             "messages": messages,
             "prompt": True,
             "prefixes": [],
-            "limit": _MAX_TEMPLATE_CHARACTERS,
+            "limit": MAX_TEMPLATE_CHARACTERS,
         }
         text = str(_answer(lambda: self._sandbox.ask(request, characters=len(question)))["text"])
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
@@ -132,26 +115,14 @@ class FileChat:
 
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
-        return self._stop_ids
+        return frozenset(self._files.stop_ids)
 
 
-def _chat_template(folder: Path) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return inside(folder, path.name).read_text()
-    found = _optional_object(folder, "tokenizer_config.json").get("chat_template")
-    return found if isinstance(found, str) else None
-
-
-def _optional_object(folder: Path, name: str) -> dict[str, Any]:
+def _optional_file(folder: Path, name: str) -> bytes | None:
     path = folder / name
     if not path.is_file() or path.stat().st_size > MAX_TOKENIZER_BYTES:
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as exc:
-        raise InputError(f"{name} of the model is not JSON: {exc}") from exc
-    return value if isinstance(value, dict) else {}
+        return None
+    return inside(folder, name).read_bytes()
 
 
 def _answer(ask: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -4,6 +4,8 @@ Both come with the package, so they are code and data of somebody else. A tokeni
 thirty times, its patterns can look for ever; a template can loop. jinja2's immutable sandbox bounds what a
 template may touch, nothing bounds how long either works or how much it allocates. So this process has limits
 (`confinement.py`), and the parent bounds the time and the answers (`process.py`).
+
+A user's documents (`documents.py`), which others may have made, are read in a child of their own.
 """
 
 import json
@@ -53,6 +55,7 @@ class _Child:
             "step": self.step,
             "has_special": self.has_special,
             "render": self.render,
+            "extract": self.extract,
         }
         try:
             return requests[request.pop("do")](**request)
@@ -151,6 +154,25 @@ class _Child:
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
             raise _RefusedError(f"{type(exc).__name__} in the template") from exc
         return {"text": whole, "prefixes": lengths}
+
+    def extract(self, suffix: str, size: int, limit: int) -> Answer:
+        """The texts of a document of `size` bytes, which follow; of mail one a message."""
+        from permille.sandbox.documents import texts_of
+
+        data = sys.stdin.buffer.read(size)
+        try:
+            texts = texts_of(suffix, data)
+        except MemoryError:
+            raise
+        except ModuleNotFoundError as exc:
+            raise _RefusedError(
+                f"reading {suffix} needs {exc.name}: pip install 'permille[documents]'"
+            ) from exc
+        except Exception as exc:  # libraries raise anything for what is damaged
+            raise _RefusedError(f"cannot be read as {suffix} ({type(exc).__name__})") from exc
+        if sum(map(len, texts)) > limit:
+            raise _RefusedError(f"more than {limit} characters")
+        return {"texts": texts}
 
     @property
     def _tokenizer(self) -> "Tokenizer":

@@ -60,8 +60,11 @@ class Sandbox:
         with self._lock:
             return self._start()
 
-    def ask(self, request: Mapping[str, object], *, characters: int) -> Mapping[str, Any]:
+    def ask(self, request: Mapping[str, object], *, characters: int, data: bytes = b"") -> Mapping[str, Any]:
         """The answer to a request about so many characters; its `error` where the child refuses.
+
+        Args:
+            data: bytes that follow the request, whose size it names.
 
         Raises:
             SandboxError: a limit is broken.
@@ -71,7 +74,7 @@ class Sandbox:
                 self._start()
             work_s = characters / CHARACTERS_A_SECOND
             self._budget_s = min(BUDGET_S, self._budget_s + EARNED_A_CALL_S) + work_s
-            return self._exchange(json.dumps(request).encode() + b"\n", CALL_S + work_s)
+            return self._exchange(json.dumps(request).encode() + b"\n" + data, CALL_S + work_s)
 
     def new_stream(self) -> int:
         """A number for a stream of decoded text."""

@@ -20,6 +20,9 @@ RelativePath = Annotated[
     Field(description="path below the configured root, with `/` between parts", examples=["stories260K"]),
 ]
 
+REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
+COMMIT_PATTERN = r"^[0-9a-f]{40}$"
+
 
 class FolderModel(Closed):
     """A folder below the service's model root, in the form that `transformers` saves."""
@@ -34,12 +37,12 @@ class HubModel(Closed):
     kind: Literal["hub"]
     repository: Annotated[
         str,
-        StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"),
+        StringConstraints(pattern=REPOSITORY_PATTERN),
         Field(examples=["TinyLlama/TinyLlama-1.1B-Chat-v1.0"]),
     ]
     commit: Annotated[
         str,
-        StringConstraints(pattern=r"^[0-9a-f]{40}$"),
+        StringConstraints(pattern=COMMIT_PATTERN),
         Field(
             description="full commit, so that the model cannot change",
             examples=["0123456789abcdef" * 2 + "01234567"],

@@ -117,7 +117,7 @@ class Preflight(Closed):
     figures: list[Figure]
     unknown: str | None = Field(
         default=None,
-        description="why there are no figures, so that nothing is refused",
+        description="why needs are unknown, so that nothing is refused",
         examples=["the files of this hub model have not been read yet: its first job does"],
     )
 

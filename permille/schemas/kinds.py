@@ -70,8 +70,8 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             request=BuildCreate,
             record=Build,
             collection="builds",
-            about="Mask, quantization and package in one request.",
-            starts="Start making a package of a model: mask, quantization, package.",
+            about="Build packages: mask, quantization and package in one request.",
+            starts="Build a package of a model: mask, quantization, package.",
             examples={
                 "sensitive weights and nf4": {
                     "model_id": _MODEL,
@@ -91,9 +91,9 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             request=SparsificationCreate,
             record=Sparsification,
             collection="sparsifications",
-            about="Models with weights set to zero, and what that costs.",
-            starts="Start setting weights of a model to zero; what is made is a model of its own.",
-            shows="What a sparsification costs: zeros and error by layer, perplexity before and after.",
+            about="Make models sparse, and see what that costs.",
+            starts="Set weights of a model to zero, as a model of its own.",
+            shows="Show what a sparsification costs: zeros and error by layer, perplexity before and after.",
             examples={
                 "half of the weights": {"model_id": _MODEL, "corpus_id": _CORPUS, "name": "half"},
                 "two of four, the others make up for it": {
@@ -119,9 +119,9 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             request=MaskCreate,
             record=Mask,
             collection="masks",
-            about="Which weights are sensitive, and the evidence.",
-            starts="Start choosing the sensitive weights of a model.",
-            shows="The evidence behind a mask: the coverage curve and the table by tensor.",
+            about="Find the sensitive weights of models, and see the evidence.",
+            starts="Find the sensitive weights of a model.",
+            shows="Show the evidence behind a mask: the coverage curve and a table by tensor.",
             examples={
                 "sensitive weights, by gradients on a corpus": {
                     "model_id": _MODEL,
@@ -143,9 +143,9 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             request=QuantizationCreate,
             record=Quantization,
             collection="quantizations",
-            about="The dense layer, and what it costs.",
-            starts="Start coding a model's dense weights.",
-            shows="What a quantization costs: the error by tensor, perplexity before and after.",
+            about="Quantize models, and see what that costs.",
+            starts="Quantize the frozen weights of a model.",
+            shows="Show what a quantization costs: error by tensor, perplexity before and after.",
             examples={
                 "nf4, perplexity measured": {
                     "model_id": _MODEL,
@@ -174,8 +174,8 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             request=PackageCreate,
             record=PackageRecord,
             collection="packages",
-            about="What a device downloads.",
-            starts="Start packing a quantization of a model with a mask of it, or with an adapter.",
+            about="Make packages of finished parts.",
+            starts="Make a package of a quantization with a mask, or with an adapter.",
             examples={
                 "a mask and a quantization": {
                     "mask_id": f"mask_{EXAMPLE_ULID}",
@@ -190,8 +190,8 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             request=PoolingCreate,
             record=Pooling,
             collection="poolings",
-            about="States trained on public text, which a package may carry.",
-            starts="Start training a pooled state of a package.",
+            about="Add states that public text has trained to packages.",
+            starts="Train a state of a package on public text, and add it.",
             examples={
                 "400 steps on a corpus": {"package_digest": "sha256:" + "0" * 64, "corpus_id": _CORPUS},
             },
@@ -203,8 +203,8 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             request=ExportCreate,
             record=Export,
             collection="exports",
-            about="Packages as programs that an inference engine runs.",
-            starts="Start exporting a package as a program for ExecuTorch's runtime.",
+            about="Add programs for an inference engine to packages.",
+            starts="Add a program for ExecuTorch's runtime to a package.",
             examples={
                 "weights in float32": {"package_digest": "sha256:" + "0" * 64},
                 "4-bit weights, both signs of 8 directions on 2 sequences in a pass": {

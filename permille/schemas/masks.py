@@ -13,8 +13,8 @@ Scope = Annotated[
     str,
     StringConstraints(pattern=f"^({SCOPE_PATTERN})$"),
     Field(
-        description='which linears: "all", "attention", "mlp", or those of decoder layers counted from 0: '
-        '"layers:4-7", "layers:4-", "layers:4"',
+        description='linears to choose from: "all", "attention", "mlp", or decoder layers from 0 on, such as '
+        '"layers:4-7", "layers:4-" or "layers:4"',
         examples=["all"],
     ),
 ]
@@ -22,11 +22,17 @@ Scope = Annotated[
 
 Sequences = Annotated[
     int,
-    Field(strict=True, ge=1, le=100_000, examples=[100], description="sequences to measure gradients on"),
+    Field(
+        strict=True,
+        ge=1,
+        le=100_000,
+        examples=[100],
+        description="number of sequences to measure gradients on",
+    ),
     WholeNumber,
 ]
 SequenceLength = Annotated[
-    int, Field(strict=True, ge=8, le=32_768, examples=[512], description="tokens of a sequence"), WholeNumber
+    int, Field(strict=True, ge=8, le=32_768, examples=[512], description="tokens in a sequence"), WholeNumber
 ]
 
 
@@ -34,19 +40,21 @@ class _AnyMask(Closed):
     """What every way of choosing has."""
 
     density: Density = 0.001
-    seed: Seed = Field(default=0, description="of the choice of sequences, or of a random mask")
+    seed: Seed = Field(default=0, description="seed of the choice of sequences, or of a random mask")
     scope: Scope = "all"
     allocation: Allocation = Field(
         default=Allocation.TENSOR,
-        description="the same density in every tensor, or the largest scores of all tensors together",
+        description="tensor: the same density in every tensor; global: the largest scores of all tensors",
     )
 
 
 class FisherMask(_AnyMask):
     """The weights with the largest squared gradients on a corpus."""
 
-    method: Literal[MaskMethod.FISHER] = Field(description="how weights are scored")
-    corpus_id: Id = Field(description="the corpus to measure gradients on; `fisher` needs one")
+    method: Literal[MaskMethod.FISHER] = Field(
+        description="score that selects weights: gradients on text, size, or chance"
+    )
+    corpus_id: Id = Field(description="corpus to measure gradients on; needed for fisher")
     sequences: Sequences = 100
     length: SequenceLength = 512
 
@@ -63,7 +71,7 @@ MaskRequest = Annotated[FisherMask | WeightMask, Field(discriminator="method")]
 class FisherMaskCreate(FisherMask):
     """Choose the weights of a model that are sensitive on a corpus."""
 
-    model_id: Id = Field(description="the model to choose weights of")
+    model_id: Id = Field(description="model to choose weights of")
 
 
 class WeightMaskCreate(WeightMask):

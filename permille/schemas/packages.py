@@ -26,7 +26,7 @@ class Adapter(Closed):
     """Low-rank matrices beside the linears, trained in place of masked weights."""
 
     kind: Annotated[AdapterKind, Flag("--adapter")] = Field(
-        description="train an adapter in place of masked weights: lora, or lora-fa (half of it frozen)"
+        description="adapter to train in place of sensitive weights: lora, or lora-fa (half of it frozen)"
     )
     rank: Annotated[
         int, Field(strict=True, ge=1, le=256, description="rank of the adapter's matrices"), WholeNumber
@@ -34,12 +34,15 @@ class Adapter(Closed):
     alpha: Annotated[
         int,
         Field(
-            strict=True, ge=1, le=1024, description="scale of the adapter: its product counts alpha / rank"
+            strict=True,
+            ge=1,
+            le=1024,
+            description="scale of the adapter: its product is multiplied by alpha / rank",
         ),
         WholeNumber,
     ] = 16
     scope: Annotated[Scope, Flag("--adapter-scope")] = "all"
-    seed: Annotated[Seed, Flag("--adapter-seed")] = Field(default=0, description="of the first matrices")
+    seed: Annotated[Seed, Flag("--adapter-seed")] = Field(default=0, description="seed of the first matrices")
 
 
 def _either(mask: str, kind: str) -> ConfigDict:
@@ -63,9 +66,9 @@ class PackageCreate(Closed):
 
     model_config = _either("mask_id", "string")
 
-    mask_id: Id | None = Field(default=None, description="the mask")
+    mask_id: Id | None = Field(default=None, description="mask")
     adapter: Adapter | None = None
-    quantization_id: Id = Field(description="a quantization of the same model")
+    quantization_id: Id = Field(description="quantization of the same model")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -76,41 +79,47 @@ class PackageCreate(Closed):
 class PoolingCreate(Closed):
     """Train a pooled state of a package on public text, and make a package that carries it."""
 
-    package_digest: Digest = Field(description="the package; the new one differs in the pooled state alone")
+    package_digest: Digest = Field(description="package; the new one differs in the pooled state alone")
     corpus_id: Id = Field(description="public text to train on; its last part judges the state")
     steps: Annotated[
         int,
         Field(strict=True, ge=1, le=100_000, description="steps along the gradient"),
         WholeNumber,
     ] = 400
-    rows: Annotated[int, Field(strict=True, ge=1, le=256, description="sequences a step"), WholeNumber] = 4
+    rows: Annotated[int, Field(strict=True, ge=1, le=256, description="sequences in a step"), WholeNumber] = 4
     sequences: Annotated[
         int,
-        Field(strict=True, ge=8, le=1_000_000, description="sequences to take of the corpus"),
+        Field(strict=True, ge=8, le=1_000_000, description="number of sequences to take from the corpus"),
         WholeNumber,
     ] = 2000
     length: Annotated[
-        int, Field(strict=True, ge=8, le=8192, description="tokens of a sequence"), WholeNumber
+        int, Field(strict=True, ge=8, le=8192, description="tokens in a sequence"), WholeNumber
     ] = 128
-    seed: Seed = Field(default=0, description="of the choice of sequences and their order")
+    seed: Seed = Field(default=0, description="seed of the choice of sequences and their order")
 
 
 class ExportCreate(Closed):
     """Export a package as a program for ExecuTorch's runtime, and make a package that carries it."""
 
-    package_digest: Digest = Field(description="the package; the new one differs in the program alone")
+    package_digest: Digest = Field(description="package; the new one differs in the program alone")
     weights: ProgramWeights = Field(
         default=ProgramWeights.FLOAT32,
-        description="frozen weights; int4, of int4 packages, with inputs of linear layers in 8 bits",
+        description="storage of the frozen weights; int4 needs an int4 package and rounds inputs to 8 bits",
     )
     variants: Annotated[
-        int, Field(strict=True, ge=1, le=256, description="of the sparse values in one pass"), WholeNumber
+        int,
+        Field(strict=True, ge=1, le=256, description="variants of the sparse values in one pass"),
+        WholeNumber,
     ] = 8
     rows: Annotated[
-        int, Field(strict=True, ge=1, le=1024, description="sequences of all variants in a pass"), WholeNumber
+        int,
+        Field(strict=True, ge=1, le=1024, description="sequences of all variants in one pass"),
+        WholeNumber,
     ] = 16
     tokens: Annotated[
-        int, Field(strict=True, ge=8, le=8192, description="of a sequence; devices have 128"), WholeNumber
+        int,
+        Field(strict=True, ge=8, le=8192, description="tokens in a sequence; devices have 128"),
+        WholeNumber,
     ] = 128
 
 
@@ -138,7 +147,7 @@ class BuildCreate(Closed):
 
     model_config = _either("mask", "object")
 
-    model_id: Id = Field(description="the model to make a package of")
+    model_id: Id = Field(description="model to make a package of")
     mask: MaskRequest | None = None
     adapter: Adapter | None = None
     quantization: BuildOptions = Nf4(scheme=SchemeName.NF4)

@@ -22,11 +22,17 @@ class SchemeName(StrEnum):
 
 EvaluationTokens = Annotated[
     int,
-    Field(strict=True, ge=256, le=10_000_000, examples=[8192], description="tokens to measure perplexity on"),
+    Field(
+        strict=True,
+        ge=256,
+        le=10_000_000,
+        examples=[8192],
+        description="number of tokens to measure perplexity on",
+    ),
     WholeNumber,
 ]
 EvaluationCorpus = Annotated[
-    Id | None, Flag("--evaluate-on"), Field(description="the corpus to measure perplexity on")
+    Id | None, Flag("--evaluate-on"), Field(description="corpus to measure perplexity on")
 ]
 CalibrationSequences = Annotated[int, Field(strict=True, ge=1, le=4096, examples=[128]), WholeNumber]
 CalibrationLength = Annotated[int, Field(strict=True, ge=8, le=4096, examples=[512]), WholeNumber]
@@ -35,8 +41,8 @@ CalibrationLength = Annotated[int, Field(strict=True, ge=8, le=4096, examples=[5
 SparsityOption = Annotated[
     Literal["none", "2:4", "bitmap"] | None,
     Field(
-        description="which weights get codes: all (none), two of each four (2:4), those other than zero "
-        "(bitmap); left out, what fits the model"
+        description="weights that get codes: all (none), two of each four (2:4), or those other than zero "
+        "(bitmap). By default what fits the model"
     ),
 ]
 
@@ -46,7 +52,7 @@ class Tables(Closed):
 
     embeddings: Embeddings = Field(
         default=Embeddings.Q8_0,
-        description="embedding and head: 8 bits in blocks of 32 (q8_0), or the model's own dtype (source)",
+        description="storage of embedding and head: 8 bits (q8_0), or the model's own type (source)",
     )
 
 
@@ -54,12 +60,12 @@ class Nf4(Tables):
     """NormalFloat codes in flat blocks of 64."""
 
     scheme: Literal[SchemeName.NF4] = Field(
-        description="auto-round is int4 that is calibrated on texts; squeezellm has a code book a row, made "
-        "of a mask's scores"
+        description="storage of the frozen weights; auto-round is int4 calibrated on text, squeezellm has a "
+        "code book for each row"
     )
     group_size: Annotated[Literal[64], WholeNumber] = Field(
         default=64,
-        description="weights that share a scale; nf4: 64, int4: 32 or 128, int8 and auto-round: 128",
+        description="weights that share a scale: 64 for nf4, 32 or 128 for int4, 128 for int8 and auto-round",
     )
     sparsity: SparsityOption = None
     evaluation_tokens: EvaluationTokens = 8192
@@ -82,13 +88,13 @@ class AutoRound(Tables):
     group_size: Annotated[Literal[128], WholeNumber] = 128
     evaluation_tokens: EvaluationTokens = 8192
     calibration_corpus_id: Annotated[Id, Flag("--calibrate-on")] = Field(
-        description="the corpus that auto-round takes its texts from"
+        description="corpus to calibrate auto-round on"
     )
     calibration_sequences: CalibrationSequences = Field(
-        default=128, description="sequences that auto-round calibrates on"
+        default=128, description="number of sequences to calibrate auto-round on"
     )
     calibration_length: CalibrationLength = Field(
-        default=512, description="tokens of a sequence; at most the model's positions"
+        default=512, description="tokens in a sequence to calibrate on; at most the model's positions"
     )
 
 
@@ -112,7 +118,7 @@ class SqueezeLLM(CodeBooks):
     """Code books made of a mask's scores."""
 
     mask_id: Annotated[Id, Flag("--scores-of")] = Field(
-        description="the fisher mask of all linears whose scores squeezellm takes"
+        description="fisher mask of all linears whose scores squeezellm uses"
     )
 
 
@@ -121,7 +127,7 @@ class BuildSqueezeLLM(CodeBooks):
 
     mask_id: Annotated[Id | None, Flag("--scores-of")] = Field(
         default=None,
-        description="the fisher mask of all linears whose scores squeezellm takes; left out, the build's own",
+        description="fisher mask of all linears whose scores squeezellm uses. By default the build's own",
     )
 
 
@@ -134,7 +140,7 @@ QuantizationOptions = Annotated[AnyOptions, Field(discriminator="scheme")]
 class QuantizationCreate(Closed):
     """Quantize a model. A corpus adds perplexity."""
 
-    model_id: Id = Field(description="the model to code")
+    model_id: Id = Field(description="model to quantize")
     evaluation_corpus_id: EvaluationCorpus = None
     options: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
 

@@ -77,6 +77,8 @@ class RunMetrics(Closed):
     release: Name
     version: Version
     outcome: Outcome
+    began_at: Timestamp = Field(description="by the device's clock, which may be wrong")
+    ended_at: Timestamp = Field(description="by the device's clock; runs are ordered by it, see `Run`")
     steps: Count
     rejected_steps: Count
     queries: Count
@@ -164,7 +166,10 @@ class Run(Closed):
 
     run_id: RunId
     device_id: Id
-    created_at: Timestamp
+    created_at: Timestamp = Field(description="when its report arrived")
+    ended_at: Timestamp = Field(
+        description="when it ended by its device's clock, and never later than its report arrived"
+    )
     metrics: RunMetrics
     log: RunLog | None
 

@@ -90,7 +90,7 @@ def fetch_page(
 
     Args:
         key: a unique column of the row; ids of ours sort by the time they were made.
-        made_at: when the row was made, where its key does not say so.
+        made_at: the time that orders the rows, where their key does not say so.
 
     Raises:
         InputError: limit out of range, or a cursor that no page gave.

@@ -6,9 +6,10 @@ request. They are an upload of its own (`permille.store.uploads`), which nothing
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, select, update
+from sqlalchemy import ColumnElement, func, select, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import ENDED, JobKind, JobState
@@ -22,12 +23,15 @@ from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Device, Job, Run
 
 _LARGEST_LOSS: Final = 1e6
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def report(
     session: Session, *, tenant_id: str, device_id: str, run_id: str, metrics: dict[str, object]
 ) -> tuple[Run, bool]:
     """Store a run; return it and whether this call made it. The same report again changes nothing.
+
+    Reports may wait on a device and come in any order, so the newest run is the one that ended last there.
 
     Raises:
         ConflictError: the id was used with other metrics or by another device.
@@ -39,18 +43,25 @@ def report(
         return run, False
     in_turn = {"key_share": True}  # two of its reports; what names the device does not wait
     device = session.get(Device, device_id, with_for_update=in_turn)
+    arrived_at = now(session)
     run = Run(
         tenant_id=tenant_id,
         run_id=run_id,
         device_id=device_id,
         metrics=metrics,
-        created_at=now(session),
+        created_at=arrived_at,
+        ended_at=min(_moment(metrics.get("ended_at"), arrived_at), arrived_at),
         newest=True,
         **_counted(metrics),
     )
-    session.execute(update(Run).where(*_of_same_version(run), Run.newest).values(newest=False))
+    later = select(Run.run_id).where(*_of_same_version(run), Run.newest, Run.ended_at > run.ended_at)
+    run.newest = session.scalar(later) is None
+    if run.newest:
+        session.execute(update(Run).where(*_of_same_version(run), Run.newest).values(newest=False))
     session.add(run)
-    if device is not None and "engine" in metrics:
+    session.flush()
+    last = select(func.max(Run.ended_at)).where(Run.device_id == device_id)
+    if device is not None and "engine" in metrics and session.scalar(last) == run.ended_at:
         device.engine, device.agent_version = str(metrics["engine"]), str(metrics["agent_version"])
     session.flush()
     return run, True
@@ -67,6 +78,12 @@ def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
         "rise": None if general[0] is None or general[1] is None else general[1] - general[0],
         "loss": personal if adopted else base,
     }
+
+
+def _moment(value: object, default: datetime) -> datetime:
+    """A time of a device. One before 1970, where its clock begins, cannot be stored as a cursor."""
+    found = datetime.fromisoformat(value) if isinstance(value, str) else default
+    return max(found, _EPOCH)
 
 
 def _loss(value: object) -> float | None:
@@ -99,11 +116,11 @@ def list_runs(
     device_id: str | None = None,
     window: Window = FIRST,
 ) -> Page[Run]:
-    """List runs, the newest first. Their ids, which devices made, say nothing about time."""
+    """List runs, the one that ended last first. Their ids, which devices made, say nothing about time."""
     query = select(Run).where(Run.tenant_id == tenant_id, Run.deleted_at.is_(None))
     if device_id is not None:
         query = query.where(Run.device_id == device_id)
-    return fetch_page(session, query, window, Run.run_id, Run.created_at)
+    return fetch_page(session, query, window, Run.run_id, Run.ended_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +208,7 @@ def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str 
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     if run.newest:
         earlier = select(Run).where(*_of_same_version(run), Run.run_id != run_id)
-        before = session.scalar(earlier.order_by(Run.created_at.desc()).limit(1))
+        before = session.scalar(earlier.order_by(Run.ended_at.desc()).limit(1))
         if before is not None:
             before.newest = True
     run.metrics, run.deleted_at, run.newest = {}, now(session), False

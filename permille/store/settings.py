@@ -112,7 +112,7 @@ class StorageSettings(SettingsGroup):
     blob_bucket: str | None = Field(
         default=None,
         description="`s3://bucket/prefix?endpoint=https://host&region=name`: the results lie [in a "
-        "bucket](#blobs-in-a-bucket)",
+        "bucket](../howto/store-blobs-in-a-bucket.md)",
     )
     blob_cache_bytes: int = Field(
         default=64 << 30,
@@ -123,7 +123,7 @@ class StorageSettings(SettingsGroup):
         default=86_400.0,
         ge=0,
         description="what no row names is deleted once it was stored so long ago: see [What is "
-        "kept](#what-is-kept)",
+        "kept](../howto/delete-old-data.md)",
     )
 
     @field_validator("blob_bucket")

@@ -443,7 +443,8 @@ class Run(_Owned, Base):
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
     metrics: Mapped[dict[str, object]]
     # What fleets are counted by, taken out of the metrics; None once the run is forgotten.
-    newest: Mapped[bool]  # of its device on this version
+    ended_at: Mapped[datetime]  # by the device's clock, at most the arrival of the report
+    newest: Mapped[bool]  # of its device on this version, by `ended_at`
     release: Mapped[str | None]
     version: Mapped[int | None] = mapped_column(BigInteger)
     outcome: Mapped[str | None]
@@ -467,8 +468,9 @@ class Run(_Owned, Base):
         _index_of_some("runs", "log_upload_id"),
         _index_of_some("runs", "log_job_id"),
         _partial_index("ix_runs_log_sent_at", "log_upload_id IS NOT NULL", "tenant_id", "log_sent_at"),
+        Index("ix_runs_created_at", "tenant_id", "created_at"),
         # Fleets are counted on these two alone: rows with their metrics are twenty times as large.
-        Index("ix_runs_created_at", "tenant_id", "created_at", "outcome"),
+        Index("ix_runs_ended_at", "tenant_id", "ended_at", "outcome"),
         Index(
             "ix_runs_newest",
             *("tenant_id", "release", "version", "gain", "outcome", "loss", "rise", "peak_rss_bytes"),

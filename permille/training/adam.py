@@ -104,7 +104,7 @@ class Moments:
             return None
         except (OSError, ValueError) as exc:
             raise OperatorError(
-                f"expected the moments of a run in {path}, got {exc}: remove {path.parent} to begin it again"
+                f"The state of the run in {path} is damaged: {exc}. Remove {path.parent} to begin it again."
             ) from exc
 
     @classmethod

@@ -53,10 +53,10 @@ OWN_FILES: Final = 128
 MAX_FILES: Final = 65_536
 HEALTH_PATHS: Final = frozenset({"/v1/health", "/livez", "/readyz"})
 
-_TOO_SLOW = "expected a whole request within its time, got a part of one"
+_TOO_SLOW = "The request did not arrive in time."
 _CROWDED = {
-    ProblemType.TOO_MANY_REQUESTS: "expected fewer connections of one address",
-    ProblemType.UNAVAILABLE: "expected fewer connections: the service has as many as it can hold",
+    ProblemType.TOO_MANY_REQUESTS: "This address has too many connections.",
+    ProblemType.UNAVAILABLE: "The service has as many connections as it can hold.",
 }
 
 

@@ -69,7 +69,9 @@ def blob_response(
     if_match = request.headers.get("if-match")
     if if_match is not None and not _matches(if_match, etag):
         raise ApiError(
-            ProblemType.PRECONDITION_FAILED, f"expected an If-Match of {etag}", headers={"ETag": etag}
+            ProblemType.PRECONDITION_FAILED,
+            f"If-Match names another version; this one is {etag}.",
+            headers={"ETag": etag},
         )
     if_none_match = request.headers.get("if-none-match")
     if if_none_match is not None and _matches(if_none_match, etag, weak=True):
@@ -141,7 +143,7 @@ def _asked_range(request: Request, etag: str, size: int) -> range | None:
     if size == 0 or (int(first) >= size if first else int(last) == 0):
         raise ApiError(
             ProblemType.RANGE_NOT_SATISFIABLE,
-            f"expected a range within {size} bytes, got {header[:60]!r}",
+            f"The blob has {size} bytes, so the range {header[:60]!r} is outside of it.",
             headers={"Content-Range": f"bytes */{size}"},
         )
     if not first:

@@ -108,9 +108,7 @@ class Creation:
             except ConflictError as exc:
                 if key is None or self._find_kept(session, digest) is None:
                     raise
-                raise ChangedError(
-                    "expected a name that is free, but this request's first sending has it"
-                ) from exc
+                raise ChangedError("The name is taken by an earlier sending of this request.") from exc
             answer = self._audit(session, made, body)
             if key is not None:
                 self._keep(session, digest, seal.close(answer.model_dump_json().encode(), context))
@@ -206,7 +204,7 @@ class Creation:
             )
         )
         if answer is not None and answer.request_digest != digest:
-            expected = f"expected the request that first used idempotency key {self.key!r}, got another"
+            expected = f"The idempotency key {self.key!r} was used for another request. Use a fresh key."
             raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, expected)
         return answer
 
@@ -219,7 +217,7 @@ class Creation:
                 raise self._gone(table.noun)
 
     def _gone(self, noun: str) -> ApiError:
-        was = f"expected a new idempotency key: the {noun} that {self.key!r} made was removed"
+        was = f"The {noun} that the idempotency key {self.key!r} made was removed. Use a fresh key."
         return ApiError(ProblemType.IDEMPOTENCY_CONFLICT, was)
 
     def _keep(self, session: Session, digest: str, sealed: bytes) -> None:

@@ -66,7 +66,7 @@ class Guard:
     def _refusal(self, path: str, headers: Headers, limit: int) -> ASGIApp | None:
         host = _host_name(headers.get("host", ""))
         if host not in self._hosts:
-            detail = "expected a host name that this server was configured with"
+            detail = "The service does not answer to this host name. Add it with `permille up --allow-host`."
             return problem_response(path, ProblemType.MISDIRECTED, detail)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
@@ -95,7 +95,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
 
 
 def _too_large(limit: int) -> str:
-    return f"expected a body of at most {limit} bytes"
+    return f"The body is larger than {limit} bytes."
 
 
 def _host_name(host: str) -> str:

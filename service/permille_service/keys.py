@@ -31,7 +31,7 @@ class TrustKeys:
             key = Ed25519PrivateKey.from_private_bytes(_read_private(path))
             signer = CryptoSigner(key)
             if signer.public_key.keyid != path.stem:
-                raise OperatorError(f"expected the key {path.stem} in {path}, got {signer.public_key.keyid}")
+                raise OperatorError(f"{path} holds the key {signer.public_key.keyid}, not {path.stem}.")
             found[path.stem] = signer
         return found
 
@@ -71,7 +71,7 @@ class RoundKeys:
         try:
             return Ed25519PrivateKey.from_private_bytes(_read_private(path))
         except FileNotFoundError as exc:
-            raise OperatorError(f"expected the key of a federation's heads in {path}, got none") from exc
+            raise OperatorError(f"{path}, the key that signs a federation's rounds, is missing.") from exc
 
     def _path(self, tenant_id: str, public: Ed25519PublicKey) -> Path:
         return self._folder / tenant_id / f"{public.public_bytes_raw().hex()}.key"
@@ -111,12 +111,12 @@ def _load_or_make(path: Path, make: Callable[[], bytes]) -> bytes:
 def _read_private(path: Path) -> bytes:
     mode = path.stat().st_mode & 0o777
     if mode & 0o007:
-        raise OperatorError(f"expected {path} to be readable by its owner alone (0600), got {mode:04o}")
+        raise OperatorError(f"Other users can read {path} (mode {mode:04o}). Run: chmod 600 {path}")
     if mode & 0o070:
         _take_from_group(path, mode)
     data = path.read_bytes()
     if len(data) != KEY_BYTES:
-        raise OperatorError(f"expected {KEY_BYTES} bytes in {path}, got {len(data)}")
+        raise OperatorError(f"{path} is damaged: it has {len(data)} bytes instead of {KEY_BYTES}.")
     return data
 
 

@@ -31,7 +31,7 @@ class RateLimit:
             seconds = int(wait_s) + 1
             raise ApiError(
                 ProblemType.TOO_MANY_REQUESTS,
-                f"expected at most {self._per_minute} calls a minute; try again in {seconds} s",
+                f"More than {self._per_minute} calls a minute. Try again in {seconds} s.",
                 headers={"Retry-After": str(seconds)},
             )
 
@@ -65,11 +65,12 @@ class Slots:
         """
         if self._held[key] >= self._of_one:
             raise ApiError(
-                ProblemType.TOO_MANY_REQUESTS, f"expected at most {self._of_one} at a time, got one more"
+                ProblemType.TOO_MANY_REQUESTS, f"More than {self._of_one} at a time. Close one first."
             )
         if self._held.total() >= self._most:
             raise ApiError(
-                ProblemType.UNAVAILABLE, f"expected at most {self._most} at a time of all callers together"
+                ProblemType.UNAVAILABLE,
+                f"All callers together hold {self._most}, as many as the service allows. Try again later.",
             )
         self._held[key] += 1
         try:

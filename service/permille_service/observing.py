@@ -119,7 +119,7 @@ class MetricsToken(Authentication):
         if scheme.lower() != "bearer" or not hmac.compare_digest(
             token.encode(), expected.get_secret_value().encode()
         ):
-            raise ApiError(ProblemType.UNAUTHENTICATED, "expected the token of PERMILLE_METRICS_TOKEN")
+            raise ApiError(ProblemType.UNAUTHENTICATED, "Send the token of PERMILLE_METRICS_TOKEN as bearer.")
 
 
 @router.get("/metrics", dependencies=[Depends(MetricsToken())])

@@ -165,7 +165,7 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
     status = getattr(exc, "status_code", 500)
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = ", ".join(_allowed_methods(request))
-        detail = f"expected one of {allowed}, got {request.method}"
+        detail = f"{request.method} is not allowed here, only {allowed}."
         return problem_response(path, ProblemType.METHOD_NOT_ALLOWED, detail, headers={"Allow": allowed})
     if status == HTTPStatus.NOT_FOUND:
         return problem_response(path, ProblemType.NOT_FOUND, "there is no such path")

@@ -52,10 +52,10 @@ class AddressSettings(SettingsGroup):
     @model_validator(mode="after")
     def _safe_bind(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("expected tls_certificate and tls_key together, got one of them")
+            raise ValueError("tls_certificate and tls_key belong together: set both or none")
         if not is_loopback(self.host) and self.tls_certificate is None:
             raise ValueError(
-                f"expected tls_certificate and tls_key for a bind other than loopback, got {self.host!r}"
+                f"other machines can reach {self.host!r}: set tls_certificate and tls_key, or bind loopback"
             )
         return self
 
@@ -148,7 +148,7 @@ class ServingSettings(SettingsGroup):
     downloads: Downloads = Field(
         default=Downloads.SERVE,
         description="who sends a package's bytes to devices: the API, nginx (`accel`), the bucket "
-        "(`redirect`): [downloads](#downloads)",
+        "(`redirect`): [downloads](../howto/serve-downloads.md)",
     )
     flops_per_s: float | None = Field(
         default=None, gt=0, description="speed of the machine, for preflight; none: 8e9 a core"
@@ -168,9 +168,9 @@ class Settings(ServingSettings, QuotaSettings, ConnectionSettings, AddressSettin
     @model_validator(mode="after")
     def _sent_by_who_has_them(self) -> Self:
         if self.downloads is Downloads.REDIRECT and self.blob_bucket is None:
-            raise ValueError("expected blob_bucket for downloads by redirect, got none")
+            raise ValueError("downloads=redirect needs blob_bucket")
         if self.downloads is Downloads.ACCEL and self.blob_bucket is not None:
-            raise ValueError("expected serve or redirect with blob_bucket, got downloads by accel")
+            raise ValueError("downloads=accel does not go with blob_bucket: choose serve or redirect")
         return self
 
     @property

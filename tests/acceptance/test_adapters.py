@@ -37,7 +37,7 @@ def test_an_adapter_from_its_build_to_peft(tmp_path: Path, capsys: pytest.Captur
         roles = [layer["role"] for layer in shown["layers"] if layer["role"] != "file"]
         assert roles == ["dense", "plain", "blocks", "adapter"]
         program = up.permille("exports", "create", "--package", built)
-        assert program.returncode and "this one trains an adapter" in program.stderr
+        assert program.returncode and "This package trains an adapter" in program.stderr
         up.answer("releases", "publish", "tiny", "--package", built, "--alias", "stable")
         invitation = up.answer("invitations", "create", "--release", "tiny")["invitation"]
         device("enroll", up.url, invitation)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -195,24 +196,24 @@ def test_prometheus_scrapes_the_api_as_compose_starts_it(tmp_path: Path) -> None
         process(prometheus, cwd=tmp_path),
         httpx.Client(base_url=f"http://127.0.0.1:{own}", trust_env=False) as client,
     ):
-        assert "401" in scraped(client, "down")["lastError"]
+        wait_for_target(client, "down", "401")  # not only because the API still starts
         (tmp_path / "metrics_token").write_text(SECRETS["METRICS_TOKEN"])
-        assert scraped(client, "up")["lastError"] == ""
+        wait_for_target(client, "up", "")
         query = {"query": "permille_queue_age_longest_seconds"}
         found = client.get("/api/v1/query", params=query).json()["data"]["result"]
         assert [one["value"][1] for one in found] == ["0"]
 
 
-def scraped(client: httpx.Client, health: str) -> dict[str, Any]:
-    """The API's target once Prometheus says this of it."""
-    until = time.monotonic() + 60
+def wait_for_target(client: httpx.Client, health: str, error: str) -> None:
+    """Wait until Prometheus says this of the API."""
+    until, targets = time.monotonic() + 120, list[dict[str, Any]]()
     while time.monotonic() < until:
         time.sleep(0.2)
-        with suppress(httpx.TransportError, KeyError):
+        with suppress(httpx.TransportError, KeyError, JSONDecodeError):  # Prometheus starts
             targets = client.get("/api/v1/targets").json()["data"]["activeTargets"]
-            for target in targets:
-                if target["labels"]["job"] == "permille-api" and target["health"] == health:
-                    return dict(target)
+            found = [one for one in targets if one["labels"]["job"] == "permille-api"]
+            if any(one["health"] == health and error in one["lastError"] for one in found):
+                return
     raise AssertionError(f"expected a target that is {health}, got {targets}")
 
 

@@ -1,4 +1,4 @@
-"""The session of docs/guide/library.md, run as it stands in a process of its own.
+"""The session of docs/tutorial/library.md, run as it stands in a process of its own.
 
 The blocks are joined in their order and run in a folder that has the repository's examples, with the names of
 the page afterwards looked at by `CHECKS`.
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "guide" / "library.md"
+GUIDE = ROOT / "docs" / "tutorial" / "library.md"
 FENCE = re.compile(r"^```(?P<mark>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 CHECKS = """

@@ -1,4 +1,4 @@
-"""The guide's commands of backup and restore, typed as they stand, around a release that is rolled back."""
+"""The commands of the pages on backup and restore, typed as they stand, around a rollback of a release."""
 
 import os
 import re
@@ -15,13 +15,13 @@ from tests.artifacts import add_package
 from tests.packages import tiny_package
 from tests.running_service import Running, environment, running_service
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "operate.md"
+PAGES = Path(__file__).parents[2] / "docs" / "howto"
 
 
-def commands(title: str) -> list[str]:
-    """The blocks of commands of a section of the guide."""
-    section = GUIDE.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
-    return re.findall(r"^```\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE)
+def commands(page: str) -> list[str]:
+    """Return the blocks of commands of a page."""
+    text = (PAGES / page).read_text(encoding="utf-8")
+    return re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def type_in(block: str, folder: Path, data_dir: Path) -> str:
@@ -64,7 +64,7 @@ def publish(running: Running, seed: int) -> str:
 
 @pytest.mark.timeout(600)
 def test_what_was_backed_up_comes_back_by_the_guides_commands(tmp_path: Path) -> None:
-    (backup,), (files, after) = commands("Backups"), commands("Restore")
+    (backup,), (files, after) = commands("back-up.md"), commands("restore.md")
     with running_service(tmp_path, "--no-worker") as running:
         good, _ = publish(running, 0), publish(running, 1)
         yanked = running.permille("releases", "yank", "tiny", "2")
@@ -81,7 +81,7 @@ def test_what_was_backed_up_comes_back_by_the_guides_commands(tmp_path: Path) ->
         )
         refused = running.permille("releases", "rollback", "tiny", "--to", "2")
         assert refused.returncode == Exit.REFUSED
-        assert "withdrawn for: withdrawn" in refused.stderr and "--yanked" in refused.stderr
+        assert "was yanked: withdrawn" in refused.stderr and "--yanked" in refused.stderr
         assert running.answer("releases", "rollback", "tiny", "--to", "2", "--yanked")["version"] == 6
         listed = running.answer("releases", "list")
         type_in(backup, tmp_path, running.data_dir)

@@ -1,4 +1,4 @@
-"""The tour of docs/guide/tour.md, typed as it stands: two environments, two shells, one service with TLS.
+"""The tour of docs/tutorial/tour.md, typed as it stands: two environments, two shells, one service with TLS.
 
 Blocks marked `server` or `device` go to that machine's bash as they are, with the variables that the tour
 documents set to places of the test. Blocks marked `install` are read, not run: pip would need a network. Each
@@ -23,7 +23,7 @@ from tests.acceptance.environments import ROOT, Environment, build_wheel, make_e
 from tests.ports import free_port
 
 EXAMPLES = ROOT / "examples"
-TOUR = ROOT / "docs" / "guide" / "tour.md"
+TOUR = ROOT / "docs" / "tutorial" / "tour.md"
 FENCE = re.compile(r"^```(?P<mark>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKS = ("sh server", "sh device", "sh server install", "sh device install")
 DIGEST = re.compile(r"^sha256:[0-9a-f]{64}$", re.MULTILINE)

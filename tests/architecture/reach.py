@@ -1,7 +1,8 @@
 """How many modules of the project stand behind a module: `python -m tests.architecture.reach [MODULE ...]`.
 
 Counts what its imports reach, those within functions included, by reading sources: nothing is imported.
-Without a name it prints the two figures of `docs/architecture.md`.
+Imports for types alone do not count.
+Without a name it prints the two figures of `docs/explanation/architecture.md`.
 """
 
 import ast
@@ -28,9 +29,13 @@ def sources() -> dict[str, Path]:
 
 
 def imported(path: Path, known: Mapping[str, Path]) -> set[str]:
-    """The modules among `known` that the file at `path` imports anywhere."""
+    """Return the modules among `known` that the file at `path` imports anywhere, for types alone excepted."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -118,14 +117,6 @@ def test_a_device_installs_no_server_library() -> None:
         {"fastapi", "celery", "redis", "sqlalchemy", "alembic", "uvicorn", "bitsandbytes", "datasets"}
     )
     assert not any(requirement.startswith("permille[") for requirement in device)
-
-
-@pytest.mark.parametrize("room", [room for room in ROOMS if room != "lab"])
-def test_a_folder_has_at_most_15_modules(room: str) -> None:
-    modules = (path for path in (ROOT / room).rglob("*.py") if path.name != "__init__.py")
-    counts = Counter(path.parent.relative_to(ROOT) for path in modules)
-    assert counts
-    assert not {str(folder): count for folder, count in counts.items() if count > 15}
 
 
 def test_there_is_one_version_number() -> None:

@@ -178,7 +178,7 @@ def test_no_range_admits_a_version_with_a_known_hole(extra: str, name: str, bad:
 
 
 @pytest.mark.attack(12, "a locked package, or our own wheel, is built with what nothing locks")
-@pytest.mark.parametrize("page", ["docs/guide/operate.md", "Dockerfile"])
+@pytest.mark.parametrize("page", ["docs/howto/install-from-locks.md", "Dockerfile"])
 def test_pages_install_what_is_locked_by_hash_and_nothing_beside_it(page: str) -> None:
     commands = re.findall(r"pip install [^`\n]*requirements/[^`\n]*", (ROOT / page).read_text())
     assert commands

@@ -1,4 +1,4 @@
-"""Run every attack of docs/security.md: `make attack`.
+"""Run every attack of docs/explanation/security.md: `make attack`.
 
 A test with the marker `attack(row, what)` tries one attack; `row` is its row in the page's table. This
 command runs all of them, the slow ones too, prints a line for each row, and ends with

@@ -14,7 +14,7 @@ from permille.store.settings import layout
 from tests.api_service import running_api
 
 ROOT = Path(__file__).parents[2]
-GUIDE, DEPLOY = ROOT / "docs" / "guide" / "operate.md", ROOT / "deploy"
+BACKUP, DEPLOY = ROOT / "docs" / "howto" / "back-up.md", ROOT / "deploy"
 
 
 def mode(path: Path) -> int:
@@ -111,7 +111,7 @@ def test_no_worker_that_is_deployed_reaches_the_private_folder() -> None:
 @pytest.mark.attack(16, "a backup, made as the guide says, is readable by everybody")
 def test_the_guides_backup_is_its_owners_alone(tmp_path: Path) -> None:
     with running_api(tmp_path):
-        [commands] = re.findall(r"```\n(umask .*?)```", GUIDE.read_text(), re.DOTALL)
+        [commands] = re.findall(r"```\n(umask .*?)```", BACKUP.read_text(), re.DOTALL)
         environment = {"PERMILLE_DATA_DIR": str(tmp_path / "data"), "PATH": "/usr/local/bin:/usr/bin:/bin"}
         subprocess.run(
             ["bash", "-euc", f"umask 022\n{commands.replace('python ', 'python3 ')}"],

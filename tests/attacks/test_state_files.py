@@ -19,7 +19,7 @@ from permille_agent.daemon.state import DaemonState, read_daemon_state
 from permille_agent.link.forget import forget
 from permille_agent.link.report import Delivery, collect_reports, read_reports
 from permille_agent.local.model import LocalModel, Variant
-from permille_agent.local.serve import read_or_make_token
+from permille_agent.local.serve import read_or_make_access
 from permille_agent.state.choices import add_references, read_consent, set_sharing
 from permille_agent.state.home import Home, open_home, read_record, write_record
 from permille_agent.state.models import active_model
@@ -140,7 +140,7 @@ def test_a_damaged_run_is_deleted_by_a_command(
     assert main(["--home", str(home.root), "forget", "--run", again.run]) == 0
     assert not path.exists()
     assert main(["--home", str(home.root), "forget", "--run", str(used_run.run)]) == 3
-    assert "it is active, or was before" in capsys.readouterr().err
+    assert "is in use, or `rollback` returns to it" in capsys.readouterr().err
     assert len(list_runs(home)) == 1
 
 
@@ -179,11 +179,11 @@ def _store_report(home: Home, report: Any, delivery: Delivery) -> None:
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"\0" * 43, "é".encode()])
 def test_a_damaged_token_is_told_with_its_file(tmp_path: Path, data: bytes) -> None:
     home = open_home(tmp_path)
-    path, token = read_or_make_token(home)
-    assert read_or_make_token(home) == (path, token)
-    path.write_bytes(data)
+    access = read_or_make_access(home)
+    assert read_or_make_access(home) == access
+    access.token_file.write_bytes(data)
     with pytest.raises(OperatorError, match=r"serve\.token.*delete it"):
-        read_or_make_token(home)
+        read_or_make_access(home)
 
 
 @pytest.mark.attack(11, "a damaged file of consent")

@@ -67,7 +67,7 @@ def test_names_and_beginnings_stand_for_ids(up: Running) -> None:
     unknown = up.permille("masks", "create", "--model", "unknown", "--method", "random")
     assert (unknown.returncode, unknown.stderr) == (
         4,
-        "permille: no model 'unknown': see `permille models list`\n",
+        "permille: There is no model 'unknown'. See `permille models list`.\n",
     )
     assert up.answer("models", "remove", "named") == {"removed": model["id"]}
 
@@ -75,13 +75,13 @@ def test_names_and_beginnings_stand_for_ids(up: Running) -> None:
 def test_what_is_refused_is_said_in_the_words_of_the_command(up: Running) -> None:
     up.answer("models", "add", "refused", "--folder", "tiny")
     for options, said in (
-        ((), "expected --corpus"),
+        ((), "--corpus is missing"),
         (("--method", "random", "--length", "64"), "--length does not go with the other options"),
         (
             ("--method", "random", "--density", "3"),
             "--density: input should be less than or equal to 0.5, got 3",
         ),
-        (("--method", "random", "--scope", "some"), "--scope: expected"),
+        (("--method", "random", "--scope", "some"), "--scope must be of another form"),
     ):
         refused = up.permille("masks", "create", "--model", "refused", *options)
         assert refused.returncode == 3
@@ -104,13 +104,13 @@ def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running, monkeypatch: p
     done = up.permille("masks", "create", "--model", "waited", "--method", "random")
     assert done.returncode == 130
     (job,) = queued() - before
-    assert f"job {job} runs on: `permille jobs watch {job}`" in done.stderr
+    assert f"job {job} goes on. Follow it with `permille jobs watch {job}`" in done.stderr
     assert up.answer("jobs", "cancel", job)["state"] == "cancelled"
 
 
 def test_invitation_and_tokens(up: Running) -> None:
     absent = up.permille("invitations", "create", "--release", "absent")
-    assert (absent.returncode, "no release 'absent'" in absent.stderr) == (4, True)
+    assert (absent.returncode, "There is There is no release 'absent'" in absent.stderr) == (4, True)
     token = up.answer("tokens", "create", "ci", "--role", "viewer")
     refused = permille("--url", up.url, "--token", token["secret"], "tenants", "create", "x")
     assert refused.returncode == 6
@@ -126,7 +126,7 @@ def test_exit_codes_tell_scripts_what_to_do(up: Running, tmp_path: Path) -> None
     assert up.permille("models", "show", "model_01jd3kq8z7m4n5p6r7s8t9v0wx").returncode == 4
     nope = up.permille("runs", "show", "nope")
     assert nope.returncode == 4
-    assert nope.stderr == "permille: no run 'nope': see `permille runs list`\n"
+    assert nope.stderr == "permille: There is no run 'nope'. See `permille runs list`.\n"
     assert up.permille("models", "add", "UPPER", "--folder", "tiny").returncode == 3
     assert up.permille("models", "add", "x").returncode == 2
     assert up.permille("nonsense").returncode == 2
@@ -182,7 +182,7 @@ def test_an_export_names_its_package_and_the_shape_of_a_pass(up: Running) -> Non
     asked = found["request"]
     assert (asked["package_digest"], asked["weights"], asked["variants"]) == (package.digest, "int4", 4)
     refused = up.permille(*export, "--variants", "17")
-    assert (refused.returncode, "expected a row or more for each of 17 variants" in refused.stderr) == (
+    assert (refused.returncode, "rows are too few for 17 variants" in refused.stderr) == (
         3,
         True,
     )
@@ -200,7 +200,7 @@ def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
     assert [one["name"] for one in up.answer("federations", "list")] == ["readers"]
     assert [one["state"] for one in up.answer("federations", "rounds", "readers")] == ["open"]
     refused = up.permille("federations", "adopt", "readers")
-    assert (refused.returncode, "expected a round whose devices have measured a gain" in refused.stderr) == (
+    assert (refused.returncode, "No round has a measured gain yet" in refused.stderr) == (
         3,
         True,
     )
@@ -219,4 +219,4 @@ def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
         "spsa",
     )
     assert forward.returncode == 3
-    assert "expected learning_rate and epsilon for spsa" in forward.stderr
+    assert "spsa needs learning_rate and epsilon" in forward.stderr

@@ -39,6 +39,8 @@ def test_a_device_is_counted_by_what_it_was_told_and_its_newest_run(api: Api) ->
     assert fleet["engines"] == [{"name": "light", "devices": 1}]
     assert api.delete(f"/v1/runs/{last}", token).status_code == 204
     assert version_of(api)["outcomes"]["failed"] == 1, "the run before it counts again"
+    report(api, device, token, outcome="adopted", ended_at="2026-11-01T10:00:00Z")
+    assert version_of(api)["outcomes"]["failed"] == 1, "an older run that was reported late does not count"
 
 
 def test_the_rise_on_general_text_is_told_beside_the_improvement(api: Api) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from permille.schemas.problems import TYPE_BASE
 from permille.store import rows
 from permille.store.artifacts import SCORES, Blob, Made
 from permille.store.jobs import claims
-from permille.store.tables import Model
+from permille.store.tables import Job, Model
 from permille_service.preflights import planning
 from tests.api_service import Api, running_api
 from tests.artifacts import add_artifact
@@ -57,7 +58,7 @@ def test_more_sequences_than_a_corpus_can_hold_are_refused(stocked: Api) -> None
     names = {"model_id": add_model(stocked), "corpus_id": add_corpus(stocked)}
     answer = stocked.post("/v1/masks", {"method": "fisher", **names, "sequences": 10_000, "length": 512})
     assert answer.status_code == 409
-    assert "expected a corpus that holds 5120000 tokens" in answer.json()["detail"]
+    assert "cannot hold 5120000 tokens" in answer.json()["detail"]
 
 
 def test_a_tenant_may_queue_only_so_many_jobs(tmp_path: Path) -> None:
@@ -105,6 +106,30 @@ def test_a_mask_may_be_of_a_part_of_the_weights(stocked: Api, scope: str) -> Non
     assert stocked.post("/v1/masks", request).status_code == 202
     needs = stocked.post("/v1/preflights", {"kind": "mask", "request": request}).json()
     assert needs["accepted"] is True
+
+
+def test_a_preflights_time_is_that_of_past_jobs_of_its_kind(stocked: Api) -> None:
+    def asked(kind: str, **body: Any) -> dict[str, Any]:
+        request = {"model_id": model_id, **body}
+        figures = stocked.post("/v1/preflights", {"kind": kind, "request": request}).json()["figures"]
+        found: dict[str, Any] = next(one for one in figures if one["name"] == "time")
+        return found
+
+    job = add_mask(stocked)
+    model_id = stocked.get("/v1/models").json()["items"][0]["id"]
+    before = asked("mask", **MASK)
+    assert before["needed"] < 1
+    assert "no job like it" in before["explanation"]
+    with stocked.service.database.write() as session:
+        row = session.get_one(Job, job["id"])
+        row.state, row.started_at = "succeeded", row.created_at
+        row.ended_at = row.created_at + timedelta(seconds=27)
+
+    found = asked("mask", **MASK)
+
+    assert found["needed"] == pytest.approx(27, rel=0.01)
+    assert found["explanation"] == "by 1 past jobs of kind mask"
+    assert asked("quantization")["needed"] < 1, "a job of another kind tells nothing"
 
 
 def test_same_key_is_the_same_job_and_another_body_a_conflict(stocked: Api) -> None:
@@ -248,7 +273,7 @@ def test_code_books_are_refused_scores_that_do_not_fit(stocked: Api, tmp_path: P
     refused = {
         "fisher of mlp": answer(model_id, fisher | {"scope": "mlp"}, scores),
         "random of all": answer(model_id, MASK),
-        f"expected a mask of {model_id}": answer(other["id"], fisher, scores),
+        f"not of {model_id}": answer(other["id"], fisher, scores),
     }
     for said, (status, text) in refused.items():
         assert (status, said in text) == (409, True), text
@@ -257,7 +282,7 @@ def test_code_books_are_refused_scores_that_do_not_fit(stocked: Api, tmp_path: P
         model = rows.get(session, Model, tenant_id=stocked.tenant_id, row_id=model_id)
         model.source = {"kind": "sparsified"}
     status, text = answer(model_id, fisher, scores)
-    assert (status, "not sparse for squeezellm" in text) == (409, True), text
+    assert (status, "does not keep the zeros" in text) == (409, True), text
 
 
 def test_sparsifications_that_cannot_be_are_refused_before_they_begin(stocked: Api, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_same_report_again_changes_nothing_and_another_is_a_conflict(api: Api) -
     assert (first.status_code, again.status_code) == (201, 200)
     assert first.json() == again.json()
     assert first.json()["metrics"] == run_metrics()
+    assert first.json()["ended_at"] == run_metrics()["ended_at"] < first.json()["created_at"]
     other = {"run_id": run_id, "metrics": run_metrics(steps=11)}
     assert api.post("/v1/runs", other, token).status_code == 409
     assert len(api.get("/v1/runs").json()["items"]) == 1
@@ -62,6 +63,8 @@ def test_same_report_again_changes_nothing_and_another_is_a_conflict(api: Api) -
         {"steps": -1},
         {"steps": 2**53},
         {"seconds": 1e300},
+        {"ended_at": "my diary"},
+        {"ended_at": "2026-11-20T10:00:00"},
     ],
 )
 def test_report_carries_numbers_and_closed_sets_only(api: Api, change: dict[str, Any]) -> None:

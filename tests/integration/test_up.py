@@ -57,7 +57,7 @@ def test_processes_that_are_killed_start_again_where_they_were(tmp_path: Path) -
 def test_a_worker_with_wrong_settings_ends_up_with_a_clear_error(tmp_path: Path) -> None:
     with running_service(tmp_path, PERMILLE_LEASE_S="-1") as running:
         assert running.process.stdout is not None
-        assert "expected the worker to run, but it ended with exit code 2" in running.process.stdout.read()
+        assert "The worker ended with exit code 2" in running.process.stdout.read()
         assert running.process.wait(60) == 1
     assert "starting it again" not in (tmp_path / "up.log").read_text()
     assert not (running.data_dir / "service.url").exists()

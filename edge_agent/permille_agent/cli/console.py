@@ -1,4 +1,4 @@
-"""What every command prints and how it ends: one JSON document or a readable text, and an exit code."""
+"""Output and exit codes of all commands: one JSON document or a readable text."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,19 +17,24 @@ from permille.plain_console import PlainConsole
 from permille.plain_text import echo
 from permille_agent.state.home import Home, open_home
 
+# Panels of commands and options in `--help`.
+START, PERSONALISE, USE = "Start here", "Personalise", "Use the model"
+DEVICE, SHARING = "This device", "Rounds, reports and privacy"
+COMPUTING, SAMPLING = "How to compute", "How to sample"
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 EngineOption = Annotated[
     str,
     typer.Option(
         "--engine",
         envvar="PERMILLE_AGENT_ENGINE",
-        help="auto, light, light-int8, torch or executorch. auto: light, which needs no torch, where it "
-        "knows the model. light-int8: inputs of linear layers in 8 bits, faster for models of ten million "
-        "weights and more, coarser; for int4 packages. executorch: forward passes of the "
-        "package's program.",
+        help="What computes: auto, light, light-int8, torch or executorch. Auto takes light, which needs no "
+        "torch, if it knows the model.",
+        rich_help_panel=COMPUTING,
     ),
 ]
 
+TEXT_FILES = ".txt, .md, .jsonl, .html, .eml, .mbox, .pdf, .docx, ChatGPT's conversations.json"
 UNWRAPPED = 4096  # columns, where there is no terminal
 
 
@@ -49,8 +54,7 @@ class ExitCode(IntEnum):
 
 EXIT_CODE_HELP = (
     "Exit codes: 0 done; 1 a bug; 2 wrong usage; 3 input refused; 4 package refused; 5 try later; "
-    "6 a person must act; 7 trained, but the base (or what was active) is kept; "
-    "130 interrupted, or answered with no."
+    "6 a person must act; 7 trained, but the model in use is kept; 130 interrupted, or you answered no."
 )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from permille.plain_text import echo
-from permille_agent.cli.console import EngineOption, JsonOption, home_of, show
+from permille_agent.cli.console import PERSONALISE, EngineOption, JsonOption, home_of, show
 from permille_agent.training.engines import AUTO
 
 
@@ -20,35 +20,34 @@ class JsonLines(logging.Formatter):
     """One JSON object a line: time, level, message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of one record."""
+        """Return the line of one record."""
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         return json.dumps({"time": at, "level": record.levelname.lower(), "message": record.getMessage()})
 
 
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    app.command()(run)
-    app.command("install-service")(install_service)
-    app.command()(policy)
+    app.command(rich_help_panel=PERSONALISE)(run)
+    app.command("install-service", rich_help_panel=PERSONALISE)(install_service)
+    app.command(rich_help_panel=PERSONALISE)(policy)
 
 
 def run(
     context: typer.Context,
-    once: Annotated[
-        bool, typer.Option("--once", help="One pass: pull, train if allowed, report; then end.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Pull, train if allowed, report, then end.")] = False,
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep this device up to date: pull new packages, train when your policy allows, report.
-
-    Ends cleanly on SIGTERM and Ctrl-C, and loses nothing when killed. Logs to standard error, with --json one
-    object a line.
+    """Run the daemon: pull new packages, train when your policy allows, report.
 
     [bold]Examples[/bold]
 
       permille-agent run
+
       permille-agent run --once
+
+    Stop it with Ctrl-C or SIGTERM. It loses nothing when it is killed. It logs to standard error, with --json
+    one object a line.
     """
     from permille_agent.daemon.loop import Daemon
     from permille_agent.state.lock import hold_daemon_lock
@@ -70,15 +69,20 @@ def run(
 
 def install_service(
     context: typer.Context,
-    print_only: Annotated[bool, typer.Option("--print", help="Print the file, write nothing.")] = False,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the file instead of writing it.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the file that starts the daemon when you log in (systemd or launchd). Needs no root.
+    """Start the daemon whenever you log in, by systemd or launchd.
 
     [bold]Examples[/bold]
 
       permille-agent install-service --print
+
       permille-agent install-service
+
+    This writes one file in your home folder and needs no root.
     """
     from permille_agent.daemon.service_file import agent_command, service_file
     from permille_agent.daemon.service_file import install_service as write_file
@@ -95,14 +99,14 @@ def install_service(
 
 
 def policy(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Show the policy that holds, from policy.toml in the home folder, and whether training may start now.
-
-    Keys of the file: hours = ["22:00-07:00"], require_ac = true, min_battery = 50, max_load = 0.5,
-    minutes_per_day = 60, minutes_per_run = 30.
+    """Show when the daemon may train, and whether it may train now.
 
     [bold]Examples[/bold]
 
       permille-agent policy
+
+    To change the policy, write policy.toml in the agent's home folder. Entries: hours = ["22:00-07:00"],
+    require_ac = true, min_battery = 50, max_load = 0.5, minutes_per_day = 60, minutes_per_run = 30.
     """
     from permille_agent.daemon.policy import decide, read_machine, read_policy
     from permille_agent.daemon.state import read_daemon_state

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from permille.plain_text import echo
-from permille_agent.cli.console import ExitCode, JsonOption, home_of, show
+from permille_agent.cli.console import (
+    DEVICE,
+    PERSONALISE,
+    TEXT_FILES,
+    ExitCode,
+    JsonOption,
+    home_of,
+    show,
+)
 
 if TYPE_CHECKING:
     from permille_agent.state.home import Home
@@ -14,25 +22,26 @@ if TYPE_CHECKING:
 
 data = typer.Typer(
     no_args_is_help=True,
-    help="The files that the daemon trains on. They stay where they are; none is copied.",
+    help="Choose the files that the daemon trains on. They are read in place, never copied.",
 )
 
 
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    app.command()(status)
-    app.add_typer(data, name="data")
-    app.command()(rollback)
-    app.command()(reset)
-    app.command()(forget)
+    app.command(rich_help_panel=DEVICE)(status)
+    app.add_typer(data, name="data", rich_help_panel=PERSONALISE)
+    app.command(rich_help_panel=DEVICE)(rollback)
+    app.command(rich_help_panel=DEVICE)(reset)
+    app.command(rich_help_panel=DEVICE)(forget)
 
 
 def status(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Show enrolment, installed package, active personalisation, last run and what waits to be reported.
+    """Show the enrolment, the package, the model in use, the last run and waiting reports.
 
     [bold]Examples[/bold]
 
       permille-agent status
+
       permille-agent status --json | jq .active.personal
     """
     from permille_agent.cli.status import read_status
@@ -45,11 +54,12 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
 def data_add(
     context: typer.Context,
     paths: Annotated[
-        list[Path], typer.Argument(help="Files (.txt, .md, .jsonl, ChatGPT's conversations.json) or folders.")
+        list[Path],
+        typer.Argument(help=f"Folders, and files: {TEXT_FILES}."),
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Let the daemon train on these files or folders.
+    """Add files or folders that the daemon trains on.
 
     [bold]Examples[/bold]
 
@@ -64,7 +74,12 @@ def data_add(
     with hold_lock(home, "data", wait_s=10.0):
         known = add_references(home, paths)
     _, report = survey(paths)
-    show({"data": [str(path) for path in known], "text": report.summary()}, as_json=as_json)
+    document = {
+        "data": [str(path) for path in known],
+        "text": report.summary(),
+        "skipped": report.examples,
+    }
+    show(document, as_json=as_json)
 
 
 @data.command("list")
@@ -78,10 +93,13 @@ def data_list(context: typer.Context, as_json: JsonOption = False) -> None:
 @data.command("remove")
 def data_remove(
     context: typer.Context,
-    paths: Annotated[list[Path], typer.Argument(help="What was added before.")],
+    paths: Annotated[list[Path], typer.Argument(help="Files or folders that you added before.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Train on these no more. The files are not touched; what was learned stays until `reset` or `forget`."""
+    """Stop training on these files or folders.
+
+    The files stay. What was learned from them stays until `reset` or `forget`.
+    """
     from permille_agent.state.choices import remove_references
     from permille_agent.state.lock import hold_lock
 
@@ -92,7 +110,7 @@ def data_remove(
 
 
 def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Go back to the model that was active before.
+    """Return to the model that was in use before.
 
     [bold]Examples[/bold]
 
@@ -108,11 +126,13 @@ def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def reset(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Go back to the model that was installed. The personalisation is kept and `rollback` brings it back.
+    """Return to the installed model.
 
     [bold]Examples[/bold]
 
       permille-agent reset
+
+    The personal model is kept: `rollback` brings it back.
     """
     from permille_agent.state import models
     from permille_agent.state.lock import hold_lock
@@ -134,22 +154,24 @@ def _now_active(home: "Home", active: "Active") -> dict[str, object]:
 def forget(
     context: typer.Context,
     run: Annotated[
-        str | None, typer.Option("--run", help="Only this run, by its folder's name; also a damaged one.")
+        str | None, typer.Option("--run", help="Erase only this run, named by its folder; it may be damaged.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Erase all that the agent learned about you: data references, runs, personalisation, reports, consent.
-
-    Your own files are not touched. Enrolment and packages stay. Uploaded logs are deleted at the service, and
-    federations left, now or as soon as it can be reached.
+    """Erase everything that the agent learned about you.
 
     [bold]Examples[/bold]
 
       permille-agent forget
+
       permille-agent forget --yes --json
 
       permille-agent forget --run 1d9f36c21e0a4b6f8d2c7a55
+
+    This erases runs, personal models, references to your files, reports and consent. Your files, the
+    enrolment and the packages stay. The service deletes your uploaded logs, and federations are left, now or
+    when the service can be reached.
     """
     from permille_agent.cli.federations import tell_service
     from permille_agent.link.forget import PROMISE, forget_run

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from permille.plain_text import echo
-from permille_agent.cli.console import EngineOption, ExitCode, JsonOption, home_of, show
+from permille_agent.cli.console import COMPUTING, SHARING, EngineOption, ExitCode, JsonOption, home_of, show
 from permille_agent.cli.device import agrees
 from permille_agent.training.engines import AUTO, EngineChoice
 
@@ -22,24 +22,24 @@ _INTEGER_BYTES = 3
 
 federations = typer.Typer(
     no_args_is_help=True,
-    help="Rounds in which many devices improve one model together. This device joins none by itself.",
+    help="Take part in rounds: many devices improve one model. No device joins by itself.",
 )
 
 
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    app.add_typer(federations, name="federations")
-    app.command("privacy")(show_privacy)
+    app.add_typer(federations, name="federations", rich_help_panel=SHARING)
+    app.command("privacy", rich_help_panel=SHARING)(show_privacy)
 
 
 def show_privacy(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Show what rounds have cost of your privacy, by this device's own ledger.
-
-    A smaller epsilon promises more. `forget` keeps the ledger: what has left the device stays told.
+    """Show how much privacy the rounds have cost, from this device's own ledger.
 
     [bold]Examples[/bold]
 
       permille-agent privacy
+
+    A smaller epsilon promises more. `forget` keeps the ledger, because it records what has left the device.
     """
     from permille_agent.federation.ledger import read_ledger
 
@@ -60,7 +60,7 @@ def show_privacy(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @federations.command("list")
 def list_federations(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the federations that this device may join, and those that it joined.
+    """List the federations that this device may join or has joined.
 
     [bold]Examples[/bold]
 
@@ -77,21 +77,22 @@ def list_federations(context: typer.Context, as_json: JsonOption = False) -> Non
 @federations.command("join")
 def join(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="The federation, as `federations list` names it.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    name: Annotated[str, typer.Argument(help="Name of the federation, from `federations list`.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     few_devices: Annotated[
-        bool, typer.Option(help="With --yes: accept sums without noise over fewer than ten devices.")
+        bool, typer.Option(help="With --yes: accept sums of fewer than ten devices without noise.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Take part in a federation: shows what leaves this device in each round, and asks.
-
-    Your text never leaves. What was agreed to ends with `leave`.
+    """Join a federation, after you have seen what leaves this device in each round.
 
     [bold]Examples[/bold]
 
       permille-agent federations join readers
+
       permille-agent federations join readers --yes --json
+
+    Your text never leaves the device. `leave` ends the agreement.
     """
     from permille.errors import InputError
     from permille_agent.federation.exchange import fetch_definition, find_offer
@@ -108,8 +109,8 @@ def join(
         release = installed_release(home)
         if release is None or release.manifest_digest != definition.log.package_digest:
             raise InputError(
-                f"expected the package {definition.log.package_digest} to be installed, as the federation "
-                "needs: `permille-agent pull`"
+                f"The federation needs the package {definition.log.package_digest}. Install it with "
+                "`permille-agent pull`."
             )
         if definition.exposes_few and yes and not few_devices:
             raise InputError(
@@ -129,17 +130,17 @@ def join(
 @federations.command("leave")
 def leave(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="The federation, or how its digest begins.")],
+    name: Annotated[str, typer.Argument(help="Name of the federation, or the beginning of its digest.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Take part no more: at once, also in a round that runs. What the device kept of it is erased.
-
-    The service forgets what was sent to the open round, now or when it can be reached. Rounds that were
-    published stay published.
+    """Leave a federation at once, even during a round.
 
     [bold]Examples[/bold]
 
       permille-agent federations leave readers
+
+    The device erases what it kept of the federation. The service forgets what was sent to the open round, now
+    or when it can be reached. Published rounds stay published.
     """
     from permille_agent.federation.membership import leave as leave_here
     from permille_agent.federation.membership import named
@@ -153,7 +154,7 @@ def leave(
 
 @federations.command("status")
 def status(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Show each federation of this device: where it stands, what became of this device's parts.
+    """Show the federations of this device and the results of its parts.
 
     [bold]Examples[/bold]
 
@@ -169,15 +170,16 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
 def run(
     context: typer.Context,
     paths: Annotated[
-        list[Path] | None, typer.Argument(help="Files or folders; default: those of `data add`.")
+        list[Path] | None, typer.Argument(help="Files or folders. Default: those of `data add`.")
     ] = None,
     engine: EngineOption = AUTO,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of the engine. Default: all cores.")
+        int | None,
+        typer.Option(min=1, help="Threads of the engine. Default: all cores.", rich_help_panel=COMPUTING),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Do now what the daemon does at its polls: follow, train the device's part, send it.
+    """Take part once, now: follow the federation, train this device's part, send it.
 
     [bold]Examples[/bold]
 

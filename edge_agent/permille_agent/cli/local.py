@@ -1,8 +1,10 @@
 """Commands that use the model on this device: compare, generate, chat, serve, export."""
 
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,23 +15,55 @@ from rich.table import Table
 from rich.text import Text
 
 from permille.plain_text import echo
-from permille_agent.cli.console import EngineOption, JsonOption, home_of, show
+from permille_agent.cli.console import (
+    COMPUTING,
+    PERSONALISE,
+    SAMPLING,
+    USE,
+    EngineOption,
+    JsonOption,
+    home_of,
+    show,
+)
 from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
     from permille_agent.local.compare import SideBySide
-    from permille_agent.local.model import LocalModel, Variant
+    from permille_agent.local.model import LocalModel, Sampling, Variant
 
-BaseOption = Annotated[bool, typer.Option("--base", help="Use the base, not the personal or pooled model.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of the engine. Default: all cores.")]
-TokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest text, in tokens.")]
-TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0: the most likely text.")]
-TopPOption = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of the likely tokens drawn from.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")]
+BaseOption = Annotated[bool, typer.Option("--base", help="Use the model as it was before training.")]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Threads of the engine. Default: all cores.", rich_help_panel=COMPUTING),
+]
+TokensOption = Annotated[
+    int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.", rich_help_panel=SAMPLING)
+]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=2.0,
+        help="Randomness; 0 gives the most likely text. Default: the model's own setting.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        max=1.0,
+        help="Probability mass of the tokens to draw from. Default: the model's own setting.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+SeedOption = Annotated[
+    int, typer.Option(min=0, help="The same seed gives the same text.", rich_help_panel=SAMPLING)
+]
 
 
 class ExportForm(StrEnum):
-    """What a model is written for."""
+    """Programs that a model can be exported for."""
 
     TRANSFORMERS = "transformers"
     PEFT = "peft"
@@ -39,29 +73,30 @@ class ExportForm(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    app.command("show")(show_page)
-    app.command()(compare)
-    app.command()(generate)
-    app.command()(chat)
-    app.command()(serve)
-    app.command()(export)
+    app.command("show", rich_help_panel=PERSONALISE)(show_page)
+    app.command(rich_help_panel=PERSONALISE)(compare)
+    app.command(rich_help_panel=USE)(generate)
+    app.command(rich_help_panel=USE)(chat)
+    app.command(rich_help_panel=USE)(serve)
+    app.command(rich_help_panel=USE)(export)
 
 
 def compare(
     context: typer.Context,
     data: Annotated[
-        list[Path] | None, typer.Option(help="Measure on this text instead of the run's test split.")
+        list[Path] | None,
+        typer.Option(help="Measure on this text instead of the held-out part of the run's."),
     ] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="Continue this; may be repeated.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue. Repeat it for more.")] = None,
     max_tokens: TokensOption = 48,
-    temperature: TemperatureOption = 0.8,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the base and the personal model side by side: held-out losses and samples.
+    """Compare the base and the personal model: losses on held-out text, and samples.
 
     [bold]Examples[/bold]
 
@@ -70,12 +105,11 @@ def compare(
       permille-agent compare --prompt "Dear Anna," --max-tokens 80
     """
     from permille_agent.local.compare import compare as compare_models
-    from permille_agent.local.model import Sampling
     from permille_agent.state.home import as_json as json_of
 
     home = home_of(context)
-    sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with _open_model(context, threads, engine) as model:
+        sampling = _sampling(model, max_tokens, temperature, top_p, seed)
         result = compare_models(home, model, data_paths=data or [], prompts=prompt or [], sampling=sampling)
     show(json_of(result), as_json=as_json, render=lambda console: _render_comparison(console, result))
 
@@ -83,39 +117,36 @@ def compare(
 def show_page(
     context: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(help="A run, or how its name begins. Default: the last that has ended.")
+        str | None, typer.Argument(help="Run, or the beginning of its name. Default: the last finished one.")
     ] = None,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a page about a run that any browser opens: what changed, and what became of it.
-
-    The page is in the run's folder, for you alone, and needs no network.
+    """Write a page about a run: the curve, samples before and after, the decision.
 
     [bold]Examples[/bold]
 
       permille-agent show
+
+    Any browser opens the page without network. It lies in the run's folder, readable by you alone.
     """
     from permille_agent.local.show import show_run
-    from permille_agent.state.lock import hold_lock
 
-    home = home_of(context)
-    with hold_lock(home, "show", wait_s=10.0):
-        page = show_run(home, run, EngineChoice(name=engine, threads=threads))
+    page = show_run(home_of(context), run, EngineChoice(name=engine, threads=threads))
     show({"page": str(page)}, as_json=as_json)
 
 
 def generate(
     context: typer.Context,
-    prompt: Annotated[str, typer.Argument(help="The text to continue, or the message to answer.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat the message to answer.")],
     base: BaseOption = False,
     as_chat: Annotated[
-        bool, typer.Option("--chat", help="Answer the prompt as a user's message, by the chat template.")
+        bool, typer.Option("--chat", help="Answer the prompt, using the model's chat template.")
     ] = False,
     max_tokens: TokensOption = 128,
-    temperature: TemperatureOption = 0.8,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
@@ -131,10 +162,8 @@ def generate(
 
       permille-agent generate --chat "What is the capital of France?" --temperature 0
     """
-    from permille_agent.local.model import Sampling
-
-    sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with _open_model(context, threads, engine) as model:
+        sampling = _sampling(model, max_tokens, temperature, top_p, seed)
         variant = _variant(model, base)
         if as_chat:
             generated, pieces = model.reply([("user", prompt)], variant, sampling)
@@ -162,39 +191,39 @@ def generate(
 def chat(
     context: typer.Context,
     base: BaseOption = False,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message at the beginning.")] = None,
     max_tokens: TokensOption = 256,
-    temperature: TemperatureOption = 0.8,
-    top_p: TopPOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
 ) -> None:
-    """Talk to the model in the terminal. /reset forgets the conversation, /exit or Ctrl-D ends.
+    """Talk to the model in the terminal.
 
     [bold]Examples[/bold]
 
       permille-agent chat
 
       permille-agent chat --base --system "Answer in one sentence."
+
+    Type /reset to start a new conversation, /exit or Ctrl-D to end.
     """
     from permille.errors import InputError
-    from permille_agent.local.model import Sampling
 
     beginning = [("system", system)] if system else []
     messages = list(beginning)
     with _open_model(context, threads, engine) as model:
         model.tokenizer.require_chat()
         variant = _variant(model, base)
-        echo(f"{variant.value} model; /reset, /exit", err=True)
+        if sys.stdin.isatty():
+            echo(f"{variant.value} model; /reset, /exit", err=True)
         while (line := _read_line()) is not None:
             if line == "/reset":
                 messages = list(beginning)
                 continue
             messages.append(("user", line))
-            sampling = Sampling(
-                max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed + len(messages)
-            )
+            sampling = _sampling(model, max_tokens, temperature, top_p, seed + len(messages))
             try:
                 _, pieces = model.reply(messages, variant, sampling)
             except InputError as exc:
@@ -211,31 +240,42 @@ def chat(
 
 def serve(
     context: typer.Context,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8081,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
+    ] = 8081,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Allow pages of this origin, like http://localhost:3000. Repeat it for more."),
+    ] = None,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve the model to programs on this machine, by the REST interface of OpenAI, on loopback only.
-
-    Clients need the token in the file that is named at the start. Models: `personal`,
-    `pooled` and `base`, as far as there are such.
+    """Serve the model to programs on this machine, through the REST interfaces of OpenAI and Ollama.
 
     [bold]Examples[/bold]
 
       permille-agent serve --port 8081
 
       curl -H "Authorization: Bearer $(cat TOKEN_FILE)" http://127.0.0.1:8081/v1/models
-    """
-    from permille_agent.local.serve import LocalServer, read_or_make_token
 
-    home = home_of(context)
-    token_file, token = read_or_make_token(home)
+    The server listens on loopback only. Clients send the token from the file that is named at the start, as
+    their API key. The models are `personal`, `pooled` and `base`, if the device has them. Any other name
+    means the first of them.
+    """
+    from permille_agent.local.serve import LocalServer, read_or_make_access
+
+    access = read_or_make_access(home_of(context), allow_origin or ())
     with _open_model(context, threads, engine) as model:
-        server = LocalServer(("127.0.0.1", port), model, token)
-        address = f"http://127.0.0.1:{server.port}/v1"
-        models = [variant.value for variant in model.variants]
-        show({"address": address, "token_file": str(token_file), "models": models}, as_json=as_json)
+        server = LocalServer(("127.0.0.1", port), model, access)
+        root = f"http://127.0.0.1:{server.port}"
+        document = {
+            "address": f"{root}/v1",
+            "ollama_address": root,
+            "token_file": str(access.token_file),
+            "models": [variant.value for variant in model.variants],
+        }
+        show(document, as_json=as_json)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -246,22 +286,17 @@ def serve(
 
 def export(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    folder: Annotated[Path, typer.Argument(help="New or empty folder.")],
     form: Annotated[
-        ExportForm, typer.Option("--format", help="Who is to load it.")
+        ExportForm, typer.Option("--format", help="Program that will load it.")
     ] = ExportForm.TRANSFORMERS,
     kind: Annotated[
-        str, typer.Option("--type", help="Of a GGUF file's weights: f32, f16, q8_0 or q4_0.")
+        str, typer.Option("--type", help="Type of the weights in a GGUF file: f32, f16, q8_0 or q4_0.")
     ] = "q8_0",
     base: BaseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model for other programs, your changes merged into its weights.
-
-    A folder for transformers, or one for llama.cpp and Ollama (`--format gguf`). Of a package with an adapter
-    also the adapter alone (`--format peft`), to be loaded onto the model. A program for ExecuTorch's runtime
-    (`--format executorch`) is made where torch and the exporter are. It holds your personalised model: treat
-    it as personal data.
+    """Export the personal model for other programs.
 
     [bold]Examples[/bold]
 
@@ -270,6 +305,10 @@ def export(
       permille-agent export ~/models/mine-gguf --format gguf --type q8_0
 
       permille-agent export ~/models/my-adapter --format peft
+
+    Your changes are merged into the weights. --format gguf is for llama.cpp and Ollama. --format peft writes
+    the adapter alone, if the package trains one. --format executorch needs torch and ExecuTorch's exporter.
+    The export is personal data.
     """
     from permille.engines.export import export_transformers
     from permille.engines.peft import export_peft
@@ -283,7 +322,7 @@ def export(
     active = require_active(home)
     folder = folder.expanduser().absolute()
     if not folder.parent.is_dir():
-        raise InputError(f"expected a folder in a folder that exists, got {folder}")
+        raise InputError(f"The folder {folder.parent} does not exist. Create it, or choose another place.")
     package = Package.open(BlobFolder(home.blobs), active.package)
     values_K = package.values() if base else model_values(home, active, package)
     personal = active.run is not None and not base
@@ -331,6 +370,20 @@ def _open_model(context: typer.Context, threads: int | None, engine: str) -> "Lo
     return LocalModel(home_of(context), EngineChoice(name=engine, threads=threads))
 
 
+def _sampling(
+    model: "LocalModel", max_tokens: int, temperature: float | None, top_p: float | None, seed: int
+) -> "Sampling":
+    """Return the model's own settings with what the user asks for."""
+    own = model.sampling
+    return replace(
+        own,
+        max_new_tokens=max_tokens,
+        seed=seed,
+        temperature=own.temperature if temperature is None else temperature,
+        top_p=own.top_p if top_p is None else top_p,
+    )
+
+
 def _variant(model: "LocalModel", base: bool) -> "Variant":
     from permille_agent.local.model import Variant
 
@@ -338,10 +391,11 @@ def _variant(model: "LocalModel", base: bool) -> "Variant":
 
 
 def _read_line() -> str | None:
-    """The next line that says something; None at the end."""
+    """Return the next line that is not empty; None at the end. Only a person at a terminal is prompted."""
+    prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            line = input("> ").strip()
+            line = input(prompt).strip()
         except (EOFError, KeyboardInterrupt):
             return None
         if line == "/exit":

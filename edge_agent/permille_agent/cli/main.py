@@ -22,7 +22,7 @@ HOME_VARIABLE = "PERMILLE_AGENT_HOME"
 
 
 class LogLevel(StrEnum):
-    """How much the log says, which goes to standard error."""
+    """Levels of the log, which goes to standard error."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -36,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     epilog=EXIT_CODE_HELP,
     pretty_exceptions_enable=False,
-    help="Personalise a language model on this device, from your own text, without the text leaving it.",
+    help="Personalise a language model on this device. Your text never leaves it.",
 )
 
 
@@ -50,9 +50,9 @@ def _show_version(wanted: bool) -> None:
 def _settings(
     context: typer.Context,
     home: Annotated[
-        Path | None, typer.Option(envvar=HOME_VARIABLE, help="Folder of everything the agent keeps.")
+        Path | None, typer.Option(envvar=HOME_VARIABLE, help="Folder in which the agent keeps everything.")
     ] = None,
-    log_level: Annotated[LogLevel, typer.Option(help="How much the log says.")] = LogLevel.INFO,
+    log_level: Annotated[LogLevel, typer.Option(help="Least severe messages to log.")] = LogLevel.INFO,
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -64,8 +64,17 @@ def _settings(
     context.obj = home.expanduser().absolute()
 
 
-for commands in (service, train, federations, local, daemon, device):
-    commands.register(app)
+# `--help` lists panels in the order in which their first command is registered.
+for register in (
+    service.register,
+    train.register,
+    local.register,
+    daemon.register,
+    device.register,
+    service.register_upkeep,
+    federations.register,
+):
+    register(app)
 
 
 def _unwrap(group: typer.Typer) -> None:

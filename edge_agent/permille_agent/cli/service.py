@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from permille.plain_console import PlainConsole
-from permille_agent.cli.console import ExitCode, JsonOption, home_of, show
+from permille_agent.cli.console import DEVICE, SHARING, START, ExitCode, JsonOption, home_of, show
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -20,45 +20,56 @@ if TYPE_CHECKING:
     from permille_agent.state.home import Home
 
 share_log = typer.Typer(
-    no_args_is_help=True, help="Share the logs of zeroth-order runs, seeds and scalars. Off by default."
+    no_args_is_help=True, help="Share logs of zeroth-order runs: seeds and scalars. Off by default."
 )
 share_state = typer.Typer(no_args_is_help=True, help="Share the trained values. Off by default.")
 
 
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    # An invitation may begin with a dash: what is no option of ours is an argument.
-    app.command(context_settings={"ignore_unknown_options": True})(enroll)
-    app.command()(pull)
-    app.command()(verify)
-    app.command()(report)
-    app.add_typer(share_log, name="share-log")
-    app.add_typer(share_state, name="share-state")
-    app.command()(unenroll)
+    # An invitation may begin with a dash, so an unknown option is taken as an argument.
+    app.command(rich_help_panel=START, context_settings={"ignore_unknown_options": True})(enroll)
+    app.command(rich_help_panel=START)(pull)
+
+
+def register_upkeep(app: typer.Typer) -> None:
+    """Add the other commands, which `--help` lists further down."""
+    app.command(rich_help_panel=DEVICE)(verify)
+    app.command(rich_help_panel=SHARING)(report)
+    app.add_typer(share_log, name="share-log", rich_help_panel=SHARING)
+    app.add_typer(share_state, name="share-state", rich_help_panel=SHARING)
+    app.command(rich_help_panel=DEVICE)(unenroll)
 
 
 def enroll(
     context: typer.Context,
-    server: Annotated[str, typer.Argument(help="The service, such as https://models.example.org.")],
+    server: Annotated[
+        str, typer.Argument(help="Address of the service, such as https://models.example.org.")
+    ],
     invitation: Annotated[
         str,
         typer.Argument(
             envvar="PERMILLE_INVITATION",
-            help="The line that the operator gave you, whole.",
+            help="The whole line that the operator gave you.",
         ),
     ],
-    name: Annotated[str | None, typer.Option(help="What the operator sees. Default: a neutral name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name that the operator sees. Default: a neutral one.")
+    ] = None,
     ca_file: Annotated[
-        Path | None, typer.Option(help="Certificate authority (PEM) of a service with its own.", exists=True)
+        Path | None, typer.Option(help="PEM file of the service's own certificate authority.", exists=True)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make this device known to a service, and begin to trust the root that the invitation names.
+    """Register this device with a service.
 
     [bold]Examples[/bold]
 
       permille-agent enroll https://models.example.org INVITATION
+
       permille-agent enroll https://10.0.0.5:8443 INVITATION --ca-file server.pem --name kitchen
+
+    From then on the device trusts the root of signatures that the invitation names, and no other.
     """
     from permille_agent.link.enrolment import enroll as enroll_device
     from permille_agent.state.lock import hold_lock
@@ -70,12 +81,15 @@ def enroll(
 
 
 def pull(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Download, verify and install the newest package. Goes on where an earlier download ended.
+    """Download, verify and install the newest package.
 
     [bold]Examples[/bold]
 
       permille-agent pull
+
       permille-agent pull --json
+
+    An interrupted download continues where it ended.
     """
     from permille_agent.state.lock import hold_lock
 
@@ -96,19 +110,18 @@ def pull(context: typer.Context, as_json: JsonOption = False) -> None:
 
 def verify(
     context: typer.Context,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Fetch what is damaged from the service, and nothing else.")
-    ] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Download the damaged parts again.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Look for damage of the packages on this disk, and mend it.
-
-    Every byte is hashed. Without --repair the service is not asked. Exit code 4 where damage is left.
+    """Check the installed packages for damage on the disk, and repair them.
 
     [bold]Examples[/bold]
 
       permille-agent verify
+
       permille-agent verify --repair
+
+    Every byte is hashed. Without --repair the service is not asked. The exit code is 4 if damage is left.
     """
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.verify import verify as look_for_damage
@@ -128,13 +141,13 @@ def verify(
 
 
 def report(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Deliver the reports that wait: numbers and enums only, and logs where you share them.
-
-    Those that the service had no room for are tried again.
+    """Send the waiting reports: numbers only, and logs if you share them.
 
     [bold]Examples[/bold]
 
       permille-agent report
+
+    Reports that the service had no room for are sent again.
     """
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.report import collect_reports, deliver, queue_again
@@ -152,18 +165,18 @@ def report(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @share_log.command("on")
 def share_log_on(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Share the logs of runs from now on; runs are of zeroth order then, unless you name the gradient.
+    """Share the logs of future runs, which are of zeroth order unless you name the gradient.
 
-    With the package, a log is your personal model: the service can rebuild it. Other tenants never see it.
+    With the package, a log is your personal model, and the service can rebuild it. No other tenant sees it.
     """
     _set_sharing(context, "share_log", share=True, as_json=as_json)
 
 
 @share_log.command("off")
 def share_log_off(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Share no logs from now on, and drop those that wait to be sent.
+    """Stop sharing logs, and drop those that wait to be sent.
 
-    What was uploaded before stays at the service until `share-log delete`.
+    Uploaded logs stay at the service until `share-log delete`.
     """
     _set_sharing(context, "share_log", share=False, as_json=as_json)
 
@@ -188,7 +201,7 @@ def share_state_off(context: typer.Context, as_json: JsonOption = False) -> None
 
 @share_log.command("show")
 def share_log_show(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Say whether logs and states are shared, and of which runs one was uploaded."""
+    """Show whether logs and states are shared, and which runs have uploaded one."""
     from permille_agent.link.report import Delivery, read_reports
     from permille_agent.state.choices import read_consent
 
@@ -203,15 +216,16 @@ def share_log_show(context: typer.Context, as_json: JsonOption = False) -> None:
 def share_log_delete(
     context: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(help="The run, by its folder or its id; all where it is left out.")
+        str | None, typer.Argument(help="Run, named by its folder or id. Default: all runs.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Have the service delete uploaded logs and states, of one run or of all.
+    """Delete uploaded logs and states at the service, of one run or of all.
 
     [bold]Examples[/bold]
 
       permille-agent share-log delete
+
       permille-agent share-log delete 5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11
     """
     from permille.errors import InputError
@@ -233,16 +247,19 @@ def share_log_delete(
 def unenroll(
     context: typer.Context,
     local_only: Annotated[
-        bool, typer.Option("--local-only", help="The service is gone: erase the local side only.")
+        bool, typer.Option("--local-only", help="Erase the local side only, for a service that is gone.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Give the enrolment up, at the service and here. Package and personalisation stay usable.
+    """End the enrolment, at the service and here.
 
     [bold]Examples[/bold]
 
       permille-agent unenroll
+
       permille-agent unenroll --local-only
+
+    The package and the personal model stay usable.
     """
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.forget import unenroll as leave

@@ -14,7 +14,16 @@ from rich.table import Table
 
 from permille.choices import Method
 from permille.plain_console import PlainConsole
-from permille_agent.cli.console import EngineOption, ExitCode, JsonOption, home_of, show
+from permille_agent.cli.console import (
+    COMPUTING,
+    START,
+    TEXT_FILES,
+    EngineOption,
+    ExitCode,
+    JsonOption,
+    home_of,
+    show,
+)
 from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
@@ -26,121 +35,117 @@ if TYPE_CHECKING:
 
 
 SHOWN_EXAMPLES = 5
+METHOD = "How to train"  # a panel of options in `--help`
 
 
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    app.command()(train)
+    app.command(rich_help_panel=START)(train)
 
 
 def train(
     context: typer.Context,
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Files (.txt, .md, .jsonl, ChatGPT's conversations.json) or folders; "
-            "default: those of `data add`."
-        ),
+        typer.Argument(help=f"Files ({TEXT_FILES}) or folders. Default: those of `data add`."),
     ] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(help="How long, search and judgement included. Default: the release's steps, else 30."),
-    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="How long to train and judge. Default: 30.")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="How many steps instead: reproducible to the bit on this machine.")
+        int | None, typer.Option(help="Number of steps instead of minutes; repeatable to the bit.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of batches and directions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of batches and directions.", rich_help_panel=METHOD)] = 0,
     method: Annotated[
         Method | None,
         typer.Option(
-            help="How steps are found. Default: zeroth-order where a log is shared, else what the release "
-            "says, else gradient where the engine has a reverse pass."
+            help="Way to find steps. Default: zeroth-order if a log is shared, else what the release says, "
+            "else gradient if the engine has a reverse pass.",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     estimator: Annotated[
         str | None,
         typer.Option(
-            help="Of zeroth order: one-sided, spsa, split or forward. Default: one-sided; with --engine "
-            "executorch spsa."
+            help="Estimator of zeroth order: one-sided, spsa, split or forward. Default: one-sided; with "
+            "--engine executorch spsa.",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     first_layer: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Train the masked weights of this decoder layer and those above it. Default: what the "
-            "release says, else all.",
+            help="Lowest decoder layer that is trained. Default: what the release says, else all layers.",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     queries: Annotated[
         int | None,
         typer.Option(
-            help="Directions a step of zeroth order. Default: one-sided 16, spsa and forward 8, split 15."
+            help="Directions of a step of zeroth order. Default: 16, for spsa and forward 8, split 15.",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(help="Rows of text a step. Default: 4 along the gradient, else 2.")
+        int | None,
+        typer.Option(
+            help="Rows of text in a step. Default: 4 with the gradient, else 2.", rich_help_panel=METHOD
+        ),
     ] = None,
     start: Annotated[
         str,
         typer.Option(
             "--from",
-            help="active: go on from the model in use where it fits the package, else from the package's "
-            "pooled state where it has one. pooled, base: begin again there. Zeroth order begins at "
-            "the base.",
+            help="Model to begin from. active: the model in use, or the package's pooled state. pooled or "
+            "base: begin again there. Zeroth order begins from the base.",
         ),
     ] = "active",
     learn: Annotated[
         str,
         typer.Option(
-            help="Whose turns of a conversation the loss counts: assistant (what a chat lets the model say), "
-            "user (your own voice) or all. Other text is learned whole."
+            help="Turns of a conversation to learn: assistant (the answers), user (your own voice) or all. "
+            "Other text is learned whole."
         ),
     ] = "assistant",
     rate_scale: Annotated[
         float,
-        typer.Option(help="Multiplies the learning rate: 0.5 where training diverges or costs too much."),
+        typer.Option(
+            help="Factor of the learning rate. Try 0.5 if training diverges or forgets too much.",
+            rich_help_panel=METHOD,
+        ),
     ] = 1.0,
     keep_general: Annotated[
         float,
-        typer.Option(
-            help="How much the loss on the package's reference of general text may rise, nats a token."
-        ),
+        typer.Option(help="Largest allowed rise of the loss on general text, in nats a token."),
     ] = 0.1,
     share_log: Annotated[
         bool | None,
         typer.Option(
             "--share-log/--no-share-log",
-            help="Send the log of seeds and scalars with the report, also of a run that has ended; trains "
-            "by zeroth order. It is personal data. Default: as `share-log` says.",
+            help="Send the log of seeds and scalars with the report, and train by zeroth order. It is "
+            "personal data. Also for a finished run. Default: the setting of `share-log`.",
         ),
     ] = None,
     share_state: Annotated[
         bool | None,
         typer.Option(
             "--share-state/--no-share-state",
-            help="Send the trained values with the report where no log is sent, also of a run that has "
-            "ended. They are personal data. Default: as `share-state` says.",
+            help="Send the trained values with the report, unless a log is sent. They are personal data. "
+            "Also for a finished run. Default: the setting of `share-state`.",
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of the engine. Default: all cores.")
+        int | None,
+        typer.Option(min=1, help="Threads of the engine. Default: all cores.", rich_help_panel=COMPUTING),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel=COMPUTING)] = "cpu",
     dtype: Annotated[
-        str, typer.Option(help="What the engine computes in: float32, or bfloat16 with --engine torch.")
+        str,
+        typer.Option(help="Precision: float32, or bfloat16 with --engine torch.", rich_help_panel=COMPUTING),
     ] = "float32",
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
     """Personalise the installed model on your text.
-
-    The text is divided into three parts: one trains, one selects the state, one judges it at the end. The
-    result is adopted only if it is better on the third part, beyond chance; otherwise what you have is kept
-    (exit code 7). Text of 1,000 to 5,400 tokens is judged part by part, each by what the parts before it
-    taught; less is refused. Where the package carries a reference of general text, only as much of what was
-    trained is kept as raises the loss on it by no more than --keep-general. Stop it with Ctrl-C; the same
-    command goes on where it ended.
 
     [bold]Examples[/bold]
 
@@ -153,6 +158,12 @@ def train(
       permille-agent train ~/notes --method zeroth-order --from base
 
       permille-agent train conversations.json --learn user
+
+    The text is divided into three parts: one trains, one selects the state, one judges it. The result is
+    adopted only if it is surely better on the third part. Otherwise the model in use is kept, and the exit
+    code is 7. Text of 1,000 to 5,400 tokens is judged part by part; less is refused. What was trained is
+    weakened until the loss on general text rises by at most --keep-general. Stop it with Ctrl-C: the same
+    command goes on where it ended.
     """
     from permille.choices import choice_of
     from permille.errors import InputError
@@ -234,7 +245,9 @@ def _train(
 
     data_paths = [path.expanduser() for path in paths] or list(read_references(home))
     if not data_paths:
-        raise InputError("expected files or folders, or some added by `permille-agent data add`, got none")
+        raise InputError(
+            "No text to train on. Name files or folders, or add some with `permille-agent data add`."
+        )
     consent = read_consent(home)
     with hold_lock(home, "train"), _stopped_by_signals() as stop, told as progress:
         context = RunContext(
@@ -264,7 +277,7 @@ _EXIT_CODES = {
 
 @contextlib.contextmanager
 def _stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second SIGINT interrupts at once."""
+    """Yield an event that the first SIGINT or SIGTERM sets; a second SIGINT interrupts at once."""
     stop = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -289,8 +302,8 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
         adopted = result.outcome.value == "adopted"
         where = f", and its model is {'' if in_use else 'not '}in use" if adopted else ""
         console.print(
-            f"This text with these options was tried before{where}: nothing was computed. "
-            "Another --seed tries again. It had ended so:",
+            f"This text was trained on before with these options{where}. Nothing was computed. "
+            "Use another --seed to try again. The earlier result:",
             highlight=False,
         )
     colour = "green" if result.outcome.value == "adopted" else "yellow"

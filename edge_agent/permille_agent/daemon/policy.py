@@ -57,12 +57,12 @@ def _read_hours(item: object) -> Hours:
     if isinstance(item, Hours):
         return item
     if not isinstance(item, str) or _HOURS.fullmatch(item) is None:
-        raise ValueError(f'expected "HH:MM-HH:MM" within 00:00 and 23:59, got {item!r}')
+        raise ValueError(f'write hours as "HH:MM-HH:MM", from 00:00 to 23:59, not {item!r}')
     if item == "00:00-24:00":
         return ALWAYS
     start, end = (time.fromisoformat(part) for part in item.split("-"))
     if start == end:
-        raise ValueError(f'expected two different times, got {item!r}; all day is "00:00-24:00"')
+        raise ValueError(f'the two times of {item!r} must differ; all day is "00:00-24:00"')
     return Hours(start=start, end=end)
 
 
@@ -143,16 +143,16 @@ def read_policy(home: Home) -> Policy:
     except FileNotFoundError:
         return Policy()
     except OSError as exc:
-        raise InputError(f"expected to read {home.policy}: {exc}") from exc
+        raise InputError(f"Cannot read {home.policy}: {exc}") from exc
     if len(data) > LIMIT_BYTES:
-        raise InputError(f"expected at most {LIMIT_BYTES} bytes in {home.policy}, got more")
+        raise InputError(f"{home.policy} is larger than {LIMIT_BYTES} bytes.")
     try:
         return Policy(**tomllib.loads(data.decode()))
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
         raise InputError(f"{home.policy}: {first['loc'][0]}: {first['msg']}, got {first['input']!r}") from exc
     except ValueError as exc:
-        raise InputError(f"expected TOML in {home.policy}: {exc}") from exc
+        raise InputError(f"{home.policy} is not valid TOML: {exc}") from exc
 
 
 def _may_go_on(policy: Policy, machine: PowerAndLoad, now: datetime) -> list[str]:

@@ -88,7 +88,9 @@ def service_file(platform: str, *, user_home: Path, agent_home: Path, command: S
             enable=f"launchctl bootstrap gui/$(id -u) {path}",
             disable=f"launchctl bootout gui/$(id -u)/{LABEL}",
         )
-    raise InputError(f"expected linux or darwin, got {platform}; start `permille-agent run` by other means")
+    raise InputError(
+        f"{platform} is not supported, only linux and darwin. Start `permille-agent run` by other means."
+    )
 
 
 def systemd_unit(command: Sequence[str]) -> str:
@@ -128,11 +130,11 @@ def install_service(file: ServiceFile) -> None:
         file.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file.path, file.text.encode())
     except OSError as exc:
-        raise OperatorError(f"expected to write {file.path}: {exc}") from exc
+        raise OperatorError(f"Cannot write {file.path}: {exc}") from exc
 
 
 def _quote(argument: str) -> str:
     if any(ord(character) < 32 for character in argument):
-        raise InputError(f"expected an argument without control characters, got {argument!r}")
+        raise InputError(f"The path {argument!r} has control characters. Choose another --home.")
     escaped = argument.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if escaped != argument or " " in argument or "'" in argument else argument

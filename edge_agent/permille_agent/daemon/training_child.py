@@ -101,7 +101,7 @@ def train_in_child(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         answer = _supervise(child, line, keep_going)
     if child.returncode != 0 or not answer:
-        raise RetryableError(f"expected an answer of the training process, it ended with {child.returncode}")
+        raise RetryableError(f"The training process ended with {child.returncode} and without an answer.")
     return _read_answer(answer)
 
 

@@ -59,7 +59,7 @@ def adopted_state(home: Home, package: Package, start: str) -> tuple[NDArray[np.
         digest = state_digest(state.s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
         if digest == found[1].state_digest:
             return state.s_K, exponent
-    raise OperatorError("expected the federation's state that this run began from, it is another by now")
+    raise OperatorError("The federation has moved on from the state that this run began from. Train again.")
 
 
 def keep_adopted(folder: Path, adopted: AdoptedRound, state: bytes) -> None:

@@ -59,7 +59,7 @@ def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
     found = [each for each in offers if name == each.name or _digits(each).startswith(name)]
     if not name or len(found) != 1:
         known = ", ".join(sorted(each.name for each in offers)) or "none"
-        raise InputError(f"expected a federation that the service offers ({known}), got {name!r:.60}")
+        raise InputError(f"The service offers no federation {name!r:.60}, only: {known}.")
     return found[0]
 
 
@@ -78,7 +78,7 @@ def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: Fe
     if trusted.find(federation_path(digest)) is None:
         raise PackageError(
             "release-unlisted",
-            f"expected the federation {digest} among what is signed: it ended, or never was",
+            f"The federation {digest} is not signed: it has ended, or never existed",
         )
     return read_definition(api.federation_definition(offer.id), digest)
 
@@ -193,7 +193,7 @@ class _Exchange:
             history = caught_up(begin, self._fetch(wanted, 0, limit), max_bytes=limit)
         if history.number != wanted:
             raise PackageError(
-                "round-chain", f"expected the state after {wanted} rounds, got {history.number}"
+                "round-chain", f"The service sent the state after {history.number} rounds instead of {wanted}"
             )
         package = definition.log.package_digest
         adopted = AdoptedRound(round=wanted, package=package, state_digest=history.digest)

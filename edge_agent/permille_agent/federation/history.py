@@ -56,7 +56,8 @@ def update_history(membership: Membership, definition: Definition, offered: int,
         held = History.begin(definition)
     if offered < held.number:
         raise PackageError(
-            "round-chain", f"expected what follows round {held.number}, the service has {offered} rounds"
+            "round-chain",
+            f"The service has {offered} rounds, fewer than the {held.number} that this device has seen",
         )
     if offered == held.number:
         return held

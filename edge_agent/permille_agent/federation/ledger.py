@@ -51,7 +51,7 @@ def read_ledger(home: Home) -> Ledger:
     try:
         return read_record(home.ledger, Ledger) or Ledger()
     except OperatorError as exc:
-        raise InputError(f"expected to know what this device has spent: {exc}") from exc
+        raise InputError(f"Cannot read what this device has spent: {exc}") from exc
 
 
 def is_used_up(home: Home, definition: Definition) -> bool:
@@ -80,9 +80,9 @@ def charge(home: Home, definition: Definition, *, name: str, number: int, digest
     if charged == digest:
         return
     if charged is not None:
-        raise InputError(f"expected one contribution to round {number}, other bytes have left this device")
+        raise InputError(f"Another contribution to round {number} has left this device already.")
     if len(account.rounds) >= account.participations:
-        raise InputError(f"expected at most {account.participations} rounds, all are used up")
+        raise InputError(f"All {account.participations} rounds that this device agreed to are used up.")
     account = replace(account, rounds={**account.rounds, str(number): digest})
     write_record(home.ledger, Ledger(accounts={**ledger.accounts, definition.digest: account}))
 

@@ -90,7 +90,7 @@ class Membership:
         """
         found = read_record(self.path / "joined.json", Joined)
         if found is None:
-            raise OperatorError(f"expected joined.json in {self.path}, found none")
+            raise OperatorError(f"{self.path} has no joined.json. Leave the federation and join again.")
         return found
 
     def definition(self) -> Definition:
@@ -103,7 +103,7 @@ class Membership:
             with (self.path / "definition.json").open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
         except OSError as exc:
-            raise PackageError("round-definition", f"expected a definition in {self.path}: {exc}") from exc
+            raise PackageError("round-definition", f"{self.path} holds no definition: {exc}") from exc
         return read_definition(data, self.digest)
 
     def standing(self) -> Standing:
@@ -153,7 +153,7 @@ def named(home: Home, name: str) -> Membership:
     found = [each for each in memberships(home) if _is_named(each, name)]
     if not name or len(found) != 1:
         raise InputError(
-            f"expected a federation that this device joined, got {len(found)} named {name!r:.60}"
+            f"This device has joined {len(found)} federations named {name!r:.60}. See `federations status`."
         )
     return found[0]
 

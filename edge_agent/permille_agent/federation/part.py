@@ -166,9 +166,7 @@ def train_part(
     try:
         return _train(home, part, data_paths, identity, context)
     except OSError as exc:
-        raise OperatorError(
-            f"expected to write below {part.path}, which leaving the federation erases: {exc}"
-        ) from exc
+        raise OperatorError(f"Cannot write {part.path}: {exc}. Leaving a federation erases it.") from exc
 
 
 def _train(
@@ -182,13 +180,15 @@ def _train(
     definition = membership.definition()
     release = installed_release(home)
     if release is None or release.manifest_digest != definition.log.package_digest:
-        raise InputError("expected the package of the federation to be installed, another one is")
+        raise InputError("The package of the federation is not installed. Run `permille-agent pull`.")
     with opening(home, release.manifest_digest):
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
         package.check_blocks()
     history = load_history(membership, definition)
     if (history.number, history.digest) != (invited.number, invited.start_digest):
-        raise InputError(f"expected to be at round {invited.number}, the history is at {history.number}")
+        raise InputError(
+            f"The invitation is for round {invited.number}, but the history is at {history.number}."
+        )
     name = membership.choice().name
     context.progress.phase(f"round {invited.number} of {name}: reading the text")
     prepared = _prepared(data_paths, package, definition)

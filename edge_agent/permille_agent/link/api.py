@@ -93,14 +93,14 @@ def load_identity(home: Home) -> Identity | None:
     path = home.identity_key
     try:
         if path.stat().st_mode & 0o077:
-            raise OperatorError(f"expected {path} to be readable by its owner only: chmod 600 {path}")
+            raise OperatorError(f"Other users can read {path}. Run: chmod 600 {path}")
         key = load_pem_private_key(path.read_bytes(), password=None)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as exc:
-        raise OperatorError(f"expected an Ed25519 private key in {path}: {exc}") from exc
+        raise OperatorError(f"{path} holds no Ed25519 private key: {exc}") from exc
     if not isinstance(key, Ed25519PrivateKey):
-        raise OperatorError(f"expected an Ed25519 private key in {path}, got {type(key).__name__}")
+        raise OperatorError(f"{path} holds no Ed25519 private key, but a {type(key).__name__}.")
     return Identity(key)
 
 
@@ -117,7 +117,7 @@ def load_or_create_identity(home: Home) -> Identity:
     try:
         write_atomic(home.identity_key, pem, mode=0o600)
     except OSError as exc:
-        raise OperatorError(f"expected to write {home.identity_key}: {exc}") from exc
+        raise OperatorError(f"Cannot write {home.identity_key}: {exc}") from exc
     return Identity(key)
 
 
@@ -291,7 +291,7 @@ class DeviceApi:
 
     def _authorization(self) -> dict[str, str]:
         if self._credentials is None:
-            raise OperatorError("expected an enrolled device; run `permille-agent enroll` first")
+            raise OperatorError("This device is not enrolled. Run `permille-agent enroll` first.")
         if not self._token or self._monotonic() >= self._token_until:
             self._sign_in(self._credentials)
         return {"authorization": f"Bearer {self._token}"}
@@ -301,14 +301,14 @@ class DeviceApi:
         try:
             answer = self.connection.call("POST", "/v1/device-tokens/nonces", body=asked)
         except RequestRefusedError as exc:
-            raise AccessRefusedError(f"expected the service to know this device: {exc}") from exc
+            raise AccessRefusedError(f"The service does not know this device: {exc}") from exc
         nonce = _parse(devices.DeviceNonce, answer).nonce
         signature = credentials.identity.sign_nonce(credentials.device_id, nonce)
         body = {**asked, "nonce": nonce, "signature": signature}
         answer = self.connection.call("POST", "/v1/device-tokens", body=body)
         token = _parse(devices.DeviceToken, answer)
         if not (token.access_token.isascii() and token.access_token.isprintable()):
-            raise ServiceUnavailableError("expected a token of printable ASCII from the service")
+            raise ServiceUnavailableError("The service sent a malformed token.")
         self._token = token.access_token
         self._token_until = self._monotonic() + max(0.0, token.expires_in - TOKEN_MARGIN_S)
 
@@ -320,5 +320,5 @@ def _parse(model: type[Model], data: bytes) -> Model:
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ServiceUnavailableError(
-            f"expected a {model.__name__.lower()} from the service: {where}: {first['msg']}"
+            f"The service sent a malformed {model.__name__.lower()}: {where}: {first['msg']}"
         ) from exc

@@ -98,11 +98,11 @@ def check_server(server: str) -> str:
         host = ""
     if not host or url.scheme not in ("http", "https"):
         shown = server.rpartition("@")[2]
-        raise InputError(f"expected a server like https://models.example.org, got {shown!r}")
+        raise InputError(f"{shown!r} is no address of a service. Write it like https://models.example.org.")
     if url.userinfo or url.query or url.fragment:
-        raise InputError("expected a server without user, password, query and fragment")
+        raise InputError("The address of the service must have no user, password, query or fragment.")
     if url.scheme == "http" and not is_loopback(host):
-        raise InputError(f"expected https for {host}: http is for this machine itself only")
+        raise InputError(f"Use https for {host}: http is for this machine itself only.")
     return server.strip().rstrip("/")
 
 
@@ -209,7 +209,7 @@ class Connection:
         sent = {"range": headers["range"]} if kept else {}
         with _network_errors(url.host), self._http.stream("GET", url, headers=sent) as moved:
             if moved.status_code not in (200, 206):
-                got = f"expected bytes from {url.host}, where the service sent us, got {moved.status_code}"
+                got = f"{url.host}, where the service sent us, answered {moved.status_code}"
                 raise ServiceUnavailableError(got)
             moved.headers["etag"] = etag
             yield moved
@@ -233,13 +233,13 @@ class Connection:
         try:
             url = httpx.URL(response.headers.get("location", ""))
         except httpx.InvalidURL as exc:
-            raise OperatorError(f"expected an address to be sent to: {exc}") from exc
+            raise OperatorError(f"The service sent us to a malformed address: {exc}") from exc
         safe = url.scheme == "https"
         if is_loopback(url.host):
             safe = url.scheme in ("http", "https") and is_loopback(self._http.base_url.host)
         if not safe or not url.host or url.userinfo:
             raise OperatorError(
-                f"expected to be sent to https://..., got {url.scheme[:20]}://{url.host[:100]}"
+                f"The service sent us to {url.scheme[:20]}://{url.host[:100]}, which is not https."
             )
         return url
 
@@ -274,7 +274,7 @@ def _tls_context(ca_file: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as exc:
-        raise InputError(f"expected certificates (PEM) in {ca_file}: {exc}") from exc
+        raise InputError(f"{ca_file} holds no certificates (PEM): {exc}") from exc
 
 
 @contextmanager
@@ -283,11 +283,9 @@ def _network_errors(server: str) -> Iterator[None]:
         yield
     except _TRANSPORT_ERRORS as exc:
         if _is_certificate_error(exc):
-            message = f"expected a certificate that this device trusts at {server}: {exc}"
-            raise OperatorError(f"{message}; a private authority is named by `enroll --ca-file`") from exc
-        raise ServiceUnavailableError(
-            f"expected an answer from {server}: {str(exc) or type(exc).__name__}"
-        ) from exc
+            message = f"This device does not trust the certificate of {server}: {exc}"
+            raise OperatorError(f"{message}. Name a private authority with `enroll --ca-file`.") from exc
+        raise ServiceUnavailableError(f"{server} does not answer: {str(exc) or type(exc).__name__}") from exc
 
 
 def _is_certificate_error(error: BaseException | None) -> bool:
@@ -305,7 +303,7 @@ def _read_limited(response: httpx.Response, limit_bytes: int, *, best_effort: bo
         if len(data) > limit_bytes:
             if best_effort:
                 break
-            raise OperatorError(f"expected at most {limit_bytes} bytes from the service, got more")
+            raise OperatorError(f"The service sent more than {limit_bytes} bytes.")
     return bytes(data[:limit_bytes])
 
 

@@ -124,12 +124,12 @@ class Download:
             raise ServiceUnavailableError(self._expected(str(stored)))
 
     def _expected(self, got: str) -> str:
-        return f"expected {self._size_bytes} bytes of {self._digest}, got {got}"
+        return f"The service sent {got} instead of {self._size_bytes} bytes of {self._digest}"
 
     def _expect_whole(self, response: httpx.Response) -> None:
         if response.status_code != 200:
             raise ServiceUnavailableError(
-                f"expected the range that was asked for, got {response.status_code}"
+                f"The service answered {response.status_code} instead of the range that was asked for"
             )
 
     def _append(self, response: httpx.Response) -> None:
@@ -186,5 +186,7 @@ def _number(text: str) -> int | None:
 
 def _storage_error(error: OSError, path: Path) -> OperatorError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OperatorError(f"expected room on the disk of {path.parent}, it is full; the download is kept")
-    return OperatorError(f"expected to write {path}: {error}")
+        return OperatorError(
+            f"The disk of {path.parent} is full. Free some space and pull again; the download is kept."
+        )
+    return OperatorError(f"Cannot write {path}: {error}")

@@ -87,7 +87,7 @@ def require_enrolment(home: Home) -> tuple[Enrolment, Identity]:
     enrolment, identity = load_enrolment(home), load_identity(home)
     if enrolment is None or identity is None:
         raise OperatorError(
-            "expected an enrolled device; run `permille-agent enroll SERVER INVITATION` first"
+            "This device is not enrolled. Run `permille-agent enroll SERVER INVITATION` first."
         )
     return enrolment, identity
 
@@ -127,16 +127,18 @@ def enroll(
     _refuse_other_server(home, server)
     if (parts := INVITATION.fullmatch(invitation)) is None:
         form = "22 characters (A-Z a-z 0-9 _ -), a dot and 32 hexadecimal digits"
-        raise InputError(f"expected an invitation of {form}, whole, as the operator got it")
+        raise InputError(f"This is not the whole invitation, which has {form}. Copy all of it.")
     identity = load_or_create_identity(home)
     name = name or f"device-{identity.public_key[:8]}"
     with connection(server, ca_file) as opened:
         try:
             answer = DeviceApi(opened).enrol(invitation, identity, name)
         except (RequestRefusedError, AccessRefusedError) as exc:
-            raise InputError(f"expected an invitation that is valid and unused: {exc}") from exc
+            raise InputError(f"The invitation is not valid, or was used before: {exc}") from exc
     if (got := _root_digits(answer.root)) != parts[1]:
-        raise PackageError("trust-root", f"expected the root {parts[1]} that the invitation names, got {got}")
+        raise PackageError(
+            "trust-root", f"The service has the root {got}, but the invitation names {parts[1]}"
+        )
     _keep_ca(home, ca_file)
     return _store(home, server, name, answer, private_ca=ca_file is not None)
 
@@ -149,8 +151,8 @@ def _root_digits(root: str) -> str:
 def _refuse_other_server(home: Home, server: str) -> None:
     known = load_enrolment(home)
     if known is not None and known.server != server:
-        message = f"expected {known.server}, where this device is enrolled, got {server}"
-        raise InputError(f"{message}; `permille-agent unenroll` first, or use another --home")
+        message = f"This device is enrolled at {known.server}, not {server}"
+        raise InputError(f"{message}. Run `permille-agent unenroll` first, or use another --home.")
 
 
 def _keep_ca(home: Home, ca_file: Path | None) -> None:
@@ -160,7 +162,7 @@ def _keep_ca(home: Home, ca_file: Path | None) -> None:
         with ca_file.open("rb") as file:
             write_atomic(home.ca_file, file.read(CA_LIMIT_BYTES), mode=0o600)
     except OSError as exc:
-        raise OperatorError(f"expected to copy {ca_file} to {home.ca_file}: {exc}") from exc
+        raise OperatorError(f"Cannot copy {ca_file} to {home.ca_file}: {exc}") from exc
 
 
 def _store(home: Home, server: str, name: str, answer: devices.Enrolment, *, private_ca: bool) -> Enrolment:

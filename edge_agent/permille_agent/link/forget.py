@@ -77,7 +77,7 @@ def forget(home: Home) -> Erased:
                 files += 1
         _remove_folders(home)
     except OSError as exc:
-        raise OperatorError(f"expected to erase the files in {home.root}: {exc}") from exc
+        raise OperatorError(f"Cannot erase the files in {home.root}: {exc}") from exc
     open_home(home.root)
     return Erased(
         files=files, size_bytes=size_bytes, deletions_waiting=len(deletions), federations_left=len(left)
@@ -103,7 +103,10 @@ def forget_run(home: Home, name: str) -> Erased:
     """
     folder = named_run(home, name).path
     if any(model.run == folder.name for model in referenced_models(home)):
-        raise InputError(f"expected a run that is not in use, got {name}: it is active, or was before")
+        raise InputError(
+            f"The run {name} is in use, or `rollback` returns to it. `forget` without --run erases "
+            "everything."
+        )
     files = size_bytes = 0
     try:
         for path in sorted(folder.rglob("*"), reverse=True):
@@ -115,7 +118,7 @@ def forget_run(home: Home, name: str) -> Erased:
         folder.rmdir()
         fsync_folder(home.runs)
     except OSError as exc:
-        raise OperatorError(f"expected to erase the files in {folder}: {exc}") from exc
+        raise OperatorError(f"Cannot erase the files in {folder}: {exc}") from exc
     return Erased(files=files, size_bytes=size_bytes, deletions_waiting=0)
 
 
@@ -161,7 +164,7 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
         shutil.rmtree(home.trust)  # signed by keys that this device follows no longer
         fsync_folder(home.root)
     except OSError as exc:
-        raise OperatorError(f"expected to erase the enrolment in {home.root}: {exc}") from exc
+        raise OperatorError(f"Cannot erase the enrolment in {home.root}: {exc}") from exc
 
 
 def _leave_service(home: Home, api: DeviceApi) -> None:

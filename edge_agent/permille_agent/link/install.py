@@ -69,9 +69,7 @@ def install(home: Home, release: InstalledRelease, *, size_bytes: int) -> None:
     if before is None or before.manifest_digest != release.manifest_digest:
         refused = read_releases(home).refused
         if refused is not None and refused.manifest_digest == release.manifest_digest:
-            raise PackageError(
-                "package-trial", f"expected another package than the one refused: {refused.reason}"
-            )
+            raise PackageError("package-trial", f"This package was refused before: {refused.reason}")
         try_package(home.blobs, release.manifest_digest, size_bytes=size_bytes)
     record_installed(home, release)
 
@@ -97,11 +95,11 @@ def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
         )
     except subprocess.TimeoutExpired as exc:
         raise PackageError(
-            "package-trial", f"expected a trial of at most {exc.timeout:.0f} s, it went on"
+            "package-trial", f"The trial of the package did not end within {exc.timeout:.0f} s"
         ) from exc
     if done.returncode != 0 or not done.stdout.endswith(b"\n"):
         got = f"its process ended with {done.returncode}"
-        raise PackageError("package-trial", f"expected a package that can be tried within limits, {got}")
+        raise PackageError("package-trial", f"The package cannot be tried within limits: {got}")
     answer = parse_record(done.stdout, _Answer, "the answer of a package's trial")
     if answer.code:
         raise PackageError(answer.code, answer.message)
@@ -121,7 +119,7 @@ def run_trial(line: bytes) -> str:
     except MemoryError:
         answer = _Answer(
             code="package-trial",
-            message=f"expected to need at most {order.memory_bytes} bytes, it needs more",
+            message=f"The package needs more than {order.memory_bytes} bytes of memory",
         )
     return json.dumps(as_json(answer)) + "\n"
 
@@ -152,7 +150,7 @@ def _compute(package: "Package") -> None:
     tokenizer = package_tokenizer(package)
     ids_T = tokenizer.prompt(SENTENCE)
     if _letters(tokenizer.decode(ids_T.tolist())) != _letters(SENTENCE):
-        raise PackageError("package-trial", "expected a sentence to come back from the tokenizer, it did not")
+        raise PackageError("package-trial", "The tokenizer does not return the sentence that it was given")
     ids_BT = ids_T[None, : int(package.config.get("max_position_embeddings") or len(ids_T))]
     if ids_BT.size < 2:
         raise InputError(f"expected a sentence of at least 2 tokens, got {ids_BT.size}")
@@ -164,7 +162,7 @@ def _compute(package: "Package") -> None:
         own.append(values(own[0], pooled.s_K, pooled.header.step_unit_exponent))
     for values_K in own:
         if not np.isfinite(engine.token_losses(values_K, batch)).all():
-            raise PackageError("package-trial", "expected finite losses of a sentence, got NaN or infinity")
+            raise PackageError("package-trial", "The loss of a sentence is NaN or infinite")
     if package.manifest.has_layer(Role.PROGRAM) and programs_run_here():
         _run_program(package, engine, batch)
 
@@ -187,7 +185,9 @@ def _run_program(package: "Package", engine: "Engine", batch: "Batch") -> None:
     )
     expected, found = (float(one.losses(values_K[None], batch)[0]) for one in (engine, program))
     if not abs(found - expected) <= PROGRAM_TOLERANCE * expected:
-        raise PackageError("package-trial", f"expected a loss of {expected:.3f} of the program, got {found}")
+        raise PackageError(
+            "package-trial", f"The program has a loss of {found} where the light engine has {expected:.3f}"
+        )
 
 
 def _letters(text: str) -> str:

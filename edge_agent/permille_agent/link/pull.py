@@ -93,7 +93,7 @@ def pull(
         )
         _download(home, api, blobs, plan, release.manifest_digest, progress)
     except RequestRefusedError as exc:
-        raise OperatorError(f"expected the files of {release.name} {release.version}: {exc}") from exc
+        raise OperatorError(f"The service lacks files of {release.name} {release.version}: {exc}") from exc
     before = installed_release(home)
     try:
         _install(home, blobs, release, plan)
@@ -152,25 +152,29 @@ def _choose(
     try:
         version = api.release(name, alias).version
     except RequestRefusedError as exc:
-        raise OperatorError(f"expected a published release {name!r} with alias {alias!r}: {exc}") from exc
+        raise OperatorError(
+            f"No release {name!r} is published with the alias {alias!r}: {exc}. Ask the operator."
+        ) from exc
     target = trusted.find(target_path(name, version))
     if target is None:
         raise PackageError(
             "release-unlisted",
-            f"expected {name} {version} among the versions that are signed: it was withdrawn, or is not ours",
+            f"{name} {version} is not among the signed versions: it was withdrawn, or is not for this device",
         )
     try:
         aliases, digest = aliases_of(target), f"sha256:{target.hashes['sha256']}"
         training = training_of(target)
     except (InputError, KeyError) as exc:
-        raise PackageError("release-malformed", f"{target.path}: {exc}") from exc
+        raise PackageError(
+            "release-malformed", f"The signed entry of {target.path} is malformed: {exc}"
+        ) from exc
     if alias not in aliases:
         raise PackageError(
-            "release-alias", f"expected a version for {alias!r}, {name} {version} is for {sorted(aliases)}"
+            "release-alias", f"{name} {version} is signed for {sorted(aliases)}, not for {alias!r}"
         )
     if target.length > MAX_MANIFEST_BYTES:
         got = target.length
-        raise PackageError("json-size", f"expected a manifest of {MAX_MANIFEST_BYTES} bytes, got {got}")
+        raise PackageError("json-size", f"A manifest may have {MAX_MANIFEST_BYTES} bytes, got {got}")
     return InstalledRelease(name=name, version=version, manifest_digest=digest, training=training), target
 
 
@@ -186,7 +190,7 @@ def _fetch_manifest(
     try:
         blobs.adopt_file(part, package_digest)
     except OSError as exc:
-        raise OperatorError(f"expected to write {home.blobs}: {exc}") from exc
+        raise OperatorError(f"Cannot write {home.blobs}: {exc}") from exc
     return blobs.read(package_digest, limit=MAX_MANIFEST_BYTES)
 
 
@@ -230,7 +234,7 @@ def _free_bytes(home: Home) -> int:
         partial = sum(path.stat().st_size for path in home.partial.iterdir())
         return shutil.disk_usage(home.root).free + partial
     except OSError as exc:
-        raise OperatorError(f"expected to learn the free space of {home.root}: {exc}") from exc
+        raise OperatorError(f"Cannot find the free space of {home.root}: {exc}") from exc
 
 
 def _sweep_temporary(home: Home, *, before_s: float) -> None:

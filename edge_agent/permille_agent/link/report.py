@@ -10,6 +10,7 @@ ended while nothing could queue it (a kill between the two) is found there the n
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def enqueue(
         OperatorError: the disk is full.
     """
     if RUN_ID.fullmatch(run_id) is None:
-        raise InputError(f"expected a uuid as the run's id, got {run_id!r:.60}")
+        raise InputError(f"The id of a run must be a UUID, got {run_id!r:.60}.")
     if (known := read_report(home, run_id)) is not None:
         return known
     if shared_log is None:
@@ -207,16 +208,14 @@ def read_reports(home: Home) -> Iterator[RunReport]:
 
 
 def deliver(home: Home, api: DeviceApi) -> Delivered:
-    """Send everything that waits; what is sent is noted before the next begins.
+    """Send everything that waits, what ended first in front; what is sent is noted before the next begins.
 
     Raises:
         RetryableError, OperatorError: the service cannot be reached or refuses this device; the rest keeps
         waiting.
     """
     sent = refused = 0
-    for report in read_reports(home):
-        if not report.waits:
-            continue
+    for report in sorted(filter(lambda one: one.waits, read_reports(home)), key=_ended_at):
         done = _deliver_one(home, api, report)
         sent, refused = sent + (not done.reason), refused + bool(done.reason)
     return Delivered(sent=sent, refused=refused)
@@ -259,10 +258,17 @@ def want_deletion(home: Home, run_id: str | None) -> int:
         r for r in read_reports(home) if r.log_delivery is Delivery.SENT and run_id in (None, r.run_id)
     ]
     if run_id is not None and not uploaded:
-        raise InputError(f"expected a run whose log was uploaded, got {run_id!r:.60}")
+        raise InputError(
+            f"No log of the run {run_id!r:.60} was uploaded. `permille-agent share-log show` lists them."
+        )
     for report in uploaded:
         _save(home, replace(report, log_delivery=Delivery.DELETION_WANTED))
     return len(uploaded)
+
+
+def _ended_at(report: RunReport) -> datetime:
+    """When the run ended; `forget` leaves no metrics of those whose logs are to be deleted."""
+    return datetime.min.replace(tzinfo=UTC) if report.metrics is None else report.metrics.ended_at
 
 
 def _withdraw(home: Home, report: RunReport) -> RunReport:
@@ -344,7 +350,7 @@ def _write_log(home: Home, run_id: str, log: bytes) -> None:
     try:
         write_atomic(_log_path(home, run_id), log, mode=0o600)
     except OSError as exc:
-        raise OperatorError(f"expected to write {_log_path(home, run_id)}: {exc}") from exc
+        raise OperatorError(f"Cannot write {_log_path(home, run_id)}: {exc}") from exc
 
 
 def _save(home: Home, report: RunReport) -> RunReport:

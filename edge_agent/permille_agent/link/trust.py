@@ -143,18 +143,22 @@ def _in_our_words(folder: Path) -> Iterator[None]:
         yield
     except ExpiredMetadataError as exc:
         clock = f"this device's clock says {datetime.now(UTC):%F %H:%M} UTC, what is installed stays"
-        raise PackageError("trust-expired", f"expected metadata that is still good: {exc}; {clock}") from exc
+        raise PackageError("trust-expired", f"The signed metadata has expired: {exc}; {clock}") from exc
     except BadVersionNumberError as exc:
-        raise PackageError("trust-rollback", f"expected metadata no older than seen before: {exc}") from exc
+        raise PackageError(
+            "trust-rollback", f"The signed metadata is older than this device has seen: {exc}"
+        ) from exc
     except UnsignedMetadataError as exc:
-        raise PackageError("trust-signature", f"expected metadata signed by its role's keys: {exc}") from exc
+        raise PackageError(
+            "trust-signature", f"The metadata is not signed by the keys of its role: {exc}"
+        ) from exc
     except LengthOrHashMismatchError as exc:
-        raise PackageError("trust-digest", f"expected the bytes that are signed: {exc}") from exc
+        raise PackageError("trust-digest", f"The bytes are not those that are signed: {exc}") from exc
     except RepositoryError as exc:
-        raise PackageError("trust-malformed", f"expected metadata that holds together: {exc}"[:500]) from exc
+        raise PackageError("trust-malformed", f"The signed metadata is malformed: {exc}"[:500]) from exc
     except DownloadHTTPError as exc:
-        raise ServiceUnavailableError(f"expected the service to have what is signed: {exc}") from exc
+        raise ServiceUnavailableError(f"The service lacks a file that is signed: {exc}") from exc
     except RequestRefusedError as exc:
-        raise OperatorError(f"expected the service to give what is signed: {exc}") from exc
+        raise OperatorError(f"The service refuses a file that is signed: {exc}") from exc
     except OSError as exc:
-        raise OperatorError(f"expected to write {folder}: {exc}") from exc
+        raise OperatorError(f"Cannot write {folder}: {exc}") from exc

@@ -76,7 +76,7 @@ def verify_package_files(home: Home, package_digest: str, api: DeviceApi | None,
         for damage in _Package(BlobFolder(home.blobs), home.partial, package_digest).damages():
             _mend(damage, api, result)
     except OSError as exc:
-        raise OperatorError(f"expected to read and write {home.blobs}: {exc}") from exc
+        raise OperatorError(f"Cannot read or write {home.blobs}: {exc}") from exc
 
 
 def _mend(damage: _Damage, api: DeviceApi | None, result: Verified) -> None:

@@ -119,7 +119,7 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
     row_tokens = min(128, int(model.package.config.get("max_position_embeddings") or 128))
     known, tokenized = tokenize(documents, model.tokenizer, report, row_tokens=row_tokens)
     if len(known) < 2:
-        raise InputError(f"expected at least 2 documents to compare on, got {len(known)}")
+        raise InputError(f"Comparing needs at least 2 documents, got {len(known)}. Name more with --data.")
     rows = document_rows(tokenized, row_tokens)
     found = {
         variant: document_losses(model.engine, model.values(variant), rows, len(known))

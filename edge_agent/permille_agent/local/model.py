@@ -4,16 +4,19 @@ active personalisation.
 All share one engine and its quantized weights; they differ in the sparse values that are handed over.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
 
 from permille.engines.interface import Engine
 from permille.engines.sampling import TokenSampling
-from permille.errors import InputError
+from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
@@ -23,6 +26,10 @@ from permille_agent.text.documents import Learn
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.personal import model_values, pooled_start
 from permille_agent.training.run import BegunRun, RunFolder
+
+GENERATION_CONFIG: Final = "generation_config.json"
+_SAMPLED: Final = (1.0, 1.0, 50)
+"""Temperature, top_p and top_k of transformers, where a model says that it is sampled and no more."""
 
 
 class Variant(StrEnum):
@@ -35,13 +42,29 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How text is generated; see `permille.engines.sampling.TokenSampling`. `stop`: texts that end it."""
+    """How text is generated; see `permille.engines.sampling.TokenSampling`. `stop`: texts that end it.
+
+    The defaults are for models that name no settings of their own. A small model at a temperature of 1 writes
+    nonsense, and without a penalty it repeats itself for ever at a low one.
+    """
 
     max_new_tokens: int = 128
-    temperature: float = 0.8
-    top_p: float = 0.95
+    temperature: float = 0.2
+    top_p: float = 0.9
+    top_k: int = 0
+    repeat_penalty: float = 1.1
     seed: int = 0
     stop: tuple[str, ...] = ()
+
+
+class _GenerationConfig(BaseModel):
+    """The settings of a `generation_config.json` that concern us."""
+
+    do_sample: bool | None = None
+    temperature: float | None = Field(default=None, ge=0.0, le=100.0)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=0)
+    repetition_penalty: float | None = Field(default=None, gt=0.0, le=10.0)
 
 
 @dataclass(slots=True)
@@ -54,7 +77,11 @@ class Generated:
 
 
 class LocalModel:
-    """The active package, opened. Close it, or use it as a context: its tokenizer has a child process."""
+    """The active package, opened. Close it, or use it as a context: its tokenizer has a child process.
+
+    Attributes:
+        sampling: the model's own settings, which a caller changes where its user asks for others.
+    """
 
     def __init__(
         self, home: Home, engine_of: Callable[[Package], Engine], active: Active | None = None
@@ -70,6 +97,7 @@ class LocalModel:
             self.package = Package.open(BlobFolder(home.blobs), active.package)
             self.tokenizer: TextTokenizer = package_tokenizer(self.package, _learned(home, active))
             self.engine = engine_of(self.package)
+        self.sampling = own_sampling(self.package)
         base_K = self.package.values()
         self._values: dict[Variant, NDArray[np.float32]] = {Variant.BASE: base_K}
         if (pooled := pooled_start(self.package)) is not None:
@@ -88,6 +116,11 @@ class LocalModel:
         """What can be asked for, the one that is used unless told first."""
         return tuple(reversed(self._values))
 
+    @property
+    def positions(self) -> int:
+        """Tokens of a prompt and its answer together, at most."""
+        return int(self.package.config.get("max_position_embeddings") or 1 << 31)
+
     def values(self, variant: Variant) -> NDArray[np.float32]:
         """The sparse values of a variant.
 
@@ -95,7 +128,7 @@ class LocalModel:
             InputError: nothing personal is active.
         """
         if variant not in self._values:
-            raise InputError("expected an active personalisation, there is none: run `permille-agent train`")
+            raise InputError("There is no personal model. Run `permille-agent train`.")
         return self._values[variant]
 
     def complete(self, prompt: str, variant: Variant, sampling: Sampling) -> tuple[Generated, Iterator[str]]:
@@ -137,8 +170,7 @@ class LocalModel:
         self, prompt_ids: NDArray[np.int64], variant: Variant, sampling: Sampling
     ) -> tuple[Generated, Iterator[str]]:
         generated = Generated(prompt_tokens=len(prompt_ids))
-        positions = int(self.package.config.get("max_position_embeddings") or 1 << 31)
-        limit = min(sampling.max_new_tokens, positions - len(prompt_ids))
+        limit = min(sampling.max_new_tokens, self.positions - len(prompt_ids))
         ids = self.engine.generate(
             self.values(variant),
             prompt_ids,
@@ -146,12 +178,42 @@ class LocalModel:
                 max_new_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                repeat_penalty=sampling.repeat_penalty,
                 seed=sampling.seed,
                 stop_ids=self.tokenizer.stop_ids,
             ),
         )
         pieces = self.tokenizer.stream(_counted(ids, generated, limit))
         return generated, until_stop(pieces, sampling.stop, generated)
+
+
+def own_sampling(package: Package) -> Sampling:
+    """Read how a package's model wants text to be generated, by the rules of transformers.
+
+    Raises:
+        PackageError: a setting is out of range.
+    """
+    if GENERATION_CONFIG not in package.manifest.files():
+        return Sampling()
+    try:
+        found = _GenerationConfig.model_validate(json.loads(package.file(GENERATION_CONFIG)))
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        raise PackageError("generation-config", f"{first['loc'][0]}: {first['msg']}") from exc
+    named = (found.temperature, found.top_p, found.top_k)
+    penalty = found.repetition_penalty
+    if found.do_sample is None and not any(named):
+        return Sampling() if penalty is None else Sampling(repeat_penalty=penalty)
+    penalty = penalty or 1.0
+    if found.do_sample is False:
+        return Sampling(temperature=0.0, top_p=1.0, repeat_penalty=penalty)
+    temperature, top_p, top_k = (
+        default if value is None else value for value, default in zip(named, _SAMPLED, strict=True)
+    )
+    return Sampling(
+        temperature=float(temperature), top_p=float(top_p), top_k=int(top_k), repeat_penalty=penalty
+    )
 
 
 def _learned(home: Home, active: Active) -> Learn:

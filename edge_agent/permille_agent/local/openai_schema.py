@@ -1,55 +1,56 @@
-"""The OpenAI REST schema of the local server: what a request may say, and how an answer looks."""
+"""The REST interface of OpenAI, as vLLM and llama.cpp's server offer it: models, completions and chats."""
 
-import secrets
+import json
 import time
 import uuid
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from permille_agent.local.model import Generated, Sampling, Variant
+from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
+from permille_agent.local.replies import Choices, Message, NoEmbeddingsError, Reply, parsed, turns, variant_of
 
 
-class Request(BaseModel):
-    """What both kinds of completion share; fields that we do not know are the client's business."""
+class StreamOptions(BaseModel):
+    """What a stream carries beside the text."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=32_768)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=32_768)
-    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
-    stop: str | list[str] | None = None
-    stream: bool = False
-    n: Literal[1] = 1
+    include_usage: bool | None = None
 
-    def sampling(self) -> Sampling:
-        """The choices for the engine; without a seed, a new one."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Sampling(
-            max_new_tokens=self.max_completion_tokens or self.max_tokens or 256,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
-            stop=tuple(word for word in stop if word),
-        )
+
+class TextFormat(BaseModel):
+    """The only form of an answer: text. Asking for JSON must fail, since nothing here enforces it."""
+
+    type: Literal["text"]
+
+
+class Request(Choices):
+    """What both kinds of completion share."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: TextFormat | None = None
+    n: Literal[1] | None = None
+
+    def choices(self, model: LocalModel) -> Sampling:
+        """Return how the text is chosen."""
+        return self.sampling(model.sampling, self.max_completion_tokens or self.max_tokens)
 
 
 class CompletionRequest(Request):
-    """Body of POST /v1/completions."""
+    """Body of POST /v1/completions; a list of prompts holds one."""
 
-    prompt: str
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
-
-class Message(BaseModel):
-    """One chat message."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    role: Literal["system", "user", "assistant"]
-    content: str
+    def text(self) -> str:
+        """Return the prompt."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 
 class ChatRequest(Request):
@@ -58,55 +59,134 @@ class ChatRequest(Request):
     messages: list[Message] = Field(min_length=1, max_length=1000)
 
 
-class Form:
-    """How one kind of answer looks."""
+class CompletionForm:
+    """A completion: see `permille_agent.local.replies.Form`."""
 
-    prefix: str
-    whole_object: str
-    piece_object: str
+    media_type = "text/event-stream; charset=utf-8"
+    prefix = "cmpl"
+    whole_object = "text_completion"
+    piece_object = "text_completion"
 
-    def __init__(self, variant: Variant) -> None:
+    def __init__(self, variant: Variant, *, usage_wanted: bool) -> None:
+        """`usage_wanted`: a stream ends with a chunk of counts."""
+        self._usage_wanted = usage_wanted
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": variant.value,
         }
 
-    def whole(self, text: str, generated: Generated) -> dict[str, Any]:
-        """The whole answer in one."""
-        usage = {
-            "prompt_tokens": generated.prompt_tokens,
-            "completion_tokens": generated.completion_tokens,
-            "total_tokens": generated.prompt_tokens + generated.completion_tokens,
-        }
+    def whole(self, text: str, generated: Generated) -> Mapping[str, Any]:
+        """See `Form`."""
         choice = {"index": 0, **self._text(text), "logprobs": None, "finish_reason": generated.finish_reason}
-        return {**self._head, "object": self.whole_object, "choices": [choice], "usage": usage}
+        return {
+            **self._head,
+            "object": self.whole_object,
+            "choices": [choice],
+            "usage": _usage(generated),
+        }
 
-    def piece(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """One event of a stream."""
-        choice = {"index": 0, **self._delta(text), "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "object": self.piece_object, "choices": [choice]}
+    def documents(self, pieces: Iterator[str], generated: Generated) -> Iterator[Mapping[str, Any]]:
+        """See `Form`."""
+        yield from (self._chunk(delta, None) for delta in self._beginning())
+        for piece in pieces:
+            yield self._chunk(self._delta(piece), None)
+        yield self._chunk(self._delta(""), generated.finish_reason)
+        if self._usage_wanted:
+            yield {**self._head, "object": self.piece_object, "choices": [], "usage": _usage(generated)}
 
-    def _text(self, text: str) -> dict[str, Any]:
+    def encode(self, document: Mapping[str, Any]) -> bytes:
+        """See `Form`."""
+        return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+    def end(self) -> bytes:
+        """See `Form`."""
+        return b"data: [DONE]\n\n"
+
+    def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None) -> Mapping[str, Any]:
+        choice = {"index": 0, **delta, "logprobs": None, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._usage_wanted else {}
+        return {**self._head, "object": self.piece_object, "choices": [choice], **usage}
+
+    def _beginning(self) -> list[Mapping[str, Any]]:
+        return []
+
+    def _text(self, text: str) -> Mapping[str, Any]:
         return {"text": text}
 
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _delta(self, text: str) -> Mapping[str, Any]:
         return {"text": text}
 
 
-class CompletionForm(Form):
-    prefix = "cmpl"
-    whole_object = "text_completion"
-    piece_object = "text_completion"
+class ChatForm(CompletionForm):
+    """A chat completion."""
 
-
-class ChatForm(Form):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     piece_object = "chat.completion.chunk"
 
-    def _text(self, text: str) -> dict[str, Any]:
+    def _beginning(self) -> list[Mapping[str, Any]]:
+        return [{"delta": {"role": "assistant", "content": ""}}]
+
+    def _text(self, text: str) -> Mapping[str, Any]:
         return {"message": {"role": "assistant", "content": text}}
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": text} if text else {}}
+    def _delta(self, text: str) -> Mapping[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+
+def get(model: LocalModel, path: str) -> Mapping[str, Any] | None:
+    """Answer a GET; None where there is no such path."""
+    if path == "/v1/models":
+        return {"object": "list", "data": [_entry(variant) for variant in model.variants]}
+    if path.startswith("/v1/models/"):
+        return _entry(variant_of(model, path.removeprefix("/v1/models/")))
+    return None
+
+
+def post(model: LocalModel, path: str, body: bytes) -> Reply | None:
+    """Answer a POST; None where there is no such path.
+
+    Raises:
+        InputError: the request is malformed, or the model cannot do what it asks for.
+    """
+    match path:
+        case "/v1/completions":
+            completion = parsed(CompletionRequest, body)
+            variant = variant_of(model, completion.model)
+            written = model.complete(completion.text(), variant, completion.choices(model))
+            return _reply(completion, CompletionForm, variant, written)
+        case "/v1/chat/completions":
+            chat = parsed(ChatRequest, body)
+            variant = variant_of(model, chat.model)
+            written = model.reply(turns(chat.messages), variant, chat.choices(model))
+            return _reply(chat, ChatForm, variant, written)
+        case "/v1/embeddings":
+            raise NoEmbeddingsError
+    return None
+
+
+def error(status: HTTPStatus, message: str) -> Mapping[str, Any]:
+    """Return the document of an error."""
+    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status.phrase.lower()}}
+
+
+def _reply(
+    request: Request, form: type[CompletionForm], variant: Variant, written: tuple[Generated, Iterator[str]]
+) -> Reply:
+    options = request.stream_options
+    usage_wanted = options is not None and bool(options.include_usage)
+    return Reply(form(variant, usage_wanted=usage_wanted), *written, stream=bool(request.stream))
+
+
+def _entry(variant: Variant) -> Mapping[str, Any]:
+    return {"id": variant.value, "object": "model", "created": 0, "owned_by": "permille"}
+
+
+def _usage(generated: Generated) -> Mapping[str, int]:
+    return {
+        "prompt_tokens": generated.prompt_tokens,
+        "completion_tokens": generated.completion_tokens,
+        "total_tokens": generated.prompt_tokens + generated.completion_tokens,
+    }

@@ -1,28 +1,29 @@
-"""A local server with the REST interface of OpenAI: models, completions, chat completions, streams as SSE.
+"""A local server with the REST interfaces of OpenAI and Ollama.
 
 It is for programs of the same user on the same machine, and for nobody else: it binds loopback only, wants a
 token that only the user can read, answers only requests whose `Host` is loopback (a page in a browser that
-re-binds a name does not get through), sets no CORS headers, and bounds bodies, waiting and the number of
-requests and connections at a time.
+re-binds a name does not get through), and bounds bodies, waiting and the number of requests and connections
+at a time. Pages in a browser may ask where their origin was named at the start, which must be loopback too.
 """
 
 import json
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
+from urllib.parse import urlsplit
 
 from permille.bounded_server import BoundedServer, Places
 from permille.errors import InputError, OperatorError, PermilleError
 from permille.files import write_atomic
-from permille_agent.local.model import Generated, LocalModel, Variant
-from permille_agent.local.openai_schema import ChatForm, ChatRequest, CompletionForm, CompletionRequest, Form
+from permille_agent.local import ollama_schema, openai_schema
+from permille_agent.local.model import LocalModel
+from permille_agent.local.replies import Interface, NoEmbeddingsError, Reply
 from permille_agent.state.home import Home
 
 MAX_BODY_BYTES = 1 << 20
@@ -30,6 +31,30 @@ MAX_REQUESTS = 8
 MAX_CONNECTIONS = 64
 SOCKET_TIMEOUT_S = 30.0
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+PREFLIGHT_S = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Who may ask: programs that send the token of a file, and pages of some origins that send it too.
+
+    Raises:
+        InputError: an origin that is not loopback.
+    """
+
+    token: str
+    token_file: Path
+    origins: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for origin in self.origins:
+            url = urlsplit(origin)
+            own = f"{url.scheme}://{url.netloc}" == origin and url.scheme in ("http", "https")
+            if not own or url.hostname not in ("127.0.0.1", "localhost", "::1"):
+                raise InputError(
+                    f"Only pages of this machine may ask: name an origin like http://localhost:3000, not "
+                    f"{origin!r:.100}."
+                )
 
 
 class LocalServer(BoundedServer):
@@ -37,7 +62,7 @@ class LocalServer(BoundedServer):
 
     limits = Places(most=MAX_CONNECTIONS, of_one=MAX_CONNECTIONS)
 
-    def __init__(self, address: tuple[str, int], model: LocalModel, token: str) -> None:
+    def __init__(self, address: tuple[str, int], model: LocalModel, access: Access) -> None:
         """Bind a loopback address.
 
         Raises:
@@ -45,15 +70,17 @@ class LocalServer(BoundedServer):
             OperatorError: the port cannot be bound.
         """
         if address[0] not in ("127.0.0.1", "::1", "localhost"):
-            raise InputError(f"expected a loopback address, got {address[0]}")
+            raise InputError(f"The server listens on loopback only, not on {address[0]}.")
         if address[0] == "::1":
             self.address_family = socket.AF_INET6
         try:
             super().__init__(address, _Handler)
         except OSError as exc:
-            raise OperatorError(f"expected to listen on {address[0]}:{address[1]}: {exc}") from exc
+            raise OperatorError(
+                f"Cannot listen on {address[0]}:{address[1]}: {exc}. Choose another --port."
+            ) from exc
         self.model = model
-        self.token = token
+        self.access = access
         self.requests = threading.BoundedSemaphore(MAX_REQUESTS)
 
     @property
@@ -62,15 +89,20 @@ class LocalServer(BoundedServer):
         return int(self.server_address[1])
 
 
-def read_or_make_token(home: Home) -> tuple[Path, str]:
-    """The server's token and the file that holds it, readable by the user only."""
+def read_or_make_access(home: Home, origins: Sequence[str] = ()) -> Access:
+    """Read the server's token, or make it, in a file that only the user can read.
+
+    Raises:
+        InputError: an origin that is not loopback.
+        OperatorError: the file holds something else.
+    """
     path = home.root / "serve.token"
     if not path.exists():
         write_atomic(path, secrets.token_urlsafe(32).encode() + b"\n", mode=0o600)
     token = path.read_bytes().strip()
     if not token.isascii() or not token.decode().isprintable() or not token:
-        raise OperatorError(f"expected a token in {path}, found something else: delete it")
-    return path, token.decode()
+        raise OperatorError(f"{path} holds no token. Delete the file.")
+    return Access(token=token.decode(), token_file=path, origins=tuple(origins))
 
 
 class _RequestError(Exception):
@@ -93,18 +125,37 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._get)
 
     def do_POST(self) -> None:
-        """Completions."""
+        """Texts."""
         self._answer(self._post)
+
+    def do_OPTIONS(self) -> None:
+        """Tell a browser whether its page may ask; it sends no token before."""
+        self._answer(self._preflight)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name is http.server's
         """Nothing: prompts are nobody's business."""
 
-    def _answer(self, work: Any) -> None:
+    def end_headers(self) -> None:
+        """Let pages of the allowed origins read the answer."""
+        if self._origin_allowed():
+            self.send_header("Access-Control-Allow-Origin", self.headers["Origin"])
+            self.send_header("Vary", "Origin")
+        super().end_headers()
+
+    @property
+    def _interface(self) -> Interface:
+        """The module whose paths and errors this request has."""
+        return ollama_schema if self.path.startswith("/api/") else openai_schema
+
+    def _answer(self, work: Callable[[], None]) -> None:
         try:
-            self._check_access()
+            self._check_host()
+            if self.command != "OPTIONS":
+                self._check_token()
             if not self.server.requests.acquire(blocking=False):
                 raise _RequestError(
-                    HTTPStatus.SERVICE_UNAVAILABLE, f"expected at most {MAX_REQUESTS} requests at a time"
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"There are more than {MAX_REQUESTS} requests at a time. Try again.",
                 )
             try:
                 work()
@@ -112,6 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.requests.release()
         except _RequestError as exc:
             self._send_error(exc.status, str(exc))
+        except NoEmbeddingsError as exc:
+            self._send_error(HTTPStatus.NOT_IMPLEMENTED, str(exc))
         except InputError as exc:
             self._send_error(HTTPStatus.BAD_REQUEST, str(exc))
         except PermilleError as exc:
@@ -119,91 +172,103 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             self.close_connection = True
 
-    def _check_access(self) -> None:
+    def _check_host(self) -> None:
         host = (self.headers.get("Host") or "").lower()
         name, _, port = host.rpartition(":")
         allowed = {*LOOPBACK_NAMES} if self.server.port == 80 else set()
         if host not in allowed and (name not in LOOPBACK_NAMES or port != str(self.server.port)):
             raise _RequestError(
-                HTTPStatus.MISDIRECTED_REQUEST, f"expected Host 127.0.0.1:{self.server.port}, got {host!r}"
+                HTTPStatus.MISDIRECTED_REQUEST,
+                f"The Host must be 127.0.0.1:{self.server.port}, got {host!r}.",
             )
+
+    def _check_token(self) -> None:
+        access = self.server.access
         scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
         # Compared as bytes: compare_digest refuses text beyond ASCII.
-        right = secrets.compare_digest(token.strip().encode(), self.server.token.encode())
+        right = secrets.compare_digest(token.strip().encode(), access.token.encode())
         if scheme.lower() != "bearer" or not right:
-            raise _RequestError(HTTPStatus.UNAUTHORIZED, "expected the token of `permille-agent serve`")
+            raise _RequestError(
+                HTTPStatus.UNAUTHORIZED,
+                f"The token is missing or wrong. Give your program the one in {access.token_file} as its API "
+                "key; it is sent as `Authorization: Bearer <token>`.",
+            )
         self.server.prove(self.client_address)
 
+    def _origin_allowed(self) -> bool:
+        headers = getattr(self, "headers", None)  # none where the request cannot be parsed
+        return headers is not None and headers.get("Origin") in self.server.access.origins
+
+    def _preflight(self) -> None:
+        if not self._origin_allowed():
+            raise _RequestError(
+                HTTPStatus.FORBIDDEN,
+                f"Pages of {self.headers.get('Origin')!r:.100} may not ask. Start `permille-agent serve` "
+                "with `--allow-origin` and their origin.",
+            )
+        self.send_response(HTTPStatus.NO_CONTENT)
+        self.send_header("Access-Control-Allow-Methods", "GET, POST")
+        self.send_header(
+            "Access-Control-Allow-Headers", "Authorization, *"
+        )  # the star does not cover the first
+        self.send_header("Access-Control-Max-Age", str(PREFLIGHT_S))
+        self.end_headers()
+
     def _get(self) -> None:
-        if self.path != "/v1/models":
-            raise _RequestError(HTTPStatus.NOT_FOUND, "expected /v1/models")
-        models = [
-            {"id": variant.value, "object": "model", "created": 0, "owned_by": "permille"}
-            for variant in self.server.model.variants
-        ]
-        self._send_json(HTTPStatus.OK, {"object": "list", "data": models})
+        found = self._interface.get(self.server.model, urlsplit(self.path).path)
+        self._send(found)
 
     def _post(self) -> None:
         body = self._body()
-        model = self.server.model
-        try:
-            if self.path == "/v1/completions":
-                completion = CompletionRequest.model_validate_json(body)
-                variant = self._variant(completion.model)
-                generated, text = model.complete(completion.prompt, variant, completion.sampling())
-                self._send_text(CompletionForm(variant), generated, text, stream=completion.stream)
-            elif self.path == "/v1/chat/completions":
-                chat = ChatRequest.model_validate_json(body)
-                variant = self._variant(chat.model)
-                messages = [(message.role, message.content) for message in chat.messages]
-                generated, text = model.reply(messages, variant, chat.sampling())
-                self._send_text(ChatForm(variant), generated, text, stream=chat.stream)
-            else:
-                raise _RequestError(HTTPStatus.NOT_FOUND, "expected /v1/completions or /v1/chat/completions")
-        except ValidationError as exc:
-            first = exc.errors(include_url=False, include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise _RequestError(HTTPStatus.BAD_REQUEST, f"{place}: {first['msg']}") from exc
+        found = self._interface.post(self.server.model, urlsplit(self.path).path, body)
+        self._send(found)
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length") or ""
         if not length.isascii() or not length.isdigit() or "Transfer-Encoding" in self.headers:
-            raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "expected a body with a Content-Length")
+            raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "The request needs a Content-Length.")
         if len(length) > 10 or int(length) > MAX_BODY_BYTES:
             raise _RequestError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {MAX_BODY_BYTES} bytes"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is larger than {MAX_BODY_BYTES} bytes."
             )
         return self.rfile.read(int(length))
 
-    def _variant(self, name: str | None) -> Variant:
-        variants = self.server.model.variants
-        if name is None:
-            return variants[0]
-        if name not in variants:
-            known = ", ".join(variants)
-            raise _RequestError(HTTPStatus.NOT_FOUND, f"expected a model of {known}, got {name!r:.100}")
-        return Variant(name)
+    def _send(self, found: Reply | Mapping[str, Any] | None) -> None:
+        match found:
+            case None:
+                raise _RequestError(
+                    HTTPStatus.NOT_FOUND,
+                    f"There is no {self.command} {self.path:.100}. Served are /v1/models, /v1/completions, "
+                    "/v1/chat/completions, /api/chat, /api/generate, /api/tags, /api/show, /api/ps and "
+                    "/api/version.",
+                )
+            case Reply(form, generated, pieces, stream=False):
+                self._send_json(HTTPStatus.OK, form.whole("".join(pieces), generated))
+            case Reply():
+                self._send_stream(found)
+            case _:
+                self._send_json(HTTPStatus.OK, found)
 
-    def _send_text(self, form: Form, generated: Generated, text: Iterator[str], *, stream: bool) -> None:
-        if not stream:
-            self._send_json(HTTPStatus.OK, form.whole("".join(text), generated))
-            return
+    def _send_stream(self, reply: Reply) -> None:
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Content-Type", reply.form.media_type)
         self.send_header("Cache-Control", "no-store")
         self.send_header("Connection", "close")
         self.end_headers()
         self.close_connection = True
-        for piece in text:
-            self._send_event(form.piece(piece, None))
-        self._send_event(form.piece("", generated.finish_reason))
-        self.wfile.write(b"data: [DONE]\n\n")
+        try:
+            for document in reply.form.documents(reply.pieces, reply.generated):
+                self._send_part(reply.form.encode(document))
+            self._send_part(reply.form.end())
+        except PermilleError as exc:  # the status has been sent: the error is a document of the stream
+            error = self._interface.error(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc))
+            self._send_part(reply.form.encode(error))
 
-    def _send_event(self, event: dict[str, Any]) -> None:
-        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    def _send_part(self, data: bytes) -> None:
+        self.wfile.write(data)
         self.wfile.flush()
 
-    def _send_json(self, status: HTTPStatus, value: dict[str, Any]) -> None:
+    def _send_json(self, status: HTTPStatus, value: Mapping[str, Any]) -> None:
         data = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -216,6 +281,4 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_error(self, status: HTTPStatus, message: str) -> None:
         # The body may be unread: the connection cannot be used again.
         self.close_connection = True
-        kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-        error = {"message": message, "type": kind, "param": None, "code": status.phrase.lower()}
-        self._send_json(status, {"error": error})
+        self._send_json(status, self._interface.error(status, message))

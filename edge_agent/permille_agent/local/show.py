@@ -23,7 +23,7 @@ from permille_agent.federation.membership import memberships
 from permille_agent.link.report import Delivery, read_report
 from permille_agent.local.compare import Sample, continue_prompt, test_prompts
 from permille_agent.local.model import LocalModel, Sampling, Variant
-from permille_agent.state.home import Home
+from permille_agent.state.home import Home, telling_disk
 from permille_agent.state.models import Active, active_model, read_manifest
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import OpenEngine
@@ -92,11 +92,14 @@ class Curve:
 
 
 def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
-    """Write the page of a run, the newest that has ended where none is named; the caller holds the lock.
+    """Write the page of a run, the newest that has ended where none is named.
+
+    No lock is needed: the results of a run that has ended change no more, and page and samples are replaced
+    whole.
 
     Raises:
         InputError: no run, or more than one, begins with that name.
-        OperatorError: no run has ended.
+        OperatorError: no run has ended, this one has not, or the page cannot be written.
     """
     folder = _run(home, name)
     end = folder.require("outcome", RunOutcome)
@@ -135,7 +138,8 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         skipped=source.bad_rows[:SHOWN_EXAMPLES],
     )
     path = folder.path / PAGE
-    write_atomic(path, page.encode(), mode=0o600)
+    with telling_disk():  # a training that ends meanwhile may delete old runs
+        write_atomic(path, page.encode(), mode=0o600)
     return path
 
 
@@ -153,7 +157,7 @@ def _run(home: Home, name: str | None) -> RunFolder:
         return named_run(home, name)
     ended = [run for run in runs if run.load("outcome", RunOutcome) is not None]
     if not ended:
-        raise OperatorError("expected a run that has ended, there is none: `permille-agent train`")
+        raise OperatorError("No run has ended yet. Run `permille-agent train`.")
     return ended[-1]
 
 

@@ -47,7 +47,7 @@ def add_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
     """
     for path in paths:
         if not path.exists():
-            raise InputError(f"expected a file or folder at {path}, found none")
+            raise InputError(f"There is no file or folder {path}.")
     return _write(home, [*read_references(home), *(path.absolute() for path in paths)])
 
 
@@ -60,7 +60,9 @@ def remove_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
     known = read_references(home)
     wanted = {path.absolute() for path in paths}
     if missing := wanted - set(known):
-        raise InputError(f"expected paths that were added, got {', '.join(sorted(map(str, missing)))}")
+        raise InputError(
+            f"Never added: {', '.join(sorted(map(str, missing)))}. `permille-agent data list` shows what was."
+        )
     return _write(home, [path for path in known if path not in wanted])
 
 

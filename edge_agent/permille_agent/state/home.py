@@ -89,12 +89,12 @@ def open_home(root: Path) -> Home:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if hasattr(os, "getuid") and (owner := root.stat().st_uid) != os.getuid():
             raise OperatorError(
-                f"expected {root} to belong to user {os.getuid()}, it belongs to user {owner}"
+                f"{root} belongs to user {owner}, not to user {os.getuid()}. Choose another --home."
             )
         if root.stat().st_mode & 0o077:
             root.chmod(0o700)
     except OSError as exc:
-        raise OperatorError(f"expected a folder that can be written at {root}: {exc}") from exc
+        raise OperatorError(f"Cannot write the folder {root}: {exc}") from exc
     return home
 
 
@@ -126,9 +126,9 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
     except FileNotFoundError:
         return None
     except OSError as exc:
-        raise OperatorError(f"expected to read {path}: {exc}") from exc
+        raise OperatorError(f"Cannot read {path}: {exc}") from exc
     if len(data) > STATE_LIMIT_BYTES:
-        raise OperatorError(f"expected at most {STATE_LIMIT_BYTES} bytes in {path}, got more")
+        raise OperatorError(f"{path} is larger than {STATE_LIMIT_BYTES} bytes, so it is damaged.")
     try:
         return parse_record(data, kind, str(path))
     except OperatorError as exc:
@@ -149,7 +149,7 @@ def parse_record(data: bytes, kind: type[Record], source: str) -> Record:
             data = json.dumps(document).encode()
         return _adapter(kind).validate_json(data, strict=True)
     except (ValueError, RecursionError) as exc:  # pydantic's ValidationError is one
-        raise OperatorError(f"expected {kind.__name__} in {source}: {_words(exc)}") from exc
+        raise OperatorError(f"{source} is damaged, it holds no {kind.__name__}: {_words(exc)}") from exc
 
 
 def write_record(path: Path, record: object) -> None:
@@ -161,7 +161,7 @@ def write_record(path: Path, record: object) -> None:
     try:
         write_atomic(path, encode_record(record, indent=2) + b"\n", mode=0o600)
     except OSError as exc:
-        raise OperatorError(f"expected to write {path}: {exc}") from exc
+        raise OperatorError(f"Cannot write {path}: {exc}") from exc
 
 
 def overwrite_record(path: Path, record: object) -> None:
@@ -181,7 +181,7 @@ def overwrite_record(path: Path, record: object) -> None:
                 file.write(data.ljust(os.fstat(file.fileno()).st_size - 1) + b"\n")
                 os.fsync(file.fileno())
         except OSError as exc:
-            raise OperatorError(f"expected to write {path}: {exc}") from exc
+            raise OperatorError(f"Cannot write {path}: {exc}") from exc
 
 
 def encode_record(record: object, *, indent: int | None = None) -> bytes:

@@ -65,15 +65,21 @@ def hold_rounds_lock(home: Home, *, wait_s: float = 0.0) -> Iterator[None]:
         yield
 
 
+def _lock(path: Path) -> FileLock:
+    return FileLock(path, mode=0o600, thread_local=False, is_singleton=True, fallback_to_soft=False)
+
+
 @contextmanager
 def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
-    lock = FileLock(path, mode=0o600, thread_local=False, is_singleton=True, fallback_to_soft=False)
+    lock = _lock(path)
     try:
         lock.acquire(timeout=wait_s)
     except Timeout as exc:
-        raise LockedError(f"expected {path.name} to be free: {_holder(path)} holds it") from exc
+        raise LockedError(
+            f"Another command works on this: {_holder(path)} holds {path.name}. Try again when it has ended."
+        ) from exc
     except OSError as exc:
-        raise OperatorError(f"expected a lock file at {path}: {exc}") from exc
+        raise OperatorError(f"Cannot write the lock file {path}: {exc}") from exc
     try:
         if lock.lock_counter == 1:
             since = datetime.now(UTC).isoformat(timespec="seconds")
@@ -88,11 +94,13 @@ def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
 
 def lock_holder(home: Home) -> Holder | None:
     """Say which other process holds the writers' lock; None where it is free or the holder left no note."""
+    lock = _lock(home.lock)
     try:
-        with hold_lock(home, "status"):
-            return None
-    except LockedError:
+        lock.acquire(timeout=0.0)
+    except Timeout:
         return _read_note(home.lock)
+    lock.release()  # at once and without a note: a writer that begins now must find it free
+    return None
 
 
 def _note(path: Path) -> Path:

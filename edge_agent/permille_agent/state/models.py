@@ -22,7 +22,7 @@ from permille_agent.state.lock import LockedError, hold_lock
 MAX_HISTORY = 20
 # Codes that say that bytes on this disk are not what was downloaded: fetching them again helps.
 DAMAGED = ("blob-missing", "blob-size", "blob-digest", "block-digest")
-NOTHING_INSTALLED = "expected an installed package, found none: run `permille-agent pull`"
+NOTHING_INSTALLED = "No package is installed. Run `permille-agent pull`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +136,8 @@ def opening(home: Home, package_digest: str) -> Iterator[None]:
         if (back := _return_to_previous(home, package_digest, exc)) is None:
             raise
         raise RetryableError(
-            f"expected the package installed last to open: {exc}; "
-            f"{back.name} version {back.version} is installed again, run the command again"
+            f"The package that was installed last does not open: {exc}. {back.name} version {back.version} "
+            "is installed again. Run the command again."
         ) from exc
     if _is_unused(home, package_digest):
         with suppress(LockedError), hold_lock(home, "use"):  # else the next use says so
@@ -156,12 +156,17 @@ def _is_unused(home: Home, package_digest: str) -> bool:
 def _return_to_previous(home: Home, package_digest: str, error: PackageError) -> InstalledRelease | None:
     if not _is_unused(home, package_digest):
         return None
-    with hold_lock(home, "rollback", wait_s=5.0):
-        known = read_releases(home)
-        refused = None
-        if error.code not in DAMAGED:
-            refused = RefusedPackage(manifest_digest=package_digest, reason=str(error)[:500])
-        write_record(home.releases, replace(known, installed=known.previous, previous=None, refused=refused))
+    try:
+        with hold_lock(home, "rollback", wait_s=5.0):
+            known = read_releases(home)
+            refused = None
+            if error.code not in DAMAGED:
+                refused = RefusedPackage(manifest_digest=package_digest, reason=str(error)[:500])
+            write_record(
+                home.releases, replace(known, installed=known.previous, previous=None, refused=refused)
+            )
+    except LockedError:  # a training goes on: the caller tells what is wrong with the package, not that
+        return None
     return known.previous
 
 
@@ -229,7 +234,8 @@ def activate(home: Home, new: Active, *, expected: Active | None) -> None:
         return
     if now != expected:
         raise RetryableError(
-            f"expected {expected or 'no model'} to be active still, {now or 'no model'} is: run it again"
+            f"The model in use changed meanwhile: it was {expected or 'none'}, it is {now or 'none'}. Run "
+            "the command again."
         )
     before = [model for model in history(home) if model not in (now, new)]
     _write(home, new, (*before, *(() if now is None else (now,))))
@@ -246,7 +252,7 @@ def rollback(home: Home) -> Active:
     now = active_model(home)
     before = [model for model in history(home) if model != now]
     if not before:
-        raise InputError("expected an earlier model to go back to, there is none")
+        raise InputError("There is no earlier model to go back to.")
     _write(home, before[-1], (*(() if now is None else (now,)), *before[:-1]))
     return before[-1]
 

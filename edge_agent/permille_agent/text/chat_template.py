@@ -11,7 +11,6 @@ from typing import Any
 from permille.errors import InputError, PackageError
 from permille.sandbox.process import Sandbox, SandboxError
 
-MAX_TEMPLATE_CHARACTERS = 64 << 10
 MAX_RENDERED_CHARACTERS = 8 << 20
 # A longer conversation is rendered in windows: each turn needs the text before it, and rendering all of it
 # for each of 20,000 turns takes hours. A row of training holds fewer messages than this.
@@ -31,16 +30,7 @@ class ChatTemplate:
     """Renders messages with one template, in the child of its package."""
 
     def __init__(self, template: str | None, variables: Mapping[str, str], sandbox: Sandbox) -> None:
-        """Take a template and its variables (`bos_token`, `eos_token`).
-
-        Raises:
-            PackageError: the template is longer than 64 Ki characters.
-        """
-        if template is not None and len(template) > MAX_TEMPLATE_CHARACTERS:
-            raise PackageError(
-                "chat-template",
-                f"expected a template of at most {MAX_TEMPLATE_CHARACTERS} characters, got {len(template)}",
-            )
+        """Take a template and its variables (`bos_token`, `eos_token`)."""
         self._template = DEFAULT_TEMPLATE if template is None else template
         self._variables = {"bos_token": "", "eos_token": "", **variables}
         self._sandbox = sandbox

@@ -147,8 +147,8 @@ def _prepare_little(
     """Divide text that is too little for three splits."""
     if total < LITTLE_TOKENS:
         raise InputError(
-            f"expected at least {LITTLE_TOKENS} tokens of text that count, got {total} in {len(documents)} "
-            f"documents ({LITTLE_TOKENS} are judged part by part; {NEEDED_TOKENS} are divided once)"
+            f"There is too little text: {total} tokens in {len(documents)} documents, and at least "
+            f"{LITTLE_TOKENS} are needed. From {NEEDED_TOKENS} on, training uses all of it better."
         )
     pieces, units = _pieces(documents)
     known, tokenized = tokenize(pieces, tokenizer, row_tokens=row_tokens)
@@ -342,9 +342,9 @@ def _guarded(
 
 def _too_little(counts: dict[Split, SplitCount], total: int, groups: int) -> str:
     return (
-        f"expected at least {NEEDED_TOKENS} tokens of text that count ({MIN_TEST_TOKENS} held-out ones in "
-        f"{MIN_TEST_GROUPS} or more documents to judge the result, {MIN_SELECT_TOKENS} to select the state, "
-        f"{MIN_TRAIN_TOKENS} to train; conversations and rows of one group are not divided), got "
+        f"There is too little text. Training needs {NEEDED_TOKENS} tokens ({MIN_TEST_TOKENS} held-out ones "
+        f"in {MIN_TEST_GROUPS} or more documents to judge the result, {MIN_SELECT_TOKENS} to select the "
+        f"state, {MIN_TRAIN_TOKENS} to train; conversations and rows of one group are not divided), got "
         f"{total} tokens in {groups} documents, which leaves {counts[Split.TEST].tokens}, "
         f"{counts[Split.SELECT].tokens} and {counts[Split.TRAIN].tokens}"
     )

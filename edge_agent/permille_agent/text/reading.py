@@ -1,7 +1,8 @@
 """The user's text: read from files and folders, checked row by row, and freed of duplicates.
 
-Accepted are `.txt` and `.md` (UTF-8; of Markdown only front matter is left out), ChatGPT's exported
-`conversations.json` (`exports.py`), and `.jsonl`, whose rows are objects with `text`, with `prompt` and
+Accepted are `.txt` and `.md` (UTF-8; of Markdown only front matter is left out), documents
+(`permille.sandbox.documents`: PDF, Word, HTML, mail), ChatGPT's exported `conversations.json` (`exports.py`),
+and `.jsonl`, whose rows are objects with `text`, with `prompt` and
 `completion`, or with chat `messages`; a row may name a `group`, and rows of one group never come apart.
 Folders are read recursively in the order of their names; hidden files and links are passed over. Whatever
 cannot be read, a row or a whole source, is counted and left out, never guessed at: the others are read.
@@ -20,10 +21,12 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from permille.errors import InputError
+from permille.sandbox.process import Sandbox, SandboxError
 from permille_agent.text.documents import Content, Document, PlainText, characters, parse_row
 from permille_agent.text.exports import exported_conversations, parse_conversation
 
@@ -35,7 +38,10 @@ PASSAGE_CHARACTERS = 300
 NAME_CHARACTERS = 256
 # A shorter paragraph may come twice by chance ("Yes."); a longer one twice is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
-SUFFIXES = (".txt", ".md", ".jsonl", ".json")
+# Documents are read by libraries, in a child process whose memory must hold them.
+DOCUMENT_SUFFIXES = (".docx", ".eml", ".htm", ".html", ".mbox", ".pdf")
+MAX_DOCUMENT_BYTES = 64 << 20
+SUFFIXES = (".txt", ".md", ".jsonl", *DOCUMENT_SUFFIXES, ".json")
 # In a folder a `.json` may be anything; one that is named by the user is tried under any name.
 _EXPORT = re.compile(r"conversations[\w-]*\.json", re.IGNORECASE)
 _FRONT_MATTER = re.compile(r"---[ \t]*\n.*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
@@ -84,7 +90,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     """
     documents, report = survey(paths)
     if not documents:
-        raise InputError(f"expected text in {', '.join(map(str, paths))}, got none: {report.summary()}")
+        raise InputError(f"There is no text in {', '.join(map(str, paths))}: {report.summary()}")
     return documents, report
 
 
@@ -92,12 +98,16 @@ def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     """Read as `read_documents` does, also where there is nothing to read yet."""
     report = DataReport()
     rows: list[Row] = []
-    for path in _files(paths, report):
-        report.files += 1
-        try:
-            rows.extend(_READERS[path.suffix.lower()](path, report))
-        except OSError as exc:
-            report.bad(str(path), f"cannot be read: {exc.strerror}")
+    with closing(Sandbox()) as sandbox:
+        for path in _files(paths, report):
+            report.files += 1
+            try:
+                if path.suffix.lower() in DOCUMENT_SUFFIXES:
+                    rows.extend(_read_document(path, report, sandbox))
+                else:
+                    rows.extend(_READERS[path.suffix.lower()](path, report))
+            except OSError as exc:
+                report.bad(str(path), f"cannot be read: {exc.strerror}")
     report.read = len(rows)
     documents = _documents(_without_duplicates(rows, report))
     report.documents = len(documents)
@@ -106,7 +116,7 @@ def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
 
 def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
     if not paths:
-        raise InputError("expected at least one file or folder with text, got none")
+        raise InputError("Name at least one file or folder with text.")
     seen: set[Path] = set()
     size_bytes = 0
     for path in paths:
@@ -167,11 +177,45 @@ def _read_text(path: Path, report: DataReport) -> Iterator[Row]:
 
 def _decoded(path: Path, report: DataReport) -> str | None:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        return _clean(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError:
         report.bad(str(path), "not UTF-8")
         return None
+
+
+def _clean(text: str) -> str:
+    # Fonts of some PDF files stand for half a character.
+    text = text.encode("utf-8", "replace").decode("utf-8")
     return text.replace("\r\n", "\n").replace("\x00", "")
+
+
+def _read_document(path: Path, report: DataReport, sandbox: Sandbox) -> Iterator[Row]:
+    report.rows += 1
+    size = path.stat().st_size
+    if size > MAX_DOCUMENT_BYTES:
+        report.bad(str(path), f"longer than {MAX_DOCUMENT_BYTES} bytes")
+        return
+    data = path.read_bytes()
+    request = {
+        "do": "extract",
+        "suffix": path.suffix.lower(),
+        "size": len(data),
+        "limit": MAX_TOTAL_BYTES,
+    }
+    try:
+        answer = sandbox.ask(request, characters=len(data), data=data)
+    except SandboxError:
+        answer = {"error": "takes too long or too much memory to read"}
+    if "error" in answer:
+        report.bad(str(path), str(answer["error"]))
+        return
+    texts = [_clean(str(text)).strip() for text in answer["texts"]]
+    report.rows += len(texts) - 1
+    for number, text in enumerate(texts, start=1):
+        if text:
+            yield None, PlainText(text)
+        else:
+            report.bad(f"{path}, message {number}" if len(texts) > 1 else str(path), "empty")
 
 
 def _read_export(path: Path, report: DataReport) -> Iterator[Row]:

@@ -5,9 +5,8 @@ chat template, too. Special tokens written in the user's text are text. Only wha
 be special, and a message that contains a special token is refused there.
 """
 
-import json
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.chat_tokens import ends_of_turn
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
 from permille.sandbox.process import MAX_TOKENS_A_CHARACTER, Sandbox
 from permille.token_bytes import token_bytes
+from permille.tokenizer_files import ReadFile, TokenizerFiles, ends_of_turn
 from permille_agent.text.chat_template import ChatTemplate, answered
 from permille_agent.text.documents import Completion, Content, Conversation, Learn, PlainText
-
-ReadFile = Callable[[str], bytes | None]
 
 MAX_DECODED_CHARACTERS = 8 << 20
 
@@ -78,21 +75,16 @@ class TextTokenizer:
                 raise PackageError("tokenizer", "expected a tokenizer.json in the package, found none")
             return data
 
-        config = _json(read_file("tokenizer_config.json"))
-        names = {**_json(read_file("special_tokens_map.json")), **config}
-        self.bos = _token(names.get("bos_token"))
-        self.eos = _token(names.get("eos_token"))
-        self._add_bos = bool(config.get("add_bos_token")) and self.bos is not None
-        self._template = _template(read_file("chat_template.jinja"), config)
+        self._files = files = TokenizerFiles.read(read_file)
+        self.bos, self.eos = files.special.get("bos"), files.special.get("eos")
         self._learn = learn
-        named = _stop_ids(_json(read_file("generation_config.json")), _json(read_file("config.json")))
-        ends = ends_of_turn(self._template)
+        ends = ends_of_turn(files.template)
         self._sandbox = Sandbox(load, tokens=(self.bos or "", self.eos or "", *ends))
         known = answered(self._sandbox.start, "tokenizer")
         self._bos_id: int | None = known["ids"][0] if self.bos else None
         self._eos_id: int | None = known["ids"][1] if self.eos else None
         found = known["ids"][1:] if self.eos else known["ids"][2:]
-        self.stop_ids = tuple(sorted({*named, *(number for number in found if number is not None)}))
+        self.stop_ids = tuple(sorted({*files.stop_ids, *(number for number in found if number is not None)}))
 
     def close(self) -> None:
         """End the child now; it ends with this object anyway."""
@@ -101,7 +93,7 @@ class TextTokenizer:
     @property
     def can_chat(self) -> bool:
         """Say whether the package has a chat template of its own."""
-        return self._template is not None
+        return self._files.template is not None
 
     def require_chat(self) -> None:
         """Refuse to chat without a template.
@@ -117,8 +109,7 @@ class TextTokenizer:
 
     def chat_template(self) -> ChatTemplate:
         """The package's chat template, or the plain one that conversations are learned by without."""
-        variables = {"bos_token": self.bos or "", "eos_token": self.eos or ""}
-        return ChatTemplate(self._template, variables, self._sandbox)
+        return ChatTemplate(self._files.template, self._files.variables, self._sandbox)
 
     def prompt(self, text: str) -> NDArray[np.int64]:
         """The ids of a prompt that a text continues; special tokens in it are text.
@@ -130,7 +121,7 @@ class TextTokenizer:
         if not len(ids_T) and self._bos_id is not None:
             ids_T = np.array([self._bos_id], dtype=np.int64)
         if not len(ids_T):
-            raise InputError("expected a prompt of at least one token, got none")
+            raise InputError("The prompt is empty. Write at least one word.")
         return ids_T
 
     def chat_prompt(self, template: ChatTemplate, messages: Sequence[tuple[str, str]]) -> NDArray[np.int64]:
@@ -208,7 +199,7 @@ class TextTokenizer:
     def _encode_literal(self, text: str) -> "_Encoding":
         """Tokens of a user's text: special tokens in it are text. With the tokenizer's own beginning."""
         found = self._encode(text, rendered=False)
-        if not self._add_bos or self._bos_id is None or found.ids_T[:1].tolist() == [self._bos_id]:
+        if not self._files.add_bos or self._bos_id is None or found.ids_T[:1].tolist() == [self._bos_id]:
             return found
         first = np.array([self._bos_id], dtype=np.int64)
         nowhere = np.zeros(1, dtype=np.int64)
@@ -259,44 +250,6 @@ def _document(encoding: _Encoding, text: str, spans: Sequence[tuple[int, int]]) 
 
 def _numbers(packed: str) -> NDArray[np.int64]:
     return np.frombuffer(b64decode(packed), np.uint32).astype(np.int64)
-
-
-def _json(data: bytes | None) -> dict[str, Any]:
-    if data is None:
-        return {}
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as exc:
-        raise PackageError("tokenizer", f"expected JSON in the tokenizer's files: {exc}") from exc
-    return value if isinstance(value, dict) else {}
-
-
-def _token(value: object) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
-
-
-def _template(file: bytes | None, config: dict[str, Any]) -> str | None:
-    if file is not None:
-        try:
-            return file.decode("utf-8")
-        except UnicodeDecodeError as exc:
-            raise PackageError("chat-template", "expected a chat template in UTF-8, got other bytes") from exc
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _stop_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    ids: set[int] = set()
-    for config in configs:
-        value = config.get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        ids |= {item for item in values if isinstance(item, int) and not isinstance(item, bool)}
-    return tuple(sorted(ids))
 
 
 def package_tokenizer(package: Package, learn: Learn = Learn.ASSISTANT) -> TextTokenizer:

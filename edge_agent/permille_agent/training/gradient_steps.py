@@ -63,8 +63,8 @@ def gradient_engine(run: Run) -> GradientEngine:
     """
     if not hasattr(run.engine, "gradient"):
         raise InputError(
-            f"expected an engine with a reverse pass, got {run.engine.info()['name']}: "
-            "train with --method zeroth-order"
+            f"The engine {run.engine.info()['name']} computes no gradients. Train with --method "
+            "zeroth-order, or choose another --engine."
         )
     return cast("GradientEngine", run.engine)
 

@@ -1,7 +1,9 @@
 """What a training run is told: options, whose defaults need no tuning (docs/adr/0009, 0030), and context."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Self
 
@@ -79,34 +81,34 @@ class TrainOptions:
             InputError: which number was expected and which came.
         """
         if (self.steps is None) == (self.minutes is None):
-            raise InputError("expected a number of steps or of minutes, got both or neither")
+            raise InputError("Give either --steps or --minutes.")
         if self.steps is not None and not 1 <= self.steps <= 1_000_000:
-            raise InputError(f"expected 1 to 1,000,000 steps, got {self.steps}")
+            raise InputError(f"--steps must be 1 to 1,000,000, got {self.steps}")
         if self.minutes is not None and not 0 < self.minutes <= 10_080:
-            raise InputError(f"expected more than 0 and at most 10,080 minutes, got {self.minutes}")
+            raise InputError(f"--minutes must be above 0 and at most 10,080, got {self.minutes}")
         if not 0 <= self.seed < 2**63:
-            raise InputError(f"expected a seed from 0 to 2**63 - 1, got {self.seed}")
+            raise InputError(f"--seed must be 0 to 2**63 - 1, got {self.seed}")
         if self.method is Method.GRADIENT and self.queries:
             raise InputError(
                 f"A gradient run takes no queries, got {self.queries}. Leave --queries out, or train with "
                 "--method zeroth-order."
             )
         if self.method is Method.ZEROTH_ORDER and not 1 <= self.queries <= 256:
-            raise InputError(f"expected queries from 1 to 256, got {self.queries}")
+            raise InputError(f"--queries must be 1 to 256, got {self.queries}")
         if not 1 <= self.batch_rows <= 256:
-            raise InputError(f"expected batch_rows from 1 to 256, got {self.batch_rows}")
+            raise InputError(f"--rows must be 1 to 256, got {self.batch_rows}")
         if self.estimator is EstimatorKind.ONE_SIDED and self.queries < 2:
-            raise InputError(f"expected at least 2 queries of one-sided differences, got {self.queries}")
+            raise InputError(f"--queries must be at least 2 for one-sided, got {self.queries}")
         if self.estimator is EstimatorKind.SPLIT and self.queries % SPLIT_QUERIES:
-            raise InputError(f"expected a multiple of {SPLIT_QUERIES} queries of a split, got {self.queries}")
+            raise InputError(f"--queries must be a multiple of {SPLIT_QUERIES} for split, got {self.queries}")
         if not 8 <= self.row_tokens <= 8192:
-            raise InputError(f"expected rows of 8 to 8,192 tokens, got {self.row_tokens}")
+            raise InputError(f"rows must have 8 to 8,192 tokens, got {self.row_tokens}")
         if not 0 < self.rate_scale <= 16:
-            raise InputError(f"expected a rate scale above 0 and at most 16, got {self.rate_scale}")
+            raise InputError(f"--rate-scale must be above 0 and at most 16, got {self.rate_scale}")
         if not 0 <= self.first_layer <= 1000:
-            raise InputError(f"expected a first layer from 0 to 1,000, got {self.first_layer}")
+            raise InputError(f"--first-layer must be 0 to 1,000, got {self.first_layer}")
         if not 0 <= self.keep_general <= 100:
-            raise InputError(f"expected keep-general from 0 to 100 nats a token, got {self.keep_general}")
+            raise InputError(f"--keep-general must be 0 to 100 nats a token, got {self.keep_general}")
 
     @classmethod
     def of(
@@ -148,6 +150,11 @@ class TrainOptions:
         return {**asdict(self), **names, **fractions}
 
 
+def utc_now() -> datetime:
+    """Read the clock of this device."""
+    return datetime.now(UTC)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
     """Who trains, beside what is trained: nothing here decides a result but the engine.
@@ -158,6 +165,7 @@ class RunContext:
         withdrawals: how often consent had been withdrawn when the user agreed to that.
         stop: once set, the run stops within one call of the engine, resumable.
         progress: told what happens.
+        now: the time of day, for the report.
         engine_of: opens an engine on a package. A run that goes on keeps its engine; an active model of
             another package is opened with what fits it.
     """
@@ -167,6 +175,7 @@ class RunContext:
     withdrawals: int = 0
     stop: threading.Event | None = None
     progress: RunProgress = SILENT
+    now: Callable[[], datetime] = utc_now
     engine_of: OpenEngine = ANY_ENGINE
 
 
@@ -216,4 +225,4 @@ def estimator_of(method: Method, name: str | None = None, *, engine: str = AUTO)
         return _ESTIMATORS[name.replace("-", "_")]
     except KeyError:
         known = ", ".join(_ESTIMATORS).replace("_", "-")
-        raise InputError(f"expected an estimator of {known}, got {name!r:.60}") from None
+        raise InputError(f"There is no estimator {name!r:.60}. Choose one of {known}.") from None

@@ -6,6 +6,7 @@ The metrics are the only thing that leaves the device by default: numbers and cl
 import platform
 import sys
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from permille.files import write_atomic
@@ -114,6 +115,8 @@ class RunFacts:
     options: TrainOptions
     k: int
     outcome: Outcome
+    began_at: datetime
+    ended_at: datetime
     seconds: float = 0.0
     prepared: Prepared | None = None
     plan: Plan | None = None
@@ -202,6 +205,8 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         release=facts.release.name,
         version=facts.release.version,
         outcome=facts.outcome,
+        began_at=facts.began_at,
+        ended_at=facts.ended_at,
         steps=decision.steps if decision else 0,
         rejected_steps=log.rejected_steps,
         queries=facts.options.queries,

@@ -131,7 +131,7 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
     if adopted is not None:
         pooled = adopted.start
     if options.start is Start.POOLED and pooled is None:
-        raise InputError("expected a package that carries a pooled state, or a federation's adopted round")
+        raise InputError("There is no pooled state to begin from. Use --from base or --from active.")
     if options.start is Start.POOLED and options.has_log:
         raise InputError(
             "Zeroth order begins at the base, not at a pooled state. Train with --method gradient."

@@ -9,15 +9,18 @@ to select: its steps are fixed, and a few evaluations find out whether they dive
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.errors import OperatorError
 from permille.training.adam import learning_rate
 from permille_agent.text.rows import Row
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.gradient_steps import pulled_gradient
-from permille_agent.training.run import Run, finite_or_none
+from permille_agent.training.progress import duration
+from permille_agent.training.run import BegunRun, Run, RunFolder, finite_or_none, other_runs
 from permille_agent.training.step_size import LossFound, SearchFailed, find_epsilon, find_step_size
 
 EVALUATIONS = 20
@@ -94,8 +97,48 @@ def make_plan(run: Run) -> Plan:
     Raises:
         SearchFailed: no usable epsilon or step size.
     """
-    plan = _plan if run.options.has_log else _gradient_plan
-    return run.folder.once("plan", Plan, lambda: plan(run))
+    make = _plan if run.options.has_log else _gradient_plan
+    plan = run.folder.once("plan", Plan, lambda: make(run))
+    if (told := forecast(run, plan)) is not None:
+        run.progress.phase(told)
+    return plan
+
+
+def forecast(run: Run, plan: Plan) -> str | None:
+    """Say how long a step takes on this device, and how many there will be.
+
+    By the steps that were timed for this run, else by those of the newest run of the same package that was
+    timed here; None where there is neither.
+    """
+    pace, minutes = run.folder.load("search-pace", Pace), run.options.minutes
+    if pace is not None and minutes is not None:
+        step = duration(pace.step_s * _trainings(run))
+        most = "" if plan.total_steps < _most_steps(run) else ", all that this text is good for"
+        return f"a step takes {step} here: {_counted(plan.total_steps)} in {minutes:g} minutes{most}"
+    step_s = next(filter(None, map(partial(_step_s, run), reversed(other_runs(run.folder)))), None)
+    if step_s is None:
+        return None
+    step, total = duration(step_s), duration(step_s * _trainings(run) * plan.total_steps)
+    return f"a step took {step} here before: {_counted(plan.total_steps)} will take about {total}"
+
+
+def _counted(steps: int) -> str:
+    return f"{steps} step" + "s" * (steps != 1)
+
+
+def _step_s(run: Run, other: RunFolder) -> float | None:
+    """Seconds of a step of another run; None where it was not timed, or its steps were of another kind."""
+    try:
+        begun, pace = other.load("run", BegunRun), other.load("search-pace", Pace)
+    except OperatorError:  # a damaged run is no reason not to begin this one
+        return None
+    if begun is None or pace is None or begun.definition.package != run.package.digest:
+        return None
+    ours, theirs = run.options, begun.definition.options
+    same = (ours.estimator, ours.queries, ours.batch_rows, ours.row_tokens) == (
+        *(theirs.estimator, theirs.queries, theirs.batch_rows, theirs.row_tokens),
+    )
+    return pace.step_s if same else None
 
 
 def budget_of_steps(steps: int) -> Budget:
@@ -126,7 +169,7 @@ def budget_of_time(available_s: float, *, step_s: float, evaluation_s: float, ju
 
 
 def budget_of_gradient(
-    available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float, most_steps: int
+    available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float, most_steps: float
 ) -> Budget:
     """Divide a run along gradients that may take `available_s` in all: there is no search.
 
@@ -140,14 +183,19 @@ def budget_of_gradient(
     evaluations = min(EVALUATIONS, max(FEWEST_EVALUATIONS, evaluations))
     steps = max(1, int((train_s - evaluations * evaluation_s) / step_s))
     return Budget(
-        steps=min(steps, most_steps), trial_steps=0, evaluations=evaluations, limit_s=available_s - kept_s
+        steps=int(min(steps, most_steps)),
+        trial_steps=0,
+        evaluations=evaluations,
+        limit_s=available_s - kept_s,
     )
 
 
 def _gradient_plan(run: Run) -> Plan:
     rate = learning_rate(run.package)
     if not 0 < rate < math.inf:
-        raise SearchFailed(f"expected masked weights other than 0, got a rate of {rate}")
+        raise SearchFailed(
+            f"All trained weights of the package are 0, so there is no learning rate (got {rate})."
+        )
     run.progress.phase("looking at the text")
     start_K = run.first_values()
     rows = run.prepared.select or run.prepared.test
@@ -157,7 +205,7 @@ def _gradient_plan(run: Run) -> Plan:
         lambda: LossFound(loss=finite_or_none(mean_loss(run.engine, start_K, rows))),
     )
     if base.loss is None:
-        raise SearchFailed("expected a finite loss of the base model on this text, got none")
+        raise SearchFailed("The loss of the base model on this text is not finite.")
     if run.options.steps is not None:
         budget = budget_of_steps(run.options.steps)
     else:
@@ -167,7 +215,7 @@ def _gradient_plan(run: Run) -> Plan:
             step_s=pace.step_s * _trainings(run),
             evaluation_s=pace.token_s * _tokens(rows),
             judgement_s=pace.token_s * _tokens(run.prepared.test),
-            most_steps=max(LEAST_STEPS, math.ceil(PASSES * len(run.prepared.train) / run.options.batch_rows)),
+            most_steps=_most_steps(run),
         )
     evaluations = FEWEST_EVALUATIONS if run.prepared.stages else budget.evaluations
     return Plan(
@@ -180,6 +228,13 @@ def _gradient_plan(run: Run) -> Plan:
         evaluate_every=max(1, math.ceil(budget.steps / evaluations)),
         limit_s=None if run.prepared.stages else budget.limit_s,
     )
+
+
+def _most_steps(run: Run) -> float:
+    """Count the steps that do not learn the text by heart; zeroth order never does."""
+    if run.options.has_log:
+        return math.inf
+    return max(LEAST_STEPS, math.ceil(PASSES * len(run.prepared.train) / run.options.batch_rows))
 
 
 def _trainings(run: Run) -> float:

@@ -78,7 +78,7 @@ class Standing:
         if self.held_out is not None and self.first is not None:
             parts.append(f"held out {self.held_out:.3f} (first {self.first:.3f})")
         if self.seconds_left is not None:
-            parts.append(f"{_duration(self.seconds_left)} left")
+            parts.append(f"{duration(self.seconds_left)} left")
         return ", ".join(parts)[:LINE_COLUMNS]
 
 
@@ -166,8 +166,16 @@ class LiveProgress:
             self._console.file.flush()
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Say a length of time in its largest unit.
+
+    Example:
+        >>> duration(0.318), duration(70), duration(600)
+        ('0.32 s', '70 s', '10 min')
+    """
     whole = round(seconds)
+    if seconds < 9.5:
+        return f"{seconds:.2g} s"
     if whole < 90:
         return f"{whole} s"
     return f"{round(whole / 60)} min" if whole < 5400 else f"{whole / 3600:.1f} h"

@@ -32,6 +32,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
@@ -103,9 +104,13 @@ class RunDefinition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunRun:
-    """What `run.json` holds; by `run_id` the service knows the run, once it is reported."""
+    """What `run.json` holds; by `run_id` the service knows the run, once it is reported.
+
+    `began_at` is by this device's clock: it is told, and decides nothing here.
+    """
 
     run_id: str
+    began_at: datetime
     definition: RunDefinition
 
 
@@ -167,7 +172,10 @@ class RunFolder:
         """
         result = self.load(name, kind)
         if result is None:
-            raise OperatorError(f"expected {name}.json in {self.path}, found none")
+            raise OperatorError(
+                f"{self.path} has no {name}.json. Erase this run with `permille-agent forget --run "
+                f"{self.path.name}`."
+            )
         return result
 
     def store(self, name: str, result: object) -> None:
@@ -234,13 +242,14 @@ class RunFolder:
         return self.path / f"descent-{descent}.jsonl"
 
 
-def open_run(home: Home, definition: RunDefinition) -> RunFolder:
-    """Open the folder of the run with this definition: the one that was begun, or a new one."""
+def open_run(home: Home, definition: RunDefinition, began_at: datetime) -> RunFolder:
+    """Open the folder of the run with this definition: the one that was begun, or a new one of now."""
     folder = RunFolder(home.runs / definition.name())
     if not folder.path.exists():
         folder.path.mkdir(mode=0o700)
         fsync_folder(home.runs)
-    folder.once("run", BegunRun, lambda: BegunRun(run_id=str(uuid.uuid4()), definition=definition))
+    begun = BegunRun(run_id=str(uuid.uuid4()), began_at=began_at, definition=definition)
+    folder.once("run", BegunRun, lambda: begun)
     return folder
 
 
@@ -252,7 +261,7 @@ def find_run(home: Home, name: str) -> RunFolder:
     """
     folder = RunFolder(home.runs / name)
     if "/" in name or name.startswith(".") or not folder.path.is_dir():
-        raise OperatorError(f"expected the run {name} in {home.runs}, found none")
+        raise OperatorError(f"There is no run {name} in {home.runs}. `permille-agent status` names the runs.")
     return folder
 
 
@@ -265,13 +274,22 @@ def named_run(home: Home, name: str) -> RunFolder:
     runs = [RunFolder(path) for path in home.runs.iterdir() if path.is_dir() and path.name[0] != "."]
     found = [run for run in runs if run.name.startswith(name) or _id_begins(run, name)]
     if not name or len(found) != 1:
-        raise InputError(f"expected a run, got {len(found)} whose names begin with {name!r:.60}")
+        raise InputError(f"{len(found)} runs have names that begin with {name!r:.60}. Give the name of one.")
     return found[0]
 
 
 def list_runs(home: Home) -> list[RunFolder]:
     """List all runs, the one that was begun first in front."""
-    found = [RunFolder(path) for path in home.runs.iterdir() if (path / "run.json").is_file()]
+    return _runs_in(home.runs)
+
+
+def other_runs(run: RunFolder) -> list[RunFolder]:
+    """List the runs beside this one, the one that was begun first in front."""
+    return [other for other in _runs_in(run.path.parent) if other != run]
+
+
+def _runs_in(folder: Path) -> list[RunFolder]:
+    found = [RunFolder(path) for path in folder.iterdir() if (path / "run.json").is_file()]
     return sorted(found, key=lambda run: ((run.path / "run.json").stat().st_mtime_ns, run.name))
 
 

@@ -91,7 +91,7 @@ def find_epsilon(run: Run) -> Probe:
     if run.options.estimator is EstimatorKind.FORWARD:
         probe = run.folder.once("search-forward", Probe, lambda: _exact_probe(run, start))
         if not probe.g_rms:
-            raise SearchFailed(f"expected a finite gradient other than 0 on this text, got {probe.g_rms}")
+            raise SearchFailed(f"The gradient on this text is 0 or not finite: {probe.g_rms}.")
         return probe
     errors = []
     for number, factor in enumerate(EPSILON_FACTORS, start=1):
@@ -102,9 +102,9 @@ def find_epsilon(run: Run) -> Probe:
         errors.append(error)
     tried = ", ".join(f"{factor * start:.2g}" for factor in EPSILON_FACTORS)
     raise SearchFailed(
-        f"expected a relative error of the gradient of at most {MAX_RELATIVE_ERROR}, got {errors} for "
-        f"epsilon {tried}: this engine's arithmetic is too coarse for this package, or the loss too curved "
-        "along these directions"
+        f"No epsilon gives a relative error of the gradient of at most {MAX_RELATIVE_ERROR}: got {errors} "
+        f"for epsilon {tried}. The engine's arithmetic is too coarse for this package, or the loss is too "
+        "curved. Train along the gradient, or choose another --engine."
     )
 
 
@@ -117,7 +117,7 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
     start = STEP_NORM / step_spread(run.descent(seed=0, epsilon=epsilon).header)
     base = run.folder.once("search-base", LossFound, lambda: _loss_found(_loss(run, run.w_base_K)))
     if base.loss is None:
-        raise SearchFailed("expected a finite loss of the base model on this text, got none")
+        raise SearchFailed("The loss of the base model on this text is not finite.")
     losses: dict[int, float] = {}
     wanted = [-1, 0, 1]
     while wanted:
@@ -129,7 +129,7 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
         edge = best - 1 if best == min(losses) else best + 1 if best == max(losses) else None
         wanted = [edge] if edge is not None and len(losses) < MAX_TRIALS else []
     if not math.isfinite(losses[best]):
-        raise SearchFailed("expected a finite loss after a few steps of some size, got none")
+        raise SearchFailed("The loss is not finite after a few steps, whatever their size.")
     return StepSize(
         learning_rate=start * TRIAL_FACTOR**best,
         start=start,

@@ -54,6 +54,7 @@ from permille_agent.training.personal import find_start, model_values, start_sta
 from permille_agent.training.plan import Plan, make_plan
 from permille_agent.training.run import (
     AgreedTo,
+    BegunRun,
     LearnedText,
     Run,
     RunClock,
@@ -66,8 +67,8 @@ from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import FAILED, SelectedState, train
 
 KNOWN_TEXT = (
-    "expected text that the model in use has not learned from, got none: it has learned from all of this; "
-    "add to it, or begin again with `permille-agent reset` (`permille-agent rollback` returns)"
+    "The model in use has learned from all of this text, so nothing is left to judge it. Add text, or begin "
+    "again with `permille-agent reset` (`permille-agent rollback` returns)."
 )
 
 
@@ -113,8 +114,8 @@ def run_training(
         got = prepared.counts[Split.TRAIN].tokens
         return task.refuse(
             [document.group for document in documents],
-            f"expected at least {NEEDED_TOKENS} tokens of text for zeroth order, got {got}: "
-            "train with --method gradient",
+            f"Zeroth order needs at least {NEEDED_TOKENS} tokens of text, got {got}. Add text, or train "
+            "with --method gradient.",
         )
     with telling_disk():
         return task.train(prepared, data_paths)
@@ -137,7 +138,7 @@ class _Task:
         with telling_disk():
             folder = self._open_run(f"refused:{digest}", ())
             known = folder.load("outcome", RunOutcome) is not None
-            facts = self._facts(Outcome.REFUSED_DATA)
+            facts = self._facts(Outcome.REFUSED_DATA, folder)
             end = folder.once("outcome", RunOutcome, lambda: run_outcome(facts, message, self.report))
             return result_of(folder, end, known=known)
 
@@ -204,10 +205,10 @@ class _Task:
                 run=run.folder.name, run_id=run.folder.run_id, outcome=Outcome.INTERRUPTED, message=str(exc)
             )
         except SearchFailed as exc:
-            return self._end(run, self._facts(Outcome.FAILED, run), str(exc))
+            return self._end(run, self._facts(Outcome.FAILED, run.folder, run), str(exc))
         outcome = self._act(run, decision, selected)
         log = lay_out_log(run, selected, decision, self.context)
-        return self._end(run, self._facts(outcome, run, plan, decision, log), decision.reason)
+        return self._end(run, self._facts(outcome, run.folder, run, plan, decision, log), decision.reason)
 
     def _act(self, run: Run, decision: Decision, selected: SelectedState) -> Outcome:
         """Activate what was adopted."""
@@ -230,6 +231,7 @@ class _Task:
     def _facts(
         self,
         outcome: Outcome,
+        folder: RunFolder,
         run: Run | None = None,
         plan: Plan | None = None,
         decision: Decision | None = None,
@@ -240,6 +242,8 @@ class _Task:
             options=self.options,
             k=self.package.k,
             outcome=outcome,
+            began_at=folder.require("run", BegunRun).began_at,
+            ended_at=self.context.now(),
             seconds=run.clock.seconds() if run else 0.0,
             prepared=run.prepared if run else None,
             plan=plan,
@@ -252,7 +256,7 @@ class _Task:
         return RunDefinition(package=self.package.digest, data=data_digest, options=self.options, start=start)
 
     def _open_run(self, data_digest: str, data_paths: Sequence[Path], start: str | None = None) -> RunFolder:
-        folder = open_run(self.home, self._definition(data_digest, start))
+        folder = open_run(self.home, self._definition(data_digest, start), self.context.now())
         paths = tuple(path.absolute() for path in data_paths)
         source = TextSource(paths=paths, bad_rows=tuple(self.report.examples))
         folder.once("data", TextSource, lambda: source)
@@ -274,12 +278,12 @@ class _Task:
         used = EngineUsed(**engine.info())
         if begun is not None and begun.name != used.name:
             raise InputError(
-                f"expected engine {begun.name!r}, with which this run began, got {used.name!r}: "
-                f"go on with --engine {begun.name}, or begin another run with --seed"
+                f"This run began with the engine {begun.name!r}, not {used.name!r}. Go on with --engine "
+                f"{begun.name}, or begin another run with --seed."
             )
         if begun is not None and begun.compute_dtype != used.compute_dtype:
             raise InputError(
-                f"expected an engine in {begun.compute_dtype}, as this run began, got {used.compute_dtype}"
+                f"This run began in {begun.compute_dtype}, not {used.compute_dtype}. Go on with that --dtype."
             )
         folder.once("engine", EngineUsed, lambda: used)
         return engine

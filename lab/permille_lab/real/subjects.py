@@ -124,6 +124,6 @@ def _with_reference(bare: Package, model: Path, data: Path) -> Package:
     if not known.exists():
         texts = read_texts(FileCorpus(path="c4_sample.jsonl"), data / "text/c4_en", ReadReport())
         text_NT = token_sequences(FileTokenizer(model), texts, TEXT_ROWS, TEXT_TOKENS, _REFERENCE_SEED)
-        manifest = make_reference(bare, text_NT=text_NT, chat=FileChat(model), made={}, threads=1)
+        manifest = make_reference(bare, text_NT=text_NT, chat=FileChat.find(model), made={}, threads=1)
         known.write_text(write_manifest(bare.blobs, manifest))
     return Package.open(bare.blobs, known.read_text())

@@ -2,7 +2,7 @@
 
 One small library beside this file, against the headers and libraries in the `executorch` wheel, which are C++
 and need no torch: a device installs the wheel without its dependencies. It is made on the machine that uses
-it, by a C++ compiler; Android's is made with the NDK (docs/guide/inference-engines.md).
+it, by a C++ compiler; Android's is made with the NDK (docs/howto/train-with-executorch.md).
 """
 
 import importlib.util

@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from permille.chat_tokens import ends_of_turn
 from permille.engines.gguf.tokenizer import Vocabulary
 from permille.sandbox.process import Sandbox, SandboxError
+from permille.tokenizer_files import ends_of_turn
 
 Messages = Sequence[tuple[str, str]]
 Render = Callable[[Messages, bool], str | None]

@@ -6,17 +6,16 @@ best token first, and knows no list of merges; a tokenizer whose merges say othe
 normalizes a text (NFC) is left out: llama.cpp has no such step, and most text is NFC already.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from permille.chat_tokens import ends_of_turn
-from permille.errors import InputError
+from permille.errors import InputError, PackageError
 from permille.models.gguf.tokenizer import DIGITS, GPT2, SPACE, SPLITS
 from permille.package.reader import Package
+from permille.tokenizer_files import TokenizerFiles, ends_of_turn, read_object
 
 _LONGEST = 256
 """Letters of a token of sentencepiece's: they are looked at pair by pair, and the file is a stranger's."""
@@ -74,12 +73,18 @@ def vocabulary_of(package: Package, rows: int) -> Vocabulary:
     """
     try:
         return _read(package, rows)
-    except (KeyError, TypeError, AttributeError, IndexError) as exc:
+    except (PackageError, KeyError, TypeError, AttributeError, IndexError) as exc:
         raise InputError(f"expected a tokenizer.json of the known form: {exc!r:.200}") from exc
 
 
 def _read(package: Package, rows: int) -> Vocabulary:
-    document, settings = _json(package, "tokenizer.json"), _json(package, "tokenizer_config.json")
+    named = package.manifest.files()
+
+    def read(name: str) -> bytes | None:
+        return package.file(name) if name in named else None
+
+    files = TokenizerFiles.read(read)
+    document = read_object(package.file("tokenizer.json"))
     model, added = document["model"], document.get("added_tokens") or []
     if model.get("type", "BPE") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
         raise InputError(f"expected byte pair encoding for GGUF, got {model.get('type')!r:.60}")
@@ -100,14 +105,11 @@ def _read(package: Package, rows: int) -> Vocabulary:
     for entry in added:
         special = entry.get("special", False)
         types[entry["id"]] = TokenType.CONTROL if special else TokenType.USER_DEFINED
-    names = {**_json(package, "special_tokens_map.json"), **settings}
-    found = {name: ids.get(_text(names.get(f"{name}_token"))) for name in ("bos", "eos", "unk", "pad")}
-    special = {name: number for name, number in found.items() if number is not None}
+    special = {name: ids[token] for name, token in files.special.items() if token in ids}
     if cut is None and "unk" in special:
         types[special["unk"]] = TokenType.UNKNOWN
-    template = _chat_template(package, settings)
-    known = [ids[end] for end in ends_of_turn(template) if end in ids]
-    special |= _end_of_turn(package, special.get("eos"), known)
+    known = [ids[end] for end in ends_of_turn(files.template) if end in ids]
+    special |= _end_of_turn(read_object(read("generation_config.json")), special.get("eos"), known)
     first, last = _around(document)
     return Vocabulary(
         tokens=tokens,
@@ -117,9 +119,9 @@ def _read(package: Package, rows: int) -> Vocabulary:
         scores=_scores(pairs, ids, rows) if cut is None else [],
         space_first=cut is None and _space_first(document),
         special=special,
-        add_bos="bos" in special and (first or bool(settings.get("add_bos_token"))),
+        add_bos="bos" in special and (first or files.add_bos),
         add_eos="eos" in special and last,
-        chat_template=template,
+        chat_template=files.template,
     )
 
 
@@ -220,21 +222,12 @@ def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
     return False, False
 
 
-def _end_of_turn(package: Package, eos: int | None, known: list[int]) -> dict[str, int]:
+def _end_of_turn(generation: Mapping[str, Any], eos: int | None, known: list[int]) -> dict[str, int]:
     """The other token at which generation ends, if there is one: named by the files, or known by its name."""
-    value = _json(package, "generation_config.json").get("eos_token_id")
+    value = generation.get("eos_token_id")
     named = [one for one in value if isinstance(one, int)] if isinstance(value, list) else []
     others = [one for one in named or known if one != eos]
     return {"eot": others[-1]} if others else {}
-
-
-def _chat_template(package: Package, settings: Mapping[str, Any]) -> str | None:
-    if "chat_template.jinja" in package.manifest.files():
-        return package.file("chat_template.jinja").decode("utf-8", "replace")
-    value = settings.get("chat_template")
-    if isinstance(value, list):
-        value = {entry.get("name"): entry.get("template") for entry in value}.get("default")
-    return value if isinstance(value, str) else None
 
 
 def _pre(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -250,18 +243,3 @@ def _steps(step: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, 
             yield from _steps(part, parts)
     else:
         yield step
-
-
-def _text(value: object) -> str:
-    found = value.get("content") if isinstance(value, dict) else value
-    return found if isinstance(found, str) else ""
-
-
-def _json(package: Package, name: str) -> dict[str, Any]:
-    if name not in package.manifest.files():
-        return {}
-    try:
-        value = json.loads(package.file(name))
-    except (ValueError, RecursionError) as exc:
-        raise InputError(f"expected JSON in {name}: {exc!s:.200}") from exc
-    return value if isinstance(value, dict) else {}

@@ -212,6 +212,7 @@ class LightEngine:
         self, values_K: Array, prompt_ids: NDArray[np.int64], sampling: TokenSampling
     ) -> Iterator[int]:
         rng = np.random.Generator(np.random.Philox(sampling.seed))
+        written: list[int] = []
         room = sampling.max_new_tokens
         if self._model.limits.positions is not None:
             room = min(room, self._model.limits.positions - len(prompt_ids))
@@ -221,10 +222,11 @@ class LightEngine:
             # Per token, so that a consumer that pauses does not keep the engine from others.
             with self._lock:
                 logit_D = run.next_logits(ids)
-            token = next_token(logit_D, sampling, rng)
+            token = next_token(logit_D, sampling, rng, written)
             if token in sampling.stop_ids:
                 return
             yield token
+            written.append(token)
             ids = np.array([token], dtype=np.int64)
 
     def _token_losses(self, values_VK: Array, batch: Batch) -> Array:

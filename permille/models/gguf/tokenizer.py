@@ -84,7 +84,9 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     }
     ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ids = list(dict.fromkeys(end for end in ends if isinstance(end, int) and 0 <= end < len(tokens)))
-    return found | ({"generation_config.json": {"eos_token_id": ids}} if ids else {})
+    generation = {name: file.metadata[key] for name, key in _SAMPLING.items() if key in file.metadata}
+    generation |= {"eos_token_id": ids} if ids else {}
+    return found | ({"generation_config.json": generation} if generation else {})
 
 
 def chat_template(file: GgufFile) -> str | None:
@@ -103,6 +105,12 @@ def chat_template(file: GgufFile) -> str | None:
     return found
 
 
+_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 

@@ -95,14 +95,14 @@ def _seen(at: datetime) -> ColumnElement[str]:
 
 
 def _days(session: Session, tenant_id: str, at: datetime) -> list[RunsOfDay]:
-    """Runs a day, days without any included."""
+    """Runs by the day on which they ended, days without any included."""
     first = at.date() - timedelta(days=DAYS - 1)
     begin = datetime(first.year, first.month, first.day, tzinfo=UTC)
-    day = type_coerce(Run.created_at, BigInteger) // _DAY_US
+    day = type_coerce(Run.ended_at, BigInteger) // _DAY_US
     adopted = func.sum(case((Run.outcome == Outcome.ADOPTED.value, 1), else_=0))
     query = (
         select(day, func.count(), adopted)
-        .where(Run.tenant_id == tenant_id, Run.created_at >= begin, Run.outcome.is_not(None))
+        .where(Run.tenant_id == tenant_id, Run.ended_at >= begin, Run.outcome.is_not(None))
         .group_by(day)
     )
     epoch = datetime(1970, 1, 1, tzinfo=UTC).date()

@@ -123,14 +123,14 @@ class Authenticated(Authentication, Generic[Allowed]):
         if credentials is None:
             raise ApiError(
                 ProblemType.UNAUTHENTICATED,
-                "expected an Authorization header with a bearer token, got none",
+                "The request has no bearer token in its Authorization header.",
                 headers={"WWW-Authenticate": 'Bearer realm="permille"'},
             )
         principal = find_principal(service, credentials.credentials)
         if principal is None:
             raise ApiError(
                 ProblemType.UNAUTHENTICATED,
-                "expected a token that is valid, got one that is unknown, expired or revoked",
+                "The token is unknown, expired or revoked.",
                 headers={"WWW-Authenticate": 'Bearer realm="permille", error="invalid_token"'},
             )
         if isinstance(principal, Operator) and request.method not in ("GET", "HEAD"):  # reads are not audited
@@ -189,7 +189,7 @@ def require_first_tenant(session: Session, operator: Operator) -> None:
     """Refuse operators of other tenants. Raises ApiError (`forbidden`)."""
     first = access.first_tenant(session)
     if first is None or first.id != operator.tenant_id:
-        raise ApiError(ProblemType.FORBIDDEN, "expected an administrator of the first tenant, got another's")
+        raise ApiError(ProblemType.FORBIDDEN, "Only administrators of the first tenant may do this.")
 
 
 def operator_with(role: Role) -> Authenticated[Operator]:
@@ -200,9 +200,9 @@ def operator_with(role: Role) -> Authenticated[Operator]:
 def require_role(principal: Principal, role: Role) -> Operator:
     """The operator, where it has at least this role. Raises ApiError (`forbidden`)."""
     if not isinstance(principal, Operator):
-        raise ApiError(ProblemType.FORBIDDEN, "expected an operator's token, got a device's")
+        raise ApiError(ProblemType.FORBIDDEN, "This needs an operator's token, not a device's.")
     if RANK[principal.role] < RANK[role]:
-        raise ApiError(ProblemType.FORBIDDEN, f"expected the role {role}, got {principal.role}")
+        raise ApiError(ProblemType.FORBIDDEN, f"This needs the role {role}; the token has {principal.role}.")
     return principal
 
 
@@ -214,7 +214,7 @@ def _require_reader(principal: Principal) -> Principal:
 
 def _require_device(principal: Principal) -> DevicePrincipal:
     if not isinstance(principal, DevicePrincipal):
-        raise ApiError(ProblemType.FORBIDDEN, "expected a device's token, got an operator's")
+        raise ApiError(ProblemType.FORBIDDEN, "This needs a device's token, not an operator's.")
     return principal
 
 

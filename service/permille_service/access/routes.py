@@ -96,9 +96,7 @@ def delete_token(token_id: TokenId, service: Served, operator: Admin) -> None:
     """Revoke an operator token, with effect on its next request. Idempotent. Nobody revokes the token in
     use."""
     if token_id == operator.token_id:
-        raise ApiError(
-            ProblemType.CONFLICT, "expected another token than the one that this request came with"
-        )
+        raise ApiError(ProblemType.CONFLICT, "A token cannot revoke itself. Use another one.")
     with changing(service, operator) as session:
         access.revoke_token(session, tenant_id=operator.tenant_id, token_id=token_id)
 

@@ -13,16 +13,19 @@ from typing import Any, Self
 import httpx
 
 from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, PATH_PATTERN, TEXT_PATTERN
+from permille.schemas.inputs import COMMIT_PATTERN, REPOSITORY_PATTERN
 from permille.schemas.jobs import ENDED
 from permille_service.cli.exits import CommandError, Exit, exit_of_status
 from permille_service.cli.forms import flag_of
 
 _PATTERN = re.compile(r"should match pattern '(.*)'")
 _FORMS = {
-    NAME_PATTERN: "small letters, digits, '.', '_' and '-', 63 at most, a letter or digit first",
+    NAME_PATTERN: "1 to 63 small letters, digits, '.', '_' and '-', beginning with a letter or digit",
     ID_PATTERN: "an id, such as model_01jd3kq8z7m4n5p6r7s8t9v0wx",
     DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
     PATH_PATTERN: "a path below the root, such as a/b, of letters, digits, and _ . @ + -",
+    REPOSITORY_PATTERN: "a repository as owner/name",
+    COMMIT_PATTERN: "a commit of 40 hexadecimal digits; the hub's page of commits has it, a branch may move",
     TEXT_PATTERN: "text without control and format characters",
 }
 # Fields whose options are not named after them; a test holds them against the options of the commands.
@@ -149,7 +152,7 @@ class Client:
         except httpx.TransportError as exc:
             raise _unreachable(self._http, exc) from exc
         except ValueError as exc:  # JSON has no NaN and no infinity
-            raise CommandError(f"expected finite numbers, got one that is not: {exc}", Exit.USAGE) from exc
+            raise CommandError(f"A number is infinite or not a number: {exc}", Exit.USAGE) from exc
         if response.is_error:
             raise _error(response)
         return response
@@ -187,15 +190,15 @@ def _field_in_words(location: str, message: str) -> str:
     if not parent:  # of the request as a whole
         return message
     if message == "Field required":
-        return f"expected {flag}"
+        return f"{flag} is missing"
     if message.startswith("Extra inputs"):
         return f"{flag} does not go with the other options"
     if found := _PATTERN.search(message):
-        return f"{flag}: expected {_FORMS.get(found[1], 'another form')}"
+        return f"{flag} must be {_FORMS.get(found[1], 'of another form')}"
     return f"{flag}: {message[:1].lower()}{message[1:]}"
 
 
 def _unreachable(http: httpx.Client, exc: httpx.TransportError) -> CommandError:
     return CommandError(
-        f"expected a service at {http.base_url}, got {str(exc) or type(exc).__name__}", Exit.RETRY
+        f"No service answers at {http.base_url}: {str(exc) or type(exc).__name__}", Exit.RETRY
     )

@@ -1,4 +1,4 @@
-"""How a command is made: a function of a session whose answer is printed. And those that collections share.
+"""Commands as functions of a session whose answer is printed, and the commands that collections share.
 
 A record is named by its id, by its name, or by a beginning of its id that no other has.
 """
@@ -13,22 +13,34 @@ from permille_service.cli.forms import Form
 from permille_service.cli.references import singular
 from permille_service.cli.session import Session, connect
 
+# Panels of commands in `--help`.
+START, INPUTS, PACKAGES = "Start here", "Models, texts and jobs", "Packages"
+DEVICES, ADMINISTRATION = "Releases and devices", "Access and storage"
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Do not follow the job to its end.")]
-Key = Annotated[str | None, typer.Option("--idempotency-key", help="Sent again, it makes nothing twice.")]
-Rows = Annotated[int, typer.Option("--limit", min=1, help="At most so many rows.")]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Do not wait for the job.")]
+Key = Annotated[
+    str | None, typer.Option("--idempotency-key", help="Key that makes a repeated command harmless.")
+]
+Rows = Annotated[int, typer.Option("--limit", min=1, help="Largest number of rows.")]
 
 _Run = Callable[..., Any]
 
 
 def command(
-    group: typer.Typer, name: str, text: str | None = None, *, form: Form | None = None
+    group: typer.Typer,
+    name: str,
+    text: str | None = None,
+    *,
+    form: Form | None = None,
+    panel: str | None = None,
 ) -> Callable[[_Run], _Run]:
-    """Make a function a command of a group: its session is opened, what it returns is shown.
+    """Make a function a command of a group. Its session is opened, and its result is shown.
 
     Args:
-        text: the help; the function's docstring where there is none.
-        form: its options become the command's, and the function gets the request that they make as `body`.
+        text: the help; by default the function's docstring.
+        form: adds its options; the function gets the request that they make as `body`.
+        panel: where `--help` of the group lists it.
     """
 
     def register(run: _Run) -> _Run:
@@ -47,7 +59,7 @@ def command(
         made = (context, *options, *own, as_json.replace(default=False))
         signature = inspect.Signature([one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in made])
         called.__signature__ = signature  # type: ignore[attr-defined]
-        group.command(name, help=text or inspect.getdoc(run))(called)
+        group.command(name, help=text or inspect.getdoc(run), rich_help_panel=panel)(called)
         return run
 
     return register
@@ -98,5 +110,5 @@ def add_deletion(group: typer.Typer, collection: str, name: str, text: str, *, p
 
 def _row(collection: str) -> Any:
     return Annotated[
-        str, typer.Argument(metavar=singular(collection).upper(), help="Its id, its beginning, or its name.")
+        str, typer.Argument(metavar=singular(collection).upper(), help="Name, id, or beginning of the id.")
     ]

@@ -9,23 +9,24 @@ from permille_service.cli.commands import Key, Rows, add_action, add_list, add_s
 from permille_service.cli.forms import form_of
 from permille_service.cli.session import Session
 
-federations = typer.Typer(no_args_is_help=True, help="Rounds: many devices improve one state.")
+federations = typer.Typer(no_args_is_help=True, help="Run rounds, in which many devices improve one state.")
 
 _FEDERATIONS = ("id", "name", "state", "release", "version", "number", "members", "adopted_round")
 _ROUNDS = (
     *("number", "state", "opened_at", "deadline_at", "invited", "received", "counted"),
     *("mean_gain", "gain_low", "reason"),
 )
-Federation = Annotated[str, typer.Argument(help="Its id, its beginning, or its name.")]
+Federation = Annotated[str, typer.Argument(help="Name, id, or beginning of the id.")]
 
 
 @command(federations, "create", form=form_of(FederationCreate, "name"))
 def create_federation(session: Session, body: dict[str, Any], key: Key = None) -> None:
-    """Define a federation on a release. Its devices may join it once it is started.
+    """Define a federation on a release. Devices may join once it is started.
 
     Example:
 
       permille federations create readers --release chat --rounds 50 --target 100 --minimum 30
+
       permille federations create quiet --release chat --queries 64 --target 500 --clip 2000 \
 --dp-epsilon 4 --participations 10
     """
@@ -35,17 +36,17 @@ def create_federation(session: Session, body: dict[str, Any], key: Key = None) -
     session.output.show(made)
     if made["minimum"] < FEW_DEVICES and body.get("privacy") is None:
         session.output.say(
-            f"warning: a sum over {made['minimum']} to {FEW_DEVICES - 1} devices exposes each of them; "
-            "their owners are told"
+            f"Warning: a sum over {made['minimum']} to {FEW_DEVICES - 1} devices exposes each of them. "
+            "Their owners are told."
         )
     session.output.say_next(f"permille federations start {body['name']}")
 
 
 add_list(federations, "federations", _FEDERATIONS)
 add_show(federations, "federations")
-add_action(federations, "federations", "start", "Let devices join and rounds begin, or go on after a pause.")
-add_action(federations, "federations", "pause", "Invite nobody more; the open round is the last for now.")
-add_action(federations, "federations", "finish", "End it for good, with what the open round has.")
+add_action(federations, "federations", "start", "Start a federation, or go on after a pause.")
+add_action(federations, "federations", "pause", "Pause a federation after the open round.")
+add_action(federations, "federations", "finish", "End a federation for good, with what the open round has.")
 
 
 @command(federations, "rounds")
@@ -57,7 +58,7 @@ def list_rounds(session: Session, federation: Federation, limit: Rows = 20) -> N
 
 @command(federations, "privacy")
 def show_privacy(session: Session, federation: Federation) -> Any:
-    """Show what a federation promises its devices, and how many have used up how much of it.
+    """Show what a federation promises its devices, and how much of it is spent.
 
     Example:
 
@@ -68,7 +69,7 @@ def show_privacy(session: Session, federation: Federation) -> Any:
 
 @command(federations, "adopt", form=form_of(AdoptionCreate))
 def adopt(session: Session, body: dict[str, Any], federation: Federation) -> Any:
-    """Have members' devices begin with a state, where its gain is sure, or for a reason.
+    """Let members begin with a state whose gain is sure, or with any for a reason.
 
     Example:
 

@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from permille.schemas.access import FIRST_DIGEST, AuditEntry, RetentionRule, TenantCreate, TokenCreate
 from permille.schemas.releases import ReleaseCreate
 from permille_service.cli.commands import (
+    DEVICES,
     Key,
     Rows,
     add_action,
@@ -23,17 +24,17 @@ from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.forms import form_of
 from permille_service.cli.session import Session
 
-releases = typer.Typer(no_args_is_help=True, help="Signed versions of a name, and aliases.")
-invitations = typer.Typer(no_args_is_help=True, help="One-time codes that enrol one device.")
-devices = typer.Typer(no_args_is_help=True, help="Enrolled devices.")
-runs = typer.Typer(no_args_is_help=True, help="What devices report.")
-tokens = typer.Typer(no_args_is_help=True, help="Operator tokens.")
-tenants = typer.Typer(no_args_is_help=True, help="Tenants.")
-audit = typer.Typer(no_args_is_help=True, help="What operators changed.")
-retention = typer.Typer(no_args_is_help=True, help="What goes by itself, and after how many days.")
-blobs = typer.Typer(no_args_is_help=True, help="What the blob store holds.")
+releases = typer.Typer(no_args_is_help=True, help="Publish packages as signed versions.")
+invitations = typer.Typer(no_args_is_help=True, help="Invite devices, by one-time codes.")
+devices = typer.Typer(no_args_is_help=True, help="List and revoke enrolled devices.")
+runs = typer.Typer(no_args_is_help=True, help="Read the reports of devices.")
+tokens = typer.Typer(no_args_is_help=True, help="Manage the tokens of operators.")
+tenants = typer.Typer(no_args_is_help=True, help="Add and list tenants.")
+audit = typer.Typer(no_args_is_help=True, help="Read and check the log of operators' changes.")
+retention = typer.Typer(no_args_is_help=True, help="Delete old results and reports by age.")
+blobs = typer.Typer(no_args_is_help=True, help="Free the space of deleted results.")
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and let nothing go.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, without deleting it.")]
 
 _RELEASES = ("name", "version", "aliases", "manifest_digest", "size_bytes", "yanked", "published_at")
 _VERSIONS = (
@@ -46,21 +47,21 @@ _GAINS = (
 )
 _CHANGES = ("measure", "before", "after", "difference", "low", "high", "verdict")
 _VERDICTS = {
-    "worse": "version {new} makes devices worse than {old}: `permille releases rollback`",
-    "better": "version {new} makes devices better than {old}",
-    "unsure": "no sure difference between versions {new} and {old}",
-    "too-few": "too few devices have reported versions {new} and {old} to compare them",
+    "worse": "Version {new} makes devices worse than {old}. Consider `permille releases rollback`.",
+    "better": "Version {new} makes devices better than {old}.",
+    "unsure": "There is no sure difference between versions {new} and {old}.",
+    "too-few": "Too few devices have reported versions {new} and {old} to compare them.",
 }
 _ENTRIES = ("seq", "at", "token_id", "action", "subject")
 _RUNS = (
-    *("run_id", "device_id", "metrics.outcome", "metrics.steps", "metrics.loss_base"),
+    *("run_id", "device_id", "ended_at", "metrics.outcome", "metrics.steps", "metrics.loss_base"),
     *("metrics.loss_personal", "metrics.general_loss_base", "metrics.general_loss_personal", "log.state"),
 )
 
 
 @command(releases, "publish", form=form_of(ReleaseCreate, "name"))
 def publish_release(session: Session, body: dict[str, Any], key: Key = None) -> None:
-    """Publish a package: list it for devices.
+    """Publish a package as a new version.
 
     Example:
 
@@ -78,7 +79,7 @@ def publish_release(session: Session, body: dict[str, Any], key: Key = None) -> 
 @command(releases, "list")
 def list_releases(
     session: Session,
-    name: Annotated[str | None, typer.Argument(help="Only this name.")] = None,
+    name: Annotated[str | None, typer.Argument(help="List only this release.")] = None,
     limit: Rows = 100,
 ) -> None:
     """List published versions."""
@@ -88,17 +89,24 @@ def list_releases(
 @command(releases, "yank")
 def yank_release(
     session: Session,
-    name: str,
-    version: int,
-    reason: Annotated[str, typer.Option(help="Why.")] = "withdrawn",
+    name: Annotated[str, typer.Argument(help="Name of the release.")],
+    version: Annotated[int, typer.Argument(help="Version to withdraw.")],
+    reason: Annotated[str, typer.Option(help="Reason for the record.")] = "withdrawn",
 ) -> None:
-    """Withdraw a version: devices no longer install it. Says how many have it."""
+    """Withdraw a version for good: no device installs it any more.
+
+    Example:
+
+      permille releases yank tiny-llama 3 --reason "answers in the wrong language"
+
+    Devices that have it keep it. `permille releases rollback` gives them an older package.
+    """
     made = session.client.post(f"/v1/releases/{name}/versions/{version}/yank", {"reason": reason})
     session.output.show(made)
     if made["aliases"]:
         session.output.say(
-            f"devices that have it: {made['devices']}. They keep it, and nobody installs anything, while "
-            f"{', '.join(made['aliases'])} points at it"
+            f"devices that have it: {made['devices']}. They keep it. No device installs anything while "
+            f"{', '.join(made['aliases'])} points at this version."
         )
         session.output.say_next(f"permille releases rollback {name}")
 
@@ -106,26 +114,30 @@ def yank_release(
 @command(releases, "rollback")
 def roll_back(
     session: Session,
-    name: str,
+    name: Annotated[str, typer.Argument(help="Name of the release.")],
     to: Annotated[
-        int | None, typer.Option(help="Version; else the newest before this package that was not yanked.")
+        int | None,
+        typer.Option(help="Version to return to. Default: the newest older one that was not yanked."),
     ] = None,
-    alias: Annotated[str, typer.Option(help="The alias to move.")] = "stable",
-    yanked: Annotated[bool, typer.Option("--yanked", help="Also to a version that was yanked.")] = False,
+    alias: Annotated[str, typer.Option(help="Alias to move.")] = "stable",
+    yanked: Annotated[bool, typer.Option("--yanked", help="Allow a yanked version.")] = False,
     key: Key = None,
 ) -> None:
-    """Publish an older version's package as a new version, and point the alias at it: devices take it as they
-    take any, and the fleet's numbers tell it from what came between. Rolled back again, it goes further back.
+    """Publish the package of an older version as a new version.
 
     Example:
 
+      permille releases rollback tiny-llama
+
       permille releases rollback tiny-llama --to 3
+
+    Devices install it like any version. A second rollback goes further back.
     """
     versions = session.client.pages("/v1/releases", name=name)
     current = next((one for one in versions if alias in one["aliases"]), None)
     if current is None:
         raise CommandError(
-            f"no alias {alias!r} of the release {name!r}: see `permille releases list`", Exit.NOT_FOUND
+            f"No version of {name!r} has the alias {alias!r}. See `permille releases list`.", Exit.NOT_FOUND
         )
     same = [one["version"] for one in versions if one["manifest_digest"] == current["manifest_digest"]]
     older = (
@@ -136,28 +148,33 @@ def roll_back(
     chosen = next(older, None)
     if chosen is None:
         below = f"version {to}" if to is not None else f"version below {min(same)} that was not yanked"
-        hint = "" if to is not None else "name one with --to, "
+        hint = "" if to is not None else "Name one with --to. "
         raise CommandError(
-            f"no {below} of {name!r}: {hint}see `permille releases list {name}`", Exit.NOT_FOUND
+            f"There is no {below} of {name!r}. {hint}See `permille releases list {name}`.", Exit.NOT_FOUND
         )
     if chosen["yanked"] and not yanked:
         raise CommandError(
-            f"expected a version that was not yanked, got {to}, withdrawn for: {chosen['yanked_reason']}. "
-            "With --yanked devices get its package all the same",
+            f"Version {to} was yanked: {chosen['yanked_reason']}. Add --yanked to publish its package all "
+            "the same.",
             Exit.REFUSED,
         )
     body = {"name": name, "package_digest": chosen["manifest_digest"], "alias": alias}
     made = session.client.post("/v1/releases", body, key=key)
     session.output.show(made)
     session.output.say(
-        f"version {made['version']} is the package of version {chosen['version']}; {alias} points at it"
+        f"Version {made['version']} has the package of version {chosen['version']}. {alias} points at it."
     )
     if not current["yanked"]:
         session.output.say_next(f"permille releases yank {name} {current['version']}")
 
 
 @command(releases, "alias")
-def set_alias(session: Session, name: str, alias: str, version: int) -> Any:
+def set_alias(
+    session: Session,
+    name: Annotated[str, typer.Argument(help="Name of the release.")],
+    alias: Annotated[str, typer.Argument(help="Alias, such as stable.")],
+    version: Annotated[int, typer.Argument(help="Version that it points at.")],
+) -> Any:
     """Point an alias at a version.
 
     Example:
@@ -168,7 +185,11 @@ def set_alias(session: Session, name: str, alias: str, version: int) -> Any:
 
 
 @command(releases, "unalias")
-def remove_alias(session: Session, name: str, alias: str) -> Any:
+def remove_alias(
+    session: Session,
+    name: Annotated[str, typer.Argument(help="Name of the release.")],
+    alias: Annotated[str, typer.Argument(help="Alias to remove.")],
+) -> Any:
     """Remove an alias."""
     session.client.delete(f"/v1/releases/{name}/aliases/{alias}")
     return {"removed": alias}
@@ -177,15 +198,17 @@ def remove_alias(session: Session, name: str, alias: str) -> Any:
 @command(invitations, "create")
 def create_invitation(
     session: Session,
-    release: Annotated[str, typer.Option(help="Name of the release to follow.")],
-    alias: Annotated[str, typer.Option(help="Alias to follow.")] = "stable",
+    release: Annotated[str, typer.Option(help="Release that the device follows.")],
+    alias: Annotated[str, typer.Option(help="Alias that the device follows.")] = "stable",
     key: Key = None,
 ) -> None:
-    """Invite one device to a release. The code is shown once, is good for 24 hours and for one device.
+    """Invite one device to a release.
 
     Example:
 
       permille invitations create --release tiny-llama
+
+    The code is shown once. It admits one device within 24 hours.
     """
     _require_alias(session, release, alias)
     made = session.client.post("/v1/invitations", {"release": release, "alias": alias}, key=key)
@@ -199,11 +222,11 @@ def _require_alias(session: Session, release: str, alias: str) -> None:
     versions = session.client.pages("/v1/releases", name=release)
     known = sorted({name for version in versions for name in version["aliases"]})
     if not versions:
-        raise CommandError(f"no release {release!r}: see `permille releases list`", Exit.NOT_FOUND)
+        raise CommandError(f"There is no release {release!r}. See `permille releases list`.", Exit.NOT_FOUND)
     if alias not in known:
         raise CommandError(
-            f"no alias {alias!r} of the release {release!r}, only {', '.join(known) or 'versions'}: "
-            f"see `permille releases alias`",
+            f"The release {release!r} has no alias {alias!r}, only {', '.join(known) or 'versions'}. "
+            "Set it with `permille releases alias`.",
             Exit.NOT_FOUND,
         )
 
@@ -211,44 +234,49 @@ def _require_alias(session: Session, release: str, alias: str) -> None:
 @command(runs, "list")
 def list_runs(
     session: Session,
-    device: Annotated[str | None, typer.Option(help="Only this device's.")] = None,
+    device: Annotated[str | None, typer.Option(help="List only runs of this device.")] = None,
     limit: Rows = 100,
 ) -> None:
-    """List runs."""
+    """List the runs that devices reported."""
     device_id = None if device is None else session.id_of("devices", device)
     session.output.show(session.client.pages("/v1/runs", limit=limit, device_id=device_id), _RUNS)
 
 
 @command(audit, "list")
 def list_entries(
-    session: Session, last: Annotated[int, typer.Option(min=1, help="So many of the newest.")] = 50
+    session: Session,
+    last: Annotated[int, typer.Option(min=1, help="Number of entries, the newest ones.")] = 50,
 ) -> None:
-    """List changes by operators, the newest last."""
+    """List what operators changed, the newest last."""
     session.output.show([one.model_dump(mode="json") for one in _entries(session)][-last:], _ENTRIES)
 
 
 @command(audit, "verify")
 def verify_entries(
     session: Session,
-    expect: Annotated[str | None, typer.Option(help="A digest that was written down before.")] = None,
+    expect: Annotated[str | None, typer.Option(help="Digest that you noted earlier.")] = None,
 ) -> Any:
-    """Check that no entry was changed or taken out; write down the digest that it prints.
+    """Check that no entry was changed or removed.
 
     Example:
 
       permille audit verify --expect sha256:93f0...
+
+    Note the digest that it prints, outside of the server.
     """
     digest, count, found = FIRST_DIGEST, 0, expect is None
     for entry in _entries(session):
         count += 1
         if entry.seq != count or entry.digest_after(digest) != entry.digest:
             raise CommandError(
-                f"expected entry {count} after {digest}, got another: the log was changed", Exit.FAILED
+                f"Entry {count} does not follow {digest}: somebody changed the log.", Exit.FAILED
             )
         digest = entry.digest
         found = found or digest == expect
     if not found:
-        raise CommandError(f"expected an entry with the digest {expect}, got {count} others", Exit.FAILED)
+        raise CommandError(
+            f"None of the {count} entries has the digest {expect}: somebody changed the log.", Exit.FAILED
+        )
     return {"entries": count, "digest": digest}
 
 
@@ -261,39 +289,45 @@ def _entries(session: Session) -> Iterator[AuditEntry]:
 
 @command(retention, "show")
 def show_rule(session: Session) -> Any:
-    """Show the rule."""
+    """Show the retention rule."""
     return session.client.get("/v1/retention")
 
 
 @command(retention, "set", form=form_of(RetentionRule))
 def set_rule(session: Session, body: dict[str, Any]) -> Any:
-    """Set the rule: what is not named here never goes. Workers apply it every hour.
+    """Set the retention rule.
 
     Example:
 
       permille retention set --result-days 90 --keep-newest 5 --log-days 30 --job-days 90
+
+    Limits that you do not name delete nothing. Workers apply the rule every hour.
     """
     return session.client.put("/v1/retention", body)
 
 
 @command(retention, "apply")
 def apply_rule(session: Session, dry_run: DryRun = False) -> Any:
-    """Apply the rule now, to at most 50 of each; `permille blobs collect` then frees the bytes.
+    """Apply the retention rule now, to at most 50 of each; `permille blobs collect` then frees the bytes.
 
     Example:
 
       permille retention apply --dry-run
+
+    It deletes at most 500 records of each kind. `permille blobs collect` then frees their space.
     """
     return session.client.post(f"/v1/retention/apply?dry_run={str(dry_run).lower()}", {})
 
 
 @command(blobs, "collect")
 def collect_blobs(session: Session, dry_run: DryRun = False) -> None:
-    """Delete what no row names and was stored before the grace. Workers do so by themselves, too.
+    """Delete the bytes that no record names any more.
 
     Example:
 
       permille blobs collect --dry-run
+
+    Workers do this every hour. Bytes younger than PERMILLE_COLLECTION_GRACE_S stay.
     """
     found = session.client.post(f"/v1/blobs/collect?dry_run={str(dry_run).lower()}", {})
     if session.output.as_json:
@@ -302,7 +336,7 @@ def collect_blobs(session: Session, dry_run: DryRun = False) -> None:
     for name in found["removed"]:
         session.output.say(name)
     session.output.say(
-        f"{'would go' if dry_run else 'gone'}: {found['removed_count']} blobs and sparse models, "
+        f"{'would be deleted' if dry_run else 'deleted'}: {found['removed_count']} blobs and sparse models, "
         f"{decimal(found['removed_bytes'])}; no row names {decimal(found['unreferenced_bytes'])} "
         f"of {decimal(found['stored_bytes'])}"
     )
@@ -311,9 +345,9 @@ def collect_blobs(session: Session, dry_run: DryRun = False) -> None:
 def add_fleet(app: typer.Typer) -> None:
     """Add the command `fleet`."""
 
-    @command(app, "fleet")
+    @command(app, "fleet", panel=DEVICES)
     def show_fleet(session: Session) -> None:
-        """Count devices: by version and what it did for them, by agent and engine, by when they were seen.
+        """Count devices: by version and its effect, by agent and engine, by when they were seen.
 
         Example:
 
@@ -342,17 +376,19 @@ def _show_versions(session: Session, versions: list[dict[str, Any]]) -> None:
 
 
 def _count(devices: int | None) -> str:
-    return "fewer than ten, or what would tell them" if devices is None else str(devices)
+    return "hidden (fewer than ten)" if devices is None else str(devices)
 
 
 @command(releases, "show")
 def show_release(
     session: Session,
-    name: str,
-    version: Annotated[int | None, typer.Argument(help="Else the newest.")] = None,
-    against: Annotated[int | None, typer.Option(help="Else the one before that was not yanked.")] = None,
+    name: Annotated[str, typer.Argument(help="Name of the release.")],
+    version: Annotated[int | None, typer.Argument(help="Version. Default: the newest.")] = None,
+    against: Annotated[
+        int | None, typer.Option(help="Version to compare with. Default: the one before that was not yanked.")
+    ] = None,
 ) -> None:
-    """Show what devices made of a version, and whether it makes them worse than another.
+    """Compare a version with the one before, by the reports of devices.
 
     Example:
 
@@ -381,12 +417,12 @@ def _show_alone(session: Session, name: str, version: int | None) -> None:
     """Show a version that has none before it."""
     versions = [one["version"] for one in session.client.pages("/v1/releases", name=name)]
     if not versions:
-        raise CommandError(f"no release {name!r}: see `permille releases list`", Exit.NOT_FOUND)
+        raise CommandError(f"There is no release {name!r}. See `permille releases list`.", Exit.NOT_FOUND)
     asked = version or max(versions)
     session.output.show(session.client.get(f"/v1/releases/{name}/versions/{asked}"))
     if known := _others(session, name):
         _show_versions(session, known)
-    session.output.say(f"no version before {asked} to compare it with: none that was not yanked")
+    session.output.say(f"There is no version before {asked} to compare it with that was not yanked.")
 
 
 def _others(session: Session, name: str, *compared: int) -> list[dict[str, Any]]:
@@ -396,18 +432,18 @@ def _others(session: Session, name: str, *compared: int) -> list[dict[str, Any]]
 
 
 add_list(invitations, "invitations", ("id", "release", "alias", "state", "used_by", "expires_at"))
-add_action(invitations, "invitations", "revoke", "Make an invitation useless.")
+add_action(invitations, "invitations", "revoke", "Revoke an invitation.")
 
 add_list(devices, "devices", ("id", "name", "state", "release", "alias", "last_seen_at"))
 add_show(devices, "devices")
-add_action(devices, "devices", "revoke", "Shut a device out for good, with effect on its next request.")
+add_action(devices, "devices", "revoke", "Exclude a device for good, from its next request on.")
 
 add_show(runs, "runs")
-add_deletion(runs, "runs", "delete-log", "Forget the log of a run and its bytes.", part="/log")
-add_deletion(runs, "runs", "delete", "Forget a run, its metrics and its log.")
+add_deletion(runs, "runs", "delete-log", "Delete the shared log of a run.", part="/log")
+add_deletion(runs, "runs", "delete", "Delete a run with its numbers and its log.")
 
 add_create(
-    tokens, "tokens", form_of(TokenCreate, "name"), "Make an operator token. Its secret is shown once."
+    tokens, "tokens", form_of(TokenCreate, "name"), "Create an operator token. Its secret is shown once."
 )
 add_list(tokens, "tokens", ("id", "name", "role", "created_at", "last_used_at", "expires_at"))
 add_deletion(tokens, "tokens", "revoke", "Revoke an operator token.")

@@ -49,7 +49,7 @@ class RequestOption:
 
     @property
     def parameter(self) -> str:
-        """What a command calls it."""
+        """Name of the parameter of a command."""
         return "_".join(self.place)
 
 
@@ -61,12 +61,14 @@ class Form:
     arguments: tuple[str, ...] = ()
 
     def parameters(self) -> list[inspect.Parameter]:
-        """What a command takes, for typer to read: None where an option is not given."""
+        """Return the parameters of a command for typer; an option that is not given is None."""
         return [self._parameter(option) for option in self.options]
 
     def body(self, session: Session, given: dict[str, object]) -> dict[str, Any]:
-        """The request, taken out of what was given, with ids for names. Choices are always in it: one may say
-        which form the rest is of."""
+        """Take the request out of what was given, with ids for names.
+
+        Choices are always in it, since one may say which form the rest has.
+        """
         body: dict[str, Any] = {}
         values = {option.place: given.pop(option.parameter) for option in self.options}
         named = {place[0] for place, value in values.items() if value is not None}
@@ -85,8 +87,8 @@ class Form:
 
     def _parameter(self, option: RequestOption) -> inspect.Parameter:
         # Defaults are the service's, and only told.
-        told = "" if option.default is None or option.default is False else f" (default: {option.default})"
-        text = f"{option.help[:1].upper()}{option.help[1:]}{told}".strip()
+        told = "" if option.default is None or option.default is False else f" Default: {option.default}."
+        text = f"{option.help[:1].upper()}{option.help[1:]}".strip().removesuffix(".") + f".{told}"
         chosen: Any = (
             Literal[option.choices] if option.choices and option.value_type is str else option.value_type
         )

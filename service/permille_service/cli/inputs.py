@@ -10,21 +10,25 @@ from permille_service.cli.commands import Key, add_deletion, add_list, add_show,
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.session import Session
 
-models = typer.Typer(no_args_is_help=True, help="Base models.")
-corpora = typer.Typer(no_args_is_help=True, help="Text to measure sensitivity and perplexity on.")
+models = typer.Typer(no_args_is_help=True, help="Register base models.")
+corpora = typer.Typer(no_args_is_help=True, help="Register public text.")
 
 
 @command(models, "add")
 def add_model(
     session: Session,
-    name: str,
-    folder: Annotated[str | None, typer.Option(help="Folder below the model root.")] = None,
-    hub: Annotated[str | None, typer.Option(help="Hub repository, as owner/name.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Full commit of the repository (40 hex digits).")] = None,
-    gguf: Annotated[str | None, typer.Option(help="GGUF file below the model root.")] = None,
+    name: Annotated[str, typer.Argument(help="Name for the model.")],
+    folder: Annotated[str | None, typer.Option(help="Folder of transformers, below the model root.")] = None,
+    hub: Annotated[
+        str | None, typer.Option(help="Repository of the Hugging Face hub, as owner/name.")
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit of the repository: 40 hexadecimal digits.")
+    ] = None,
+    gguf: Annotated[str | None, typer.Option(help="GGUF file, below the model root.")] = None,
     ollama: Annotated[
         str | None,
-        typer.Option(help="Model of Ollama's store, as NAME or NAME:TAG; the model root is the store."),
+        typer.Option(help="Model of Ollama, as NAME or NAME:TAG. The model root must be Ollama's store."),
     ] = None,
     key: Key = None,
 ) -> None:
@@ -62,10 +66,12 @@ def _ollama_path(name: str) -> str:
 @command(corpora, "add")
 def add_corpus(
     session: Session,
-    name: str,
-    file: Annotated[str | None, typer.Option(help=".jsonl, .jsonl.gz or .txt below the corpus root.")] = None,
-    streamed: Annotated[str | None, typer.Option(help="A streamed data set: c4.")] = None,
-    split: Annotated[str, typer.Option(help="Of a streamed data set: train or validation.")] = "train",
+    name: Annotated[str, typer.Argument(help="Name for the corpus.")],
+    file: Annotated[
+        str | None, typer.Option(help="File (.jsonl, .jsonl.gz or .txt), below the corpus root.")
+    ] = None,
+    streamed: Annotated[str | None, typer.Option(help="Data set to stream from the hub: c4.")] = None,
+    split: Annotated[str, typer.Option(help="Part of a streamed data set: train or validation.")] = "train",
     key: Key = None,
 ) -> None:
     """Register a corpus.
@@ -77,7 +83,7 @@ def add_corpus(
       permille corpora add c4 --streamed c4
     """
     if (file is None) == (streamed is None):
-        raise CommandError("expected --file or --streamed", Exit.USAGE)
+        raise CommandError("Name either --file or --streamed.", Exit.USAGE)
     source = {"kind": "streamed", "dataset": streamed, "split": split}
     if file is not None:
         source = {"kind": "file", "path": file}
@@ -89,5 +95,5 @@ add_list(models, "models", ("id", "name", "family", "parameters", "scoped_parame
 add_list(corpora, "corpora", ("id", "name", "source.kind", "source.path", "size_bytes"))
 add_show(models, "models")
 add_show(corpora, "corpora")
-add_deletion(models, "models", "remove", "Forget a model that nothing was made of; its files stay.")
-add_deletion(corpora, "corpora", "remove", "Forget a corpus that no result refers to; its file stays.")
+add_deletion(models, "models", "remove", "Remove a model that nothing was made from. Its files stay.")
+add_deletion(corpora, "corpora", "remove", "Remove a corpus that no result names. Its file stays.")

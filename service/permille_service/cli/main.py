@@ -15,7 +15,7 @@ from permille.errors import InputError
 from permille.plain_text import echo, log_to_stderr
 from permille.version import __version__
 from permille_service.cli import fleet, inputs
-from permille_service.cli.commands import AsJson
+from permille_service.cli.commands import ADMINISTRATION, DEVICES, INPUTS, PACKAGES, START, AsJson
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.federations import federations
 from permille_service.cli.output import make_output, print_json
@@ -36,12 +36,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     epilog=EXIT_HELP,
-    help="Turn a pre-trained language model into packages that devices personalise.",
+    help="Turn a language model into packages, and serve them to devices that personalise them.",
 )
 
 
 def plugin(entry: EntryPoint) -> Callable[..., Any]:
-    """A command from outside, such as the lab's `evaluate`; it says so where something is not installed.
+    """Load a command from outside, such as the lab's `evaluate`, and name what is not installed.
 
     The entry point is a function that typer reads. It is imported at each start of `permille`, so it must
     import what is heavy when it runs.
@@ -69,16 +69,22 @@ def _show_version(wanted: bool) -> None:
 def _place(
     context: typer.Context,
     url: Annotated[
-        str | None, typer.Option(envvar="PERMILLE_URL", help="Service to call; else the data folder's.")
+        str | None,
+        typer.Option(envvar="PERMILLE_URL", help="Address of the service. Default: that of the data folder."),
     ] = None,
     token: Annotated[
-        str | None, typer.Option(envvar="PERMILLE_TOKEN", help="Operator token; else the data folder's.")
+        str | None,
+        typer.Option(envvar="PERMILLE_TOKEN", help="Operator token. Default: that of the data folder."),
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(envvar="PERMILLE_DATA_DIR", help="Folder of the service; else the user's.")
+        Path | None,
+        typer.Option(
+            envvar="PERMILLE_DATA_DIR", help="Data folder of the service. Default: ~/.local/share/permille."
+        ),
     ] = None,
     ca_file: Annotated[
-        Path | None, typer.Option(envvar="PERMILLE_CA_FILE", help="PEM file of who vouches for the service.")
+        Path | None,
+        typer.Option(envvar="PERMILLE_CA_FILE", help="PEM file of the service's own certificate authority."),
     ] = None,
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
@@ -87,37 +93,50 @@ def _place(
     context.obj = Place(url=url, token=token, data_dir=data_dir, ca_file=ca_file)
 
 
-@app.command("up")
+@app.command("up", rich_help_panel=START)
 def start(
     context: typer.Context,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of rows, blobs, keys and token.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of database, blobs, keys and token.")] = None,
     host: Annotated[
         str | None,
         typer.Option(
-            envvar="PERMILLE_HOST", help="Address to bind; other than loopback needs TLS. Default: 127.0.0.1."
+            envvar="PERMILLE_HOST",
+            help="Address to listen at; others than loopback need TLS. Default: 127.0.0.1.",
         ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(envvar="PERMILLE_PORT", min=0, max=65_535, help="0: any free one. Default: 8321."),
+        typer.Option(
+            envvar="PERMILLE_PORT",
+            min=0,
+            max=65_535,
+            help="Port to listen at; 0 takes a free one. Default: 8321.",
+        ),
     ] = None,
     port_file: Annotated[
-        Path | None, typer.Option(help="Write the port to this file once it answers.")
+        Path | None, typer.Option(help="File to write the port to, once the service answers.")
     ] = None,
     model_root: Annotated[
-        Path | None, typer.Option(resolve_path=True, help="Folder below which models may be registered.")
+        Path | None, typer.Option(resolve_path=True, help="Folder of models that may be registered.")
     ] = None,
     corpus_root: Annotated[
-        Path | None, typer.Option(resolve_path=True, help="Folder below which corpora may be registered.")
+        Path | None, typer.Option(resolve_path=True, help="Folder of texts that may be registered.")
     ] = None,
     tls_certificate: Annotated[
-        Path | None, typer.Option(resolve_path=True, help="PEM certificate chain.")
+        Path | None,
+        typer.Option(resolve_path=True, help="PEM file of the certificate chain.", rich_help_panel="TLS"),
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(resolve_path=True, help="PEM private key.")] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(resolve_path=True, help="PEM file of the private key.", rich_help_panel="TLS"),
+    ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="Host name to answer to; repeat for more.")
+        list[str] | None,
+        typer.Option(help="Host name to answer to. Repeat it for more.", rich_help_panel="TLS"),
     ] = None,
-    worker: Annotated[bool, typer.Option("--worker/--no-worker", help="Start a local worker too.")] = True,
+    worker: Annotated[
+        bool, typer.Option("--worker/--no-worker", help="Whether to start a worker too.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Start the service: API and worker, until Ctrl-C or SIGTERM.
@@ -165,25 +184,25 @@ def start(
     run(settings, with_worker=worker, port_file=port_file, announce=announce)
 
 
-app.command("personalise")(personalise)
-app.add_typer(inputs.models, name="models")
-app.add_typer(inputs.corpora, name="corpora")
+app.command("personalise", rich_help_panel=START)(personalise)
+app.add_typer(inputs.models, name="models", rich_help_panel=INPUTS)
+app.add_typer(inputs.corpora, name="corpora", rich_help_panel=INPUTS)
+app.add_typer(jobs, name="jobs", rich_help_panel=INPUTS)
 add_work(app)
-app.add_typer(jobs, name="jobs")
-app.add_typer(fleet.releases, name="releases")
-app.add_typer(trust, name="trust")
-app.add_typer(fleet.invitations, name="invitations")
-app.add_typer(fleet.devices, name="devices")
-app.add_typer(fleet.runs, name="runs")
+app.add_typer(fleet.releases, name="releases", rich_help_panel=DEVICES)
+app.add_typer(trust, name="trust", rich_help_panel=DEVICES)
+app.add_typer(fleet.invitations, name="invitations", rich_help_panel=DEVICES)
+app.add_typer(fleet.devices, name="devices", rich_help_panel=DEVICES)
+app.add_typer(fleet.runs, name="runs", rich_help_panel=DEVICES)
 fleet.add_fleet(app)
-app.add_typer(federations, name="federations")
-app.add_typer(fleet.tokens, name="tokens")
-app.add_typer(fleet.tenants, name="tenants")
-app.add_typer(fleet.audit, name="audit")
-app.add_typer(fleet.retention, name="retention")
-app.add_typer(fleet.blobs, name="blobs")
+app.add_typer(federations, name="federations", rich_help_panel=DEVICES)
+app.add_typer(fleet.tokens, name="tokens", rich_help_panel=ADMINISTRATION)
+app.add_typer(fleet.tenants, name="tenants", rich_help_panel=ADMINISTRATION)
+app.add_typer(fleet.audit, name="audit", rich_help_panel=ADMINISTRATION)
+app.add_typer(fleet.retention, name="retention", rich_help_panel=ADMINISTRATION)
+app.add_typer(fleet.blobs, name="blobs", rich_help_panel=ADMINISTRATION)
 for _entry in entry_points(group="permille.commands"):
-    app.command(_entry.name)(plugin(_entry))
+    app.command(_entry.name, rich_help_panel=PACKAGES)(plugin(_entry))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -88,8 +88,8 @@ def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
                 _advance(bar, task, event)
     except KeyboardInterrupt:
         raise CommandError(
-            f"no longer waiting, but job {job_id} runs on: `permille jobs watch {job_id}` shows it, "
-            f"`permille jobs cancel {job_id}` stops it",
+            f"Stopped waiting; job {job_id} goes on. Follow it with `permille jobs watch {job_id}`, or "
+            f"stop it with `permille jobs cancel {job_id}`.",
             Exit.INTERRUPTED,
         ) from None
     job: dict[str, Any] = client.get(f"/v1/jobs/{job_id}")

@@ -28,12 +28,12 @@ def resolve(client: "Client", collection: str, text: str) -> str:
     if _FULL.fullmatch(text):
         return text
     key = _KEYS.get(collection, "id")
-    one, known = singular(collection), f"see `permille {collection} list`"
+    one, known = singular(collection), f"See `permille {collection} list`."
     rows: list[dict[str, Any]] = client.pages(f"/v1/{collection}", limit=LOOKED_THROUGH)
     found = [row[key] for row in rows if text and text in (row.get("name"), _made_name(row))]
     if not found and text in _NO_BEGINNING:
         raise CommandError(
-            f"expected a {one}'s name, id or the beginning of it, got {text!r}: {known}", Exit.USAGE
+            f"{text!r} names no {one}. Give its name, its id or the beginning of it. {known}", Exit.USAGE
         )
     found = found or [
         row[key]
@@ -43,10 +43,10 @@ def resolve(client: "Client", collection: str, text: str) -> str:
     if len(found) == 1:
         return str(found[0])
     if not found:
-        raise CommandError(f"no {one} {text!r}: {known}", Exit.NOT_FOUND)
+        raise CommandError(f"There is no {one} {text!r}. {known}", Exit.NOT_FOUND)
     more = "" if len(found) <= _SHOWN else f" and {len(found) - _SHOWN} more"
     raise CommandError(
-        f"expected one {one}, but {text!r} can mean {', '.join(found[:_SHOWN])}{more}", Exit.USAGE
+        f"{text!r} can mean {', '.join(found[:_SHOWN])}{more}. Give more of the id.", Exit.USAGE
     )
 
 

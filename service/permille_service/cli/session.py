@@ -1,4 +1,4 @@
-"""Where the service is, as whom to call it, and running one command with that.
+"""The service to call, the token to call it with, and the session of one command.
 
 URL and token come from flags or the environment, else from the files that `permille up` writes.
 """
@@ -63,12 +63,17 @@ def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
     place = context.ensure_object(Place)
     url = place.url or _first_line(place.folder / "service.url")
     if not url:
-        known = f"--url, PERMILLE_URL or a running service of {place.folder} (`permille up`)"
-        raise CommandError(f"expected {known}, got none", Exit.RETRY)
+        raise CommandError(
+            f"No service is known: none runs with the data folder {place.folder}. Start one with `permille "
+            "up`, or name its address with --url or PERMILLE_URL.",
+            Exit.RETRY,
+        )
     token = place.token or _first_line(place.token_path)
     if not token:
-        known = f"--token, PERMILLE_TOKEN or {place.token_path}"
-        raise CommandError(f"expected {known}, got none", Exit.ACCESS)
+        raise CommandError(
+            f"No token is known: {place.token_path} does not exist. Name one with --token or PERMILLE_TOKEN.",
+            Exit.ACCESS,
+        )
     with Client(url.rstrip("/"), token, ca_file=place.ca_file) as client:
         yield Session(client=client, output=make_output(as_json=as_json), ca_file=place.ca_file)
 

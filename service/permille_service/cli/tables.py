@@ -77,13 +77,15 @@ def cell(name: str, value: Any, now: datetime | None = None) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key.replace('_', ' ')} {cell(key, part, now)}" for key, part in value.items())
     if isinstance(value, (int, float)) and name.endswith("bytes"):
         return decimal(int(value))
     if name.endswith("_at"):
         return when(value, now or datetime.now(UTC))
-    if name.endswith("fraction"):
+    if name.endswith(("fraction", "progress")):
         return f"{value:.0%}"
-    if name.endswith(("seconds", "seconds_left")):
+    if name.endswith(("seconds", "seconds_left", "eta_s")):
         return span(float(value))
     if isinstance(value, float):
         return f"{value:.4g}"
@@ -117,9 +119,15 @@ def short(value: str) -> str:
 
 
 def figures_of(figures: Sequence[Row]) -> list[Row]:
-    """Figures of a preflight, each number in its unit."""
+    """Figures of a preflight, each number in its unit, or unknown."""
     return [
-        {**row, **{name: cell(str(row["unit"]), row[name]) for name in ("needed", "available")}}
+        {
+            **row,
+            **{
+                name: "unknown" if row[name] is None else cell(str(row["unit"]), row[name])
+                for name in ("needed", "available")
+            },
+        }
         for row in figures
     ]
 

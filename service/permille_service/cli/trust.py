@@ -15,16 +15,16 @@ from permille_service.cli.commands import AsJson, command
 from permille_service.cli.output import make_output
 from permille_service.cli.session import Session
 
-trust = typer.Typer(no_args_is_help=True, help="Who signs what devices may install.")
+trust = typer.Typer(no_args_is_help=True, help="Manage the keys that sign releases.")
 
-Into = Annotated[Path, typer.Option(help="Folder for drafts that must be signed elsewhere.")]
+Into = Annotated[Path, typer.Option(help="Folder for drafts that are signed elsewhere.")]
 _HERE = Path()
 _ROLES = ("role", "version", "expires_at", "threshold", "signed_here", "key_ids")
 
 
 @command(trust, "show")
 def show_roles(session: Session) -> None:
-    """Show all roles: whose keys sign them, and until when their metadata is good."""
+    """Show the roles: their keys, and until when their metadata is valid."""
     found = session.client.get("/v1/trust")
     if session.output.as_json:
         session.output.show(found)
@@ -36,16 +36,16 @@ def show_roles(session: Session) -> None:
 @command(trust, "rotate")
 def rotate(
     session: Session,
-    roles: Annotated[list[str] | None, typer.Argument(help="Roles; else snapshot and timestamp.")] = None,
+    roles: Annotated[list[str] | None, typer.Argument(help="Roles. Default: snapshot and timestamp.")] = None,
     into: Into = _HERE,
 ) -> Any:
-    """Give roles to new keys of the service; the old ones are deleted. Devices follow by themselves.
-
-    For snapshot and timestamp this is also the way out after a stolen key or a database that went back.
+    """Replace keys of the service by new ones.
 
     Example:
 
       permille trust rotate snapshot timestamp
+
+    Devices follow by themselves. Rotate snapshot and timestamp after you restored a backup, too.
     """
     asked = [{"role": role} for role in roles or ("snapshot", "timestamp")]
     return _drafts(session, session.client.post("/v1/trust/rotations", {"roles": asked}), into)
@@ -54,10 +54,10 @@ def rotate(
 @command(trust, "renew")
 def renew(
     session: Session,
-    roles: Annotated[list[str] | None, typer.Argument(help="Also these, before they are due.")] = None,
+    roles: Annotated[list[str] | None, typer.Argument(help="Roles to renew before they are due.")] = None,
     into: Into = _HERE,
 ) -> Any:
-    """Sign again what is due; what must be signed elsewhere becomes a draft.
+    """Sign metadata again that is due. What is signed elsewhere becomes a draft.
 
     Example:
 
@@ -69,18 +69,22 @@ def renew(
 @command(trust, "offline")
 def take_offline(
     session: Session,
-    root_key: Annotated[list[str], typer.Option(help="Public key of root; repeat for more.")],
-    targets_key: Annotated[list[str], typer.Option(help="Public key of targets; repeat for more.")],
-    threshold: Annotated[int, typer.Option(help="So many of the root's keys must sign.")] = 1,
+    root_key: Annotated[list[str], typer.Option(help="Public key of root; repeat it for more.")],
+    targets_key: Annotated[list[str], typer.Option(help="Public key of targets; repeat it for more.")],
+    threshold: Annotated[int, typer.Option(help="Number of the root's keys that must sign.")] = 1,
     releases_key: Annotated[
-        list[str] | None, typer.Option(help="Public key of the team's releases, if elsewhere too.")
+        list[str] | None, typer.Option(help="Public key of releases, to sign them elsewhere too.")
     ] = None,
     into: Into = _HERE,
 ) -> Any:
-    """Give root and targets to keys made elsewhere by `permille trust key`.
+    """Take root and targets offline, to keys that `permille trust key` made elsewhere.
 
-    Sign the drafts there, then send them in the order in which they are named here. With the last one the
-    service deletes its own keys of these roles.
+    Example:
+
+      permille trust offline --root-key ROOT --targets-key TARGETS --into drafts
+
+    Sign the drafts where the keys are, then send them in the order shown. After the last one the service
+    deletes its own keys of these roles.
     """
     asked: list[dict[str, Any]] = [
         {"role": "root", "public_keys": root_key, "threshold": threshold},
@@ -95,7 +99,12 @@ def take_offline(
 def send(
     session: Session, files: Annotated[list[Path], typer.Argument(help="Signed drafts, in order.")]
 ) -> None:
-    """Bring signed drafts to the service, each as it is."""
+    """Send signed drafts to the service.
+
+    Example:
+
+      permille trust send drafts/2.targets.json drafts/2.root.json
+    """
     from permille_service.trust.drafts import read_draft
 
     for file in files:
@@ -106,10 +115,15 @@ def send(
 
 @trust.command("key")
 def make_key(
-    file: Annotated[Path, typer.Argument(help="Where to write the private key; never overwritten.")],
+    file: Annotated[Path, typer.Argument(help="File for the private key; it must not exist.")],
     as_json: AsJson = False,
 ) -> None:
-    """Make a key where it shall stay: its file (PEM, mode 0600), and its public key on the screen."""
+    """Make a key, without network. It prints the public key.
+
+    Example:
+
+      permille trust key root.pem
+    """
     from permille_service.trust.drafts import write_key
 
     make_output(as_json=as_json).show(write_key(file))
@@ -117,16 +131,20 @@ def make_key(
 
 @trust.command("sign")
 def sign(
-    file: Annotated[Path, typer.Argument(help="A draft, `<version>.<role>.json`; signed in place.")],
-    key: Annotated[Path, typer.Option(help="Private key file of `permille trust key`.")],
-    add: Annotated[str | None, typer.Option(help="List NAME/VERSION first.")] = None,
-    manifest: Annotated[Path | None, typer.Option(help="Its package's manifest.")] = None,
-    alias: Annotated[list[str] | None, typer.Option(help="An alias for it; repeat for more.")] = None,
-    federation: Annotated[Path | None, typer.Option(help="List this definition first.")] = None,
-    remove: Annotated[str | None, typer.Option(help="List NAME/VERSION, or a path, no longer.")] = None,
+    file: Annotated[Path, typer.Argument(help="Draft, `<version>.<role>.json`. It is signed in place.")],
+    key: Annotated[Path, typer.Option(help="Private key, from `permille trust key`.")],
+    add: Annotated[str | None, typer.Option(help="Version to list, as NAME/VERSION.")] = None,
+    manifest: Annotated[Path | None, typer.Option(help="Manifest of that version's package.")] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(help="Alias for that version. Repeat it for more.")
+    ] = None,
+    federation: Annotated[Path | None, typer.Option(help="Definition of a federation to list.")] = None,
+    remove: Annotated[
+        str | None, typer.Option(help="Version to withdraw, as NAME/VERSION, or a path.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sign a draft, without network, and show what was signed.
+    """Sign a draft, without network, and show what it says.
 
     Example:
 
@@ -152,6 +170,8 @@ def _drafts(session: Session, answer: dict[str, Any], into: Path) -> Any:
         write_atomic(Path(files[-1]), data)
     if not files:
         return show_roles(session)
-    session.output.say("sign where the keys are: permille trust sign FILE --key KEY; then, in this order:")
+    session.output.say(
+        "Sign them where the keys are: permille trust sign FILE --key KEY. Then send them in this order:"
+    )
     session.output.say(f"  permille trust send {' '.join(files)}")
     return {"drafts": files} if session.output.as_json else None

@@ -72,7 +72,7 @@ class Supervised:
         if code == WRONG_SETTINGS or self._ends > len(self.delays_s):
             times = f" {self._ends} times within {STEADY_S:.0f} s of its start" if self._ends > 1 else ""
             raise CommandError(
-                f"expected the {self.name} to run, but it ended{times} with {_how(code)} (see above)",
+                f"The {self.name} ended{times} with {_how(code)}; see its messages above.",
                 Exit.FAILED,
             )
         delay_s = self.delays_s[self._ends - 1]
@@ -214,7 +214,7 @@ def _wait_for_url(path: Path, api: Supervised) -> str:
     for _ in _until_deadline(api):
         if path.exists() and (url := path.read_text(encoding="ascii").strip()):
             return url
-    raise CommandError(f"expected the API to listen within {START_S:.0f} s, got nothing", Exit.RETRY)
+    raise CommandError(f"The API does not listen after {START_S:.0f} s. Try again.", Exit.RETRY)
 
 
 def _wait_for_health(settings: Settings, url: str, api: Supervised) -> None:
@@ -228,13 +228,15 @@ def _wait_for_health(settings: Settings, url: str, api: Supervised) -> None:
                 return  # it answers; whether its certificate names this address is for its clients to say
         except httpx.TransportError:
             continue
-    raise CommandError(f"expected the API to answer within {START_S:.0f} s, got nothing", Exit.RETRY)
+    raise CommandError(f"The API does not answer after {START_S:.0f} s. Try again.", Exit.RETRY)
 
 
 def _until_deadline(api: Supervised) -> Iterator[None]:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if (code := api.process.poll()) is not None:
-            raise CommandError(f"expected the API to start, got {_how(code)} (see above)", Exit.FAILED)
+            raise CommandError(
+                f"The API did not start: it ended with {_how(code)}; see its messages above.", Exit.FAILED
+            )
         yield
         time.sleep(POLL_S)

@@ -11,6 +11,7 @@ from permille.files import write_atomic
 from permille.schemas.jobs import JobKind, JobState
 from permille.schemas.kinds import WORK, WorkKind
 from permille_service.cli.commands import (
+    PACKAGES,
     Key,
     NoWait,
     Rows,
@@ -27,10 +28,12 @@ from permille_service.cli.references import singular
 from permille_service.cli.session import Session
 from permille_service.cli.tables import figures_of, short
 
-jobs = typer.Typer(no_args_is_help=True, help="Long work: state, progress, events, cancel, retry.")
+jobs = typer.Typer(no_args_is_help=True, help="Follow, cancel and retry jobs.")
 
 
-Again = Annotated[bool, typer.Option("--again", help="Also where an equal request has made it before.")]
+Again = Annotated[
+    bool, typer.Option("--again", help="Repeat the work even if an equal request was done before.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +100,10 @@ def add_work(app: typer.Typer) -> None:
         _add_create(group, work, _VIEWS[kind])
         add_list(group, work.collection, _VIEWS[kind].columns)
         add_show(group, work.collection)
-        add_deletion(group, work.collection, "remove", f"Forget one of these {work.collection}.")
+        add_deletion(group, work.collection, "remove", f"Remove one of the {work.collection}.")
         if work.shows is not None:
             _add_report(group, work.collection, work.shows)
-        app.add_typer(group, name=work.collection)
+        app.add_typer(group, name=work.collection, rich_help_panel=PACKAGES)
     _add_preflight(app, WORK[JobKind.BUILD])
 
 
@@ -114,7 +117,7 @@ def _add_create(group: typer.Typer, work: WorkKind, view: View) -> None:
         path = f"/v1/{work.collection}{'?again=true' if again else ''}"
         job = session.client.post(path, body, key=key)
         if job["state"] == JobState.SUCCEEDED:
-            session.output.say("an equal request has made this before; --again makes it anew")
+            session.output.say("An equal request was done before. --again repeats the work.")
         if no_wait:
             session.output.show(job)
             session.output.say_next(f"permille jobs watch {job['id']}")
@@ -124,21 +127,23 @@ def _add_create(group: typer.Typer, work: WorkKind, view: View) -> None:
 
 def _add_preflight(app: typer.Typer, work: WorkKind) -> None:
     text = (
-        "Say what a build needs and whether the machine has it. Exit code 3 when it has not.\n\n"
+        "Check whether this machine can hold a build. The exit code is 3 if it cannot.\n\n"
         f"Example:\n\n  permille preflight {_VIEWS[work.kind].example}"
     )
 
-    @command(app, "preflight", text, form=form_of(work.request))
+    @command(app, "preflight", text, form=form_of(work.request), panel=PACKAGES)
     def preflight(session: Session, body: dict[str, Any]) -> None:
         answer = session.client.post("/v1/preflights", {"kind": work.kind, "request": body})
         if session.output.as_json:
             session.output.show(answer)
-        elif answer["unknown"]:
-            session.output.say(f"nothing is known yet: {answer['unknown']}")
         else:
             session.output.show(figures_of(answer["figures"]), FIGURES)
+        if answer["unknown"]:
+            session.output.say(f"Not known yet: {answer['unknown']}")
         if not answer["accepted"]:
-            raise CommandError("expected a machine that can hold this build, got too little", Exit.REFUSED)
+            raise CommandError(
+                "This machine cannot hold the build. Ask for less, or use a larger machine.", Exit.REFUSED
+            )
 
 
 def _add_report(group: typer.Typer, collection: str, shows: str) -> None:
@@ -146,7 +151,7 @@ def _add_report(group: typer.Typer, collection: str, shows: str) -> None:
     def report(
         session: Session,
         of: Annotated[str, typer.Argument(metavar=singular(collection).upper())],
-        picture: Annotated[Path | None, typer.Option(help="Save the picture to this file.")] = None,
+        picture: Annotated[Path | None, typer.Option(help="File to save the picture to.")] = None,
     ) -> None:
         path = f"/v1/{collection}/{session.id_of(collection, of)}/report"
         found = session.client.get(path)
@@ -171,8 +176,8 @@ def _show_made(session: Session, job: Mapping[str, Any], view: View) -> None:
 @command(jobs, "list")
 def list_jobs(
     session: Session,
-    state: Annotated[JobState | None, typer.Option(help="Only those in this state.")] = None,
-    kind: Annotated[JobKind | None, typer.Option(help="Only those of this kind.")] = None,
+    state: Annotated[JobState | None, typer.Option(help="List only jobs in this state.")] = None,
+    kind: Annotated[JobKind | None, typer.Option(help="List only jobs of this kind.")] = None,
     limit: Rows = 50,
 ) -> None:
     """List jobs, newest first."""
@@ -184,18 +189,18 @@ add_show(jobs, "jobs")
 
 @command(jobs, "watch")
 def watch_job(session: Session, job: str) -> Any:
-    """Follow a job to its end with a progress bar. Exit code 1 when it does not succeed."""
+    """Follow a job to its end. The exit code is 1 if it does not succeed."""
     return watch(session.client, session.output, session.id_of("jobs", job))
 
 
 @command(jobs, "events")
 def list_job_events(session: Session, job: str) -> None:
-    """List a job's events."""
+    """List the events of a job."""
     path, found = f"/v1/jobs/{session.id_of('jobs', job)}/events", list[Any]()
     while page := session.client.get(path, after=found[-1]["seq"] if found else 0, limit=200):
         found += page
     session.output.show(found, ("seq", "created_at", "kind", "data"))
 
 
-add_action(jobs, "jobs", "cancel", "Ask a job to stop.")
-add_action(jobs, "jobs", "retry", "Queue a job again that failed, died or was cancelled.")
+add_action(jobs, "jobs", "cancel", "Cancel a job.")
+add_action(jobs, "jobs", "retry", "Queue a failed, dead or cancelled job again.")

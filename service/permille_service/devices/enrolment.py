@@ -59,7 +59,7 @@ def create_enrolment(
     _limit_enrolment(service, request, code)
     message = enrolment_message(body.invitation, body.public_key)
     if not _is_signed(body.public_key, body.signature, message):
-        raise ApiError(ProblemType.FORBIDDEN, "expected an enrolment signed by the key that it enrols")
+        raise ApiError(ProblemType.FORBIDDEN, "The enrolment is not signed by the key that it enrols.")
     with service.database.write() as session:
         try:
             enrolment = devices.enrol(
@@ -74,7 +74,9 @@ def create_enrolment(
         device = enrolment.device
         root = trust.root_by_digest(session, tenant_id=device.tenant_id, digest=root_digest)
         if root is None:
-            raise ApiError(ProblemType.FORBIDDEN, "expected the invitation whole, as it was given")
+            raise ApiError(
+                ProblemType.FORBIDDEN, "The invitation is not whole. Use all of what the operator gave you."
+            )
         at = database.now(session)
     response.status_code = 201 if enrolment.created else 200
     return Enrolment(
@@ -110,9 +112,7 @@ def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
 )
 def create_device_token(body: DeviceTokenCreate, response: Response, service: Served) -> DeviceToken:
     """Get a token for one hour by a signed nonce. A nonce is used up by the device's own signature alone."""
-    refusal = ApiError(
-        ProblemType.UNAUTHENTICATED, "expected a fresh nonce signed by the device's key, got none such"
-    )
+    refusal = ApiError(ProblemType.UNAUTHENTICATED, "The nonce is old, or not signed by the device's key.")
     issued_at = _open_time(service, body.device_id, body.nonce)
     with service.database.read() as session:  # a stranger's guess takes no writer's place
         public_key = devices.public_key(session, device_id=body.device_id)

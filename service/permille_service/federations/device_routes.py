@@ -112,7 +112,7 @@ async def _body(request: Request) -> bytes:
     if media_type not in _MEDIA_TYPES:
         raise ApiError(
             ProblemType.UNSUPPORTED_MEDIA_TYPE,
-            f"expected {' or '.join(_MEDIA_TYPES)}, got {media_type[:60]!r}",
+            f"The media type must be {' or '.join(_MEDIA_TYPES)}, got {media_type[:60]!r}.",
         )
     return await read_body(request)
 

@@ -41,11 +41,11 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
     schedule, training, aggregation = body.schedule, body.training, body.aggregation
     integers = training.steps * training.queries
     if integers > MAX_INTEGERS:
-        raise InputError(f"expected at most {MAX_INTEGERS} integers a round and device, got {integers}")
-    if schedule.minimum > schedule.target:
         raise InputError(
-            f"expected a target of at least the minimum {schedule.minimum}, got {schedule.target}"
+            f"A device would send {integers} integers a round; at most {MAX_INTEGERS} are allowed."
         )
+    if schedule.minimum > schedule.target:
+        raise InputError(f"The target {schedule.target} is below the minimum {schedule.minimum}.")
     privacy = None if body.privacy is None else _privacy(body, body.privacy)
     definition = Definition(
         log=_header(package, body),
@@ -78,7 +78,7 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
         InputError: noise would be larger than what it hides; the numbers that would work are named.
     """
     if (asked.keeper_key is None) != (asked.keeper_url is None):
-        raise InputError("expected keeper_key and keeper_url together, got one of them")
+        raise InputError("keeper_key and keeper_url belong together: set both or none.")
     training, target = body.training, body.schedule.target
     delta = 10.0**-asked.delta_exponent
     hundredths = noise_for(asked.dp_epsilon, delta, asked.participations)
@@ -87,8 +87,8 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
     kept = dp_epsilon_of(rho_of(noise, asked.participations), delta)
     if kept > asked.dp_epsilon:
         raise InputError(
-            f"expected a dp_epsilon that some noise keeps for {asked.participations} rounds of a device, got "
-            f"{asked.dp_epsilon}: the most noise, {noise:.0f} times the clip, keeps {kept:.2g}"
+            f"No noise keeps a dp_epsilon of {asked.dp_epsilon} for {asked.participations} rounds of a "
+            f"device: the most, {noise:.0f} times the clip, keeps {kept:.2g}"
         )
     signal = signal_to_noise(target, integers, noise)
     if signal < 1:
@@ -104,8 +104,8 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
         possible = [way for way, is_possible in ways.items() if is_possible]
         takes = ", or ".join(possible) or "more devices and fewer integers together, or fewer participations"
         raise InputError(
-            f"expected a signal of at least the noise, got {signal:.2f} of it: {target} devices, "
-            f"{integers} integers each, noise of {noise:.2f} times the clip; it takes {takes}"
+            f"The signal would be {signal:.2f} of the noise, below 1: {target} devices, {integers} integers "
+            f"each, noise of {noise:.2f} times the clip. It takes {takes}"
         )
     keeper = None
     if asked.keeper_key is not None and asked.keeper_url is not None:
@@ -127,8 +127,8 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
         epsilon = epsilon or _NO_EPSILON
     if rate is None or epsilon is None:
         raise InputError(
-            f"expected learning_rate and epsilon for {estimator.value}, as the plan of `permille-agent train "
-            f"--method zeroth-order --estimator {estimator.value}` has found them on like text"
+            f"{estimator.value} needs learning_rate and epsilon. Take those that `permille-agent train "
+            f"--method zeroth-order --estimator {estimator.value}` finds on like text."
         )
     groups = estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
     header = LogHeader(

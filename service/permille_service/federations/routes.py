@@ -62,7 +62,7 @@ def create_federation(body: FederationCreate, creating: Creating) -> Federation:
         version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
         release = releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
     if release.yanked_at is not None:
-        raise ConflictError(f"expected a version that is not yanked, got {body.release!r} version {version}")
+        raise ConflictError(f"{body.release!r} version {version} was yanked. Choose another version.")
     package = Package.open(service.blobs, release.package_digest)
 
     def make(session: Session) -> Federation:
@@ -153,8 +153,8 @@ def create_adoption(
         adoption = _adoption(session, row, body.round)
         if not adoption.sure and body.reason is None:
             raise ConflictError(
-                f"expected a gain surely above 0 by at least {EVIDENCE_DEVICES} devices of round "
-                f"{adoption.round}, got {_gain_words(adoption)}: adopt it for a reason"
+                f"The gain of round {adoption.round} is not surely above 0 for at least {EVIDENCE_DEVICES} "
+                f"devices: {_gain_words(adoption)}. Give a reason to adopt it all the same."
             )
         row.adopted_round = adoption.round
         return adoption
@@ -280,7 +280,7 @@ def _adoption(session: Session, row: tables.Federation, number: int | None) -> A
     if number is None:
         number = history.newest_measured(session, row)
     if number is None:
-        raise ConflictError("expected a round whose devices have measured a gain, got none yet")
+        raise ConflictError("No round has a measured gain yet. Wait for the next round.")
     if number == row.number:  # nobody has begun from it yet
         return Adoption(
             round=number, state_digest=row.state_digest, devices=0, mean_gain=None, gain_low=None, sure=False

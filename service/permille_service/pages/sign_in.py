@@ -82,7 +82,7 @@ async def check_origin(request: Request) -> None:
     _, _, origin = request.headers.get("origin", "").partition("://")
     same = origin == request.headers.get("host") if site is None else site == "same-origin"
     if not same:
-        raise ApiError(ProblemType.FORBIDDEN, "expected a request of this page, got one from elsewhere")
+        raise ApiError(ProblemType.FORBIDDEN, "The request came from another site. Use the page itself.")
 
 
 async def form_of(request: Request) -> dict[str, str]:
@@ -91,7 +91,7 @@ async def form_of(request: Request) -> dict[str, str]:
     try:
         found = parse_qs(body, max_num_fields=20)
     except ValueError as exc:
-        raise ApiError(ProblemType.BAD_REQUEST, "expected a form of at most 20 fields") from exc
+        raise ApiError(ProblemType.BAD_REQUEST, "The form has more than 20 fields.") from exc
     return {name: values[-1] for name, values in found.items()}
 
 

@@ -41,7 +41,7 @@ KEPT_BASE, REFUSED_DATA, TRY_LATER = 7, 3, 5  # exit codes of `permille-agent tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a person asks for.
+    """The request of a person.
 
     Attributes:
         model: a GGUF file, or a folder of transformers.
@@ -65,45 +65,45 @@ class Request:
 def personalise(
     context: typer.Context,
     text: Annotated[
-        list[Path], typer.Option(resolve_path=True, help="Your text: a file or folder; repeat for more.")
+        list[Path], typer.Option(resolve_path=True, help="Your text: a file or folder. Repeat it for more.")
     ],
     out: Annotated[
-        Path, typer.Option(resolve_path=True, help="The personal model: a new .gguf file, or a new folder.")
+        Path, typer.Option(resolve_path=True, help="New .gguf file or new folder for the personal model.")
     ],
-    gguf: Annotated[Path | None, typer.Option(resolve_path=True, help="The model as a GGUF file.")] = None,
+    gguf: Annotated[Path | None, typer.Option(resolve_path=True, help="Model: a GGUF file.")] = None,
     folder: Annotated[
-        Path | None, typer.Option(resolve_path=True, help="The model as a folder of transformers.")
+        Path | None, typer.Option(resolve_path=True, help="Model: a folder of transformers.")
     ] = None,
-    ollama: Annotated[str | None, typer.Option(help="The model by its name in Ollama's store.")] = None,
+    ollama: Annotated[str | None, typer.Option(help="Model: its name in Ollama.")] = None,
     corpus: Annotated[
         Path | None,
         typer.Option(
             resolve_path=True,
-            help="Public text that finds the sensitive weights (.jsonl, .jsonl.gz, .txt). Default: C4, "
-            "streamed; without a network a small text that is included.",
+            help="Public text to find the sensitive weights with (.jsonl, .jsonl.gz, .txt). Default: C4, "
+            "streamed; without a network, a small text that is included.",
         ),
     ] = None,
     density: Annotated[
-        float, typer.Option(help="Share of the weights that are trained; tiny models need more.")
+        float, typer.Option(help="Share of the weights that train; tiny models need more.")
     ] = 0.001,
     minutes: Annotated[float | None, typer.Option(help="How long to train. Default: 30.")] = None,
-    steps: Annotated[int | None, typer.Option(help="How many steps to train instead.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps instead of minutes.")] = None,
     work: Annotated[
         Path | None,
         typer.Option(resolve_path=True, help="Folder for package and runs. Default: below the user's data."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a model personal: from a file and your text to a file, on this machine alone.
-
-    Nothing of your text leaves the machine, and no account or service is needed. Stopped or killed, the same
-    command goes on where it ended. The result is exported only if it is surely better on your text.
+    """Make a model file personal, on this machine alone.
 
     Examples:
 
       permille personalise --gguf model.gguf --text ~/notes --out mine.gguf
 
       permille personalise --ollama smollm2:135m --text ~/notes --out mine.gguf --minutes 20
+
+    Your text never leaves the machine, and you need no account. If the command is stopped or killed, the same
+    command goes on where it ended. The result is exported only if it is surely better on your text.
     """
     output = make_output(as_json=as_json)
     model = _model(gguf, folder, ollama)
@@ -163,7 +163,7 @@ def _model(gguf: Path | None, folder: Path | None, ollama: str | None) -> Path:
         raise CommandError(f"There is no file {gguf}. Name a GGUF file with --gguf.", Exit.REFUSED)
     if folder is not None and not (folder / "config.json").is_file():
         raise CommandError(
-            f"{folder} is no model: it has no config.json. Name a folder as transformers saves one.",
+            f"{folder} is no model: it has no config.json. Name a folder that transformers saved.",
             Exit.REFUSED,
         )
     return Path(given[0])

@@ -1,7 +1,9 @@
 """What a request will need, from the rows that it names, and whether the machine has it.
 
-A hub model that no worker has read yet has no figures: the answer says so, and refuses nothing.
+The needs of a hub model that no worker has read yet are unknown: the answer says so, and refuses nothing.
 """
+
+from dataclasses import replace
 
 from sqlalchemy.orm import Session
 
@@ -44,15 +46,26 @@ from permille_service.preflights.estimates import (
     sizes_of,
     sparsification_needs,
 )
+from permille_service.preflights.past import forecast_s
 from permille_service.problems import ApiError
 
 ADAPTER = "adapter"  # the package's own word for the layer
 NOTHING = Needs(memory_bytes=0, disk_bytes=0, seconds=0.0)
 _UNREAD = "the files of this hub model have not been read yet: its first job downloads them"
+_KINDS = {
+    SparsificationCreate: JobKind.SPARSIFICATION,
+    FisherMaskCreate: JobKind.MASK,
+    WeightMaskCreate: JobKind.MASK,
+    QuantizationCreate: JobKind.QUANTIZATION,
+    PackageCreate: JobKind.PACKAGE,
+    BuildCreate: JobKind.BUILD,
+    PoolingCreate: JobKind.POOLING,
+    ExportCreate: JobKind.EXPORT,
+}
 _EXPLANATIONS = {
     "memory": "weights, scores, gradients and activations",
     "disk": "layers, scores and reports in the blob folder",
-    "time": "estimated from the floating-point work",
+    "time": "by the floating-point work alone: no job like it has ended here",
 }
 
 
@@ -67,7 +80,7 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
     if verdict.accepted:
         return
     short = "; ".join(
-        f"expected {figure.needed} {figure.unit} of {figure.name}, got {figure.available}"
+        f"{figure.name}: {figure.needed} {figure.unit} needed, {figure.available} available"
         for figure in verdict.figures
         if not figure.enough
     )
@@ -76,33 +89,54 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
 
 def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight:
     """What a request needs and whether the machine has it. Raises as `check`, but for the refusal."""
-    machine = measure_machine(service.settings)
+    machine, kind = measure_machine(service.settings), _KINDS[type(request)]
     with service.database.read() as session:
-        needs = _Planner(session, tenant_id, machine).needs_of(request)
-    if needs is NOTHING:
-        return Preflight(accepted=True, figures=[], unknown=_UNREAD)
-    return compare(needs, machine)
+        planner = _Planner(session, tenant_id, machine)
+        needs = planner.needs_of(request)
+        if needs is NOTHING:
+            return compare(None, machine)
+        seconds, jobs = forecast_s(
+            session,
+            tenant_id=tenant_id,
+            kind=kind,
+            estimated_s=needs.seconds,
+            estimate=lambda past: planner.needs_of(past).seconds,
+        )
+    told_by = f"by {jobs} past jobs of kind {kind}" if jobs else ""
+    return compare(replace(needs, seconds=seconds), machine, told_by=told_by)
 
 
-def compare(needs: Needs, machine: Capacity) -> Preflight:
-    """Needs against a machine; what is unknown counts as enough."""
-    rows = (
-        ("memory", "bytes", needs.memory_bytes, machine.memory_bytes),
-        ("disk", "bytes", needs.disk_bytes, machine.disk_bytes),
-        ("time", "seconds", needs.seconds, MAX_JOB_S),
+def compare(needs: Needs | None, machine: Capacity, *, told_by: str = "") -> Preflight:
+    """Needs, or None where they are unknown, against a machine; what is unknown counts as enough.
+
+    Args:
+        told_by: where the time is from, unless it is from the work alone.
+    """
+    memory, disk, seconds = (
+        (None, None, None) if needs is None else (needs.memory_bytes, needs.disk_bytes, needs.seconds)
     )
+    rows = (
+        ("memory", "bytes", memory, machine.memory_bytes),
+        ("disk", "bytes", disk, machine.disk_bytes),
+        ("time", "seconds", seconds, MAX_JOB_S),
+    )
+    explanations = _EXPLANATIONS | ({"time": told_by} if told_by else {})
     figures = [
         Figure(
             name=name,
             unit=unit,
             needed=needed,
             available=available,
-            enough=available is None or needed <= available,
-            explanation=_EXPLANATIONS[name],
+            enough=available is None or needed is None or needed <= available,
+            explanation=explanations[name],
         )
         for name, unit, needed, available in rows
     ]
-    return Preflight(accepted=all(figure.enough for figure in figures), figures=figures)
+    return Preflight(
+        accepted=all(figure.enough for figure in figures),
+        figures=figures,
+        unknown=_UNREAD if needs is None else None,
+    )
 
 
 class _Planner:
@@ -203,20 +237,21 @@ class _Planner:
         if mask.model_id != quantization.model_id:
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected parts of one model, got {mask.model_id} and {quantization.model_id}",
+                f"The parts are of two models, {mask.model_id} and {quantization.model_id}.",
             )
 
     def _check_scores(self, mask: Artifact, model_id: str) -> None:
         if mask.model_id != model_id:
             raise ApiError(
-                ProblemType.CONFLICT, f"expected a mask of {model_id}, got {mask.id} of {mask.model_id}"
+                ProblemType.CONFLICT, f"The mask {mask.id} is of {mask.model_id}, not of {model_id}."
             )
         request = parse_request(JobKind.MASK, mask.request)
         if artifacts.blob_of(mask, SCORES) is None or request.scope != "all":
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected a fisher mask of all linears, whose scores squeezellm takes, got {mask.id}: "
-                f"{request.method} of {request.scope}",
+                f"squeezellm needs the scores of a fisher mask of all linears; {mask.id} is "
+                f"{request.method} of "
+                f"{request.scope}.",
             )
 
     def _check_dense(self, model_id: str) -> None:
@@ -225,8 +260,7 @@ class _Planner:
         if model.source["kind"] == "sparsified":
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected a model that is not sparse for squeezellm, got {model.name!r}: nf4 and int4 keep "
-                "its zeros",
+                f"squeezellm does not keep the zeros of the sparse model {model.name!r}. Choose nf4 or int4.",
             )
 
     def _check_adapter(self, adapter: Adapter, model_id: str) -> None:
@@ -237,8 +271,8 @@ class _Planner:
         if adapter.rank > most:
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected an adapter smaller than every linear in scope, of rank {most} at most, "
-                f"got rank {adapter.rank}",
+                f"An adapter of rank {adapter.rank} is larger than a linear. Choose a rank of at most "
+                f"{most}.",
             )
 
     def _build(self, request: BuildCreate) -> Needs:
@@ -250,8 +284,8 @@ class _Planner:
             got = "no mask" if own is None else f"method {own.method}, scope {own.scope}"
             raise ApiError(
                 ProblemType.CONFLICT,
-                "expected a fisher mask of all linears, whose scores squeezellm takes, or another mask of "
-                f"that kind (--scores-of), got {got}",
+                f"squeezellm needs the scores of a fisher mask of all linears; this build has {got}. Name "
+                "one with --scores-of.",
             )
         quantization = self._quantization(request, request.quantization)
         sizes = self._sizes(request.model_id)
@@ -276,18 +310,17 @@ class _Planner:
         if artifacts.blob_of(package, ADAPTER) is not None:
             raise ApiError(
                 ProblemType.CONFLICT,
-                "expected a package with a mask (a program takes sparse values): this one trains an adapter",
+                "This package trains an adapter, and programs take sparse values only.",
             )
         if request.variants > request.rows:  # which no JSON schema can say
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected a row or more for each of {request.variants} variants, got {request.rows}",
+                f"{request.rows} rows are too few for {request.variants} variants: each needs at least one.",
             )
         if none_can_export(self._session):
             raise ApiError(
                 ProblemType.CONFLICT,
-                "expected a worker that can export programs, none that runs can: "
-                "pip install 'permille[executorch]' where one is, and start it again",
+                "No running worker can export programs. Start one with `permille[executorch]` installed.",
             )
         sizes = self._sizes(package.model_id)
         return NOTHING if sizes is None else export_needs(sizes)
@@ -313,6 +346,6 @@ class _Planner:
         if corpus.size_bytes is not None and not packed and tokens > corpus.size_bytes:
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"expected a corpus that holds {tokens} tokens (sequences times length), got {corpus.name!r} "
-                f"of {corpus.size_bytes} bytes: ask for fewer or shorter sequences",
+                f"The corpus {corpus.name!r} of {corpus.size_bytes} bytes cannot hold {tokens} tokens "
+                "(sequences times length). Ask for fewer or shorter sequences.",
             )

@@ -95,7 +95,7 @@ def list_runs(
     window: MomentPaging,
     device_id: OfDevice = None,
 ) -> Page[Run]:
-    """List runs, the newest first."""
+    """List runs, the one that ended last first."""
     with service.database.read() as session:
         page = runs.list_runs(session, tenant_id=operator.tenant_id, device_id=device_id, window=window)
     return page_of(page, present)
@@ -127,7 +127,8 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _FORMS:
         raise ApiError(
-            ProblemType.UNSUPPORTED_MEDIA_TYPE, f"expected {' or '.join(_FORMS)}, got {media_type[:60]!r}"
+            ProblemType.UNSUPPORTED_MEDIA_TYPE,
+            f"The media type must be {' or '.join(_FORMS)}, got {media_type[:60]!r}.",
         )
     upload_id = await run_in_threadpool(_begin, service, device, run_id)
     folder = uploads.open_folder(service.blobs, tenant_id=device.tenant_id, upload_id=upload_id)
@@ -184,6 +185,7 @@ def present(row: tables.Run) -> Run:
         run_id=row.run_id,
         device_id=row.device_id,
         created_at=row.created_at,
+        ended_at=row.ended_at,
         metrics=RunMetrics.model_validate(row.metrics),
         log=log,
     )
@@ -201,7 +203,9 @@ def _erasing(service: Service, principal: Operator | DevicePrincipal) -> Iterato
             yield session
         return
     if RANK[principal.role] < RANK[Role.OPERATOR]:
-        raise ApiError(ProblemType.FORBIDDEN, f"expected the role operator, got {principal.role}")
+        raise ApiError(
+            ProblemType.FORBIDDEN, f"This needs the role operator; the token has {principal.role}."
+        )
     with changing(service, principal) as session:
         yield session
 

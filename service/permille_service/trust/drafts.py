@@ -44,7 +44,7 @@ class Change:
 def write_key(file: Path) -> dict[str, Any]:
     """Make a key in a new file; the record says its public part. Raises CommandError."""
     if file.exists():
-        raise CommandError(f"expected no file {file}, got one", Exit.REFUSED)
+        raise CommandError(f"{file} exists already. Choose another file.", Exit.REFUSED)
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_atomic(file, pem, mode=0o600)
@@ -74,7 +74,7 @@ def sign_draft(file: Path, key: Path, change: Change) -> dict[str, Any]:
     metadata: Metadata[Any] = parse(Root, data) if role == ROOT else parse(Targets, data)
     if change.add or change.remove or change.federation:
         if not isinstance(metadata.signed, Targets) or role == TARGETS:
-            raise CommandError(f"expected a draft of releases to change, got {file}", Exit.USAGE)
+            raise CommandError(f"Only a draft of releases can be changed, not {file}.", Exit.USAGE)
         metadata.signatures.clear()  # of other bytes
         _change_list(metadata.signed, change)
     metadata.sign(_private_key(key), append=True)
@@ -86,11 +86,11 @@ def _change_list(targets: Targets, change: Change) -> None:
     if change.federation is not None:
         list_definition(targets, _definition(change.federation))
     if change.remove is not None and targets.targets.pop(_path(change.remove), None) is None:
-        raise CommandError(f"expected what is listed, got {change.remove}", Exit.REFUSED)
+        raise CommandError(f"{change.remove} is not listed.", Exit.REFUSED)
     if change.add is not None:
         name, version = parse_target_path(_path(change.add))
         if change.manifest is None and _path(change.add) not in targets.targets:
-            raise CommandError(f"expected --manifest with the new version {change.add}", Exit.USAGE)
+            raise CommandError(f"The new version {change.add} needs --manifest.", Exit.USAGE)
         manifest = None if change.manifest is None else _read(change.manifest)
         list_version(targets, (name, version), manifest, list(change.aliases))
 
@@ -116,7 +116,7 @@ def _definition(file: Path) -> bytes:
     try:
         return Definition.from_bytes(_read(file)).to_bytes()
     except PackageError as exc:
-        raise CommandError(f"expected the definition of a federation in {file}: {exc}", Exit.REFUSED) from exc
+        raise CommandError(f"{file} holds no definition of a federation: {exc}", Exit.REFUSED) from exc
 
 
 def _path(version: str) -> str:
@@ -127,9 +127,11 @@ def _private_key(file: Path) -> CryptoSigner:
     try:
         key = load_pem_private_key(_read(file), password=None)
     except (ValueError, TypeError) as exc:
-        raise CommandError(f"expected a private key of `permille trust key` in {file}", Exit.REFUSED) from exc
+        raise CommandError(
+            f"{file} holds no private key. Make one with `permille trust key`.", Exit.REFUSED
+        ) from exc
     if not isinstance(key, Ed25519PrivateKey):
-        raise CommandError(f"expected an Ed25519 key in {file}", Exit.REFUSED)
+        raise CommandError(f"{file} holds another key than Ed25519.", Exit.REFUSED)
     return CryptoSigner(key)
 
 
@@ -137,4 +139,4 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as exc:
-        raise CommandError(f"expected to read {file}: {exc.strerror}", Exit.REFUSED) from exc
+        raise CommandError(f"Cannot read {file}: {exc.strerror}", Exit.REFUSED) from exc

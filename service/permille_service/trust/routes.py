@@ -123,7 +123,10 @@ def put_trust_metadata(
         before = repository.listed()
         role, version = parse_file_name(file)
         if version != repository.version(role) + 1:
-            raise InputError(f"expected version {repository.version(role) + 1} of {role}, got {file}")
+            raise InputError(
+                f"The next version of {role} is {repository.version(role) + 1}, not {file}. Renew and sign "
+                "again."
+            )
         repository.accept(role, data)
         releases.follow(session, tenant_id=operator.tenant_id, before=before, after=repository.listed())
         return present(repository)
@@ -139,7 +142,7 @@ def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> 
     def rotate(_: Session, repository: Repository) -> TrustChange:
         holders = {role.role: _holders(service, operator.tenant_id, repository, role) for role in body.roles}
         if len(holders) != len(body.roles):
-            raise InputError("expected each role once")
+            raise InputError("Name each role once.")
         return _changed(repository, repository.rotate(holders))
 
     with _as_conflicts():
@@ -198,7 +201,7 @@ def _holders(service: Service, tenant_id: str, repository: Repository, role: Rol
         repository.signers[signer.public_key.keyid] = signer
         return Holders(keys=(signer.public_key,), threshold=role.threshold)
     if role.role in ONLINE:
-        raise InputError(f"expected no public keys for {role.role}: the service signs it, and makes its key")
+        raise InputError(f"{role.role} takes no public keys: the service signs it with its own.")
     keys = tuple(_public_key(text) for text in role.public_keys)
     return Holders(keys=keys, threshold=role.threshold)
 

@@ -110,7 +110,7 @@ def _add_jobs(router: APIRouter, work: WorkKind) -> None:
         with service.database.read() as session:
             row = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=key)
             if row.kind != work.kind:
-                raise ApiError(ProblemType.NOT_FOUND, f"expected a {work.kind}, got a job of kind {row.kind}")
+                raise ApiError(ProblemType.NOT_FOUND, f"This job is no {work.kind} but a {row.kind}.")
             return present(session, row)
 
     def remove(

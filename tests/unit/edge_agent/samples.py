@@ -15,6 +15,8 @@ def metrics(**changes: Any) -> RunMetrics:
         "release": "tiny-llama",
         "version": 1,
         "outcome": "adopted",
+        "began_at": "2026-11-20T10:00:00Z",
+        "ended_at": "2026-11-20T10:01:00Z",
         "steps": 100,
         "rejected_steps": 0,
         "queries": 4,

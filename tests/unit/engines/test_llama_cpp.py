@@ -124,7 +124,7 @@ def test_a_text_has_the_same_tokens(bytes_only: bool, tmp_path: Path) -> None:
 def test_the_guides_python_block_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = exported_package(tmp_path / "blobs", "llama")
     export_gguf(package, None, tmp_path / "mine-gguf", kind="q8_0")
-    page = Path(__file__).resolve().parents[3] / "docs/guide/elsewhere.md"
+    page = Path(__file__).resolve().parents[3] / "docs/howto/export-a-personal-model.md"
     (block,) = re.findall(r"```python\n(from llama_cpp .*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     exec(block.replace("mine-gguf", str(tmp_path / "mine-gguf")), {})
     assert capsys.readouterr().out.strip()

@@ -28,12 +28,28 @@ def test_temperature_0_takes_the_most_likely_and_the_first_of_equals() -> None:
     assert next_token(np.zeros(4, np.float32), sampling(temperature=0.0), rng) == 0
 
 
-def test_tokens_come_with_their_probability_by_temperature_and_top_p() -> None:
+def test_tokens_come_with_their_probability_by_temperature_top_p_and_top_k() -> None:
     flat = np.sqrt([0.1, 0.5, 0.15, 0.25])
     np.testing.assert_allclose(frequencies(), [0.1, 0.5, 0.15, 0.25], atol=0.03)
     np.testing.assert_allclose(frequencies(temperature=2.0), flat / flat.sum(), atol=0.03)
     np.testing.assert_allclose(frequencies(top_p=0.7), [0, 2 / 3, 0, 1 / 3], atol=0.03)
     np.testing.assert_allclose(frequencies(draws=200, top_p=0.4), [0, 1, 0, 0])
+    np.testing.assert_allclose(frequencies(top_k=2), [0, 2 / 3, 0, 1 / 3], atol=0.03)
+    np.testing.assert_allclose(frequencies(top_k=9), [0.1, 0.5, 0.15, 0.25], atol=0.03)
+    np.testing.assert_allclose(frequencies(draws=200, top_k=2, top_p=0.6), [0, 1, 0, 0])
+
+
+def test_what_was_just_written_is_less_likely() -> None:
+    penalized = sampling(temperature=0.0, repeat_penalty=2.0)
+
+    def chosen(logits: list[float], *written: int) -> int:
+        return next_token(np.array(logits, np.float32), penalized, np.random.default_rng(0), written)
+
+    assert chosen([-1.0, 2.0, 1.5, -1.5]) == 1
+    assert chosen([-1.0, 2.0, 1.5, -1.5], 1) == 2
+    assert chosen([-1.0, 2.0, 1.5, -1.5], 1, 2, 2) == 1  # each once: 1 and 0.75 are left
+    assert chosen([-1.0, 2.0, 1.5, -1.5], 1, *[0] * 64) == 1  # too long ago
+    assert chosen([-1.0, -1.5, -9.0, -9.0], 0) == 1
 
 
 @pytest.mark.parametrize(
@@ -42,6 +58,8 @@ def test_tokens_come_with_their_probability_by_temperature_and_top_p() -> None:
         {"max_new_tokens": 0},
         *({"temperature": bad} for bad in (-0.1, np.nan, np.inf)),
         *({"top_p": bad} for bad in (0.0, 1.1, np.nan)),
+        {"top_k": -1},
+        *({"repeat_penalty": bad} for bad in (0.0, -1.0, np.nan, np.inf)),
         *({"seed": bad} for bad in (-1, 1 << 64)),
     ],
     ids=str,

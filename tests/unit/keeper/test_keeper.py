@@ -84,15 +84,13 @@ def test_a_second_set_of_a_round_is_refused_and_noted_on_both_sides(
     rules, token = site
     _, masked = send_all(rules)
     private_sum(rules, 0, masked[:35], token)
-    with pytest.raises(
-        OperatorError, match=r"got 409: expected seals .* never opened, got 34 of another set"
-    ):
+    with pytest.raises(OperatorError, match=r"got 409: 34 seals .* were opened in another set"):
         private_sum(rules, 0, masked[1:36], token)
     assert "the keeper refused with 409" in caplog.text
     main(["--home", str(home), "log"])
     noted = capsys.readouterr().out
     assert "summed 35 devices in round 0" in noted
-    assert "refused: expected seals of round 0" in noted
+    assert "seals of round 0" in noted
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -185,12 +183,12 @@ def test_a_keepers_files_are_its_own_and_its_key_stays(home: Path) -> None:
     with open_server(home, ("127.0.0.1", 0), None):
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in home.iterdir()}
     assert modes["keeper.key"] == modes["keeper.token"] == modes["keeper.sqlite"] == 0o600
-    with pytest.raises(OperatorError, match="expected no key"):
+    with pytest.raises(OperatorError, match="exists already"):
         init(home)
     with pytest.raises(OperatorError, match="--tls-certificate"):
         open_server(home, ("0.0.0.0", 0), None)
     (home / "keeper.sqlite").unlink()
-    with pytest.raises(OperatorError, match=r"expected .* beside the key"):
+    with pytest.raises(OperatorError, match=r"keeper\.sqlite is missing"):
         open_server(home, ("127.0.0.1", 0), None)
 
 

@@ -317,6 +317,17 @@ def rewritten(
     return path
 
 
+def test_settings_of_sampling_come_along(llama: Path, tmp_path: Path) -> None:
+    keys = {
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+        "general.sampling.penalty_repeat": 1.25,
+    }
+    converted(rewritten(GGUFReader(llama), tmp_path / "sampled.gguf", {}, keys), tmp_path / "folder")
+    found = json.loads((tmp_path / "folder/generation_config.json").read_text())
+    assert found == {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25, "eos_token_id": [1]}
+
+
 def test_packages_of_a_converted_model_can_be_made(llama: Path, tmp_path: Path) -> None:
     from permille.package.build import ChosenMask, pack_model
 

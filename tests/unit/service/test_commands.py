@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from permille.schemas.fields import NAME_PATTERN, PATH_PATTERN
+from permille.schemas.inputs import COMMIT_PATTERN
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK
 from permille.schemas.packages import BuildCreate
@@ -110,14 +111,17 @@ def test_a_record_is_known_by_its_id_its_name_or_its_beginning() -> None:
     )
     made = {"id": f"sparse_{ULIDS[0]}", "request": {"name": "half"}}
     assert resolve(Collections(sparsifications=[made]), "sparsifications", "half") == made["id"]
-    with pytest.raises(CommandError, match=f"can mean {MODELS[0]['id']}, {MODELS[1]['id']}$") as ambiguous:
+    both = f"can mean {MODELS[0]['id']}, {MODELS[1]['id']}\\. Give"
+    with pytest.raises(CommandError, match=both) as ambiguous:
         resolve(client, "models", "model_01jd3kq8z7")
     assert ambiguous.value.code is Exit.USAGE
     assert resolve(client, "packages", "sha256:a") == "sha256:" + "ab" * 32
     for text in ("", "sha256:"):
-        with pytest.raises(CommandError, match="expected a model's name, id or the beginning of it, got"):
+        with pytest.raises(
+            CommandError, match=r"names no model\. Give its name, its id or the beginning of it"
+        ):
             resolve(client, "models", text)
-    with pytest.raises(CommandError, match="no corpus 'x': see `permille corpora list`") as absent:
+    with pytest.raises(CommandError, match=r"There is no corpus 'x'\. See `permille corpora list`") as absent:
         resolve(client, "corpora", "x")
     assert absent.value.code is Exit.NOT_FOUND
 
@@ -185,7 +189,7 @@ def test_options_are_named_after_fields_and_required_where_every_form_is() -> No
             option
         )
     told = {one.name: one.annotation.__metadata__[0].help for one in asked["builds"].parameters()}
-    assert told["mask_seed"].endswith("(default: 0)")
+    assert told["mask_seed"].endswith(" Default: 0.")
 
 
 def test_help_of_eighty_columns_cuts_no_option_in_two() -> None:
@@ -291,16 +295,37 @@ def test_what_is_wrong_with_a_request_is_said_without_patterns() -> None:
     ]
     text = in_words(errors)
     assert "[a-z" not in text
-    assert text.startswith("--name: expected small letters, digits")
-    assert text.endswith("expected --corpus; --sequences does not go with the other options")
-    assert in_words([{"location": "body.adapter.kind", "message": "Field required"}]) == "expected --adapter"
+    assert text.startswith("--name must be 1 to 63 small letters, digits")
+    assert text.endswith("--corpus is missing; --sequences does not go with the other options")
+    assert (
+        in_words([{"location": "body.adapter.kind", "message": "Field required"}]) == "--adapter is missing"
+    )
     missing = [{"location": "body.options.squeezellm.mask_id", "message": "Field required"}]
-    assert in_words(missing) == "expected --scores-of"
+    assert in_words(missing) == "--scores-of is missing"
     assert in_words([{"location": "body", "message": "Value error, expected one, got both"}]) == (
         "expected one, got both"
     )
     path = {"location": "body.source.folder.path", "message": f"String should match pattern '{PATH_PATTERN}'"}
-    assert in_words([path]).startswith("--folder: expected a path below the root")
+    assert in_words([path]).startswith("--folder must be a path below the root")
+    commit = {
+        "location": "body.source.hub.commit",
+        "message": f"String should match pattern '{COMMIT_PATTERN}'",
+    }
+    assert in_words([commit]).startswith("--commit must be a commit of 40 hexadecimal digits")
+
+
+def test_an_events_data_is_words() -> None:
+    events = [
+        {"seq": 1, "kind": "progress", "data": {"progress": 0.25, "message": "scoring", "eta_s": 90.0}},
+        {"seq": 2, "kind": "state", "data": {"state": "succeeded"}},
+    ]
+    lines = [
+        " ".join(line.split()) for line in printed(table_of(events, ("seq", "kind", "data"))).splitlines()
+    ]
+    assert lines[1:] == [
+        "1 progress progress 25%, message scoring, eta s 2 min",
+        "2 state state succeeded",
+    ]
 
 
 def test_an_invitation_needs_its_release_and_is_a_line_for_the_device(client: Collections) -> None:
@@ -319,7 +344,9 @@ def test_ctrl_c_ends_the_waiting_and_says_that_the_job_runs_on() -> None:
         raise KeyboardInterrupt
 
     client: Any = SimpleNamespace(events=interrupted)
-    with pytest.raises(CommandError, match="job j runs on: `permille jobs watch j` shows it") as ended:
+    with pytest.raises(
+        CommandError, match=r"job j goes on\. Follow it with `permille jobs watch j`"
+    ) as ended:
         watch(client, output(), "j")
     assert ended.value.code == 130
 

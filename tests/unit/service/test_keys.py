@@ -29,8 +29,8 @@ def test_keys_are_kept_by_tenant_and_only_dropped_ones_go(tmp_path: Path) -> Non
     [
         (lambda path: path.chmod(0o644), "0644"),
         (lambda path: path.chmod(0o604), "0604"),
-        (lambda path: path.write_bytes(b"short"), "expected 32 bytes"),
-        (lambda path: path.write_bytes(bytes(32)), "expected the key"),
+        (lambda path: path.write_bytes(b"short"), "instead of 32"),
+        (lambda path: path.write_bytes(bytes(32)), "holds the key"),
     ],
 )
 def test_a_key_file_that_is_not_as_it_was_made_is_refused(

@@ -237,7 +237,7 @@ BucketFolder(bucket, BlobCache(Path(sys.argv[2]), 1 << 30)).put_bytes(bytes(11 <
 def test_the_rights_that_the_guide_lists_are_enough_and_needed(
     site: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guide = Path("docs/guide/operate.md").read_text()
+    guide = Path("docs/howto/store-blobs-in-a-bucket.md").read_text()
     (policy,) = re.findall(r"```json\n(\{\n  \"Version\".*?)```", guide, re.DOTALL)
     rights = policy.replace("my-blobs", site.bucket)
     # Amazon's right to ask for a bucket's head is that to list it; moto calls it by the operation's name.

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
@@ -14,11 +15,11 @@ from permille.schemas.runs import LogForm, LogState
 from permille.store import access, artifacts, releases, rows, runs, uploads
 from permille.store.access import find_caller
 from permille.store.artifacts import Blob, Made
-from permille.store.database import Database
+from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import claims, queue
 from permille.store.rows import Window
-from permille.store.tables import Artifact, Job, Release
+from permille.store.tables import Artifact, Device, Job, Release, Run
 from permille.trust.metadata import Listed
 from tests.artifacts import PARTS, QUOTA, add_artifact, some_model
 from tests.unit.store.conftest import Clock
@@ -201,11 +202,14 @@ def test_tenant_names_are_taken_once(db: Database, tenant_id: str) -> None:
 # --- runs
 
 
-def report(db: Database, tenant_id: str, device_id: str, run_id: str = "run", steps: int = 1) -> bool:
+def report(
+    db: Database, tenant_id: str, device_id: str, run_id: str = "run", steps: int = 1, **more: object
+) -> bool:
+    metrics = {"steps": steps, **more}
     with db.write() as session:
-        return runs.report(
-            session, tenant_id=tenant_id, device_id=device_id, run_id=run_id, metrics={"steps": steps}
-        )[1]
+        return runs.report(session, tenant_id=tenant_id, device_id=device_id, run_id=run_id, metrics=metrics)[
+            1
+        ]
 
 
 def begin_upload(session: Session, tenant_id: str, device_id: str) -> str:
@@ -255,6 +259,35 @@ def test_runs_are_listed_the_newest_first_whatever_their_ids(
             with pytest.raises(InputError, match="cursor"):
                 runs.list_runs(session, tenant_id=tenant_id, window=Window(cursor=foreign))
     assert found == ["q", "b", "a", "z", "m"]
+
+
+def test_the_newest_run_is_the_one_that_ended_last_however_reports_arrive(
+    db: Database, tenant_id: str, device_id: str, clock: Clock
+) -> None:
+    with db.read() as session:
+        arrival = now(session)
+    on_version: dict[str, Any] = {"release": "tiny", "version": 1, "agent_version": "0.1.0"}
+    for name, seconds in (("second", -10), ("third", -5), ("first", -20), ("ahead", 3600)):
+        ended_at = (arrival + timedelta(seconds=seconds)).isoformat()
+        report(db, tenant_id, device_id, name, ended_at=ended_at, engine=name, **on_version)
+    report(db, tenant_id, device_id, "broken", ended_at="0001-01-01T00:00:00Z", engine="broken", **on_version)
+
+    def listed() -> list[str]:
+        with db.read() as session:
+            return [row.run_id for row in runs.list_runs(session, tenant_id=tenant_id).items]
+
+    def newest() -> list[str]:
+        with db.read() as session:
+            return list(session.scalars(select(Run.run_id).where(Run.newest)))
+
+    assert listed() == ["ahead", "third", "second", "first", "broken"]
+    assert newest() == ["ahead"]
+    with db.read() as session:
+        assert session.get_one(Device, device_id).engine == "ahead"
+    with db.write() as session:
+        assert runs.get(session, tenant_id=tenant_id, run_id="ahead").ended_at == arrival
+        runs.delete_run(session, tenant_id=tenant_id, run_id="ahead")
+    assert newest() == ["third"]
 
 
 def test_a_log_is_replayed_once_and_not_replaced(db: Database, tenant_id: str, device_id: str) -> None:

@@ -68,7 +68,7 @@ class ReachSettings(SettingsGroup):
     )
     metrics_host: str = Field(default="127.0.0.1", description="address for them")
     keeper_token: SecretStr | None = Field(
-        default=None, description="what the [keeper](../privacy.md) of masked rounds asks for"
+        default=None, description="what the [keeper](../explanation/privacy.md) of masked rounds asks for"
     )
 
 

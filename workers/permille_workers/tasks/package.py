@@ -95,7 +95,7 @@ def _with_reference(
     from permille.models.loading import FileChat, FileTokenizer
 
     folder, made = model.checkpoint.folder, dict[str, JSON](versions("tokenizers"))
-    chat = FileChat(folder) if FileChat.is_in(folder) else None
+    chat = FileChat.find(folder)
     text_NT = np.empty((0, TEXT_TOKENS), np.int64)
     if corpus_id is not None:
         corpus = open_corpus(context, corpus_id)

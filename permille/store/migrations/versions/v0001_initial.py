@@ -276,6 +276,7 @@ def upgrade() -> None:
         _column("run_id", TEXT, primary_key=True),
         _column("device_id", TEXT, sa.ForeignKey("devices.id")),
         _column("metrics", sa.JSON()),
+        _column("ended_at", BIG),
         _column("newest", sa.Boolean()),
         sa.Column("release", TEXT),
         sa.Column("version", BIG),
@@ -301,7 +302,8 @@ def upgrade() -> None:
     _create_partial_index(
         "ix_runs_log_sent_at", "runs", ["tenant_id", "log_sent_at"], "log_upload_id IS NOT NULL"
     )
-    op.create_index("ix_runs_created_at", "runs", ["tenant_id", "created_at", "outcome"])
+    op.create_index("ix_runs_ended_at", "runs", ["tenant_id", "ended_at", "outcome"])
+    op.create_index("ix_runs_created_at", "runs", ["tenant_id", "created_at"])
     op.create_index(
         "ix_runs_newest",
         "runs",

@@ -180,8 +180,13 @@ def test_data_is_added_listed_and_removed_by_reference(agent: Agent, tmp_path: P
     notes.write_text("text of the user")
     for _ in range(2):
         added = agent("data", "add", str(notes), "--json").document
-        assert added == {"data": [str(notes)], "text": "1 read, 0 skipped"}
+        assert added == {"data": [str(notes)], "text": "1 read, 0 skipped", "skipped": []}
     assert str(notes) in agent("data", "list").output
+    assert agent("data", "list", "--json").document == {"data": [str(notes)]}
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"\xff")
+    assert f"{bad}: not UTF-8" in agent("data", "add", str(bad)).output
+    assert agent("data", "remove", str(bad)).code == ExitCode.OK
     assert agent("data", "add", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED
     assert agent("data", "remove", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED
     assert agent("data", "remove", str(notes), "--json").document == {"data": []}

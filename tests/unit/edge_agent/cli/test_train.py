@@ -70,7 +70,7 @@ def test_train_adopts_reports_and_says_what_it_did(
     shown = capsys.readouterr().out
     assert "adopted" in shown
     assert "held-out loss" in shown
-    assert "tried before, and its model is in use: nothing was computed" in shown
+    assert "trained on before with these options, and its model is in use. Nothing was computed" in shown
 
 
 def test_an_estimator_is_chosen_by_name(
@@ -186,10 +186,10 @@ def test_train_uses_the_data_that_was_added(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--steps", "5", "--minutes", "1"], 3, "both or neither"),
-        (["--steps", "0"], 3, "1 to 1,000,000 steps, got 0"),
-        (["--minutes", "-1"], 3, "more than 0"),
-        (["--seed", "-1", "--steps", "5"], 3, "a seed from 0"),
+        (["--steps", "5", "--minutes", "1"], 3, "either --steps or --minutes"),
+        (["--steps", "0"], 3, "--steps must be 1 to 1,000,000, got 0"),
+        (["--minutes", "-1"], 3, "--minutes must be above 0"),
+        (["--seed", "-1", "--steps", "5"], 3, "--seed must be 0"),
         (["--from", "middle"], 3, "a start of active, pooled, base; got 'middle'"),
     ],
 )
@@ -209,7 +209,7 @@ def test_too_little_text_has_an_exit_code_of_its_own(
     home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(home, "train", str(user_text(tmp_path, 10)), "--steps", "5") == 3
-    assert "1000 are judged part by part" in " ".join(capsys.readouterr().out.split())
+    assert "at least 1000 are needed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_that_is_not_better_keeps_what_is_there(

@@ -77,7 +77,7 @@ def test_the_file_is_written_for_this_user_only(tmp_path: Path) -> None:
 
 def test_a_home_that_cannot_be_written_is_for_a_person(tmp_path: Path) -> None:
     (tmp_path / ".config").write_text("a file where a folder should be")
-    with pytest.raises(OperatorError, match="expected to write"):
+    with pytest.raises(OperatorError, match="Cannot write"):
         install_service(service_file("linux", user_home=tmp_path, agent_home=tmp_path, command=COMMAND))
 
 

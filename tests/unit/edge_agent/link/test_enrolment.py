@@ -44,7 +44,7 @@ def test_the_same_key_enrols_again_as_the_same_device(
 def test_a_used_invitation_is_refused_for_another_device(
     home: Home, service: DeviceService, enrolment: Enrolment, tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match="valid and unused"):
+    with pytest.raises(InputError, match="not valid, or was used before"):
         enroll(open_home(tmp_path / "other"), service.url, service.invitation, connection=fast_connection)
 
 
@@ -75,7 +75,7 @@ def test_an_answer_of_somebody_else_is_try_later(home: Home, service: DeviceServ
 
 def test_a_damaged_or_absent_enrolment_is_for_a_person(home: Home, enrolment: Enrolment) -> None:
     home.enrolment.write_text('{"server": "https://x"}')
-    with pytest.raises(OperatorError, match="expected Enrolment in"):
+    with pytest.raises(OperatorError, match="is damaged, it holds no Enrolment"):
         load_enrolment(home)
     home.enrolment.unlink()
     with pytest.raises(OperatorError, match="permille-agent enroll"):
@@ -118,5 +118,5 @@ def test_a_token_that_no_header_can_carry_is_the_services_fault(
     body = json.dumps({"access_token": "tok\u00e9n\r\n", "token_type": "Bearer", "expires_in": 60}).encode()
     service.faults = [Fault(path="/v1/device-tokens$", status=201, body=body)]
     api = open_api(home, connection=fast_connection)
-    with api.connection, pytest.raises(ServiceUnavailableError, match="printable"):
+    with api.connection, pytest.raises(ServiceUnavailableError, match="a malformed token"):
         api.unenrol()

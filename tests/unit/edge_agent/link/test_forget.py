@@ -118,7 +118,7 @@ def test_the_wish_to_delete_survives_what_cannot_be_erased(
         patch.setattr(Path, "unlink", refuse)
         report: tuple[str, list[str], list[str]] = (str(home.reports), [], [f"{RUN_ID}.json"])
         patch.setattr("os.walk", lambda *_, **__: iter([report, (str(home.root), [], ["stuck"])]))
-        with pytest.raises(OperatorError, match="expected to erase"):
+        with pytest.raises(OperatorError, match="Cannot erase"):
             forget(home)
     deliver(home, api)
     assert service.logs == {}

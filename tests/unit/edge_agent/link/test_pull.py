@@ -137,10 +137,10 @@ def test_a_disk_that_is_too_small_is_found_before_the_download(
 
 def test_what_the_service_does_not_have_is_for_a_person(device: Device) -> None:
     device.service.faults = [Fault(path="blobs", status=404, times=99)]
-    with pytest.raises(OperatorError, match="expected the files of tiny-llama 1"):
+    with pytest.raises(OperatorError, match="The service lacks files of tiny-llama 1"):
         device.pull()
     device.service.release = None
-    with pytest.raises(OperatorError, match="expected a published release 'tiny-llama'"):
+    with pytest.raises(OperatorError, match="No release 'tiny-llama' is published"):
         device.pull()
 
 

@@ -111,6 +111,14 @@ def test_reports_wait_for_the_network(device: Device) -> None:
     assert set(device.service.runs) == {RUN_ID, OTHER_RUN_ID}
 
 
+def test_reports_are_sent_in_the_order_in_which_their_runs_ended(device: Device) -> None:
+    last, first = sorted((RUN_ID, OTHER_RUN_ID))
+    device.queue(last, log=None, ended_at="2026-11-20T12:00:00Z")
+    device.queue(first, log=None, ended_at="2026-11-20T11:00:00Z")
+    device.deliver()
+    assert list(device.service.runs) == [first, last]
+
+
 def test_an_answer_that_got_lost_is_asked_for_again(device: Device) -> None:
     device.queue()
     device.deliver_in_vain("log")
@@ -210,7 +218,7 @@ def test_a_log_that_the_service_no_longer_has_counts_as_deleted(device: Device) 
 
 @pytest.mark.parametrize("run_id", ["", "../../evil", RUN_ID.upper(), RUN_ID + "\n"])
 def test_what_is_no_uuid_is_no_run(home: Home, run_id: str) -> None:
-    with pytest.raises(InputError, match="uuid"):
+    with pytest.raises(InputError, match="must be a UUID"):
         enqueue(home, run_id, metrics(), shared_log=None)
     assert not list(home.reports.iterdir())
 
@@ -229,7 +237,7 @@ def test_only_a_plain_yes_is_consent(home: Home) -> None:
     assert not read_consent(home).share_log
     for text in ('{"share_log": "true"}', '{"share_log": 1}'):
         home.consent.write_text(text)
-        with pytest.raises(OperatorError, match=r"consent\.json: share_log"):
+        with pytest.raises(OperatorError, match=r"consent\.json is damaged.*: share_log"):
             read_consent(home)
 
 
@@ -240,7 +248,7 @@ def finished_run(
     run = RunFolder(home.runs / name)
     run.path.mkdir()
     definition = RunDefinition(package="a", data="b", options=TrainOptions(steps=1))
-    run.store("run", BegunRun(run_id=run_id, definition=definition))
+    run.store("run", BegunRun(run_id=run_id, began_at=metrics().began_at, definition=definition))
     run.store("outcome", RunOutcome(message="", metrics=metrics(), data=DataReport()))
     if changes:
         path = run.path / "outcome.json"
@@ -283,7 +291,7 @@ def test_metrics_beyond_the_closed_schema_never_enter_the_queue(
     home: Home, change: dict[str, object]
 ) -> None:
     finished_run(home, "a", RUN_ID, **change)  # type: ignore[arg-type]
-    with pytest.raises(OperatorError, match=r"RunOutcome in .*: metrics\.") as refused:
+    with pytest.raises(OperatorError, match=r"it holds no RunOutcome: metrics\.") as refused:
         collect_reports(home)
     assert "text of the user" not in str(refused.value)
     assert not list(home.reports.iterdir())

@@ -1,5 +1,6 @@
 """Using the model: variants, generation, stop strings, comparison, export."""
 
+import io
 import json
 import re
 import sys
@@ -129,6 +130,29 @@ def test_generate_and_chat_say_what_a_model_without_a_template_can_do(
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == generated.prompt_tokens
 
 
+def test_chat_with_piped_input_prints_answers_alone(
+    chatting: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [
+        "--home",
+        str(chatting.root),
+        "generate",
+        "--chat",
+        "Hello?",
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]
+    assert cli.main(asked) == 0
+    answer = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello?\n\n/reset\nHello?\n/exit\nnever\n"))
+    assert cli.main(["--home", str(chatting.root), "chat", "--max-tokens", "4", "--temperature", "0"]) == 0
+    said = capsys.readouterr()
+    assert said.out == answer + answer
+    assert said.err == ""
+
+
 class _FewPositions(BigramEngine):
     """Ends at the model's last position, as a real engine does."""
 
@@ -208,7 +232,7 @@ def test_export_merges_the_personal_values(
 def test_the_guides_lines_export_for_other_programs(
     trained: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = Path(__file__).resolve().parents[4] / "docs/guide/elsewhere.md"
+    page = Path(__file__).resolve().parents[4] / "docs/howto/export-a-personal-model.md"
     (block,) = re.findall(r"```sh device\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     lines = [line.split()[1:] for line in block.splitlines() if line.startswith("permille-agent ")]
     monkeypatch.chdir(tmp_path)

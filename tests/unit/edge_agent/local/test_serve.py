@@ -1,25 +1,29 @@
-"""The local server: the schema of OpenAI, and who may speak to it."""
+"""The local server: the interfaces of OpenAI and Ollama, and who may speak to it."""
 
 import http.client
 import json
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
-from permille.errors import InputError, OperatorError
+from permille.errors import InputError, OperatorError, PackageError
 from permille_agent.local import serve
-from permille_agent.local.model import LocalModel
-from permille_agent.local.serve import LocalServer, read_or_make_token
+from permille_agent.local.model import Generated, LocalModel, Sampling, own_sampling
+from permille_agent.local.replies import Choices
+from permille_agent.local.serve import Access, LocalServer, read_or_make_access
 from permille_agent.state.home import open_home
 from tests.bigram_engine import bigram_engine
-from tests.packages import CHATML
+from tests.packages import CHATML, tiny_package
 from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
 TOKEN = "a-token-of-the-test"
+PAGE = "http://localhost:3000"
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +31,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     folder = tmp_path_factory.mktemp("served")
     home, _ = home_with_package(folder / "home", chat_template=CHATML)
     train_quickly(home, [user_text(folder)])
+    access = Access(token=TOKEN, token_file=home.root / "serve.token", origins=(PAGE,))
     with LocalModel(home, bigram_engine) as model:
-        server = LocalServer(("127.0.0.1", 0), model, TOKEN)
+        server = LocalServer(("127.0.0.1", 0), model, access)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
@@ -68,7 +73,7 @@ def test_models_are_listed_the_active_one_first(server: LocalServer) -> None:
     assert [model["id"] for model in json.loads(answer)["data"]] == ["personal", "base"]
     assert "Access-Control-Allow-Origin" not in headers
     assert headers["Cache-Control"] == "no-store"
-    for method in ("PUT", "DELETE", "OPTIONS", "PATCH", "HEAD"):
+    for method in ("PUT", "DELETE", "PATCH", "HEAD"):
         assert _ask(server, method, "/v1/models")[0] == 501
 
 
@@ -128,6 +133,108 @@ def test_a_stream_says_the_same_as_the_whole(server: LocalServer, kind: str) -> 
     assert chunks[-1]["finish_reason"] == whole["finish_reason"]
 
 
+def _events(server: LocalServer, body: object) -> list[dict[str, Any]]:
+    status, answer, _ = _ask(server, "POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    return [json.loads(line.removeprefix(b"data: ")) for line in answer.split(b"\n\n")[:-2]]
+
+
+def test_a_stream_ends_with_its_usage_where_that_is_asked_for(server: LocalServer) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 5,
+        "temperature": 0,
+        "stream": True,
+    }
+
+    plain = _events(server, body)
+    counted = _events(server, {**body, "stream_options": {"include_usage": True}})
+
+    assert all("usage" not in event for event in plain)
+    assert [event["usage"] for event in counted[:-1]] == [None] * len(plain)
+    assert counted[-1]["choices"] == []
+    assert counted[-1]["usage"] == _json(server, "/v1/chat/completions", {**body, "stream": False})["usage"]
+
+
+def test_an_unknown_model_is_the_personal_one(server: LocalServer) -> None:
+    body = {"prompt": "On day 3 the", "max_tokens": 8, "temperature": 0}
+    named, unknown = (_json(server, "/v1/completions", {**body, "model": m}) for m in ("personal", "gpt-4o"))
+    assert unknown["model"] == "personal"
+    assert unknown["choices"] == named["choices"]
+    for name in ("base", "base:latest"):
+        assert json.loads(_ask(server, "GET", f"/v1/models/{name}")[1])["id"] == "base"
+    assert json.loads(_ask(server, "GET", "/v1/models/gpt-4o?x=1")[1])["id"] == "personal"
+
+
+def test_parts_of_a_text_are_its_lines_and_a_developer_is_the_system(server: LocalServer) -> None:
+    body = {"max_tokens": 4, "temperature": 0}
+    parts = [{"type": "text", "text": "Hi", "cache_control": {}}, {"type": "text", "text": "there"}]
+    told, meant = (
+        _json(server, "/v1/chat/completions", {**body, "messages": messages})
+        for messages in (
+            [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}],
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}],
+        )
+    )
+    assert told["choices"] == meant["choices"]
+    assert told["usage"] == meant["usage"]
+
+
+def test_null_is_as_good_as_nothing(server: LocalServer) -> None:
+    names = ("model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "n")
+    answer = _json(server, "/v1/completions", {"prompt": ["The river"], **dict.fromkeys(names), "seed": -1})
+    assert answer["usage"]["completion_tokens"] > 0
+
+
+def test_what_breaks_a_stream_is_told_in_it(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_messages: object, _variant: object, _sampling: object) -> tuple[Generated, Iterator[str]]:
+        def pieces() -> Iterator[str]:
+            yield "so far"
+            raise InputError("these values break the model")
+
+        return Generated(prompt_tokens=1), pieces()
+
+    monkeypatch.setattr(server.model, "reply", broken)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+
+    for path in ("/v1/chat/completions", "/api/chat"):
+        status, answer, _ = _ask(server, "POST", path, body)
+        assert status == 200
+        last = json.loads(answer.rstrip().splitlines()[-1].removeprefix(b"data: "))
+        assert "these values break the model" in json.dumps(last["error"])
+
+
+def test_pages_of_named_origins_may_ask_and_no_others(server: LocalServer) -> None:
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,x-stainless",
+    }
+    for origin, status in ((PAGE, 204), ("http://localhost:3001", 403), ("null", 403)):
+        found, answer, headers = _ask(
+            server,
+            "OPTIONS",
+            "/v1/chat/completions",
+            headers={"Origin": origin, "Authorization": "", **asked},
+        )
+        assert found == status
+        assert headers.get("Access-Control-Allow-Origin") == (PAGE if status == 204 else None)
+        assert status == 204 or b"--allow-origin" in answer
+    for token, status in ((TOKEN, 200), ("wrong", 401)):
+        found, _, headers = _ask(
+            server, "GET", "/v1/models", headers={"Origin": PAGE, "Authorization": f"Bearer {token}"}
+        )
+        assert (found, headers["Access-Control-Allow-Origin"]) == (status, PAGE)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "null", "http://example.org", "http://localhost:3000/", "file://localhost", "localhost:3000"],
+)
+def test_only_origins_of_this_machine_can_be_allowed(origin: str) -> None:
+    with pytest.raises(InputError, match=r"like http://localhost:3000"):
+        Access(token=TOKEN, token_file=Path("serve.token"), origins=(origin,))
+
+
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", TOKEN[:-1], "ünïcode"])
 def test_another_token_is_refused(server: LocalServer, token: str) -> None:
     for path in ("/v1/models", "/v1/completions", "/anything"):
@@ -135,6 +242,7 @@ def test_another_token_is_refused(server: LocalServer, token: str) -> None:
         status, answer, _ = _ask(server, "GET", path, headers=headers)
         assert status == 401
         assert TOKEN not in answer.decode()
+        assert str(server.access.token_file) in answer.decode()
     assert _ask(server, "GET", "/v1/models", headers={"Authorization": f"Basic {TOKEN}"})[0] == 401
 
 
@@ -152,16 +260,28 @@ def test_a_host_that_is_not_loopback_is_refused(server: LocalServer, host: str) 
     ("path", "body", "status", "words"),
     [
         ("/v1/completions", {}, 400, "prompt"),
-        ("/v1/completions", {"prompt": ["a"]}, 400, "prompt"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt"),
+        ("/v1/completions", {"prompt": [1, 2]}, 400, "prompt"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "temperature": 3}, 400, "temperature"),
         ("/v1/completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
         ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n"),
-        ("/v1/completions", {"prompt": "a", "model": "gpt"}, 404, "personal, base"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "json_object"}},
+            400,
+            "response_format",
+        ),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a </s>"}]}, 400, "special token"),
-        ("/v1/embeddings", {"prompt": "a"}, 404, "expected /v1/completions"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            400,
+            "content",
+        ),
+        ("/v1/audio", {"prompt": "a"}, 404, "/v1/completions"),
     ],
 )
 def test_bad_requests_say_what_was_expected(
@@ -173,6 +293,26 @@ def test_bad_requests_say_what_was_expected(
     error = json.loads(answer)["error"]
     assert error["type"] == "invalid_request_error"
     assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "images"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}], "format": "json"}, 400, "format"),
+        ("/api/generate", {"prompt": "a", "options": {"top_p": 7}}, 400, "options.top_p"),
+        ("/api/pull", {"model": "a"}, 404, "/api/chat"),
+        ("/api/embed", {"input": "a"}, 501, "embeddings"),
+        ("/api/embeddings", {"prompt": "a"}, 501, "embeddings"),
+    ],
+)
+def test_errors_of_ollama_are_texts(
+    server: LocalServer, path: str, body: object, status: int, words: str
+) -> None:
+    found, answer, _ = _ask(server, "POST", path, body)
+
+    assert found == status
+    assert words in json.loads(answer)["error"]
 
 
 def test_bodies_are_json_with_a_length_and_bounded(
@@ -200,18 +340,49 @@ def test_too_many_requests_at_a_time_are_turned_away(server: LocalServer) -> Non
 def test_the_token_is_made_once_and_readable_by_its_owner_only(tmp_path: Path) -> None:
     home = open_home(tmp_path / "home")
 
-    path, token = read_or_make_token(home)
+    access = read_or_make_access(home)
 
-    assert read_or_make_token(home) == (path, token)
-    assert len(token) >= 43
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.write_text("")
-    with pytest.raises(OperatorError, match="delete it"):
-        read_or_make_token(home)
+    assert read_or_make_access(home) == access
+    assert len(access.token) >= 43
+    assert stat.S_IMODE(access.token_file.stat().st_mode) == 0o600
+    access.token_file.write_text("")
+    with pytest.raises(OperatorError, match="Delete the file"):
+        read_or_make_access(home)
 
 
 def test_only_loopback_addresses_and_free_ports_are_bound(server: LocalServer) -> None:
-    with pytest.raises(InputError, match=r"loopback address, got 0\.0\.0\.0"):
-        LocalServer(("0.0.0.0", 0), server.model, TOKEN)
-    with pytest.raises(OperatorError, match="expected to listen on"):
-        LocalServer(("127.0.0.1", server.port), server.model, TOKEN)
+    with pytest.raises(InputError, match=r"loopback only, not on 0\.0\.0\.0"):
+        LocalServer(("0.0.0.0", 0), server.model, server.access)
+    with pytest.raises(OperatorError, match="Cannot listen on"):
+        LocalServer(("127.0.0.1", server.port), server.model, server.access)
+
+
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        ({}, Sampling()),
+        ({"eos_token_id": 1}, Sampling()),
+        ({"do_sample": True}, Sampling(temperature=1.0, top_p=1.0, top_k=50, repeat_penalty=1.0)),
+        ({"do_sample": False, "temperature": 0.6}, Sampling(temperature=0.0, top_p=1.0, repeat_penalty=1.0)),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+            Sampling(temperature=0.7, top_p=0.8, top_k=20, repeat_penalty=1.05),
+        ),
+        ({"temperature": 1, "top_k": 0}, Sampling(temperature=1.0, top_p=1.0, top_k=0, repeat_penalty=1.0)),
+        ({"repetition_penalty": 1.2}, Sampling(repeat_penalty=1.2)),
+    ],
+    ids=str,
+)
+def test_a_models_own_generation_settings_are_the_defaults(
+    tmp_path: Path, config: dict[str, Any], own: Sampling
+) -> None:
+    files = {"generation_config.json": json.dumps(config).encode()}
+    assert own_sampling(tiny_package(tmp_path, files=files)) == own
+    assert Choices().sampling(own, None) == replace(own, max_new_tokens=1024, seed=ANY, stop=())
+
+
+def test_generation_settings_out_of_range_are_an_error_of_the_package(tmp_path: Path) -> None:
+    assert own_sampling(tiny_package(tmp_path)) == Sampling()
+    files = {"generation_config.json": b'{"top_p": 3}'}
+    with pytest.raises(PackageError, match="top_p"):
+        own_sampling(tiny_package(tmp_path, files=files))

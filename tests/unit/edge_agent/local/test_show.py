@@ -100,7 +100,7 @@ def test_a_run_that_kept_the_base_says_so(home: Home, tmp_path: Path) -> None:
 def test_refused_text_has_a_page_too_and_the_command_says_where(
     home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(OperatorError, match="expected a run that has ended"):
+    with pytest.raises(OperatorError, match="No run has ended yet"):
         show_run(home, None, bigram_engine)
     with pytest.raises(InputError, match="got 0 whose names"):
         show_run(home, "x", bigram_engine)

@@ -1,14 +1,19 @@
 """One writer at a time, whoever it is, and a lock that does not outlive its holder."""
 
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from permille_agent.cli import main as cli
 from permille_agent.state.home import Home
-from permille_agent.state.lock import LockedError, hold_daemon_lock, hold_lock
+from permille_agent.state.lock import LockedError, hold_daemon_lock, hold_lock, lock_holder
+from tests.packages import CHATML
+from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
 HOLDER = """
 import sys
@@ -62,3 +67,39 @@ def test_a_command_may_take_the_lock_that_its_caller_holds(home: Home) -> None:
 def test_the_daemons_lock_is_another_one(home: Home) -> None:
     with hold_daemon_lock(home), hold_lock(home, "train"):
         assert home.daemon_lock.exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    folder = tmp_path_factory.mktemp("trained")
+    home, _ = home_with_package(folder / "home", chat_template=CHATML)
+    train_quickly(home, [user_text(folder)])
+    return home
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["show"],
+        ["status"],
+        ["compare", "--max-tokens", "4"],
+        ["generate", "On day 3", "--max-tokens", "4"],
+        ["chat", "--max-tokens", "4"],
+        ["export", "{folder}/plain"],
+        ["export", "{folder}/gguf", "--format", "gguf", "--type", "f16"],
+        ["data", "list"],
+        ["policy"],
+    ],
+    ids=lambda command: " ".join(command[:1]),
+)
+def test_reading_is_never_blocked_by_a_training(
+    trained: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    with another_process_holds(trained) as process:
+        holder = lock_holder(trained)
+        assert holder is not None and holder.pid == process.pid
+        asked = [part.format(folder=tmp_path) for part in command]
+        assert cli.main(["--home", str(trained.root), *asked]) == 0
+    process.wait()
+    assert lock_holder(trained) is None

@@ -99,11 +99,6 @@ def test_an_endless_template_is_stopped_and_the_next_one_works() -> None:
     assert chat.render((("user", "fine"),)) == "done"
 
 
-def test_a_template_that_is_too_long_is_refused_before_it_is_rendered() -> None:
-    with pytest.raises(PackageError, match="at most 65536 characters, got 70000"):
-        ChatTemplate("x" * 70_000, {}, Sandbox())
-
-
 def test_undefined_names_render_as_nothing_and_json_is_available() -> None:
     chat = ChatTemplate("{{ tools }}{{ messages | tojson }}", {}, Sandbox())
     assert chat.render((("user", "é"),)) == '[{"role": "user", "content": "é"}]'

@@ -124,16 +124,17 @@ def test_reads_folders_in_order_without_hidden_files_links_and_other_kinds(tmp_p
 def test_a_source_that_cannot_be_used_is_counted_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a.pdf").write_text("x")
+    (tmp_path / "a.png").write_text("x")
     (tmp_path / "good.md").write_text("a good text")
     (tmp_path / "big.txt").write_text("x" * 100)
     monkeypatch.setattr(data, "MAX_TOTAL_BYTES", 99)
     documents, report = read_documents(
-        [tmp_path / name for name in ("missing.txt", "a.pdf", "big.txt", "good.md")]
+        [tmp_path / name for name in ("missing.txt", "a.png", "big.txt", "good.md")]
     )
     assert [characters(document.content) for document in documents] == ["a good text"]
     assert report.summary() == (
-        "1 read, 3 skipped: 1 x not found, 1 x not .txt, .md, .jsonl or .json, 1 x beyond 99 bytes in all"
+        "1 read, 3 skipped: 1 x not found, 1 x not .txt, .md, .jsonl, .docx, .eml, "
+        ".htm, .html, .mbox, .pdf or .json, 1 x beyond 99 bytes in all"
     )
 
 
@@ -141,7 +142,7 @@ def test_refuses_where_there_is_no_text_at_all(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(InputError, match="at least one file"):
         read_documents([])
-    with pytest.raises(InputError, match="got none: 0 read, 1 skipped: 1 x not found"):
+    with pytest.raises(InputError, match=r"There is no text in .*: 0 read, 1 skipped: 1 x not found"):
         read_documents([tmp_path / "empty.jsonl", tmp_path / "missing.txt"])
 
 

@@ -192,7 +192,7 @@ def test_streamed_text_is_the_text_and_never_half_a_character(tokenizer: TextTok
 
 def test_a_prompt_without_tokens_is_the_beginning_token_or_refused() -> None:
     assert TextTokenizer(_files()).prompt("").tolist() == [0]
-    with pytest.raises(InputError, match="at least one token"):
+    with pytest.raises(InputError, match="The prompt is empty"):
         TextTokenizer(_files(bos_token=None)).prompt("")
 
 

@@ -135,7 +135,7 @@ def test_a_run_with_int8_activations_says_so_and_goes_on_with_them_alone(
         patch.setattr("permille_agent.training.train.decide_adoption", die)
         with pytest.raises(Killed):
             train("light-int8")
-    with pytest.raises(InputError, match="expected engine 'light-int8', with which this run began"):
+    with pytest.raises(InputError, match="This run began with the engine 'light-int8'"):
         train("light")
     first = train("auto")
     assert first.metrics is not None and first.metrics.engine.value == "light-int8"

@@ -1,10 +1,29 @@
 """The budget of a run: by steps a function of the steps, by time within the time."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from permille_agent.training.plan import EVALUATIONS, JUDGED, TRIALS, budget_of_steps, budget_of_time
+from permille.choices import EstimatorKind
+from permille.package.reader import Package
+from permille_agent.training.options import utc_now
+from permille_agent.training.plan import (
+    EVALUATIONS,
+    JUDGED,
+    TRIALS,
+    Pace,
+    Plan,
+    budget_of_steps,
+    budget_of_time,
+    forecast,
+    make_plan,
+)
+from permille_agent.training.run import BegunRun, Run, RunDefinition, RunFolder
+from tests.bigram_engine import BigramEngine, bigram_engine
+from tests.unit.edge_agent.runs import run_of, user_text
 
 seconds = st.floats(1e-4, 100.0)
 
@@ -41,3 +60,75 @@ def test_slow_evaluations_are_fewer() -> None:
 
 def test_a_minute_on_a_slow_machine_makes_one_step_at_least() -> None:
     assert budget_of_time(60.0, step_s=50.0, evaluation_s=20.0, judgement_s=100.0).steps == 1
+
+
+class _Told:
+    """Keeps the phases that it is told of."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
+
+    def step(self, done: int, total: int, loss: float) -> None: ...
+
+    def evaluated(self, step: int, loss: float, first_loss: float) -> None: ...
+
+
+def _plan(total_steps: int) -> Plan:
+    return Plan(
+        epsilon=1.0,
+        relative_error=0.0,
+        learning_rate=1.0,
+        losses={},
+        base_loss=1.0,
+        total_steps=total_steps,
+        evaluate_every=1,
+        limit_s=None,
+    )
+
+
+def _begun(run: Run, step_s: float, **changes: Any) -> Run:
+    """The run, with a step that was timed."""
+    definition = RunDefinition(package=run.package.digest, data="b", options=run.options)
+    run.folder.store("run", BegunRun(run_id="r", began_at=utc_now(), definition=definition))
+    run.folder.store("search-pace", Pace(step_s=step_s, token_s=1.0))
+    return run
+
+
+def test_a_run_says_how_long_a_step_takes_and_how_many_fit(package: Package, tmp_path: Path) -> None:
+    text, engine = user_text(tmp_path), bigram_engine(package)
+    timed: dict[str, Any] = {"steps": None, "minutes": 30.0}
+    run = _begun(run_of(package, engine, text, tmp_path / "runs/a", **timed), 0.318)
+    assert forecast(run, _plan(85)) == "a step takes 0.32 s here: 85 steps in 30 minutes"
+    along = _begun(
+        run_of(
+            package, engine, text, tmp_path / "runs/b", estimator=EstimatorKind.GRADIENT, queries=0, **timed
+        ),
+        2.0,
+    )
+    told = forecast(along, _plan(10_000))
+    assert told == "a step takes 2 s here: 10000 steps in 30 minutes, all that this text is good for"
+
+
+def test_a_run_of_so_many_steps_is_told_by_the_newest_like_it(package: Package, tmp_path: Path) -> None:
+    text, engine = user_text(tmp_path), bigram_engine(package)
+    folder = tmp_path / "runs"
+    run = run_of(package, engine, text, folder / "new", steps=100)
+    assert forecast(run, _plan(100)) is None
+    _begun(run_of(package, engine, text, folder / "unlike", queries=8), 9.0)
+    _begun(run_of(package, engine, text, folder / "like"), 3.0)
+    (folder / "damaged").mkdir()
+    (folder / "damaged/run.json").write_text("{")
+    assert forecast(run, _plan(100)) == "a step took 3 s here before: 100 steps will take about 5 min"
+
+
+def test_the_forecast_is_told_before_the_first_step(package: Package, tmp_path: Path) -> None:
+    told = _Told()
+    run = run_of(
+        package, BigramEngine(package), user_text(tmp_path), tmp_path / "runs/a", steps=None, minutes=0.05
+    )
+    make_plan(Run(**{name: getattr(run, name) for name in Run.__dataclass_fields__} | {"progress": told}))
+    assert told.phases[-1].startswith("a step takes ")
+    assert RunFolder(tmp_path / "runs/a").journal(0).exists() is False

@@ -166,7 +166,7 @@ def test_a_pooled_state_that_is_not_there_is_no_start(bare: Device, device: Devi
     with pytest.raises(InputError, match="Train with --method gradient"):
         device.train(start=Start.POOLED)
     device = install(device, bare.package, 3)
-    with pytest.raises(InputError, match="carries a pooled state"):
+    with pytest.raises(InputError, match="no pooled state to begin from"):
         device.train(**GRADIENT, start=Start.POOLED)
     assert start_of(device, device.train(**GRADIENT).run) is None
 

@@ -7,7 +7,7 @@ import pytest
 
 from permille.errors import InputError, OperatorError
 from permille_agent.state.home import Home, open_home
-from permille_agent.training.options import TrainOptions
+from permille_agent.training.options import TrainOptions, utc_now
 from permille_agent.training.run import (
     BegunRun,
     Evaluation,
@@ -29,7 +29,8 @@ def home(tmp_path: Path) -> Home:
 
 
 def _begin(home: Home, seed: int = 0) -> RunFolder:
-    return open_run(home, RunDefinition(package="a", data="b", options=TrainOptions(seed=seed, minutes=0.1)))
+    definition = RunDefinition(package="a", data="b", options=TrainOptions(seed=seed, minutes=0.1))
+    return open_run(home, definition, utc_now())
 
 
 def test_the_same_definition_finds_the_same_run(home: Home) -> None:
@@ -58,7 +59,7 @@ def test_a_result_that_fails_is_not_written(home: Home) -> None:
     with pytest.raises(ZeroDivisionError):
         run.once("probe", Probe, fail)
     assert run.load("probe", Probe) is None
-    with pytest.raises(OperatorError, match=r"expected probe\.json"):
+    with pytest.raises(OperatorError, match=r"has no probe\.json"):
         run.require("probe", Probe)
     with pytest.raises(ValueError, match="not JSON compliant"):
         run.store("probe", Probe(epsilon=float("nan"), relative_error=None, g_rms=None))
@@ -125,7 +126,7 @@ def test_a_run_is_named_by_its_folder_or_its_id_or_how_they_begin(home: Home) ->
     for name in (first.name, first.run_id, first.run_id[:13], first.name[:12]):
         assert named_run(home, name) == first
     for name in ("", "none", "../x"):
-        with pytest.raises(InputError, match="expected a run, got"):
+        with pytest.raises(InputError, match="runs have names that begin with"):
             named_run(home, name)
     (second.path / "run.json").write_text("damaged")
     assert named_run(home, second.name) == second

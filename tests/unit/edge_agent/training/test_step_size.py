@@ -142,7 +142,7 @@ def test_losses_that_are_not_finite_are_never_the_best(package: Package, tmp_pat
 
 
 def test_a_base_without_a_finite_loss_is_refused(package: Package, tmp_path: Path) -> None:
-    with pytest.raises(SearchFailed, match="finite loss of the base"):
+    with pytest.raises(SearchFailed, match="loss of the base model on this text is not finite"):
         find_step_size(_begin(package, tmp_path, lambda _d: math.inf), 0.01, 2)
 
 

@@ -1,0 +1,166 @@
+"""What the REST interfaces of the local server share: a program's choices, messages and replies."""
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from permille.errors import InputError, PermilleError
+from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
+
+MOST_TOKENS: Final = 32_768
+DEFAULT_TOKENS: Final = 1024
+_SEEDS: Final = 1 << 63
+
+Request = TypeVar("Request", bound=BaseModel)
+
+
+class Choices(BaseModel):
+    """How a program wants text to be chosen. What it leaves out is as the model's makers advise.
+
+    Fields that we do not know are ignored: programs send many.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    temperature: float | None = Field(default=None, ge=0.0, le=2.0)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = None
+    repeat_penalty: float | None = Field(
+        default=None, gt=0.0, le=10.0, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
+    )
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+    def sampling(self, own: Sampling, max_new_tokens: int | None) -> Sampling:
+        """Return the model's `own` settings with these changes; without a seed, with a new one."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        most = max_new_tokens if max_new_tokens and max_new_tokens > 0 else DEFAULT_TOKENS
+        return replace(
+            own,
+            max_new_tokens=min(most, MOST_TOKENS),
+            temperature=own.temperature if self.temperature is None else self.temperature,
+            top_p=own.top_p if self.top_p is None else self.top_p,
+            top_k=own.top_k if self.top_k is None else max(0, self.top_k),  # some say -1 for all
+            repeat_penalty=own.repeat_penalty if self.repeat_penalty is None else self.repeat_penalty,
+            seed=secrets.randbelow(_SEEDS) if self.seed is None else self.seed % _SEEDS,
+            stop=tuple(word for word in stop if word),
+        )
+
+
+class Part(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One chat message: a text, or a list of parts of a text. `images` is Ollama's, and must be empty."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    images: Annotated[list[str], Field(max_length=0)] | None = None
+
+    def turn(self) -> tuple[str, str]:
+        """Return the role as chat templates know it, and the text; parts are lines, as vLLM joins them."""
+        role = "system" if self.role == "developer" else self.role
+        content = self.content
+        return role, content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class Form(Protocol):
+    """One kind of answer: how it looks as a whole and as a stream."""
+
+    media_type: str
+
+    def whole(self, text: str, generated: Generated) -> Mapping[str, Any]:
+        """Return the whole answer in one document."""
+        ...
+
+    def documents(self, pieces: Iterator[str], generated: Generated) -> Iterator[Mapping[str, Any]]:
+        """Yield the documents of a stream."""
+        ...
+
+    def encode(self, document: Mapping[str, Any]) -> bytes:
+        """Return a document of a stream as it is sent."""
+        ...
+
+    def end(self) -> bytes:
+        """Return what is sent after the last document."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A text that is being written, and how it is sent."""
+
+    form: Form
+    generated: Generated
+    pieces: Iterator[str]
+    stream: bool
+
+
+class NoEmbeddingsError(PermilleError):
+    """A program wants vectors of a model that writes text."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This model writes text and makes no embeddings. Choose a model for embeddings in your program."
+        )
+
+
+class Interface(Protocol):
+    """A module with the paths of one REST interface."""
+
+    def get(self, model: LocalModel, path: str) -> Mapping[str, Any] | None:
+        """Answer a GET; None where there is no such path."""
+        ...
+
+    def post(self, model: LocalModel, path: str, body: bytes) -> Reply | Mapping[str, Any] | None:
+        """Answer a POST; None where there is no such path.
+
+        Raises:
+            InputError: the request is malformed, or the model cannot do what it asks for.
+            NoEmbeddingsError: it asks for embeddings.
+        """
+        ...
+
+    def error(self, status: HTTPStatus, message: str) -> Mapping[str, Any]:
+        """Return the document of an error."""
+        ...
+
+
+def parsed(kind: type[Request], body: bytes) -> Request:
+    """Parse a request's body.
+
+    Raises:
+        InputError: it is not JSON, or a field is wrong; the message names it.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        raise InputError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from exc
+
+
+def variant_of(model: LocalModel, name: str | None) -> Variant:
+    """Find the variant that a program means.
+
+    Programs have a model's name in their settings, often one of somebody else's. As in llama.cpp's server,
+    any unknown name means the model that is there. `:latest` is how Ollama's clients complete names.
+    """
+    known = (name or "").removesuffix(":latest")
+    return Variant(known) if known in model.variants else model.variants[0]
+
+
+def turns(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Return messages as a chat template takes them."""
+    return [message.turn() for message in messages]

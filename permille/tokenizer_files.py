@@ -1,0 +1,115 @@
+"""Read what the files beside a `tokenizer.json` say: special tokens, chat template, ends of an answer.
+
+    files = TokenizerFiles.read(lambda name: package.file(name) if name in names else None)
+
+The files are foreign: whatever has another form than expected is taken as absent, broken JSON is refused.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from permille.errors import PackageError
+
+MAX_TEMPLATE_CHARACTERS = 64 << 10
+# Some files name only the end of a document as `eos_token_id`, and a chat then goes on past its answer.
+# llama.cpp knows these names, too, and ends at them.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
+
+ReadFile = Callable[[str], bytes | None]
+"""Content of a file by its name; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFiles:
+    """What a model's files say beside its tokenizer.
+
+    Attributes:
+        special: texts of the special tokens by their names, as far as the files name them: `bos`, `eos`, ...
+        add_bos: whether the files ask for the first token before every text.
+        template: the chat template; None where there is none.
+        stop_ids: tokens that end an answer, in the order of the files.
+    """
+
+    special: Mapping[str, str]
+    add_bos: bool
+    template: str | None
+    stop_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, read_file: ReadFile) -> "TokenizerFiles":
+        """Read the files.
+
+        Raises:
+            PackageError: `tokenizer`: a file is not JSON; `chat-template`: it is not UTF-8, or longer than
+                64 Ki characters.
+        """
+        config = read_object(read_file("tokenizer_config.json"))
+        names = {**read_object(read_file("special_tokens_map.json")), **config}
+        tokens = {name: _text(names.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")}
+        stops: dict[int, None] = {}
+        for name in ("generation_config.json", "config.json"):
+            value = read_object(read_file(name)).get("eos_token_id")
+            for item in value if isinstance(value, list) else [value]:
+                if type(item) is int:
+                    stops[item] = None
+        return cls(
+            special={name: token for name, token in tokens.items() if token},
+            add_bos=bool(config.get("add_bos_token")),
+            template=_template(read_file("chat_template.jinja"), config),
+            stop_ids=tuple(stops),
+        )
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Return what the chat template is rendered with."""
+        return {f"{name}_token": self.special.get(name, "") for name in ("bos", "eos")}
+
+
+def ends_of_turn(template: str | None) -> tuple[str, ...]:
+    """Return the known ends of a turn that a chat template writes.
+
+    Example:
+        >>> ends_of_turn("{{ message.content }}<|im_end|>")
+        ('<|im_end|>',)
+    """
+    return tuple(name for name in END_OF_TURN if template is not None and name in template)
+
+
+def read_object(data: bytes | None) -> dict[str, Any]:
+    """Read the JSON object of a file; an empty one where there is no file, or another value in it.
+
+    Raises:
+        PackageError: `tokenizer`: the bytes are not JSON.
+    """
+    try:
+        value = None if data is None else json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise PackageError("tokenizer", f"expected JSON in the tokenizer's files: {exc!s:.200}") from exc
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: object) -> str | None:
+    found = value.get("content") if isinstance(value, dict) else value
+    return found if isinstance(found, str) else None
+
+
+def _template(file: bytes | None, config: Mapping[str, Any]) -> str | None:
+    template = config.get("chat_template")
+    if file is not None:
+        try:
+            template = file.decode("utf-8")
+        except UnicodeDecodeError as exc:
+            raise PackageError("chat-template", "expected a chat template in UTF-8, got other bytes") from exc
+    elif isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if not isinstance(template, str):
+        return None
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise PackageError(
+            "chat-template",
+            f"expected a template of at most {MAX_TEMPLATE_CHARACTERS} characters, got {len(template)}",
+        )
+    return template
