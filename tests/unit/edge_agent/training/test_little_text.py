@@ -209,7 +209,7 @@ def test_more_text_begins_at_the_base_and_not_at_what_has_seen_it_all(device: De
 def test_steps_of_forward_passes_alone_need_more_text(device: Device) -> None:
     result = device.train()
     assert result.outcome is Outcome.REFUSED_DATA
-    assert "expected at least 5400 tokens of text for zeroth order, got 1" in result.message
+    assert "Zeroth order needs at least 5400 tokens of text, got 1" in result.message
 
 
 def test_few_long_conversations_are_refused_with_what_both_ways_need(device: Device, tmp_path: Path) -> None:
