@@ -18,7 +18,6 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, quantize
 
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
@@ -28,9 +27,10 @@ from permille.models.gguf.codes import KeptModel
 from permille.models.gguf.file import GgufFile
 from permille.models.gguf.folder import model_folder
 from permille.quantization import dequantize
+from permille.quantization.gguf_blocks import TYPES
 from tests.attacks.fuzz_reader import Tally, main
 from tests.unit.engines.gguf_packages import exported_package, sentencepiece_tokenizer
-from tests.unit.models.gguf_files import rewritten, written
+from tests.unit.models.gguf_files import coded, written
 
 NUMBERS = (
     0,
@@ -163,19 +163,8 @@ def _files(folder: Path) -> list[Path]:
         changes = {"intermediate_size": 64}
         package = exported_package(own / "blobs", family, tokenizer=tokenizer, changes=changes)
         path = written(package, own / "float32")
-        found += [path, _coded(path, own / "coded.gguf")]
+        found += [path, coded(path, own / "coded.gguf", TYPES)]
     return found
-
-
-def _coded(path: Path, target: Path) -> Path:
-    reader = GGUFReader(path)
-    kinds = [GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q4_1")]
-    matrices = [tensor for tensor in reader.tensors if len(tensor.shape) == 2]
-    coded = {}
-    for number, tensor in enumerate(matrices):
-        kind = kinds[0] if "blk." not in tensor.name else kinds[number % 3]
-        coded[tensor.name] = (quantize(np.array(tensor.data), kind), kind)
-    return rewritten(reader, target, coded)
 
 
 def _seed(path: Path) -> Seed:

@@ -10,10 +10,9 @@ from typing import Any
 
 from gguf import GGMLQuantizationType
 
-from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors, table_names
-from permille.models.gguf.config import read_model
+from permille.models.gguf.config import GgufModel, read_model
 from permille.models.gguf.file import GgufFile
 from permille.quantization.gguf_blocks import TYPES, codes_of
 from permille.quantization.types import QuantizedTensor
@@ -45,7 +44,7 @@ class KeptModel:
 
     def raw(self, name: str) -> RawTensor:
         """Return a tensor of the folder, float32; embedding and head in Q8_0 as the file has them."""
-        if name not in self._tables or self._type(name) is not GGMLQuantizationType.Q8_0:
+        if name not in self._tables or self._model.type(name) is not GGMLQuantizationType.Q8_0:
             return self._checkpoint.raw(name)
         data = self._model.raw(name).reshape(-1)
         return RawTensor(name=name, dtype=Q8_0, shape=self._checkpoint.shape(name), data=data)
@@ -56,12 +55,7 @@ class KeptModel:
 
     def check_codes(self) -> None:
         """Refuse a file of which a linear is in another type than scheme `source` keeps (InputError)."""
-        for name, _ in scoped_tensors(self.config):
-            if self._type(name).name not in TYPES:
-                raise InputError(
-                    f"{self._model.file.name} has {self._model.names[name]!r} as {self._type(name).name}. "
-                    f"Scheme source keeps {', '.join(TYPES)} alone: choose --scheme nf4."
-                )
+        check_kept(self._model)
 
     def codes(self, name: str) -> QuantizedTensor:
         """Return the codes of a linear, bit for bit, its rows in our order.
@@ -71,5 +65,13 @@ class KeptModel:
         """
         return codes_of(self._model.raw(name), self._checkpoint.shape(name)[1])
 
-    def _type(self, name: str) -> GGMLQuantizationType:
-        return self._model.file.tensors[self._model.names[name]].type
+
+def check_kept(model: GgufModel) -> None:
+    """Refuse a file of which a linear is in another type than scheme `source` keeps (InputError)."""
+    for name, _ in scoped_tensors(model.config):
+        kind = model.type(name).name
+        if kind not in TYPES:
+            raise model.file.refused(
+                f"has {model.names[name]!r} as {kind}. Scheme source keeps {', '.join(TYPES)} alone: choose "
+                "--scheme nf4"
+            )

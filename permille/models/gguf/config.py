@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from numpy.typing import NDArray
 
 from permille.errors import InputError
@@ -63,6 +63,10 @@ class GgufModel:
         """A tensor of ours, as transformers has its rows and norms."""
         found = self._restored(name, self.file.float32(self.names[name]))
         return found - np.float32(1) if adds_one(self.family, name) else found
+
+    def type(self, name: str) -> GGMLQuantizationType:
+        """In which type the file has a tensor of ours."""
+        return self.file.tensors[self.names[name]].type
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor of ours, as transformers has its rows: blocks lie along a row."""

@@ -5,8 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
-from gguf.quants import quantize
 from transformers import AutoModelForCausalLM
 
 from permille.engines.gguf.export import export_gguf
@@ -24,26 +22,10 @@ from permille.quantization.types import Scheme
 from permille.tensors import Q8_0
 from permille.zo.estimators import Batch
 from tests.unit.engines.gguf_packages import exported_package
-from tests.unit.models.gguf_files import converted, rewritten, written
+from tests.unit.models.gguf_files import coded_file, converted
 from tests.unit.package.tiny import random_mask
 
 EMBEDDING = "model.embed_tokens.weight"
-
-
-def coded_file(folder: Path, kinds: tuple[str, ...], family: str = "llama") -> Path:
-    """A random model's file whose linears are in these types in turn, embedding and head in Q8_0."""
-    package = exported_package(folder / "blobs", family, changes={"intermediate_size": 64})
-    reader = GGUFReader(written(package, folder / "float32"))
-    tensors = {}
-    linears = [t for t in reader.tensors if t.name.startswith("blk.") and len(t.shape) == 2]
-    for number, tensor in enumerate(linears):
-        kind = GGMLQuantizationType[kinds[number % len(kinds)]]
-        tensors[tensor.name] = (quantize(np.array(tensor.data), kind), kind)
-    for tensor in reader.tensors:
-        if tensor.name in ("token_embd.weight", "output.weight"):
-            data = quantize(np.array(tensor.data), GGMLQuantizationType.Q8_0)
-            tensors[tensor.name] = (data, GGMLQuantizationType.Q8_0)
-    return rewritten(reader, folder / "coded.gguf", tensors)
 
 
 def kept_package(path: Path, folder: Path) -> Package:
