@@ -62,7 +62,8 @@ class GgufModel:
     def float32(self, name: str) -> NDArray[np.float32]:
         """A tensor of ours, as transformers has its rows and norms."""
         found = self._restored(name, self.file.float32(self.names[name]))
-        return found - np.float32(1) if adds_one(self.family, name) else found
+        with np.errstate(invalid="ignore"):  # of NaN, which is not checked here
+            return found - np.float32(1) if adds_one(self.family, name) else found
 
     def type(self, name: str) -> GGMLQuantizationType:
         """In which type the file has a tensor of ours."""

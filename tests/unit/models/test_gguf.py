@@ -166,7 +166,7 @@ def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path
         ("llama.attention.head_count_kv", 3, "4 attention heads for 3 of keys"),
         ("llama.attention.head_count_kv", 0, "head_count_kv as 0"),
         ("llama.rope.freq_base", 0.0, "freq_base as 0.0, which must be above 0"),
-        ("llama.rope.freq_base", 1e-44, "unsupported settings: .*frequencies"),
+        ("llama.rope.freq_base", 1.5e-45, "unsupported settings: .*frequencies"),
         ("llama.rope.dimension_count", 0, "dimension_count as 0"),
         ("llama.context_length", 0, "context_length as 0"),
         ("llama.attention.layer_norm_rms_epsilon", -1e-5, "which must be above 0"),
