@@ -33,7 +33,7 @@ def test_a_real_file_answers_from_its_own_codes_and_comes_back(tmp_path: Path) -
     folder.mkdir()
     convert(SMOLLM2, folder)
     model = KeptModel(Checkpoint(folder), SMOLLM2)
-    mask = ChosenMask(indices={UP: np.arange(0, 8000, 7, np.uint32)}, method="random", density=0.001)
+    mask = ChosenMask(indices={UP: np.arange(0, 8000, 7, dtype=np.uint32)}, method="random", density=0.001)
     blobs = BlobFolder(tmp_path / "blobs")
     package = verify_package(blobs, pack_model(blobs, model, mask, Scheme.SOURCE, codes=model.codes))
     assert package.size_bytes < MOST_BYTES
