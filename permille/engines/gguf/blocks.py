@@ -60,6 +60,8 @@ class BlockType(StrEnum):
     SOURCE = "source"
 
 
+ENCODED = (BlockType.F32, BlockType.F16, BlockType.Q8_0, BlockType.Q4_0)
+"""What `encode` writes; the others are of scheme `source`."""
 OWN_CODES = {BlockType.Q8_0: Scheme.INT8, BlockType.Q4_0: Scheme.INT4}
 """Whose codes a type has as they are."""
 
