@@ -38,7 +38,8 @@ def test_a_real_file_answers_from_its_own_codes_and_comes_back(tmp_path: Path) -
     package = verify_package(blobs, pack_model(blobs, model, mask, Scheme.SOURCE, codes=model.codes))
     assert package.size_bytes < MOST_BYTES
 
-    chat = FileChat(folder)
+    chat = FileChat.find(folder)
+    assert chat is not None
     asked = TokenSampling(max_new_tokens=24, stop_ids=chat.stop_ids())
     prompt = chat.prompt("What is the capital of France?")
     answer = list(LightEngine(package).generate(package.values(), prompt, asked))
