@@ -103,8 +103,9 @@ test-llama-cpp: $(VENV)/.native  ## Exported GGUF files in llama.cpp itself (bui
 test-sanitized: $(VENV)/.native  ## The kernels' tests under AddressSanitizer and UBSan (gcc)
 	bash scripts/test-sanitized.sh
 
-fuzz: $(VENV)/.native  ## Fuzz the package reader for ten minutes
+fuzz: $(VENV)/.native  ## Fuzz the readers of packages and of GGUF files for ten minutes each
 	$(BIN)/python -m tests.attacks.fuzz_reader --minutes 10
+	$(BIN)/python -m tests.attacks.fuzz_gguf --minutes 10
 
 tuf-conformance: $(VENV)/.installed  ## TUF's own tests of the agent's client (4 minutes; takes the suite from GitHub)
 	@bash scripts/tuf-conformance.sh

@@ -96,7 +96,11 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
         frequency_E = _llama3(frequency_E, given, positions)
     elif kind == "yarn":
         frequency_E, scaling = _yarn(frequency_E, given, theta, width, positions)
-    return Rope(frequency_E=frequency_E.astype(np.float32), scaling=scaling)
+    with np.errstate(over="ignore"):
+        rounded_E = frequency_E.astype(np.float32)
+    if not np.isfinite(rounded_E).all():
+        raise unsupported("rope_theta and its scaling to give frequencies that float32 holds", dict(given))
+    return Rope(frequency_E=rounded_E, scaling=scaling)
 
 
 def _llama3(

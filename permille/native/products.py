@@ -119,6 +119,11 @@ def packed_product(
         out_MN[:, start:stop] = x_MK @ tile_RK[: stop - start].T
 
 
+def product_floats(tokens: int, columns: int) -> int:
+    """Float32 numbers of memory that the kernel needs: the tokens, and the sums of one of them by groups."""
+    return tokens * -(-columns // WIDE) * WIDE + columns // _RUN
+
+
 def is_aligned(weight: PackedRows) -> bool:
     """Rows of whole runs of 32 codes, each under one scale; 128 codes are whole groups or within one."""
     columns, group = weight.shape[1], weight.group_size
@@ -135,8 +140,8 @@ def _from_codes(
     last: int,
 ) -> None:
     rows, columns = weight.shape
-    scratch = np.empty((len(x_MK), -(-columns // WIDE) * WIDE), np.float32)
-    coded = (weight.packed, weight.scales, weight.codes, weight.form, weight.group_size)
+    scratch = np.empty(product_floats(len(x_MK), columns), np.float32)
+    coded = (weight.packed, weight.scales, weight.codes, weight.minima, weight.form, weight.group_size)
     library.call("packed_product", *coded, columns, first, last, x_MK, len(x_MK), out_MN, rows, scratch)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native.arrays import check_array, check_range, check_writable
 from permille.native.library import Argument, Held, load
-from permille.native.products import WIDE, is_aligned, sparse_product
+from permille.native.products import is_aligned, product_floats, sparse_product
 from permille.native.sparse import CodedRows, product_of_codes
 from permille.native.weights import PackedRows
 
@@ -43,7 +43,8 @@ class TokenProduct:
         self._weight, self._entries, self._difference_C, self._bias_N = weight, entries, difference_C, bias_N
         self._arguments: tuple[Argument, ...] | None = None
         if isinstance(weight, PackedRows) and is_aligned(weight):
-            coded = (Held(weight.packed), Held(weight.scales), Held(weight.codes), int(weight.form))
+            arrays = (Held(weight.packed), Held(weight.scales), Held(weight.codes), Held(weight.minima))
+            coded = (*arrays, int(weight.form))
             bias = Held(np.empty(1, np.float32) if bias_N is None else bias_N)
             sparse = (Held(entries[0]), Held(entries[1]), Held(difference_C), bias, int(bias_N is not None))
             self._arguments = (*coded, weight.group_size, columns, *sparse)
@@ -61,7 +62,7 @@ class TokenProduct:
         check_writable("out", out_1N)
         library = load()
         if library is not None and library.path != "scalar" and self._arguments is not None:
-            scratch = np.empty(columns + WIDE, np.float32)
+            scratch = np.empty(product_floats(1, columns), np.float32)
             library.call("token_product", *self._arguments, first, last, x_1K, out_1N, scratch)
             return
         product_of_codes(self._weight, x_1K, out_1N, first, last)

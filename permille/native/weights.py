@@ -23,6 +23,7 @@ from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 _INT4_CODES = np.arange(-8, 8, dtype=np.float32)
+_UNSIGNED_CODES = np.arange(16, dtype=np.float32)
 _LINE = 128  # groups of a multiple of it are what all kernels take
 
 
@@ -32,6 +33,7 @@ class Form(IntEnum):
     SHARED = 0  # one of 16 numbers, the same for all rows
     OF_ROW = 1  # one of 16 numbers of its row
     BYTES = 2  # itself, an integer in a byte
+    SHIFTED = 3  # as SHARED, and its group's minimum is added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,12 +44,14 @@ class PackedRows:
         packed: uint8, as in `QuantizedTensor`; may be a read-only map of the package's file.
         scales: float32, one a group.
         codes: float32 [16], or [N, 16] where rows have code books; of bytes nothing.
+        minima: float32, one a group where the form is SHIFTED, else none.
         line: weights after which groups begin anew: a row, of nf4 the whole matrix.
     """
 
     packed: NDArray[np.uint8]
     scales: NDArray[np.float32]
     codes: NDArray[np.float32]
+    minima: NDArray[np.float32]
     form: Form
     scheme: Scheme
     group_size: int
@@ -64,7 +68,7 @@ class PackedRows:
         check_quantized(quantized)
         scales, group_size = np.ascontiguousarray(quantized.scales), quantized.group_size
         rows, columns = quantized.shape
-        codes, form, line = np.empty(0, np.float32), Form.BYTES, columns
+        codes, form, line, minima = np.empty(0, np.float32), Form.BYTES, columns, np.empty(0, np.float32)
         match quantized.scheme:
             case Scheme.NF4:
                 codes, form, line = NF4_CODES, Form.SHARED, rows * columns
@@ -73,7 +77,11 @@ class PackedRows:
             case Scheme.SQUEEZELLM:  # a row is one group, of the scale 1
                 codes, form = scales, Form.OF_ROW
                 scales, group_size = np.ones((rows, 1), np.float32), -(-columns // _LINE) * _LINE
-            case Scheme.INT8:
+            case Scheme.SOURCE if quantized.minima is not None:
+                codes, form, minima = _UNSIGNED_CODES, Form.SHIFTED, np.ascontiguousarray(quantized.minima)
+            case Scheme.SOURCE if quantized.bits == 4:
+                codes, form = _INT4_CODES, Form.SHARED
+            case Scheme.INT8 | Scheme.SOURCE:
                 pass
             case other:
                 assert_never(other)
@@ -81,6 +89,7 @@ class PackedRows:
             packed=np.ascontiguousarray(quantized.packed),
             scales=scales,
             codes=codes,
+            minima=minima,
             form=form,
             scheme=quantized.scheme,
             group_size=group_size,
@@ -103,8 +112,9 @@ def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.f
     if library is None:
         out[...] = decode_rows(weight, first, last)
         return
-    coded = (weight.packed, weight.scales, weight.codes, weight.form, weight.group_size, weight.line)
-    library.call("dequantize", *coded, first * columns, last * columns, out)
+    coded = (weight.packed, weight.scales, weight.codes, weight.minima, weight.form)
+    groups = (weight.group_size, weight.line)
+    library.call("dequantize", *coded, *groups, first * columns, last * columns, out)
 
 
 def decoded_at(
@@ -205,17 +215,19 @@ def widen_f16(source: NDArray[np.uint16] | NDArray[np.float16], out: NDArray[np.
 
 
 def _decode(weight: PackedRows, flat: NDArray[np.int64]) -> NDArray[np.float32]:
-    """The weights at flat indices, in any shape: one float32 product each."""
+    """The weights at flat indices, in any shape: one float32 product each, of SHIFTED and a sum."""
     line, column = np.divmod(flat, weight.line)
     groups = -(-weight.line // weight.group_size)
-    scales = weight.scales.reshape(-1)[line * groups + column // weight.group_size]
+    group = line * groups + column // weight.group_size
     w: NDArray[np.float32]
     if weight.form is Form.BYTES:
         w = weight.packed[flat].view(np.int8).astype(np.float32)
     else:
         codes = (weight.packed[flat >> 1] >> np.where(flat & 1, 0, 4).astype(np.uint8)) & np.uint8(15)
         w = weight.codes[(line, codes) if weight.form is Form.OF_ROW else codes]
-    w *= scales
+    w *= weight.scales.reshape(-1)[group]
+    if weight.form is Form.SHIFTED:
+        w += weight.minima.reshape(-1)[group]
     return w
 
 
@@ -235,6 +247,8 @@ def decode_rows(weight: PackedRows, first: int, last: int) -> NDArray[np.float32
     if weight.line == columns:
         scale_RG = weight.scales.reshape(weight.shape[0], -1)[first:last]
         w_RK *= np.repeat(scale_RG, weight.group_size, axis=1)[:, :columns]
+        if weight.form is Form.SHIFTED:
+            w_RK += np.repeat(weight.minima[first:last], weight.group_size, axis=1)
     else:
         group = weight.group_size
         scales = np.repeat(weight.scales[start // group : -(-stop // group)], group)

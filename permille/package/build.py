@@ -4,7 +4,7 @@ Tensor by tensor, so a model never has to fit into memory. The same inputs give 
 in it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -105,6 +105,7 @@ def pack_model(
     *,
     group_size: int | None = None,
     embeddings: Embeddings = Embeddings.Q8_0,
+    codes: Callable[[str], Coded] | None = None,
     scores: Mapping[str, NDArray[np.float32]] | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
@@ -115,6 +116,7 @@ def pack_model(
     Args:
         group_size: None takes the scheme's default.
         embeddings: how embedding and head are stored.
+        codes: what scheme `source` keeps of each linear (`permille.models.gguf.codes`).
         scores: Fisher scores of all linears, for code books; without any all weights count the same.
 
     Raises:
@@ -130,9 +132,13 @@ def pack_model(
         sparsity = find_sparsity(model.raw(name).float32() for name in scoped)
     how = Quantization(name=scheme, group_size=size, sparsity=sparsity)
     scored: Mapping[str, NDArray[np.float32]] = {} if scores is None else scores
-    quantized = (
-        (name, code(model.raw(name).float32(), how, name=name, scores_NK=scored.get(name))) for name in scoped
-    )
+
+    def coded(name: str) -> Coded:
+        if codes is not None:
+            return codes(name)
+        return code(model.raw(name).float32(), how, name=name, scores_NK=scored.get(name))
+
+    quantized = ((name, coded(name)) for name in scoped)
     layers = (write_dense(blobs, quantized, how), write_plain(blobs, plain_tensors(model, embeddings)))
     return write_package(blobs, model, chosen, layers, how, provenance=provenance).digest
 

@@ -22,7 +22,7 @@ from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTe
 from permille.tensors import FLOATS, Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
-SCALES, PATTERN, CODE_BOOKS = ".scales", ".pattern", ".code_books"
+SCALES, MINIMA, PATTERN, CODE_BOOKS = ".scales", ".minima", ".pattern", ".code_books"
 
 
 def write_dense(blobs: BlobFolder, tensors: Iterable[tuple[str, Coded]], how: Quantization) -> Layer:
@@ -192,6 +192,14 @@ def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTen
             writer.add(name + ABSMAX, "F32", scales.shape, scales)
             writer.add(name + QUANT_MAP, "F32", NF4_CODES.shape, NF4_CODES)
             writer.add(name + QUANT_STATE, "U8", state.shape, state)
+        case Scheme.SOURCE:
+            if quantized.bits == 8:
+                writer.add(name, "I8", quantized.shape, quantized.packed)
+            else:
+                writer.add(name, "U8", (quantized.packed.size,), quantized.packed)
+            writer.add(name + SCALES, "F16", scales.shape, scales.astype("<f2"))
+            if quantized.minima is not None:
+                writer.add(name + MINIMA, "F16", scales.shape, quantized.minima.astype("<f2"))
         case other:
             assert_never(other)
 

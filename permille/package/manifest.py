@@ -46,6 +46,7 @@ from permille.quantization.types import (
     SPARSE_SCHEMES,
     Scheme,
     Sparsity,
+    bits_of,
     kept_bounds,
     packed_size,
     pattern_shape,
@@ -89,15 +90,17 @@ class Quantization:
         """The fewest and the most bytes of one weight in the dense layer, without the layer's header."""
         if self.sparsity is None:
             least = self._coded_bytes(shape)
+            if self.name is Scheme.SOURCE:  # from Q4_0 to Q8_0
+                return least, least + shape[0] * shape[1] // 2
             return (least, least + _CODE_BOOK_BYTES) if self.name is Scheme.NF4 else (least, least)
         pattern = math.prod(pattern_shape(self.sparsity, shape))
         fewest, most = kept_bounds(self.sparsity, shape)
         return (pattern + self._coded_bytes((1, fewest)), pattern + self._coded_bytes((1, most)))
 
     def _coded_bytes(self, shape: tuple[int, int]) -> int:
-        item = 2 if self.name is Scheme.SQUEEZELLM else 4  # code books are float16
+        item = 2 if self.name in (Scheme.SQUEEZELLM, Scheme.SOURCE) else 4  # float16 or float32
         scales = math.prod(scales_shape(self.name, shape, self.group_size))
-        return packed_size(self.name, shape) + item * scales
+        return packed_size(bits_of(self.name), shape) + item * scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +339,8 @@ class Manifest:
             raise PackageError("manifest-tensors", "expected every tensor once, got a name twice")
         if self.scheme.sparsity is Sparsity.TWO_OF_FOUR and any(t.shape[1] % 4 for t in self.tensors):
             raise PackageError("manifest-tensors", "expected widths in groups of four for 2:4, got others")
+        if self.scheme.name is Scheme.SOURCE and any(t.shape[1] % 32 for t in self.tensors):
+            raise PackageError("manifest-tensors", "expected widths in groups of 32 for source, got others")
         if total != self.k or not 1 <= total <= MAX_K:
             raise PackageError(
                 "manifest-counts", f"expected k = {self.k} from 1 to {MAX_K}, got counts of {total}"

@@ -25,7 +25,7 @@ from permille.package import reference_rows
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
-from permille.package.layers import ABSMAX, CODE_BOOKS, PATTERN, SCALES, are_table_scales
+from permille.package.layers import ABSMAX, CODE_BOOKS, MINIMA, PATTERN, SCALES, are_table_scales
 from permille.package.limits import BLOCKED_ROLES, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import AdapterInfo, Layer, Manifest, Quantization
 from permille.package.safetensors_io import SafetensorsFile
@@ -37,6 +37,7 @@ from permille.package.structure import (
     check_program,
     check_scales,
     check_shapes,
+    is_int8,
 )
 from permille.quantization.types import (
     Coded,
@@ -45,6 +46,7 @@ from permille.quantization.types import (
     Scheme,
     SparseTensor,
     Sparsity,
+    bits_of,
     packed_size,
     scales_shape,
 )
@@ -310,17 +312,24 @@ def read_codes(
     beside = SCALES if how.sparsity is not None else _BESIDE.get(how.name, SCALES)
     packed, scales = dense.tensor(name).data, dense.tensor(name + beside).float32()
     wanted = scales_shape(how.name, shape, how.group_size)
-    if (packed.size, scales.size) != (packed_size(how.name, shape), math.prod(wanted)):
+    is_source = how.name is Scheme.SOURCE
+    bits = 8 if is_source and is_int8(dense, name) else bits_of(how.name)
+    if (packed.size, scales.size) != (packed_size(bits, shape), math.prod(wanted)):
         raise PackageError(
             "pattern-count", f"expected codes and scales of {shape[1]} kept weights in {name}, got others"
         )
     check_scales(name, how.name, scales)
+    minima = None
+    if is_source and name + MINIMA in dense.specs:
+        minima = dense.tensor(name + MINIMA).float32()
+        check_scales(name, how.name, minima)
     found = QuantizedTensor(
         scheme=how.name,
         shape=shape,
         group_size=how.group_size,
         packed=packed,
         scales=scales.reshape(wanted),
+        minima=None if minima is None else minima.reshape(wanted),
     )
     check_codes(name, found)
     return found

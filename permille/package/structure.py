@@ -14,6 +14,7 @@ from permille.models.families import expected_tensors, scoped_tensors, table_nam
 from permille.package.layers import (
     ABSMAX,
     CODE_BOOKS,
+    MINIMA,
     PATTERN,
     QUANT_MAP,
     QUANT_STATE,
@@ -31,6 +32,7 @@ from permille.quantization.types import (
     QuantizedTensor,
     Scheme,
     Sparsity,
+    bits_of,
     kept_bounds,
     packed_size,
     pattern_shape,
@@ -39,7 +41,7 @@ from permille.quantization.types import (
 from permille.tensors import Q8_0_WEIGHTS
 
 _BESIDE_CODES = {ABSMAX: "F32", QUANT_MAP: "F32", QUANT_STATE: "U8", SCALES: "F32", PATTERN: "U8"}
-_BESIDE_CODES |= {CODE_BOOKS: "F16"}
+_BESIDE_CODES |= {CODE_BOOKS: "F16", MINIMA: "F16"}
 _PROGRAM_HEADER = struct.Struct("<4x8sIQQQ")
 
 
@@ -91,7 +93,8 @@ def _dense_shapes(manifest: Manifest, dense: SafetensorsFile) -> dict[str, tuple
     scheme, group_size = manifest.scheme.name, manifest.scheme.group_size
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in manifest.tensors:
-        packed, scales = packed_size(scheme, tensor.shape), scales_shape(scheme, tensor.shape, group_size)
+        packed = packed_size(bits_of(scheme), tensor.shape)
+        scales = scales_shape(scheme, tensor.shape, group_size)
         match scheme:
             case Scheme.INT4:
                 shapes |= {tensor.name: (packed,), tensor.name + SCALES: scales}
@@ -103,9 +106,20 @@ def _dense_shapes(manifest: Manifest, dense: SafetensorsFile) -> dict[str, tuple
                 state = (len(quant_state(tensor.shape, group_size)),)
                 shapes |= {tensor.name: (packed, 1), tensor.name + ABSMAX: scales}
                 shapes |= {tensor.name + QUANT_MAP: (16,), tensor.name + QUANT_STATE: state}
+            case Scheme.SOURCE:  # the layer itself tells in how many bits, and with minima or not
+                is_eight = is_int8(dense, tensor.name)
+                shapes |= {tensor.name: tensor.shape if is_eight else (packed,)}
+                shapes |= {tensor.name + SCALES: scales}
+                if not is_eight and tensor.name + MINIMA in dense.specs:
+                    shapes |= {tensor.name + MINIMA: scales}
             case other:
                 assert_never(other)
     return shapes
+
+
+def is_int8(dense: SafetensorsFile, name: str) -> bool:
+    """Say whether a tensor's codes are bytes with a sign."""
+    return name in dense.specs and dense.specs[name].dtype == "I8"
 
 
 def _sparse_shapes(
@@ -141,9 +155,11 @@ def _check_layer_shapes(role: Role, layer: SafetensorsFile, shapes: Mapping[str,
 
 
 def _check_dense_dtypes(scheme: Scheme, dense: SafetensorsFile) -> None:
-    codes = "I8" if scheme is Scheme.INT8 else "U8"
+    beside = _BESIDE_CODES | ({SCALES: "F16"} if scheme is Scheme.SOURCE else {})
     for name, spec in dense.specs.items():
-        wanted = next((dtype for suffix, dtype in _BESIDE_CODES.items() if name.endswith(suffix)), codes)
+        is_eight = scheme is Scheme.INT8 or (scheme is Scheme.SOURCE and spec.dtype == "I8")
+        codes = "I8" if is_eight else "U8"
+        wanted = next((dtype for suffix, dtype in beside.items() if name.endswith(suffix)), codes)
         if spec.dtype != wanted:
             raise PackageError("header-dtype", f"expected {wanted} of {name}, got {spec.dtype}")
 
@@ -163,7 +179,7 @@ def check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:
 
 
 def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None:
-    """Scales are finite and not negative, numbers of code books finite (FORMAT 4.2).
+    """Scales are finite and, except of source, not negative; code books are finite (FORMAT 4.2).
 
     Raises:
         PackageError: `dense-scales` or `dense-code-book`.
@@ -171,6 +187,10 @@ def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None
     if scheme is Scheme.SQUEEZELLM:
         if not np.isfinite(scales).all():
             raise PackageError("dense-code-book", f"expected finite code books of {name}, got others")
+        return
+    if scheme is Scheme.SOURCE:
+        if not np.isfinite(scales).all():
+            raise PackageError("dense-scales", f"The scales or minima of {name} are not all finite.")
         return
     # NaN fails the comparison too.
     if not np.all((scales >= 0) & (scales < np.inf)):

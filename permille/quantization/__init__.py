@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from permille.choices import choice_of
 from permille.errors import InputError
-from permille.quantization import integers, nf4, squeezellm
+from permille.quantization import gguf_blocks, integers, nf4, squeezellm
 from permille.quantization.source import pack, unpack
 from permille.quantization.sparse import check_pattern, kept_places, pack_places, places
 from permille.quantization.types import (
@@ -57,6 +57,8 @@ def quantize(
             if group_size != squeezellm.GROUP_SIZE:
                 raise InputError(f"expected no group size for squeezellm (0), got {group_size}")
             return squeezellm.quantize(w_NK, scores_NK, name=name)
+        case Scheme.SOURCE:
+            raise InputError(f"{name}: scheme source keeps the codes of a GGUF file. Add the model from one.")
 
 
 def quantize_sparse(
@@ -97,6 +99,8 @@ def dequantize(quantized: Coded) -> NDArray[np.float32]:
             return integers.dequantize(quantized)
         case Scheme.SQUEEZELLM:
             return squeezellm.dequantize(quantized)
+        case Scheme.SOURCE:
+            return gguf_blocks.dequantize(quantized)
 
 
 def whole_int4(tensor: SparseTensor) -> QuantizedTensor | None:
@@ -134,7 +138,7 @@ def _scattered(tensor: SparseTensor) -> NDArray[np.float32]:
 
 
 def default_group_size(scheme: Scheme | str) -> int:
-    """64 for NF4, 32 for INT4, 128 for INT8 (ADR 13); 0 for SQUEEZELLM, which has none."""
+    """64 for NF4, 32 for INT4 and SOURCE, 128 for INT8 (ADR 13); 0 for SQUEEZELLM, which has none."""
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
             return nf4.BLOCK_SIZE
@@ -144,3 +148,5 @@ def default_group_size(scheme: Scheme | str) -> int:
             return 128
         case Scheme.SQUEEZELLM:
             return squeezellm.GROUP_SIZE
+        case Scheme.SOURCE:
+            return gguf_blocks.GROUP_SIZE

@@ -41,13 +41,16 @@ def check_quantized(quantized: QuantizedTensor) -> None:
     Raises:
         InputError: any of them disagrees.
     """
-    packed, scales = quantized.packed, quantized.scales
+    packed, scales, minima = quantized.packed, quantized.scales, quantized.minima
     expected = scales_shape(quantized.scheme, quantized.shape, quantized.group_size)
-    size = packed_size(quantized.scheme, quantized.shape)
+    size = packed_size(quantized.bits, quantized.shape)
     if packed.dtype != np.uint8 or packed.shape != (size,):
         raise InputError(f"expected {size} packed bytes, got {packed.dtype} {packed.shape}")
     if scales.dtype != np.float32 or scales.shape != expected:
         raise InputError(f"expected float32 scales {expected}, got {scales.dtype} {scales.shape}")
+    has_minima = quantized.scheme is Scheme.SOURCE and quantized.bits == 4
+    if minima is not None and (not has_minima or (minima.dtype, minima.shape) != (scales.dtype, expected)):
+        raise InputError(f"expected no minima or float32 {expected}, got {minima.dtype} {minima.shape}")
 
 
 def unpack(packed: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:
@@ -91,7 +94,7 @@ def decoded_rows(
     """
     check_quantized(quantized)
     rows, columns = quantized.shape
-    bits = 8 if quantized.scheme is Scheme.INT8 else 4
+    bits = quantized.bits
     w_NK = np.empty((rows, columns), np.float32)
     for start, stop in row_chunks(rows, columns):
         size = (stop - start) * columns

@@ -14,12 +14,13 @@ from permille.choices import choice_of
 
 
 class Scheme(StrEnum):
-    """How codes stand for weights (FORMAT 4.2): four bits each, of INT8 eight."""
+    """How codes stand for weights (FORMAT 4.2): four bits each, of INT8 eight, of SOURCE either."""
 
     NF4 = "nf4"
     INT4 = "int4"
     INT8 = "int8"
     SQUEEZELLM = "squeezellm"
+    SOURCE = "source"
 
 
 SPARSE_SCHEMES = frozenset({Scheme.NF4, Scheme.INT4})
@@ -46,9 +47,13 @@ class QuantizedTensor:
         group_size: weights that share a scale: NF4 counts along the flat row-major matrix, integers along a
             row; 0 of SQUEEZELLM, where a row shares a code book.
         packed: uint8 in flat row-major order. [ceil(N*K / 2)], two codes a byte, the first in the high
-            nibble; of an odd number of codes the last low nibble is 0. INT8: [N*K], the bytes of int8 codes.
+            nibble; of an odd number of codes the last low nibble is 0. INT8, and SOURCE of eight bits: [N*K],
+            the bytes of int8 codes.
         scales: float32, finite and not negative: NF4 absmax [B], INT4 and INT8 scale [N, G]. SQUEEZELLM: the
-            code books [N, 16] themselves, of either sign, each number exact in float16.
+            code books [N, 16] themselves, of either sign, each number exact in float16; so are the scales
+            [N, G] of SOURCE.
+        minima: added to code times scale, like the scales of SOURCE [N, G]; only there, in four bits, and
+            not always.
     """
 
     scheme: Scheme
@@ -56,6 +61,13 @@ class QuantizedTensor:
     group_size: int
     packed: NDArray[np.uint8]
     scales: NDArray[np.float32]
+    minima: NDArray[np.float32] | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code; those of SOURCE are told by the number of bytes."""
+        own = self.scheme is Scheme.SOURCE and self.packed.size == self.shape[0] * self.shape[1]
+        return 8 if own else bits_of(self.scheme)
 
     def __post_init__(self) -> None:
         """Refuse a scheme that does not exist (InputError)."""
@@ -112,10 +124,14 @@ def kept_bounds(sparsity: Sparsity, shape: tuple[int, int]) -> tuple[int, int]:
             return (1, weights)
 
 
-def packed_size(scheme: Scheme, shape: tuple[int, int]) -> int:
+def bits_of(scheme: Scheme) -> int:
+    """Bits of a code, of SOURCE the fewest."""
+    return 8 if scheme is Scheme.INT8 else 4
+
+
+def packed_size(bits: int, shape: tuple[int, int]) -> int:
     """Bytes that hold the codes of a weight of this shape."""
-    rows, columns = shape
-    return rows * columns if scheme is Scheme.INT8 else (rows * columns + 1) // 2
+    return (shape[0] * shape[1] * bits + 7) // 8
 
 
 def scales_shape(scheme: Scheme, shape: tuple[int, int], group_size: int) -> tuple[int, ...]:
@@ -124,7 +140,7 @@ def scales_shape(scheme: Scheme, shape: tuple[int, int], group_size: int) -> tup
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
             return (-(-rows * columns // group_size),)
-        case Scheme.INT4 | Scheme.INT8:
+        case Scheme.INT4 | Scheme.INT8 | Scheme.SOURCE:
             return (rows, -(-columns // group_size))
         case Scheme.SQUEEZELLM:
             return (rows, CODE_BOOK_SIZE)

@@ -18,6 +18,7 @@ class SchemeName(StrEnum):
     AUTO_ROUND = "auto-round"
     INT8 = "int8"
     SQUEEZELLM = "squeezellm"
+    SOURCE = "source"
 
 
 EvaluationTokens = Annotated[
@@ -61,11 +62,12 @@ class Nf4(Tables):
 
     scheme: Literal[SchemeName.NF4] = Field(
         description="storage of the frozen weights; auto-round is int4 calibrated on text, squeezellm has a "
-        "code book for each row"
+        "code book for each row, source keeps the codes of a GGUF file"
     )
     group_size: Annotated[Literal[64], WholeNumber] = Field(
         default=64,
-        description="weights that share a scale: 64 for nf4, 32 or 128 for int4, 128 for int8 and auto-round",
+        description="weights that share a scale: 64 for nf4, 32 or 128 for int4, 32 for source, 128 for int8 "
+        "and auto-round",
     )
     sparsity: SparsityOption = None
     evaluation_tokens: EvaluationTokens = 8192
@@ -131,8 +133,16 @@ class BuildSqueezeLLM(CodeBooks):
     )
 
 
-AnyOptions = Nf4 | Int4 | AutoRound | Int8 | SqueezeLLM
-AnyBuildOptions = Nf4 | Int4 | AutoRound | Int8 | BuildSqueezeLLM
+class Source(Tables):
+    """The codes of the GGUF file that the model was added from, bit for bit: Q4_0, Q4_1 and Q8_0."""
+
+    scheme: Literal[SchemeName.SOURCE]
+    group_size: Annotated[Literal[32], WholeNumber] = 32
+    evaluation_tokens: EvaluationTokens = 8192
+
+
+AnyOptions = Nf4 | Int4 | AutoRound | Int8 | SqueezeLLM | Source
+AnyBuildOptions = Nf4 | Int4 | AutoRound | Int8 | BuildSqueezeLLM | Source
 BuildOptions = Annotated[AnyBuildOptions, Field(discriminator="scheme")]
 QuantizationOptions = Annotated[AnyOptions, Field(discriminator="scheme")]
 

@@ -108,12 +108,17 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "out.gguf"), "--work", str(tmp_path / "work"))
     (tmp_path / "not.gguf").write_bytes(b"PK\x03\x04 no model")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "endless").mkdir()
+    (tmp_path / "endless/config.json").write_text("{}")
+    (tmp_path / "endless/again").symlink_to(tmp_path / "endless")
     text = ("--text", str(NOTES))
     model = ("--folder", str(EXAMPLES / "model"))
     cases = {
         ("--gguf", str(tmp_path / "none.gguf"), *text): "There is no file",
         ("--gguf", str(tmp_path / "not.gguf"), *text): "is no GGUF file",
         ("--folder", str(tmp_path / "empty"), *text): "it has no config.json",
+        ("--folder", str(tmp_path / "endless"), *text): "is a link that leads to no file",
+        ("--gguf", str(tmp_path / "not.gguf"), "--scheme", "source", *text): "is no GGUF file",
         ("--ollama", "nobody/has:this", *text): "ollama pull",
         (*model, "--text", str(tmp_path / "none.txt")): "There is no file or folder",
         (*model, *text, "--corpus", str(tmp_path / "none.txt")): "There is no file or folder",
@@ -141,5 +146,5 @@ def test_too_little_text_is_refused_and_the_package_is_kept(tmp_path: Path) -> N
     other[other.index("0.005")] = "0.01"
     refused = _run(other)
     assert refused.returncode == REFUSED
-    assert "of another model, corpus or density" in " ".join(refused.stderr.split())
+    assert "of another model, corpus, density or scheme" in " ".join(refused.stderr.split())
     shutil.rmtree(tmp_path / "little")

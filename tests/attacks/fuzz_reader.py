@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from permille.choices import AdapterKind
 from permille.digests import JSON, canonical_json, digest_of, parse_canonical
@@ -32,7 +32,7 @@ from permille.package.limits import BLOCK_BYTES, BLOCKED_ROLES
 from permille.package.reader import verify_package
 from permille.quantization.types import Scheme, Sparsity
 from tests.attacks.forge import Container
-from tests.unit.package.tiny import LLAMA, Tiny, write_tiny
+from tests.unit.package.tiny import LLAMA, WIDE, Tiny, write_tiny
 
 ODD = {"hidden_size": 9, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}
 LORA = ChosenAdapter(kind=AdapterKind.LORA, rank=2, alpha=4, scope="attention", seed=1)
@@ -63,6 +63,16 @@ class Tally:
     codes: Counter[str] = field(default_factory=Counter)
 
 
+class Fuzzer(Protocol):
+    """Attempts that are functions of a seed and their number."""
+
+    tally: Tally
+
+    def attempt(self, number: int) -> str:
+        """Make one; returns its outcome, raises what is a crash."""
+        ...
+
+
 class ReaderFuzzer:
     """Attempts below one folder; each is a function of the seed and its own number."""
 
@@ -77,6 +87,7 @@ class ReaderFuzzer:
             _parts(write_tiny(self.blobs, sparsity=Sparsity.TWO_OF_FOUR)),
             _parts(write_tiny(self.blobs, config=LLAMA | ODD, sparsity=Sparsity.BITMAP)),
             _parts(write_tiny(self.blobs, adapter=LORA)),
+            _parts(write_tiny(self.blobs, config=WIDE, scheme=Scheme.SOURCE)),
         ]
 
     def attempt(self, number: int) -> str:
@@ -245,7 +256,7 @@ def _parts(tiny: Tiny) -> Parts:
 # --- command line ----------------------------------------------------------------------------------------
 
 
-def run(fuzzer: ReaderFuzzer, *, first: int, attempts: int | None, until: float) -> int | None:
+def run(fuzzer: Fuzzer, *, first: int, attempts: int | None, until: float) -> int | None:
     """Attempts from `first` until there were enough or the clock says so; the number of one that crashed."""
     number = first
     while (attempts is None or number < first + attempts) and time.monotonic() < until:
@@ -258,17 +269,17 @@ def run(fuzzer: ReaderFuzzer, *, first: int, attempts: int | None, until: float)
     return None
 
 
-def main() -> int:
+def main(name: str, description: str | None, make: Callable[[Path, int], Fuzzer]) -> int:
     """Parse the command line and fuzz."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="repeat this attempt alone")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="fuzz-reader-") as folder:
-        fuzzer = ReaderFuzzer(Path(folder), options.seed)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
+        fuzzer = make(Path(folder), options.seed)
         crashed = run(
             fuzzer,
             first=options.only or 0,
@@ -278,10 +289,10 @@ def main() -> int:
     tally = fuzzer.tally
     for code, count in tally.codes.most_common():
         print(f"{count:9} {code}")
-    print(f"fuzz_reader: {tally.attempts} packages, slowest {tally.slowest_s:.3f} s", end=", ")
+    print(f"{name}: {tally.attempts} attempts, slowest {tally.slowest_s:.3f} s", end=", ")
     print("no crash" if crashed is None else f"CRASH at --seed {options.seed} --only {crashed}")
     return 0 if crashed is None else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("fuzz_reader", __doc__, ReaderFuzzer))

@@ -15,9 +15,11 @@ from permille.package.limits import MAX_HEADER_BYTES
 from permille.quantization.types import Scheme, Sparsity
 from tests.attacks.forge import Container, Forge, Register, container_bytes
 from tests.attacks.malformed_manifests import first, layer_is_missing, layer_with
-from tests.unit.package.tiny import LLAMA, write_tiny
+from tests.unit.package.tiny import LLAMA, WIDE, write_tiny
 
 Q0 = "model.layers.0.self_attn.q_proj.weight"
+SOURCE = Scheme.SOURCE
+K0, V0 = (Q0.replace("q_proj", name) for name in ("k_proj", "v_proj"))
 ODD = LLAMA | {"hidden_size": 9, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}
 REGISTER = Register()
 register, attack = REGISTER.add, REGISTER.attack
@@ -350,7 +352,8 @@ GATE = "model.layers.0.mlp.gate_proj.weight"
 
 
 def scheme_with(scheme: Scheme, change: Callable[[Forge], object], forge: Forge) -> str:
-    other = Forge(write_tiny(forge.tiny.blobs, config=ODD, scheme=scheme), forge.target)
+    config = WIDE if scheme is SOURCE else ODD
+    other = Forge(write_tiny(forge.tiny.blobs, config=config, scheme=scheme), forge.target)
     change(other)
     return other.seal()
 
@@ -370,6 +373,13 @@ def dense_number(name: str, at: int, value: float, forge: Forge, dtype: str = "u
 def dense_of_other_size(name: str, dtype: str, fewer: int, forge: Forge) -> None:
     numbers = forge.container("dense").view(name, dtype)
     forge.rewrite("dense", name, {"u1": "U8", "<f4": "F32"}[dtype], np.resize(numbers, len(numbers) - fewer))
+
+
+def minima_as(name: str, forge: Forge) -> None:
+    """The minima of V0 under another name."""
+    container = forge.container("dense")
+    container.entries[name] = container.entries.pop(f"{V0}.minima")
+    forge.replace("dense", container.data())
 
 
 def more_bits(forge: Forge) -> None:
@@ -467,6 +477,52 @@ SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
         lambda f: f.manifest["scheme"].update(name="int4", group_size=32),
     ),
     ("manifest-schema", "a_group", Scheme.SQUEEZELLM, lambda f: f.manifest["scheme"].update(group_size=9)),
+    # Q0 is Q8_0, K0 is Q4_0 and V0 is Q4_1.
+    (
+        "dense-scales",
+        "infinity",
+        SOURCE,
+        partial(dense_number, f"{Q0}.scales", 3, np.inf, dtype="<f2"),
+    ),
+    (
+        "dense-scales",
+        "a_minimum",
+        SOURCE,
+        partial(dense_number, f"{V0}.minima", 3, np.nan, dtype="<f2"),
+    ),
+    ("tensor-names", "minima_beside_eight_bits", SOURCE, partial(minima_as, f"{Q0}.minima")),
+    ("tensor-names", "a_pattern", SOURCE, partial(minima_as, f"{V0}.pattern")),
+    (
+        "header-dtype",
+        "float32",
+        SOURCE,
+        lambda f: f.rewrite("dense", f"{K0}.scales", "F32", np.ones((16, 1), "<f4")),
+    ),
+    (
+        "tensor-shape",
+        "one_row_of_codes",
+        SOURCE,
+        lambda f: f.rewrite("dense", Q0, "I8", np.ones((1, 1024), "i1")),
+    ),
+    (
+        "tensor-shape",
+        "fewer_minima",
+        SOURCE,
+        lambda f: f.rewrite("dense", f"{V0}.minima", "F16", np.ones((15, 1), "<f2")),
+    ),
+    ("manifest-schema", "groups_of_64", SOURCE, lambda f: f.manifest["scheme"].update(group_size=64)),
+    (
+        "manifest-schema",
+        "zeros_left_out",
+        SOURCE,
+        lambda f: f.manifest["scheme"].update(sparsity="2:4"),
+    ),
+    (
+        "manifest-tensors",
+        "rows_that_no_block_fills",
+        Scheme.SQUEEZELLM,
+        lambda f: f.manifest["scheme"].update(name="source", group_size=32),
+    ),
 ]
 for code, name, scheme, change_scheme in SCHEME_CHANGES:
     register(code, f"{scheme}_with_{name}", partial(scheme_with, scheme, change_scheme))

@@ -37,6 +37,32 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
+def test_ollamas_file_outside_of_the_root_is_told_what_to_do_with(
+    up: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = "ab" * 32
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}"}
+    manifest = tmp_path / "manifests/registry.ollama.ai/library/smollm2/135m"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"layers": [layer]}))
+    blob = tmp_path / "blobs" / f"sha256-{digest}"
+    blob.parent.mkdir()
+    blob.write_bytes(b"GGUF")
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    refused = up.permille("models", "add", "chat", "--ollama", "smollm2:135m")
+    assert refused.returncode == 4
+    told = " ".join(refused.stderr.split())
+    assert f"`ln {blob} ROOT/smollm2-135m.gguf`" in told
+    assert f"--model-root {tmp_path}" in told
+
+
+def test_codes_of_a_file_are_not_asked_of_a_model_without_one(up: Running) -> None:
+    up.answer("models", "add", "no-file", "--folder", "tiny")
+    refused = up.permille("quantizations", "create", "--model", "no-file", "--scheme", "source", "--no-wait")
+    assert refused.returncode == 3
+    assert "was added from none" in " ".join(refused.stderr.split())
+
+
 def test_commands_make_list_and_show(up: Running) -> None:
     model = up.answer("models", "add", "listed", "--folder", "tiny")
     corpus = up.answer("corpora", "add", "texts", "--file", "texts.jsonl")

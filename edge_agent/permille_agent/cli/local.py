@@ -291,8 +291,13 @@ def export(
         ExportForm, typer.Option("--format", help="Program that will load it.")
     ] = ExportForm.TRANSFORMERS,
     kind: Annotated[
-        str, typer.Option("--type", help="Type of the weights in a GGUF file: f32, f16, q8_0 or q4_0.")
-    ] = "q8_0",
+        str | None,
+        typer.Option(
+            "--type",
+            help="Type of the weights in a GGUF file: f32, f16, q8_0, q4_0 or source. Default: source where "
+            "the package keeps a file's codes, else q8_0.",
+        ),
+    ] = None,
     base: BaseOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -345,7 +350,7 @@ def export(
         with _needing("gguf"):
             from permille.engines.gguf.export import MODELFILE, export_gguf
         exported = export_gguf(package, values_K, folder, kind=kind)
-        document |= {"type": kind, "bytes": exported.size_bytes}
+        document |= {"type": exported.kind.value, "bytes": exported.size_bytes}
         use = shlex.quote(str(folder / MODELFILE))
         document["ollama"] = f"ollama create {shlex.quote(folder.name)} --file {use}"
         if personal:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from permille.engines.export import export_transformers
 from permille.engines.factory import LIGHT, open_engine
-from permille.engines.gguf.blocks import BlockType
+from permille.engines.gguf.blocks import ENCODED, BlockType
 from permille.engines.gguf.export import GGUF_FILE, export_gguf
 from permille.engines.sampling import TokenSampling
 from permille.package.reader import Package
@@ -70,7 +70,7 @@ def measure(personal: Personal, folder: Path) -> Result:
     ]
     context = max(_PROMPT + _TOKENS, *(len(row.ids_T) for row in rows))
     kinds = {}
-    for kind in BlockType:
+    for kind in ENCODED:
         if kind is BlockType.Q4_0 and package.manifest.scheme.name is not Scheme.INT4:
             continue
         theirs, same = {}, 0

@@ -43,6 +43,7 @@ from permille.quantization.types import (
     Scheme,
     SparseTensor,
     Sparsity,
+    bits_of,
     packed_size,
     pattern_shape,
     scales_shape,
@@ -51,6 +52,7 @@ from permille.tensors import RawTensor
 
 # Root mean square of a code that is drawn evenly, in units of its scale.
 _CODE_RMS = {Scheme.NF4: 0.55, Scheme.INT4: 4.3, Scheme.INT8: 73.6, Scheme.SQUEEZELLM: 1.0}
+_CODE_RMS |= {Scheme.SOURCE: 4.6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,22 +257,27 @@ def _codes(
 def _random_codes(
     rng: np.random.Generator, shape: tuple[int, int], how: Quantization, spread: float
 ) -> QuantizedTensor:
-    packed = rng.integers(0, 256, packed_size(how.name, shape), np.uint8)
+    packed = rng.integers(0, 256, packed_size(bits_of(how.name), shape), np.uint8)
     size = scales_shape(how.name, shape, how.group_size)
     if how.name is Scheme.INT8:
         packed[packed == 128] = 0  # -128 is no code
     elif shape[0] * shape[1] % 2:
         packed[-1] &= 0xF0
+    minima = None
     if how.name is Scheme.SQUEEZELLM:
         scales = rng.normal(0, spread, size).astype(np.float16).astype(np.float32)
     else:
         scales = rng.uniform(0.8 * spread, 1.2 * spread, size).astype(np.float32)
+    if how.name is Scheme.SOURCE:  # Q4_1, the dearest of its types
+        scales = scales.astype(np.float16).astype(np.float32)
+        minima = np.float32(-8) * scales
     return QuantizedTensor(
         scheme=how.name,
         shape=shape,
         group_size=how.group_size,
         packed=packed,
         scales=scales,
+        minima=minima,
     )
 
 

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from permille.choices import choice_of
 from permille.engines.export import checked_values, new_folder
-from permille.engines.gguf.blocks import OWN_CODES, BlockType, decode, encode, fits, row_bytes
+from permille.engines.gguf.blocks import (
+    OWN_CODES,
+    BlockType,
+    decode,
+    encode,
+    encode_source,
+    fits,
+    row_bytes,
+)
 from permille.engines.gguf.description import Description, describe
 from permille.engines.gguf.modelfile import modelfile
 from permille.engines.gguf.tokenizer import Vocabulary, vocabulary_of
@@ -21,8 +29,10 @@ from permille.errors import InputError
 from permille.files import write_atomic
 from permille.models.families import expected_tensors, shape_of
 from permille.models.gguf.config import ROPE_FACTORS
+from permille.package.manifest import TensorInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize, whole_int4
+from permille.quantization.gguf_blocks import codes_of, type_name
 from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor
 from permille.tensors import Q8_0
 
@@ -34,6 +44,7 @@ _TYPES = {
     BlockType.F16: (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     BlockType.Q8_0: (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     BlockType.Q4_0: (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    BlockType.Q4_1: (GGMLQuantizationType.Q4_1, LlamaFileType.MOSTLY_Q4_1),
 }
 
 
@@ -42,33 +53,45 @@ class GgufExport:
     """What was written.
 
     Attributes:
+        kind: of the linear layers.
         kept: of the squared distance of the values from the package's own, the share that the file has;
             1 for values that are the package's own.
         as_float16: linear layers whose rows no block of 32 fills.
     """
 
+    kind: BlockType
     size_bytes: int
     kept: float
     as_float16: int
 
 
 def export_gguf(
-    package: Package, values_K: NDArray[np.float32] | None, folder: Path, *, kind: BlockType | str
+    package: Package,
+    values_K: NDArray[np.float32] | None,
+    folder: Path,
+    *,
+    kind: BlockType | str | None = None,
 ) -> GgufExport:
     """Write a folder that unmodified llama.cpp loads; the model is named as the folder is.
 
-    Linear layers are of `kind`; embeddings and head too, but Q8_0 where that is Q4_0; all else is float32.
+    Linear layers are of `kind`; embeddings and head too, but Q8_0 where that is Q4_0; all else is float32. Of
+    `source` linears, embeddings and head have the bytes that the package keeps, but for blocks of 32 weights
+    that a personal value is in.
 
     Args:
         values_K: float32 [k] to set at the masked positions; None takes the package's own.
+        kind: None is `source` where the package keeps a file's codes, else Q8_0.
         folder: must not exist, or be empty; its parent must exist.
 
     Raises:
         InputError: as `describe` and `vocabulary_of`; a package with an adapter; values of another shape or
-            dtype or not finite; Q4_0 of a package that is not int4; less than `LEAST_KEPT` of the personal
-            change would be left; a folder that holds something.
+            dtype or not finite; Q4_0 of a package that is not int4, or `source` of one that is not; less than
+            `LEAST_KEPT` of the personal change would be left; a folder that holds something.
         OSError: as the file system reports it; no folder is left.
     """
+    scheme = package.manifest.scheme.name
+    if kind is None:
+        kind = BlockType.SOURCE if scheme is Scheme.SOURCE else BlockType.Q8_0
     kind = choice_of(BlockType, kind, "a type")
     adapter = package.manifest.adapter
     if adapter is not None:
@@ -77,10 +100,14 @@ def export_gguf(
             "export peft, of which llama.cpp's convert_lora_to_gguf.py makes its own adapter, or transformers"
         )
     values_K = checked_values(package, values_K)
-    scheme = package.manifest.scheme.name
+    if kind is BlockType.SOURCE and scheme is not Scheme.SOURCE:
+        raise InputError(f"The package is {scheme} and keeps no codes of a GGUF file. Export q8_0.")
+    if kind is BlockType.Q4_1:
+        raise InputError("Q4_1 is written of packages of scheme source alone (--type source). Export q8_0.")
     if kind is BlockType.Q4_0 and scheme is not Scheme.INT4:
         raise InputError(
-            f"expected an int4 package for q4_0, got {scheme}, whose levels it lacks: export q8_0"
+            f"expected an int4 package for q4_0, got {scheme}, whose levels it lacks: export "
+            + ("source" if scheme is Scheme.SOURCE else "q8_0")
         )
     description, vocabulary = describe(package.config), None
     if "tokenizer.json" in package.manifest.files():
@@ -107,9 +134,11 @@ def _write_model(weights: "_Weights", vocabulary: Vocabulary | None, path: Path,
             vocabulary.write(writer)
         else:
             writer.add_tokenizer_model("none")
-        writer.add_file_type(_TYPES[weights.kind][1])
+        layout = weights.layout()
+        first = next(iter(layout.values()))[0] if weights.kind is BlockType.SOURCE else weights.kind
+        writer.add_file_type(_TYPES[first][1])
         writer.add_quantization_version(2)
-        for tensor, (stored, shape) in weights.layout().items():
+        for tensor, (stored, shape) in layout.items():
             size = int(np.prod(shape[:-1])) * row_bytes(stored, shape[-1])
             writer.add_tensor_info(tensor, shape, np.dtype(np.float32), size, _TYPES[stored][0])
         writer.write_header_to_file()
@@ -120,7 +149,12 @@ def _write_model(weights: "_Weights", vocabulary: Vocabulary | None, path: Path,
         writer.flush()
     finally:
         writer.close()
-    return GgufExport(size_bytes=path.stat().st_size, kept=weights.kept, as_float16=weights.as_float16)
+    return GgufExport(
+        kind=weights.kind,
+        size_bytes=path.stat().st_size,
+        kept=weights.kept,
+        as_float16=weights.as_float16,
+    )
 
 
 class _Weights:
@@ -147,15 +181,17 @@ class _Weights:
         """Type and shape by the name in the file."""
         shapes = expected_tensors(self._package.config)
         found: dict[str, tuple[BlockType, tuple[int, ...]]] = {
-            self._name(info.name): (fits(self.kind, info.shape[1]), info.shape)
+            self._name(info.name): (self._linear_type(info), info.shape)
             for info in self._package.manifest.tensors
         }
-        self.as_float16 = sum(stored is not self.kind for stored, _ in found.values())
+        self.as_float16 = sum(
+            stored is BlockType.F16 and self.kind is not stored for stored, _ in found.values()
+        )
         for name in self._package.plain_names:
-            found[self._name(name)] = (self._plain_type(shapes[name]), shapes[name])
+            found[self._name(name)] = (self._plain_type(name, shapes[name]), shapes[name])
         if self.description.head_copied:
-            embedding = shapes[f"{self.description.decoder.embedding}.weight"]
-            found["output.weight"] = (self._plain_type(embedding), embedding)
+            name = f"{self.description.decoder.embedding}.weight"
+            found["output.weight"] = (self._plain_type(name, shapes[name]), shapes[name])
         factor_E = self.description.rope_factor_E
         return found if factor_E is None else found | {ROPE_FACTORS: (BlockType.F32, factor_E.shape)}
 
@@ -177,31 +213,44 @@ class _Weights:
             mask_k, codes = self._package.mask(info.name), self._package.quantized(info.name)
             weight_NK = dequantize(codes)
             weight_NK.reshape(-1)[mask_k] = value_k
-            kind, columns = fits(self.kind, info.shape[1]), info.shape[1]
-            own = OWN_CODES.get(kind) is self._package.manifest.scheme.name
-            data_NR = encode(
-                kind,
-                weight_NK,
-                mask_k=mask_k,
-                codes=_whole(codes) if own else None,
-                name=info.name,
-            )
-            error_k = decode(kind, data_NR, columns).reshape(-1)[mask_k] - value_k
+            data_NR, written_NK = self._written(info.name, codes, weight_NK, mask_k)
+            error_k = written_NK.reshape(-1)[mask_k] - value_k
             self._lost += float((error_k**2).sum(dtype=np.float64))
             yield self._ordered(info.name, data_NR)
+
+    def _written(
+        self, name: str, codes: Coded, weight_NK: NDArray[np.float32], mask_k: NDArray[np.uint32]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """The bytes of a linear, and what they stand for."""
+        columns = weight_NK.shape[1]
+        if self.kind is BlockType.SOURCE and isinstance(codes, QuantizedTensor):
+            data_NR = encode_source(codes, weight_NK, mask_k, name=name)
+            return data_NR, dequantize(codes_of(data_NR, columns))
+        kind = fits(self.kind, columns)
+        own = OWN_CODES.get(kind) is self._package.manifest.scheme.name
+        data_NR = encode(kind, weight_NK, mask_k=mask_k, codes=_whole(codes) if own else None, name=name)
+        return data_NR, decode(kind, data_NR, columns)
 
     def _plain(self, name: str) -> NDArray[np.uint8]:
         tensor = self._package.plain(name)
         number = tensor.float32() + np.float32(self.description.adds_one(name))
-        kind = self._plain_type(tensor.shape)
+        kind = self._plain_type(name, tensor.shape)
         if tensor.dtype == Q8_0 and kind is BlockType.Q8_0:
             return self._ordered(name, tensor.data.reshape(tensor.shape[0], -1))
         return self._ordered(name, encode(kind, number.reshape(-1, tensor.shape[-1]), name=name))
 
-    def _plain_type(self, shape: tuple[int, ...]) -> BlockType:
+    def _linear_type(self, info: TensorInfo) -> BlockType:
+        if self.kind is not BlockType.SOURCE:
+            return fits(self.kind, info.shape[1])
+        codes = self._package.quantized(info.name)
+        return BlockType(type_name(codes).lower()) if isinstance(codes, QuantizedTensor) else BlockType.F16
+
+    def _plain_type(self, name: str, shape: tuple[int, ...]) -> BlockType:
         """Biases and norms are float32, which llama.cpp asks for."""
         if len(shape) == 1:
             return BlockType.F32
+        if self.kind is BlockType.SOURCE:
+            return BlockType.Q8_0 if self._package.plain_dtype(name) == Q8_0 else BlockType.F32
         return fits(BlockType.Q8_0 if self.kind is BlockType.Q4_0 else self.kind, shape[-1])
 
     def _ordered(self, name: str, data_NR: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -6,17 +6,21 @@ and back. Metadata is foreign; what a config cannot say is refused by name.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from numpy.typing import NDArray
 
+from permille.errors import InputError
+from permille.models.architecture import architecture_of
 from permille.models.descriptions import Family
 from permille.models.families import expected_tensors, shape_of
 from permille.models.gguf.file import GgufFile
 from permille.models.rope import rope_of
+from permille.models.settings import HINT
 
+Number = TypeVar("Number", bound=np.generic)
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor by which llama.cpp divides the frequencies of a Llama."""
 
@@ -57,13 +61,25 @@ class GgufModel:
 
     def float32(self, name: str) -> NDArray[np.float32]:
         """A tensor of ours, as transformers has its rows and norms."""
-        found = self.file.float32(self.names[name])
+        found = self._restored(name, self.file.float32(self.names[name]))
+        with np.errstate(invalid="ignore"):  # of NaN, which is not checked here
+            return found - np.float32(1) if adds_one(self.family, name) else found
+
+    def type(self, name: str) -> GGMLQuantizationType:
+        """In which type the file has a tensor of ours."""
+        return self.file.tensors[self.names[name]].type
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor of ours, as transformers has its rows: blocks lie along a row."""
+        return self._restored(name, self.file.raw(self.names[name]))
+
+    def _restored(self, name: str, found: NDArray[Number]) -> NDArray[Number]:
         order_N = row_order(self.family, self.config, name, len(found))
-        if order_N is not None:
-            restored = np.empty_like(found)
-            restored[order_N] = found
-            found = restored
-        return found - np.float32(1) if adds_one(self.family, name) else found
+        if order_N is None:
+            return found
+        restored = np.empty_like(found)
+        restored[order_N] = found
+        return restored
 
 
 def read_model(file: GgufFile) -> GgufModel:
@@ -83,6 +99,10 @@ def read_model(file: GgufFile) -> GgufModel:
     if int(_number(file, f"{arch}.expert_count", 0)):
         raise file.refused("holds a mixture of experts, which is not supported")
     config = _config(file, arch, family)
+    try:
+        architecture_of(config)  # or an engine refuses it, after the work of a build
+    except InputError as exc:
+        raise file.refused(f"has unsupported settings: {str(exc).removesuffix(f'; {HINT}')}") from exc
     names = get_tensor_name_map(ARCHITECTURES[family], shape_of(config).layers)
     found: dict[str, str] = {}
     for name, shape in expected_tensors(config).items():
@@ -124,21 +144,17 @@ def adds_one(family: Family, name: str) -> bool:
 def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
     def whole(key: str, default: int | None = None) -> int:
         found = _number(file, f"{arch}.{key}", default)
-        if found != int(found):
-            raise file.refused(f"names {arch}.{key} as {found!r}, which is no whole number")
+        if found != int(found) or found < 1:
+            raise file.refused(f"names {arch}.{key} as {found!r}, which is no whole number from 1")
         return int(found)
 
     if "token_embd.weight" not in file.tensors:
         raise file.refused("lacks the tensor 'token_embd.weight'")
     layers, hidden = whole("block_count"), whole("embedding_length")
     heads = whole("attention.head_count")
-    if heads < 1:
-        raise file.refused("has no attention heads")
-    if not 1 <= layers <= MOST_LAYERS:  # before a list of them is made
+    if layers > MOST_LAYERS:  # before a list of them is made
         raise file.refused(f"names {layers} layers; 1 to {MOST_LAYERS} are read")
     head = whole("attention.key_length", hidden // heads)
-    if head < 1:
-        raise file.refused(f"has attention heads of {head} numbers")
     if whole("attention.value_length", head) != head:
         raise file.refused("has values of another width than keys, which is not supported")
     positions = whole("context_length")
@@ -158,17 +174,20 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         config |= {f"{name}_token_id": token} if isinstance(token, int) else {}
     if family is Family.GPT_NEOX:
         return config | {
-            "layer_norm_eps": _rounded(_number(file, f"{arch}.attention.layer_norm_epsilon", 1e-5)),
+            "layer_norm_eps": _positive(file, f"{arch}.attention.layer_norm_epsilon", 1e-5),
             "use_parallel_residual": bool(file.metadata.get(f"{arch}.use_parallel_residual", True)),
             "rotary_pct": whole("rope.dimension_count", head) / head,
             "hidden_act": "gelu",
         }
     if whole("rope.dimension_count", head) != head:
         raise file.refused("rotates a part of each head, which is not supported for this architecture")
+    shared = whole("attention.head_count_kv", heads)
+    if heads % shared:
+        raise file.refused(f"has {heads} attention heads for {shared} of keys, which do not divide them")
     config |= {
-        "num_key_value_heads": whole("attention.head_count_kv", heads),
+        "num_key_value_heads": shared,
         "head_dim": head,
-        "rms_norm_eps": _rounded(_number(file, f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)),
+        "rms_norm_eps": _positive(file, f"{arch}.attention.layer_norm_rms_epsilon", 1e-6),
         "hidden_act": "gelu_pytorch_tanh" if family in _GEMMAS else "silu",
     }
     if family is Family.LLAMA:
@@ -189,16 +208,16 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         }
         for key, name in (("attn", "attn_logit_softcapping"), ("final", "final_logit_softcapping")):
             cap = file.metadata.get(f"{arch}.{key}_logit_softcapping")
-            config[name] = None if cap is None else _rounded(_number(file, f"{arch}.{name}"))
+            config[name] = None if cap is None else _positive(file, f"{arch}.{name}")
     return config
 
 
 def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) -> dict[str, Any]:
-    theta = _rounded(_number(file, f"{arch}.rope.freq_base", 10_000.0))
+    theta = _positive(file, f"{arch}.rope.freq_base", 10_000.0)
     kind = file.metadata.get(f"{arch}.rope.scaling.type", "none")
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":
-        factor = _rounded(_number(file, f"{arch}.rope.scaling.factor"))
+        factor = _positive(file, f"{arch}.rope.scaling.factor")
         found |= {"rope_type": "linear", "factor": factor}
     elif kind != "none":
         raise file.refused(f"scales its positions by {kind!r:.40}, which is not supported")
@@ -243,6 +262,9 @@ def _number(file: GgufFile, key: str, default: float | None = None) -> float:
     return value
 
 
-def _rounded(number: float) -> float:
+def _positive(file: GgufFile, key: str, default: float | None = None) -> float:
     """A float32 of the file as the decimal that it was: 9.999999747378752e-06 is 1e-05."""
+    number = _number(file, key, default)
+    if number <= 0:
+        raise file.refused(f"names {key} as {number!r}, which must be above 0")
     return float(f"{number:.7g}")

@@ -50,7 +50,13 @@ def add_model(
         source = {"kind": "folder", "path": folder}
     elif gguf is not None or ollama is not None:
         source = {"kind": "gguf", "path": gguf or _ollama_path(ollama or "")}
-    session.output.show(session.client.post("/v1/models", {"name": name, "source": source}, key=key))
+    try:
+        added = session.client.post("/v1/models", {"name": name, "source": source}, key=key)
+    except CommandError as exc:
+        if ollama is None or exc.code is not Exit.NOT_FOUND:
+            raise
+        raise CommandError(_outside(ollama), exc.code, exc.problem) from exc
+    session.output.show(added)
     session.output.say_next(f"permille builds create --model {name} --corpus CORPUS")
 
 
@@ -61,6 +67,17 @@ def _ollama_path(name: str) -> str:
     except InputError as exc:
         raise CommandError(str(exc), Exit.USAGE) from exc
     return path.relative_to(store).as_posix()
+
+
+def _outside(name: str) -> str:
+    """Say what to do about a model of Ollama's that the service does not find below its root."""
+    store, path = ollama_file(name)
+    file = f"{name.replace('/', '-').replace(':', '-')}.gguf"
+    return (
+        f"The service's model root is not Ollama's store, so it does not find {name} there. Put the file "
+        f"below the root and name it with --gguf: `ln {path} ROOT/{file}` (or cp, from another disk), then "
+        f"--gguf {file}. Or start the service with --model-root {store}."
+    )
 
 
 @command(corpora, "add")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ import httpx
 import typer
 from filelock import FileLock, Timeout
 
+from permille.errors import InputError
 from permille.files import write_atomic
 from permille.models.ollama import ollama_file
 from permille_service.cli.commands import AsJson
@@ -39,6 +41,13 @@ MASK = ("--sequences", "32", "--length", "256")
 KEPT_BASE, REFUSED_DATA, TRY_LATER = 7, 3, 5  # exit codes of `permille-agent train`
 
 
+class BaseScheme(StrEnum):
+    """How a package codes the weights: anew, or as the GGUF file has them."""
+
+    NF4 = "nf4"
+    SOURCE = "source"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The request of a person.
@@ -49,6 +58,7 @@ class Request:
         out: a new GGUF file where its name ends so, else a new folder for transformers.
         corpus: public text to find the sensitive weights with; None chooses.
         density: share of the weights that training may change.
+        scheme: how the package codes the weights.
         work: keeps package and runs.
         training: options of `permille-agent train`.
     """
@@ -58,6 +68,7 @@ class Request:
     out: Path
     corpus: Path | None
     density: float
+    scheme: BaseScheme
     work: Path
     training: tuple[str, ...]
 
@@ -86,6 +97,12 @@ def personalise(
     density: Annotated[
         float, typer.Option(help="Share of the weights that train; tiny models need more.")
     ] = 0.001,
+    scheme: Annotated[
+        BaseScheme,
+        typer.Option(
+            help="nf4 codes the weights anew; source keeps those of a GGUF file in Q4_0, Q4_1 or Q8_0."
+        ),
+    ] = BaseScheme.NF4,
     minutes: Annotated[float | None, typer.Option(help="How long to train. Default: 30.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps instead of minutes.")] = None,
     work: Annotated[
@@ -108,6 +125,8 @@ def personalise(
     output = make_output(as_json=as_json)
     model = _model(gguf, folder, ollama)
     _check(model, text, out, corpus)
+    if scheme is BaseScheme.SOURCE:
+        _check_codes(model)
     chosen = [("--minutes", minutes), ("--steps", steps)]
     request = Request(
         model=model,
@@ -115,7 +134,8 @@ def personalise(
         out=out,
         corpus=corpus,
         density=density,
-        work=work or context.ensure_object(Place).folder / NAME / _key(model, corpus, density)[:16],
+        scheme=scheme,
+        work=work or context.ensure_object(Place).folder / NAME / _key(model, corpus, density, scheme)[:16],
         training=tuple(part for flag, value in chosen if value is not None for part in (flag, str(value))),
     )
     answer = run(request, output.say, quiet=as_json)
@@ -161,12 +181,25 @@ def _model(gguf: Path | None, folder: Path | None, ollama: str | None) -> Path:
         return ollama_file(ollama)[1]
     if gguf is not None and not gguf.is_file():
         raise CommandError(f"There is no file {gguf}. Name a GGUF file with --gguf.", Exit.REFUSED)
-    if folder is not None and not (folder / "config.json").is_file():
+    if folder is not None:
+        _check_folder(folder)
+    return Path(given[0])
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse what cannot be copied: no model, or links that never end. Raises CommandError."""
+    if not (folder / "config.json").is_file():
         raise CommandError(
             f"{folder} is no model: it has no config.json. Name a folder that transformers saved.",
             Exit.REFUSED,
         )
-    return Path(given[0])
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.is_file():
+            raise CommandError(
+                f"{path} is a link that leads to no file. Remove it: a model's folder has files, or links to "
+                "files.",
+                Exit.REFUSED,
+            )
 
 
 def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None) -> None:
@@ -184,9 +217,25 @@ def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None) -> No
             raise CommandError(f"{model} is no GGUF file: it begins with {magic!r}.", Exit.REFUSED)
 
 
-def _key(model: Path, corpus: Path | None, density: float) -> str:
+def _check_codes(model: Path) -> None:
+    """Refuse a model of which scheme `source` cannot keep the codes. Raises CommandError."""
+    from permille.models.gguf.codes import check_kept
+    from permille.models.gguf.config import read_model
+    from permille.models.gguf.file import GgufFile
+
+    if not model.is_file():
+        raise CommandError(
+            "--scheme source keeps the codes of a GGUF file. Name one, or leave it out.", Exit.USAGE
+        )
+    try:
+        check_kept(read_model(GgufFile(model)))
+    except InputError as exc:
+        raise CommandError(str(exc), Exit.REFUSED) from exc
+
+
+def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -> str:
     """Digest of what a package is made of, so that no folder serves two models."""
-    digest = hashlib.sha256(f"{density!r}\n".encode())
+    digest = hashlib.sha256(f"{density!r} {scheme}\n".encode())
     for root in (model, corpus):
         files = sorted(root.rglob("*")) if root is not None and root.is_dir() else [root]
         for path in files:
@@ -204,10 +253,11 @@ def _alone(request: Request) -> Iterator[None]:
     request.work.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         with FileLock(request.work / "lock", timeout=0, mode=0o600):
-            stamp, key = request.work / "inputs.sha256", _key(request.model, request.corpus, request.density)
+            stamp = request.work / "inputs.sha256"
+            key = _key(request.model, request.corpus, request.density, request.scheme)
             if stamp.exists() and stamp.read_text(encoding="ascii").strip() != key:
                 raise CommandError(
-                    f"{request.work} is of another model, corpus or density. Name another --work.",
+                    f"{request.work} is of another model, corpus, density or scheme. Name another --work.",
                     Exit.REFUSED,
                 )
             write_atomic(stamp, f"{key}\n".encode())
@@ -243,7 +293,7 @@ def _build(request: Request, programs: Programs, say: Callable[[str], None], *, 
         say(f"   sensitive weights are found with {corpus}")
         job = programs.permille(
             *("builds", "create", "--model", "model", "--corpus", "corpus", *MASK, "--no-wait"),
-            *("--density", str(request.density)),
+            *("--density", str(request.density), "--scheme", request.scheme.value),
             *("--idempotency-key", "build"),
         )
         if job["state"] in ("failed", "dead", "cancelled"):

@@ -22,6 +22,7 @@ from permille.schemas.quantizations import (
     BuildSqueezeLLM,
     CodeBooks,
     QuantizationCreate,
+    Source,
     SqueezeLLM,
 )
 from permille.schemas.sparsifications import SparsificationCreate
@@ -205,6 +206,8 @@ class _Planner:
         self._check_corpus(request.evaluation_corpus_id)
         if isinstance(options, CodeBooks):
             self._check_dense(request.model_id)
+        if isinstance(options, Source):
+            self._check_gguf(request.model_id)
         if isinstance(options, (SqueezeLLM, BuildSqueezeLLM)) and options.mask_id is not None:
             self._check_scores(self._part(JobKind.MASK, options.mask_id), request.model_id)
         if isinstance(options, AutoRound):
@@ -261,6 +264,16 @@ class _Planner:
             raise ApiError(
                 ProblemType.CONFLICT,
                 f"squeezellm does not keep the zeros of the sparse model {model.name!r}. Choose nf4 or int4.",
+            )
+
+    def _check_gguf(self, model_id: str) -> None:
+        """The types in the file are for the worker, which reads it."""
+        model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
+        if model.source["kind"] != "gguf":
+            raise ApiError(
+                ProblemType.CONFLICT,
+                f"Scheme source keeps the codes of a GGUF file, and {model.name!r} was added from none. Add "
+                "it with `permille models add NAME --gguf FILE`, or choose another scheme.",
             )
 
     def _check_adapter(self, adapter: Adapter, model_id: str) -> None:

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import quantize
 
-from permille.engines.gguf.export import export_gguf
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
-from permille.models.checkpoint import Checkpoint
 from permille.models.gguf.config import read_model
 from permille.models.gguf.file import GgufFile
 from permille.models.gguf.folder import convert, model_folder
@@ -31,18 +29,7 @@ from tests.unit.engines.gguf_packages import (
     exported_package,
     sentencepiece_tokenizer,
 )
-
-
-def written(package: Package, folder: Path) -> Path:
-    """The package as a GGUF file of float32."""
-    export_gguf(package, None, folder, kind="f32")
-    return folder / "model.gguf"
-
-
-def converted(path: Path, folder: Path) -> Checkpoint:
-    folder.mkdir()
-    convert(path, folder)
-    return Checkpoint(folder)
+from tests.unit.models.gguf_files import converted, rewritten, written
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +162,14 @@ def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path
         ("llama.expert_count", 8, "mixture of experts"),
         ("llama.block_count", 3, "lacks the tensor"),
         ("llama.embedding_length", 128, "of shape"),
-        ("llama.attention.head_count", 0, "no attention heads"),
+        ("llama.attention.head_count", 0, "head_count as 0, which is no whole number from 1"),
+        ("llama.attention.head_count_kv", 3, "4 attention heads for 3 of keys"),
+        ("llama.attention.head_count_kv", 0, "head_count_kv as 0"),
+        ("llama.rope.freq_base", 0.0, "freq_base as 0.0, which must be above 0"),
+        ("llama.rope.freq_base", 1.5e-45, "unsupported settings: .*frequencies"),
+        ("llama.rope.dimension_count", 0, "dimension_count as 0"),
+        ("llama.context_length", 0, "context_length as 0"),
+        ("llama.attention.layer_norm_rms_epsilon", -1e-5, "which must be above 0"),
         ("llama.rope.scaling.type", "yarn", "scales its positions"),
         ("llama.context_length", float("nan"), "no number"),
         ("split.count", 2, "part of a split model"),
@@ -184,7 +178,7 @@ def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path
         ("tokenizer.ggml.bos_token_id", 1 << 20, "as its bos token"),
         ("tokenizer.chat_template", 7, "no text 'tokenizer.chat_template'"),
         ("llama.block_count", 0xFFFFFFFF, "names 4294967295 layers"),
-        ("llama.attention.key_length", 0, "heads of 0 numbers"),
+        ("llama.attention.key_length", 0, "key_length as 0"),
         (
             "tokenizer.ggml.tokens",
             [f"t{number}" for number in range(1000)],
@@ -201,6 +195,13 @@ def test_what_is_not_supported_is_refused_by_name(
     folder.mkdir()
     with pytest.raises(InputError, match=words):
         convert(path, folder)
+
+
+def test_settings_that_an_engine_would_refuse_are_refused_with_the_file(tmp_path: Path) -> None:
+    reader = GGUFReader(written(exported_package(tmp_path / "blobs", "gpt_neox"), tmp_path / "export"))
+    path = rewritten(reader, tmp_path / "other.gguf", {}, {"gptneox.rope.dimension_count": 3})
+    with pytest.raises(InputError, match=r"unsupported settings: .*expected an even number"):
+        read_model(GgufFile(path))
 
 
 @pytest.mark.parametrize("size", [0, 3, 23, 24, 400, 5000, -1])
@@ -280,41 +281,6 @@ def test_ollama_names_are_found_in_its_store(tmp_path: Path) -> None:
     manifest.write_text("[]")
     with pytest.raises(InputError, match="damaged"):
         ollama_file("smollm2:135m", tmp_path)
-
-
-def rewritten(
-    reader: GGUFReader,
-    path: Path,
-    tensors: dict[str, tuple[Any, GGMLQuantizationType]],
-    keys: dict[str, Any] | None = None,
-) -> Path:
-    """The same file with some tensors and keys added, or in place of its own."""
-    own = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    own |= keys or {}
-    writer = GGUFWriter(path, own.pop("general.architecture"))
-    for name, value in own.items():
-        match value:
-            case bool():
-                writer.add_bool(name, value)
-            case int():
-                writer.add_uint32(name, value)
-            case float():
-                writer.add_float32(name, value)
-            case str():
-                writer.add_string(name, value)
-            case list():
-                writer.add_array(name, value)
-    for tensor in reader.tensors:
-        data, kind = tensors.get(tensor.name, (tensor.data, tensor.tensor_type))
-        writer.add_tensor(tensor.name, data, raw_dtype=kind)
-    for name in tensors.keys() - {tensor.name for tensor in reader.tensors}:
-        data, kind = tensors[name]
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def test_settings_of_sampling_come_along(llama: Path, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from permille.native.sparse import SparseRows, decode_tile, product_of_codes
 from permille.native.token_products import TokenProduct
 from permille.native.weights import PackedRows
 from permille.quantization import default_group_size, dequantize, quantize, quantize_sparse
-from permille.quantization.types import Scheme, Sparsity
-from tests.unit.package.tiny import pruned
+from permille.quantization.gguf_blocks import TYPES
+from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
+from tests.unit.package.tiny import kept, pruned
 
 F32, I32 = np.float32, np.int32
 SHAPE = (53, 96)
@@ -70,15 +71,26 @@ PACKED = [
     (Scheme.INT8, 128, (20, 191)),
     (Scheme.SQUEEZELLM, 0, (30, 288)),
     (Scheme.SQUEEZELLM, 0, (20, 191)),
+    ("Q8_0", 32, (40, 160)),
+    ("Q4_0", 32, (40, 160)),
+    ("Q4_1", 32, (40, 160)),
+    ("Q4_1", 32, (20, 864)),
 ]
+
+
+def coded(w_NK: NDArray[np.float32], scheme: Scheme | str, group_size: int) -> QuantizedTensor:
+    """A weight in a scheme, or as scheme `source` keeps a type."""
+    if isinstance(scheme, Scheme):
+        return quantize(w_NK, scheme, group_size)
+    return kept(w_NK, scheme)
 
 
 @pytest.mark.parametrize(("scheme", "group_size", "shape"), PACKED)
 def test_packed_product_is_the_product_with_the_decoded_weight(
-    path: str, scheme: Scheme, group_size: int, shape: tuple[int, int]
+    path: str, scheme: Scheme | str, group_size: int, shape: tuple[int, int]
 ) -> None:
     rng = np.random.default_rng(3)
-    tensor = quantize(rng.normal(size=shape).astype(F32), scheme, group_size)
+    tensor = coded(rng.normal(size=shape).astype(F32), scheme, group_size)
     w_NK = dequantize(tensor).astype(np.float64)
     weight = PackedRows.of(tensor)
     for tokens in (0, 1, 3, 8, 16):
@@ -148,13 +160,14 @@ def test_a_product_of_kept_lists_is_that_with_the_decoded_weight(path: str, spar
         kept_lists(weight, first, last, memory[1:])
 
 
-@pytest.mark.parametrize("scheme", Scheme)
+@pytest.mark.parametrize("scheme", [*(each for each in Scheme if each is not Scheme.SOURCE), *TYPES])
 def test_packed_product_of_a_token_does_not_depend_on_its_batch(
-    compiled: library.Library, scheme: Scheme
+    compiled: library.Library, scheme: Scheme | str
 ) -> None:
     rng = np.random.default_rng(4)
     w_NK = rng.normal(size=(40, 128)).astype(F32)
-    weight = PackedRows.of(quantize(w_NK, scheme, default_group_size(scheme)))
+    group_size = default_group_size(scheme) if isinstance(scheme, Scheme) else 32
+    weight = PackedRows.of(coded(w_NK, scheme, group_size))
     if compiled.path == "scalar":  # there the product is the system's, which promises nothing of the kind
         assert not hasattr(compiled._dll, "packed_product_scalar")
         return
@@ -168,10 +181,10 @@ def test_packed_product_of_a_token_does_not_depend_on_its_batch(
 
 @pytest.mark.parametrize(("scheme", "group_size", "shape"), PACKED)
 def test_product_of_a_token_has_codes_values_and_bias_wherever_it_is_cut(
-    path: str, scheme: Scheme, group_size: int, shape: tuple[int, int]
+    path: str, scheme: Scheme | str, group_size: int, shape: tuple[int, int]
 ) -> None:
     rng = np.random.default_rng(5)
-    tensor = quantize(rng.normal(size=shape).astype(F32), scheme, group_size)
+    tensor = coded(rng.normal(size=shape).astype(F32), scheme, group_size)
     flat = np.flatnonzero(rng.random(shape).reshape(-1) < 0.02)
     value_C = rng.normal(size=len(flat)).astype(F32)
     w_NK = dequantize(tensor).astype(np.float64)

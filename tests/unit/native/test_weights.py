@@ -13,7 +13,7 @@ from permille.native.sparse import SparseRows, decode_at, decode_tile
 from permille.native.weights import PackedRows
 from permille.quantization import dequantize, quantize, quantize_sparse
 from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
-from tests.unit.package.tiny import pruned
+from tests.unit.package.tiny import kept, pruned
 
 # Odd columns, groups that end within a row, rows that begin within a byte or a block
 CASES = [
@@ -27,20 +27,26 @@ CASES = [
     (Scheme.INT8, 128, (24, 384)),
     (Scheme.SQUEEZELLM, 0, (37, 191)),
     (Scheme.SQUEEZELLM, 0, (24, 256)),
+    ("Q8_0", 32, (37, 96)),
+    ("Q4_0", 32, (37, 96)),
+    ("Q4_1", 32, (37, 96)),
 ]
 
 
-def quantized(scheme: Scheme, group_size: int, shape: tuple[int, int]) -> QuantizedTensor:
+def quantized(scheme: Scheme | str, group_size: int, shape: tuple[int, int]) -> QuantizedTensor:
     """A seeded weight with a group of zeros and one of large values."""
     w_NK = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    w_NK[shape[0] // 2] *= 1e3 if scheme is Scheme.SQUEEZELLM else 1e30  # code books are float16
+    # Code books and scales of blocks are float16.
+    w_NK[shape[0] // 2] *= 1e30 if scheme in (Scheme.NF4, Scheme.INT4, Scheme.INT8) else 1e3
     w_NK[-1] = 0
+    if not isinstance(scheme, Scheme):
+        return kept(w_NK, scheme)
     return quantize(w_NK, scheme, group_size)
 
 
 @pytest.mark.parametrize(("scheme", "group_size", "shape"), CASES)
 def test_rows_are_the_quantizers_bits(
-    path: str, scheme: Scheme, group_size: int, shape: tuple[int, int]
+    path: str, scheme: Scheme | str, group_size: int, shape: tuple[int, int]
 ) -> None:
     tensor = quantized(scheme, group_size, shape)
     expected_NK = dequantize(tensor)
@@ -53,7 +59,9 @@ def test_rows_are_the_quantizers_bits(
 
 
 @pytest.mark.parametrize(("scheme", "group_size", "shape"), CASES)
-def test_decoded_at_picks_single_weights(scheme: Scheme, group_size: int, shape: tuple[int, int]) -> None:
+def test_decoded_at_picks_single_weights(
+    scheme: Scheme | str, group_size: int, shape: tuple[int, int]
+) -> None:
     tensor = quantized(scheme, group_size, shape)
     flat = np.arange(0, shape[0] * shape[1], 3, dtype=np.uint32)
     found = weights.decoded_at(PackedRows.of(tensor), flat)

@@ -20,10 +20,11 @@ from permille.package.manifest import Manifest, Quantization, decimal_text
 from permille.package.reader import Package, verify_package
 from permille.package.safetensors_io import SafetensorsWriter
 from permille.quantization import default_group_size, dequantize, quantize
+from permille.quantization.gguf_blocks import TYPES, blocks_of, type_name
 from permille.quantization.types import SPARSE_SCHEMES, QuantizedTensor, Scheme, SparseTensor, Sparsity
 from permille.tensors import RawTensor
 from tests.packages import MemoryModel
-from tests.unit.package.tiny import LLAMA, as_dtype, write_tiny
+from tests.unit.package.tiny import LLAMA, WIDE, as_dtype, kept, write_tiny
 
 ODD = LLAMA | {"hidden_size": 9, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}
 
@@ -35,7 +36,7 @@ def blobs(tmp_path: Path) -> BlobFolder:
     return BlobFolder(tmp_path)
 
 
-@pytest.mark.parametrize("scheme", list(Scheme))
+@pytest.mark.parametrize("scheme", [each for each in Scheme if each is not Scheme.SOURCE])
 @pytest.mark.parametrize(("dtype", "config"), [("F32", LLAMA), ("BF16", LLAMA), ("F16", ODD)])
 def test_everything_comes_back_bit_for_bit(
     blobs: BlobFolder, scheme: Scheme, dtype: str, config: dict[str, object]
@@ -64,6 +65,19 @@ def test_everything_comes_back_bit_for_bit(
     assert package.config == clean_config(config)
     assert (package.k, package.counts) == (5 * len(scoped), (5,) * len(scoped))
     assert package.file("LICENSE").startswith(b"Anybody")
+
+
+def test_codes_of_a_file_come_back_bit_for_bit(blobs: BlobFolder) -> None:
+    tiny = write_tiny(blobs, config=WIDE, scheme=Scheme.SOURCE)
+    package = verify_package(blobs, tiny.digest)
+    for number, info in enumerate(package.manifest.tensors):
+        name = TYPES[number % len(TYPES)]
+        expected = kept(tiny.weights[info.name].float32(), name)
+        found = package.quantized(info.name)
+        assert isinstance(found, QuantizedTensor)
+        assert type_name(found) == name
+        assert np.array_equal(blocks_of(found), blocks_of(expected))
+        assert np.array_equal(dequantize(found), dequantize(expected))
 
 
 def test_the_same_inputs_give_the_same_digest_anywhere(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType, quantize
 from numpy.typing import NDArray
 
 from permille.choices import Embeddings
@@ -13,7 +14,8 @@ from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter, ChosenMask, pack_model
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
-from permille.quantization.types import Scheme, Sparsity
+from permille.quantization.gguf_blocks import TYPES, codes_of
+from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
 from permille.tensors import RawTensor
 from tests.packages import MemoryModel
 
@@ -31,6 +33,10 @@ LLAMA: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+
+
+WIDE = LLAMA | {"intermediate_size": 64}
+"""Rows that blocks of 32 fill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +86,11 @@ def pruned(w_NK: NDArray[np.float32], sparsity: Sparsity) -> NDArray[np.float32]
     return w_GS.reshape(w_NK.shape)
 
 
+def kept(w_NK: NDArray[np.float32], name: str) -> QuantizedTensor:
+    """A weight in a GGUF file's type, as scheme `source` keeps it."""
+    return codes_of(quantize(w_NK, GGMLQuantizationType[name]), w_NK.shape[1])
+
+
 def write_tiny(
     blobs: BlobFolder,
     *,
@@ -94,21 +105,33 @@ def write_tiny(
 ) -> Tiny:
     """Write a package of random weights and a random mask, or an adapter.
 
-    With a sparsity half of the linear weights are zero, and the mask is of others.
+    With a sparsity half of the linear weights are zero, and the mask is of others. Of scheme `source` the
+    linears are in the kept types in turn.
     """
     weights = random_weights(config, seed=seed, dtype=dtype)
+    names = [name for name, _ in scoped_tensors(config)]
+
+    def codes(name: str) -> QuantizedTensor:
+        return kept(weights[name].float32(), TYPES[names.index(name) % len(TYPES)])
+
     mask = random_mask(config, seed=mask_seed)
     if sparsity is not None:
         for name, _ in scoped_tensors(config):
             w_NK = pruned(weights[name].float32(), sparsity)
             weights[name] = as_dtype(name, w_NK, dtype)
-            kept = np.flatnonzero(w_NK)
-            mask[name] = kept[:: len(kept) // 5][:5].astype(np.uint32)
+            others = np.flatnonzero(w_NK)
+            mask[name] = others[:: len(others) // 5][:5].astype(np.uint32)
     license_text = b"Anybody may do anything with these random numbers.\n"
     model = MemoryModel(config=config, tensors=weights, files={"LICENSE": license_text})
     chosen = ChosenMask(indices=mask, method="random", density="0.004")
     digest = pack_model(
-        blobs, model, adapter or chosen, scheme, embeddings=embeddings, provenance={"seed": seed}
+        blobs,
+        model,
+        adapter or chosen,
+        scheme,
+        embeddings=embeddings,
+        codes=codes if scheme is Scheme.SOURCE else None,
+        provenance={"seed": seed},
     )
     manifest = Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES))
     return Tiny(blobs=blobs, digest=digest, manifest=manifest, weights=weights, mask=mask)

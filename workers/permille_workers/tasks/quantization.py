@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from permille.schemas.quantizations import (
     CodeBooks,
     Int8,
     QuantizationCreate,
+    Source,
     SqueezeLLM,
 )
 from permille.sensitivity.plots import error_picture
@@ -42,6 +44,9 @@ from permille_workers.tasks.sources import (
     open_model,
     versions,
 )
+
+if TYPE_CHECKING:
+    from permille.models.gguf.codes import KeptModel
 
 _QUANTIZED = 0.6  # of the time, where there is text to measure on
 _EVALUATION_SEED = 0
@@ -68,7 +73,7 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     if how.name is Scheme.SQUEEZELLM:
         coded = replace(coded, tensors=lambda: _stored(context, model.checkpoint, dense, how))
     context.progress(_QUANTIZED, "writing the plain layer")
-    plain = write_plain(context.blobs, plain_tensors(model.checkpoint, options.embeddings))
+    plain = write_plain(context.blobs, plain_tensors(_kept(model) or model.checkpoint, options.embeddings))
     summary = errors.summary()
     provenance: dict[str, JSON] = {
         "model": model.provenance,
@@ -102,7 +107,7 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
 
 def _sparsity(checkpoint: Checkpoint, options: AnyOptions) -> str | None:
     """The sparsity that was asked for, or what fits the model; of calibrated codes and int8 none."""
-    if isinstance(options, AutoRound | Int8):
+    if isinstance(options, AutoRound | Int8 | Source):
         return None
     if not isinstance(options, CodeBooks) and options.sparsity is not None:
         return None if options.sparsity == "none" else Sparsity(options.sparsity).value
@@ -123,6 +128,8 @@ def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Q
         return code_books(context, model, options, how)
     if isinstance(options, AutoRound):
         return calibrated_codes(context, checkpoint, options)
+    if isinstance(options, Source):
+        return _source_codes(model)
 
     def nearest() -> Tensors:
         for name, _ in scoped_tensors(checkpoint.config):
@@ -136,6 +143,30 @@ def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Q
     if device != "cpu" and how.name is Scheme.NF4 and how.sparsity is None:
         return Codes(tensors=on_device, provenance={"versions": versions("bitsandbytes")})
     return Codes(tensors=nearest, provenance={"versions": versions()})
+
+
+def _source_codes(model: SourceModel) -> Codes:
+    """The codes of the model's file. Raises InputError: there is none, or it has others."""
+    kept = _kept(model)
+    if kept is None:
+        raise InputError(
+            "Scheme source keeps the codes of a GGUF file, and this model has none. Add the model with "
+            "--gguf, or choose another scheme."
+        )
+    kept.check_codes()
+    names = [name for name, _ in scoped_tensors(kept.config)]
+    return Codes(
+        tensors=lambda: ((name, kept.codes(name)) for name in names), provenance={"versions": versions()}
+    )
+
+
+def _kept(model: SourceModel) -> "KeptModel | None":
+    """The model beside its GGUF file; None: it was made of none."""
+    if model.gguf is None:
+        return None
+    from permille.models.gguf.codes import KeptModel
+
+    return KeptModel(model.checkpoint, model.gguf)
 
 
 def quantize_nf4(w_NK: NDArray[np.float32], device: str, *, name: str = "weight") -> QuantizedTensor:

@@ -44,11 +44,16 @@ _CORPUS_SOURCE: TypeAdapter[FileCorpus | StreamedCorpus] = TypeAdapter(CorpusSou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceModel:
-    """A registered model whose files were checked."""
+    """A registered model whose files were checked.
+
+    Attributes:
+        gguf: the file that the checkpoint was made of; None: of none.
+    """
 
     id: str
     checkpoint: Checkpoint
     provenance: dict[str, JSON]
+    gguf: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +117,12 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
         facts = model_facts(checkpoint, digest)
         with context.db.write() as session:
             inputs.record_facts(session, tenant_id=tenant_id, model_id=model_id, facts=facts)
-    return SourceModel(id=model_id, checkpoint=checkpoint, provenance={**provenance, "digest": digest})
+    return SourceModel(
+        id=model_id,
+        checkpoint=checkpoint,
+        provenance={**provenance, "digest": digest},
+        gguf=resolve_inside(root, ref.path, what="file") if isinstance(ref, GgufRef) else None,
+    )
 
 
 def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:

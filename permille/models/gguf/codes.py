@@ -1,0 +1,77 @@
+"""A converted model beside the file that it was made of: what the file has in codes is taken from there.
+
+model = KeptModel(Checkpoint(folder), Path("model.gguf"))
+model.codes("model.layers.0.mlp.up_proj.weight")
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gguf import GGMLQuantizationType
+
+from permille.models.checkpoint import Checkpoint
+from permille.models.families import scoped_tensors, table_names
+from permille.models.gguf.config import GgufModel, read_model
+from permille.models.gguf.file import GgufFile
+from permille.quantization.gguf_blocks import TYPES, codes_of
+from permille.quantization.types import QuantizedTensor
+from permille.tensors import Q8_0, RawTensor
+
+
+class KeptModel:
+    """A model as `permille.package.build` takes it, whose embedding and head in Q8_0 stay in codes."""
+
+    def __init__(self, checkpoint: Checkpoint, path: Path) -> None:
+        """`path`: the file that the checkpoint's folder was made of.
+
+        Raises:
+            InputError: as `read_model`.
+        """
+        self._checkpoint = checkpoint
+        self._model = read_model(GgufFile(path))
+        self._tables = frozenset(table_names(checkpoint.config))
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Its `config.json`."""
+        return self._checkpoint.config
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors."""
+        return self._checkpoint.names
+
+    def raw(self, name: str) -> RawTensor:
+        """Return a tensor of the folder, float32; embedding and head in Q8_0 as the file has them."""
+        if name not in self._tables or self._model.type(name) is not GGMLQuantizationType.Q8_0:
+            return self._checkpoint.raw(name)
+        data = self._model.raw(name).reshape(-1)
+        return RawTensor(name=name, dtype=Q8_0, shape=self._checkpoint.shape(name), data=data)
+
+    def file(self, name: str, *, limit: int) -> bytes | None:
+        """Return a small file's bytes; None where the folder has none."""
+        return self._checkpoint.file(name, limit=limit)
+
+    def check_codes(self) -> None:
+        """Refuse a file of which a linear is in another type than scheme `source` keeps (InputError)."""
+        check_kept(self._model)
+
+    def codes(self, name: str) -> QuantizedTensor:
+        """Return the codes of a linear, bit for bit, its rows in our order.
+
+        Raises:
+            InputError: a type that is not kept, or scales that are not finite.
+        """
+        return codes_of(self._model.raw(name), self._checkpoint.shape(name)[1])
+
+
+def check_kept(model: GgufModel) -> None:
+    """Refuse a file of which a linear is in another type than scheme `source` keeps (InputError)."""
+    for name, _ in scoped_tensors(model.config):
+        kind = model.type(name).name
+        if kind not in TYPES:
+            raise model.file.refused(
+                f"has {model.names[name]!r} as {kind}. Scheme source keeps {', '.join(TYPES)} alone: choose "
+                "--scheme nf4"
+            )

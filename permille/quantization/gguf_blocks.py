@@ -1,0 +1,92 @@
+"""Scheme `source`: the codes of a GGUF file as they are, in groups of 32 along a row (FORMAT 4.2).
+
+    Q8_0    w' = d * q          q from -128 to 127
+    Q4_0    w' = d * (q - 8)    q from 0 to 15
+    Q4_1    w' = d * q + m      q from 0 to 15
+
+`d` and `m` are float16 of either sign, so `d * q` is exact in float32 and a weight is rounded at most once.
+A block of a file is `d`, of Q4_1 `m`, and the codes. Of four bits the low halves of its 16 bytes are the
+first 16 codes and the high halves the others; here neighbours share a byte, as in all schemes.
+
+# Legend: N, K = rows and columns; G = K / 32; R = bytes of a row; B = blocks; S = 32; P = bytes of codes.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.errors import InputError
+from permille.quantization.source import check_quantized, decoded_rows, pack, unpack
+from permille.quantization.types import QuantizedTensor, Scheme
+
+GROUP_SIZE = 32
+_HALF = GROUP_SIZE // 2
+_NAMES = {34: "Q8_0", 18: "Q4_0", 20: "Q4_1"}  # by bytes of a block
+TYPES = tuple(_NAMES.values())
+"""The types of a GGUF file that are kept."""
+
+
+def type_name(tensor: QuantizedTensor) -> str:
+    """Return the name of the GGUF type that a tensor's codes are of."""
+    if tensor.bits == 8:
+        return "Q8_0"
+    return "Q4_0" if tensor.minima is None else "Q4_1"
+
+
+def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
+    """Take the blocks of a matrix apart.
+
+    Args:
+        block_NR: whole blocks of one of `TYPES`, row by row.
+
+    Raises:
+        InputError: blocks of another size, or scales that are not finite.
+    """
+    rows, size = block_NR.shape
+    kind = _NAMES.get(size * GROUP_SIZE // columns) if columns % GROUP_SIZE == 0 else None
+    if kind is None:
+        raise InputError(f"Rows of {columns} weights in {size} bytes are none of {', '.join(TYPES)}.")
+    block_BP = block_NR.reshape(rows * columns // GROUP_SIZE, -1)
+    heads = 2 if kind == "Q4_1" else 1
+    half_BH = np.ascontiguousarray(block_BP[:, : 2 * heads]).view("<f2").astype(np.float32)
+    if not np.isfinite(half_BH).all():
+        raise InputError("The blocks have scales that are not finite.")
+    code_BP = np.ascontiguousarray(block_BP[:, 2 * heads :])
+    if kind != "Q8_0":
+        code_BP = pack(np.concatenate([code_BP & 15, code_BP >> 4], axis=1).reshape(-1))
+    shape = (rows, columns // GROUP_SIZE)
+    return QuantizedTensor(
+        scheme=Scheme.SOURCE,
+        shape=(rows, columns),
+        group_size=GROUP_SIZE,
+        packed=code_BP.reshape(-1),
+        scales=np.ascontiguousarray(half_BH[:, 0]).reshape(shape),
+        minima=np.ascontiguousarray(half_BH[:, 1]).reshape(shape) if heads == 2 else None,
+    )
+
+
+def blocks_of(tensor: QuantizedTensor) -> NDArray[np.uint8]:
+    """Put blocks together again, bit for bit those that `codes_of` was given: uint8 [N, R]."""
+    heads = [tensor.scales] if tensor.minima is None else [tensor.scales, tensor.minima]
+    half_BH = np.stack([head.reshape(-1) for head in heads], axis=1).astype("<f2")
+    code_BP = tensor.packed.reshape(len(half_BH), -1)
+    if tensor.bits == 4:
+        code_BS = unpack(tensor.packed, tensor.packed.size * 2).reshape(len(half_BH), GROUP_SIZE)
+        code_BP = code_BS[:, :_HALF] | code_BS[:, _HALF:] << np.uint8(4)
+    return np.concatenate([half_BH.view(np.uint8), code_BP], axis=1).reshape(tensor.shape[0], -1)
+
+
+def dequantize(tensor: QuantizedTensor) -> NDArray[np.float32]:
+    """Return the weight [N, K], bit for bit what `gguf.quants.dequantize` makes of the blocks."""
+    check_quantized(tensor)
+
+    def spread(head_NG: NDArray[np.float32], chunk: slice) -> NDArray[np.float32]:
+        return np.repeat(head_NG[chunk], GROUP_SIZE, axis=1)
+
+    def decode(chunk: slice, codes_RK: NDArray[np.uint8]) -> NDArray[np.float32]:
+        if tensor.bits == 8:
+            return codes_RK.view(np.int8) * spread(tensor.scales, chunk)
+        if tensor.minima is None:
+            return (codes_RK.view(np.int8) - np.int8(8)) * spread(tensor.scales, chunk)
+        return codes_RK * spread(tensor.scales, chunk) + spread(tensor.minima, chunk)
+
+    return decoded_rows(tensor, decode)

@@ -1,0 +1,14 @@
+"""A few hundred forged GGUF files of the ten-minute fuzzer, the same ones each time."""
+
+from pathlib import Path
+
+from tests.attacks.fuzz_gguf import GgufFuzzer
+
+
+def test_no_forged_file_crashes_the_reader(tmp_path: Path) -> None:
+    fuzzer = GgufFuzzer(tmp_path, seed=2024)
+    for number in range(150):
+        fuzzer.attempt(number)
+    outcomes = fuzzer.tally.codes
+    assert outcomes["refused"] > 50
+    assert outcomes["converted"] > 5
