@@ -25,6 +25,7 @@ from permille.schemas.inputs import Corpus, Model
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
 from permille.schemas.releases import Release
+from permille.schemas.rollouts import DeviceGroup
 from permille.store import artifacts, audit, inputs, tables
 from permille.store.database import now
 from permille.store.errors import ChangedError, ConflictError
@@ -61,6 +62,7 @@ _REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
     Corpus: tables.Corpus,
     TokenSecret: tables.OperatorToken,
     Invitation: tables.Invitation,
+    DeviceGroup: tables.DeviceGroup,
 }
 """Where the rows are that answers name by `id`, of the kinds that are ever removed or revoked."""
 

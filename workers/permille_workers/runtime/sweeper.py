@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 
 from permille.errors import PermilleError
 from permille.package.blobs import BlobFolder
-from permille.store import devices, uploads
+from permille.store import devices, rollouts, uploads
 from permille.store.database import Database
 from permille.store.federations import rounds
 from permille.store.jobs import claims
@@ -70,6 +70,7 @@ class Sweeper:
             _log.info("swept expired leases: %s", report)
         rounds.sweep(self.db)  # workers are told of the jobs that this adds by what follows
         self._resend()
+        rollouts.sweep(self.db)
         with self.db.write() as session:
             devices.purge_expired(session)
             note_worker(session, name=self.name, exports=find_spec("executorch") is not None)
