@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 from permille.fleet.offer import MAX_MEMBERS, ReportCode, RolloutState
 from permille.fleet.rollouts import MAX_DIFFERENCE, Reason, Rules
 from permille.schemas.devices import AgentVersion
-from permille.schemas.fields import Closed, Count, Finite, Id, Name, Positive, Timestamp, WholeNumber
+from permille.schemas.fields import Closed, Count, Finite, Flag, Id, Name, Positive, Timestamp, WholeNumber
 from permille.schemas.releases import Version
 from permille.schemas.runs import EngineName
 
@@ -77,11 +77,11 @@ class OnStop(StrEnum):
 class RolloutRules(Closed):
     """When a wave may end, and what stops a rollout."""
 
-    waves: list[Wave] = Field(
+    waves: Annotated[list[Wave], Flag("--wave")] = Field(
         default=list(_DEFAULT.waves),
         min_length=1,
         max_length=MAX_WAVES,
-        description="percentages of the group that have the version in each wave, growing to 100",
+        description="percentage of the group that has the version from this wave on; repeat, up to 100",
     )
     min_reports: Positive = Field(
         default=_DEFAULT.min_reports, description="of a wave's devices, before the next one opens"

@@ -31,6 +31,10 @@ _ERRORS: Mapping[str, type[PermilleError]] = {
 }
 
 
+class ChildDiedError(RetryableError):
+    """The training process ended without an answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest:
     """What the daemon asks for. It is the same on every try, so that a run is resumed; `engine` is a name."""
@@ -84,7 +88,7 @@ def train_in_child(
 
     Raises:
         PermilleError: what the child raised.
-        RetryableError: the child died without an answer.
+        ChildDiedError: the child died without an answer.
     """
     command = [sys.executable, "-P", "-m", "permille_agent.daemon.training_child"]
     if isinstance(request, RoundRequest):
@@ -95,7 +99,7 @@ def train_in_child(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         answer = _supervise(child, line, keep_going)
     if child.returncode != 0 or not answer:
-        raise RetryableError(f"expected an answer of the training process, it ended with {child.returncode}")
+        raise ChildDiedError(f"expected an answer of the training process, it ended with {child.returncode}")
     return _read_answer(answer)
 
 

@@ -19,6 +19,7 @@ from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.federations import federations
 from permille_service.cli.output import make_output, print_json
+from permille_service.cli.rollouts import groups, rollouts
 from permille_service.cli.session import Place
 from permille_service.cli.tables import figures_of, table_of
 from permille_service.cli.trust import trust
@@ -177,6 +178,8 @@ app.add_typer(fleet.devices, name="devices")
 app.add_typer(fleet.runs, name="runs")
 fleet.add_fleet(app)
 app.add_typer(federations, name="federations")
+app.add_typer(groups, name="groups")
+app.add_typer(rollouts, name="rollouts")
 app.add_typer(fleet.tokens, name="tokens")
 app.add_typer(fleet.tenants, name="tenants")
 app.add_typer(fleet.audit, name="audit")
