@@ -23,7 +23,9 @@ def moments() -> list[datetime]:
 
 @pytest.fixture
 def api(tmp_path: Path, moments: list[datetime]) -> Iterator[Api]:
-    with running_api(tmp_path, clock=lambda: moments[0], sign_ins_per_minute=10_000) as made:
+    with running_api(
+        tmp_path, clock=lambda: moments[0], sign_ins_per_minute=10_000, metrics_token="scraper"
+    ) as made:
         made.publish(made.package())
         body = {"name": "tiny", "package_digest": made.package(seed=1).digest}
         assert made.post("/v1/releases", body).status_code == 201
@@ -286,3 +288,26 @@ def test_a_poll_of_a_device_takes_two_statements(api: Api) -> None:
     start(api)
     api.get("/v1/trust/metadata/timestamp.json", token)
     assert api.statements("/v1/trust/metadata/timestamp.json", token) <= 2
+
+
+def test_the_page_shows_the_funnel_and_why_it_stopped(api: Api, moments: list[datetime]) -> None:
+    devices = fleet(api, 30)
+    made = start(api)
+    assert "No rollouts yet" not in page(api, "/ui/rollouts")
+    for token in in_wave(made["id"], devices, 50)[:4]:
+        report(api, made["id"], token, code="integrity", damage="blob-digest")
+    sweep(api, moments, 1)
+    shown = page(api, f"/ui/rollouts/{made['id']}")
+    assert "Stopped by integrity." in shown and "50 %" in shown
+    api.client.cookies.clear()
+    figures = api.client.get("/metrics", headers=api.auth("scraper")).text
+    assert 'permille_rollouts{state="paused"} 1.0' in figures
+    assert "permille_rollouts_halted 1.0" in figures
+
+
+def page(api: Api, path: str) -> str:
+    origin = {"Sec-Fetch-Site": "same-origin"}
+    api.client.post("/ui/sign-in", data={"token": api.token}, headers=origin)
+    answer = api.client.get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.text
