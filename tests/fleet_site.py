@@ -91,7 +91,7 @@ def add_rollout(session: Session, *, tenant_id: str, seed: int = 0) -> str:
         )
     )
     session.flush()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for device_id in ids[: len(ids) // 5]:
         wave = 0 if len(rows) < len(ids) * waves[0] // 100 else 1
         code = rng.choices(("ok", "crash", "silent", None), (90, 1, 2, 7))[0]

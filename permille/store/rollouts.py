@@ -154,7 +154,7 @@ def unsigned(session: Session, *, tenant_id: str) -> list[Rollout]:
 
 def offer_of(row: Rollout) -> Offer | None:
     """What is signed of a rollout; None where devices go by the alias alone."""
-    if row.state not in _LISTED:
+    if row.state not in _LISTED or row.opened_at is None:  # one that was stopped as a draft
         return None
     document: dict[str, Any] = {**_offer_fields(row, Choice()), "choice": row.choice}
     return Offer.parse(document)
@@ -304,24 +304,24 @@ def tally(session: Session, row: Rollout) -> Tally:
     codes, damage = Counter[ReportCode](), Counter[str]()
     by_code = select(RolloutReport.code, RolloutReport.damage, func.count()).where(ended)
     for code, what, count in session.execute(by_code.group_by(RolloutReport.code, RolloutReport.damage)):
-        codes[ReportCode(code)] += count
+        codes[ReportCode(str(code))] += count
         if code == ReportCode.INTEGRITY:
             damage[what or ""] += count
     sums = select(
         func.count(RolloutReport.worse),
         _count(RolloutReport.worse.is_(True)),
         func.count(value),
-        func.coalesce(func.sum(value), 0.0),
-        func.coalesce(func.sum(value * value), 0.0),
+        func.sum(value),
+        func.sum(value * value),
     ).where(ended)
-    judged, worse, *losses = session.execute(sums).one()
+    judged, worse, compared, total, squares = session.execute(sums).one()
     began, wave_ended, wave_ok, before = session.execute(_of_wave(row)).one()
     return Tally(
         codes=codes,
         damage=damage,
         judged=judged,
         worse=worse,
-        losses=Moments.of_sums(*losses),
+        losses=Moments.of_sums(compared, total or 0.0, squares or 0.0),
         general=_general(session, row, ended),
         wave_devices=row.wave_devices - before,
         wave_began=began,
@@ -349,17 +349,14 @@ def _general(session: Session, row: Rollout, ended: ColumnElement[bool]) -> Mome
     after, before = aliased(Run), aliased(Run)
     change = after.rise - before.rise
     query = (
-        select(
-            func.count(change),
-            func.coalesce(func.sum(change), 0),
-            func.coalesce(func.sum(change * change), 0),
-        )
+        select(func.count(change), func.sum(change), func.sum(change * change))
         .select_from(RolloutReport)
         .join(after, _newest(after, row, row.version))
         .join(before, _newest(before, row, row.before))
         .where(ended)
     )
-    return Moments.of_sums(*session.execute(query).one())
+    n, total, squares = session.execute(query).one()
+    return Moments.of_sums(n, total or 0.0, squares or 0.0)
 
 
 def _newest(run: Any, row: Rollout, version: int) -> ColumnElement[bool]:

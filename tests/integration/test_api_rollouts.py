@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tuf.api.metadata import Metadata, Targets
+from tuf.api.metadata import Snapshot, Targets, Timestamp
 
 from permille.fleet.offer import Offer, RolloutState, place_of
 from permille.schemas.access import Role
 from permille.store import rollouts
+from permille.trust.metadata import parse
 from tests.api_service import Api, TestDevice, running_api
 
 RULES = {"waves": [50, 100], "min_reports": 2, "soak_s": 60, "deadline_s": 3600}
@@ -41,15 +42,15 @@ def start(api: Api, **changes: Any) -> dict[str, Any]:
 
 def signed(api: Api, token: str) -> Offer | None:
     """What a device reads of `tiny` and `stable` in the newest signed metadata."""
-    stamp = Metadata.from_bytes(api.get("/v1/trust/metadata/timestamp.json", token).content).signed
-    number = stamp.snapshot_meta.version
-    snapshot = Metadata.from_bytes(
-        api.get(f"/v1/trust/metadata/{number}.snapshot.json", token).content
-    ).signed
+
+    def file(name: str) -> bytes:
+        content: bytes = api.get(f"/v1/trust/metadata/{name}.json", token).content
+        return content
+
+    stamp = parse(Timestamp, file("timestamp")).signed
+    snapshot = parse(Snapshot, file(f"{stamp.snapshot_meta.version}.snapshot")).signed
     version = snapshot.meta["rollouts.json"].version
-    file = api.get(f"/v1/trust/metadata/{version}.rollouts.json", token).content
-    targets: Targets = Metadata.from_bytes(file).signed
-    target = targets.targets.get("rollouts/tiny/stable.json")
+    target = parse(Targets, file(f"{version}.rollouts")).signed.targets.get("rollouts/tiny/stable.json")
     return None if target is None else Offer.parse(target.custom)
 
 
@@ -204,8 +205,16 @@ def test_operators_pause_resume_stop_and_revert(api: Api) -> None:
     assert device.id
 
 
+def test_a_draft_may_be_stopped_and_is_signed_nowhere(api: Api) -> None:
+    _, token = fleet(api, 1)[0]
+    made = start(api, draft=True)
+    assert api.post(f"/v1/rollouts/{made['id']}/stop").json()["state"] == "stopped"
+    assert signed(api, token) is None
+    assert start(api)["state"] == "running", "the next one may begin"
+
+
 def test_what_cannot_be_rolled_out_is_refused(api: Api) -> None:
-    refused = {
+    refused: dict[int, dict[str, Any]] = {
         409: {"version": 1},
         404: {"version": 9},
         422: {"rules": {"waves": [10, 5, 100]}},

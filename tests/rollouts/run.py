@@ -56,6 +56,7 @@ DAY_S = 86_400.0
 DEADLINE_S = 120
 THREADS = 8
 MOST_PASSES = 30
+_TRIES = 30
 _here = threading.local()
 
 
@@ -76,24 +77,25 @@ class Device:
     said: dict[str, str] = field(default_factory=dict)
 
     def visit(self, url: str, digest: str, rng: random.Random) -> None:
-        """Poll as the agent does; train, and poll again where that ended."""
-        if self.is_gone:
-            return
+        """Poll as the agent does; train, and poll again where that ended, or where the service was down."""
         _here.device, _here.digest = self, digest
         self.api.connection = _connection(url)
         enrolment, _ = require_enrolment(self.home)
-        try:
-            for _ in range(2 * MAX_ATTEMPTS):
-                try:
-                    pull(self.home, self.api, enrolment, now_s=self.now_s)
-                except OperatorError:
-                    self.now_s += DAY_S
-                if not self._train(rng):
-                    break
-        except _DiedError:
-            self.is_gone = True
-        except RetryableError:
-            self.api.connection = _connection(url, fresh=True)
+        tries = 0
+        while not self.is_gone and tries < _TRIES:
+            tries += 1
+            try:
+                pull(self.home, self.api, enrolment, now_s=self.now_s)
+            except OperatorError:
+                self.now_s += DAY_S
+            except RetryableError:
+                time.sleep(2)
+                self.api.connection = _connection(url, fresh=True)
+                continue
+            except _DiedError:
+                self.is_gone = True
+            if not self._train(rng):
+                break
         part = read_standing(self.home).part
         if part is not None and part.told and part.code is not None:
             self.said[part.rollout] = str(part.code)

@@ -47,7 +47,8 @@ def test_a_record_comes_back_as_it_was_written() -> None:
 def test_what_is_no_record_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="record of a rollout"):
         Offer.parse({**OFFER.to_document(), **change})
-    for document in (None, 3, [], {}):
+    others: list[object] = [None, 3, [], {}]
+    for document in others:
         with pytest.raises(InputError):
             Offer.parse(document)
 

@@ -115,14 +115,14 @@ def test_a_look_is_taken_once_and_each_is_stricter() -> None:
     assert advance(standing(), RULES, three, BEGIN).reason is None
 
 
-def test_a_mean_that_surely_rose_stops() -> None:
-    rise = Moments(n=40, mean=0.03, deviation=0.02)
-    for part, reason in (("losses", Reason.LOSS), ("general", Reason.GENERAL)):
-        tally = Tally(codes={ReportCode.OK: 40}, judged=40, **{part: rise})
-        found = advance(standing(), RULES, tally, BEGIN).reason
-        assert found is (reason if part == "losses" else None), "0.03 is not surely above 0.02"
-        tally = replace(tally, **{part: replace(rise, mean=0.05)})
-        assert advance(standing(), RULES, tally, BEGIN).reason is reason
+@pytest.mark.parametrize(("mean", "loss", "general"), [(0.03, True, False), (0.05, True, True)])
+def test_a_mean_that_surely_rose_stops(mean: float, loss: bool, general: bool) -> None:
+    """0.03 is surely above the limit of losses, and not surely above that of general text."""
+    rise, tally = Moments(n=40, mean=mean, deviation=0.02), Tally(codes={ReportCode.OK: 40}, judged=40)
+    found = advance(standing(), RULES, replace(tally, losses=rise), BEGIN).reason
+    assert found is (Reason.LOSS if loss else None)
+    found = advance(standing(), RULES, replace(tally, general=rise), BEGIN).reason
+    assert found is (Reason.GENERAL if general else None)
 
 
 def test_moments_are_those_of_the_values() -> None:

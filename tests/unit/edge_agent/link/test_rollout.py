@@ -14,6 +14,7 @@ from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from permille_agent.link import install as install_module
 from permille_agent.link import pull as pull_module
+from permille_agent.link import rollout as module
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.pull import pull
@@ -28,6 +29,7 @@ from permille_agent.link.rollout import (
 from permille_agent.state.choices import add_references
 from permille_agent.state.home import Home
 from permille_agent.state.models import installed_release
+from permille_agent.training.decision import Decision
 from tests.device_service import DeviceService, Fault
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import device_at, user_text
@@ -241,8 +243,6 @@ def test_the_retrained_model_is_compared_with_the_one_before(tmp_path: Path) -> 
     first = device.train()
     assert first.outcome in (Outcome.ADOPTED, Outcome.KEPT_BASE)
     before = installed_release(device.home)
-    from permille_agent.link import rollout as module
-
     losses = module._losses_of(module._newest_run(device.home, before.manifest_digest))  # type: ignore[union-attr]
     assert losses is not None
     device.install(2, seed=1)
@@ -253,7 +253,7 @@ def test_the_retrained_model_is_compared_with_the_one_before(tmp_path: Path) -> 
     assert run is not None
     difference = difference_of(run, part)
     assert difference is not None and abs(difference) < 1.0
-    decision = run.load("decision", module.Decision)
+    decision = run.load("decision", Decision)
     assert decision is not None
     if decision.against_active is not None:
         assert difference == -decision.against_active.improvement
