@@ -150,6 +150,11 @@ class Step:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
+def look_at(looks: int) -> int:
+    """Return at how many reports the next look is taken, after so many looks."""
+    return FIRST_LOOK * 2**looks
+
+
 def advance(standing: Standing, rules: Rules, tally: Tally, now: datetime) -> Step:
     """Decide on a running rollout; call it as often as you like.
 
@@ -163,7 +168,7 @@ def advance(standing: Standing, rules: Rules, tally: Tally, now: datetime) -> St
     count = max(tally.damage.values(), default=0)
     if count >= SAME_CODE:
         return _halt(standing, Reason.INTEGRITY, {"devices": count, "reports": tally.ended})
-    while tally.ended >= FIRST_LOOK * 2**looks:
+    while tally.ended >= look_at(looks):
         looks += 1
     if looks > standing.looks and (found := _look(tally, rules, ALPHA / 2**looks / _TESTS)) is not None:
         reason, numbers = found

@@ -12,7 +12,7 @@ from permille.fleet.offer import Offer, RolloutState, place_of
 from permille.schemas.access import Role
 from permille.store import rollouts
 from permille.trust.metadata import parse
-from tests.api_service import Api, TestDevice, running_api
+from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
 
 RULES = {"waves": [50, 100], "min_reports": 2, "soak_s": 60, "deadline_s": 3600}
 
@@ -184,6 +184,24 @@ def test_worse_models_stop_it_and_revert_is_a_new_version(api: Api, moments: lis
     assert meant["version"] == 3
     versions = api.get("/v1/releases").json()["items"]
     assert versions[0]["manifest_digest"] == versions[2]["manifest_digest"]
+
+
+def test_a_rise_of_the_general_loss_stops_it(api: Api, moments: list[datetime]) -> None:
+    devices = fleet(api, 24)
+    made = start(api, rules={**RULES, "waves": [100]})
+    for number, (_, token) in enumerate(devices):
+        assert report(api, made["id"], token, installed=True, code="ok") == 204
+        for version, loss in ((1, 3.01), (2, 3.08 + number / 1000)):
+            metrics = run_metrics(
+                release="tiny", version=version, general_loss_base=3.0, general_loss_personal=loss
+            )
+            answer = api.post("/v1/runs", {"run_id": new_run_id(), "metrics": metrics}, token)
+            assert answer.status_code == 201, answer.text
+    sweep(api, moments, 1)
+    found = show(api, made["id"])
+    assert (found["state"], found["reason"]) == ("paused", "general")
+    assert found["numbers"]["of"] == len(devices)
+    assert found["numbers"]["mean"] == pytest.approx(0.0815)
 
 
 def test_operators_pause_resume_stop_and_revert(api: Api) -> None:

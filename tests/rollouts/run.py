@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -298,6 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"enrolled {len(devices)} devices", flush=True)
             return _measured(site, devices, digests, pool, options)
         except PermilleError:
+            traceback.print_exc()
+            pool.shutdown(wait=False, cancel_futures=True)
             sys.stderr.write((folder / "up.log").read_text()[-4000:])
             raise
         finally:

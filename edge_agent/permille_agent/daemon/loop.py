@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -306,7 +307,7 @@ class Daemon:
         told = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
         log.warning("training: %s: %s", type(error).__name__, told)
         if isinstance(error, ChildDiedError):
-            with hold_lock(self._home, "run"):
+            with suppress(LockedError), hold_lock(self._home, "run"):
                 note_failure(self._home, error, now_s=self._world.now().timestamp(), is_crash=True)
         if isinstance(error, RetryableError):
             self._put_off(error)

@@ -41,6 +41,8 @@ from permille_agent.state.models import (
 )
 
 STALE_S = 3600.0
+# What an alias looks like that has moved since the metadata was read: the end of a rollout moves it.
+_MOVED = ("release-unlisted", "release-alias")
 
 Progress = Callable[[int, int], None]
 
@@ -104,7 +106,13 @@ def _pull(
 ) -> Pulled:
     """Install the version of a part in a rollout, else that of the alias."""
     blobs = BlobFolder(home.blobs)
-    release, target = _choose(api, trusted, enrolment, part)
+    try:
+        release, target = _choose(api, trusted, enrolment, part)
+    except PackageError as exc:
+        if part is not None or exc.code not in _MOVED:
+            raise
+        trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
+        release, target = _choose(api, trusted, enrolment, part)
     try:
         manifest = _fetch_manifest(home, trusted, blobs, target, release.manifest_digest)
         plan = check_plan(

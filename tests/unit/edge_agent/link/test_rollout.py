@@ -11,6 +11,7 @@ from permille.errors import OperatorError, PackageError, RetryableError
 from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, member_digest, place_of
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
+from permille.schemas.releases import Release
 from permille.schemas.runs import Outcome
 from permille_agent.link import install as install_module
 from permille_agent.link import pull as pull_module
@@ -143,6 +144,21 @@ def test_a_halt_leaves_the_version_where_it_is_and_a_revert_takes_it_back(
     assert device.service.blob_bytes_sent == sent, "nothing is fetched again"
     assert read_standing(device.home).part is None
     assert not BlobFolder(device.home.blobs).has(second.digest)
+
+
+def test_an_alias_that_moves_while_a_device_polls_is_followed(
+    device: Device, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a rollout signs the version for the alias, and the alias moves with it."""
+    ask = DeviceApi.release
+
+    def move_first(api: DeviceApi, name: str, alias: str) -> Release:
+        monkeypatch.setattr(DeviceApi, "release", ask)
+        device.service.publish(package.digest, 3)
+        return ask(api, name, alias)
+
+    monkeypatch.setattr(DeviceApi, "release", move_first)
+    assert device.pull() == 3
 
 
 def test_an_older_halt_or_wave_is_not_believed_again(device: Device) -> None:
