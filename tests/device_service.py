@@ -26,7 +26,8 @@ from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
 from permille.schemas.devices import enrolment_message, token_message
-from permille.schemas.rollouts import FactsPut, RolloutReport
+from permille.schemas.fleet.groups import FactsPut
+from permille.schemas.fleet.rollouts import RolloutReport
 from permille.schemas.runs import RunMetrics
 from permille.trust.metadata import root_digest
 from permille.trust.repository import Repository

@@ -569,7 +569,7 @@ _UNENDED = text("state IN ('draft', 'running', 'paused')")
 
 
 class Rollout(Named):
-    """A version on its way to the devices of an alias; `permille.store.rollouts` changes these rows."""
+    """A version on its way to the devices of an alias; `permille.store.fleet.rollouts` changes these rows."""
 
     __tablename__ = "rollouts"
     noun = "rollout"

@@ -21,11 +21,11 @@ from sqlalchemy.orm import Session
 from permille.schemas.access import Role, TokenSecret
 from permille.schemas.devices import Invitation
 from permille.schemas.fields import Closed
+from permille.schemas.fleet.groups import DeviceGroup
 from permille.schemas.inputs import Corpus, Model
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
 from permille.schemas.releases import Release
-from permille.schemas.rollouts import DeviceGroup
 from permille.store import artifacts, audit, inputs, tables
 from permille.store.database import now
 from permille.store.errors import ChangedError, ConflictError

@@ -10,7 +10,7 @@ from tuf.api.metadata import Snapshot, Targets, Timestamp
 
 from permille.fleet.offer import Offer, RolloutState, place_of
 from permille.schemas.access import Role
-from permille.store import rollouts
+from permille.store.fleet import rollouts
 from permille.trust.metadata import parse
 from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
 

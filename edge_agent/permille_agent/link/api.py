@@ -37,7 +37,8 @@ from permille.files import write_atomic
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas import devices, releases, runs
 from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE, FederationOffer, RoundInvitation
-from permille.schemas.rollouts import FactsPut, RolloutReport
+from permille.schemas.fleet.groups import FactsPut
+from permille.schemas.fleet.rollouts import RolloutReport
 from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille_agent.link.client import (
     AccessRefusedError,

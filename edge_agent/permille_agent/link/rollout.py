@@ -18,7 +18,8 @@ from permille import __version__
 from permille.errors import InputError, OperatorError, PackageError, PermilleError
 from permille.fleet.offer import Facts, Offer, ReportCode, RolloutState
 from permille.fleet.rollouts import MAX_DIFFERENCE, WORSE_NATS
-from permille.schemas.rollouts import FactsPut, RolloutReport
+from permille.schemas.fleet.groups import FactsPut
+from permille.schemas.fleet.rollouts import RolloutReport
 from permille.schemas.runs import EngineName, Outcome
 from permille.trust.roles import rollout_path, target_path
 from permille_agent.daemon.policy import read_policy

@@ -19,12 +19,12 @@ from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.federations import federations
 from permille_service.cli.output import make_output, print_json
-from permille_service.cli.rollouts import groups, rollouts
 from permille_service.cli.session import Place
 from permille_service.cli.tables import figures_of, table_of
 from permille_service.cli.trust import trust
 from permille_service.cli.work import FIGURES, add_work, jobs
 from permille_service.personal.command import personalise
+from permille_service.rollouts.command import groups, rollouts
 
 EXIT_HELP = (
     "Exit codes: 0 done; 1 the job or the service failed; 2 wrong usage; 3 input refused; 4 not found; "

@@ -4,9 +4,11 @@ Which version it takes is signed (FORMAT 14), so no route tells that.
 """
 
 from permille.fleet.offer import Facts
+from permille.schemas.fleet.groups import FactsPut
+from permille.schemas.fleet.rollouts import RolloutReport
 from permille.schemas.problems import ProblemType
-from permille.schemas.rollouts import FactsPut, RolloutReport
-from permille.store import device_groups, rollouts, rows, tables
+from permille.store import rows, tables
+from permille.store.fleet import groups, rollouts
 from permille_service.access.principals import CallingDevice
 from permille_service.context import Served
 from permille_service.problems import PRIVATE, documented
@@ -26,7 +28,7 @@ def put_device_facts(body: FactsPut, service: Served, device: CallingDevice) -> 
         memory_bytes=body.memory_bytes,
     )
     with service.database.write() as session:
-        device_groups.put_facts(session, device_id=device.device_id, facts=facts)
+        groups.put_facts(session, device_id=device.device_id, facts=facts)
 
 
 @router.put(

@@ -5,18 +5,20 @@ from dataclasses import asdict
 
 from sqlalchemy.orm import Session
 
-from permille.schemas.rollouts import DeviceGroup, Rollout, RolloutRules, WaveFunnel
-from permille.store import device_groups, rollouts, tables
+from permille.schemas.fleet.groups import DeviceGroup
+from permille.schemas.fleet.rollouts import Rollout, RolloutRules, WaveFunnel
+from permille.store import tables
+from permille.store.fleet import groups, rollouts
 
 
-def present_group(row: tables.DeviceGroup, found: Iterable[device_groups.Candidate]) -> DeviceGroup:
+def present_group(row: tables.DeviceGroup, found: Iterable[groups.Candidate]) -> DeviceGroup:
     """What operators see of a group; `found`: the tenant's devices."""
-    rule = device_groups.rule_of(row)
+    rule = groups.rule_of(row)
     return DeviceGroup(
         id=row.id,
         name=row.name,
         rule=rule,
-        devices=len(device_groups.chosen(rule, found)),
+        devices=len(groups.chosen(rule, found)),
         created_at=row.created_at,
     )
 

@@ -6,16 +6,11 @@ from typing import Annotated
 from sqlalchemy.orm import Session
 
 from permille.schemas.fields import Page
+from permille.schemas.fleet.groups import DeviceGroup, DeviceTags, GroupCreate, TagsPut
+from permille.schemas.fleet.rollouts import Rollout, RolloutCreate
 from permille.schemas.problems import ProblemType
-from permille.schemas.rollouts import (
-    DeviceGroup,
-    DeviceTags,
-    GroupCreate,
-    Rollout,
-    RolloutCreate,
-    TagsPut,
-)
-from permille.store import device_groups, rollouts, rows, tables
+from permille.store import rows, tables
+from permille.store.fleet import groups, rollouts
 from permille.trust.repository import Repository
 from permille_service.access.principals import Maker, Operator, Viewer, changing
 from permille_service.context import Served, Service
@@ -38,8 +33,8 @@ def create_group(body: GroupCreate, creating: Creating) -> DeviceGroup:
     tenant_id = creating.operator.tenant_id
 
     def make(session: Session) -> DeviceGroup:
-        row = device_groups.create(session, tenant_id=tenant_id, name=body.name, rule=body.rule)
-        return present_group(row, device_groups.candidates(session, tenant_id=tenant_id))
+        row = groups.create(session, tenant_id=tenant_id, name=body.name, rule=body.rule)
+        return present_group(row, groups.candidates(session, tenant_id=tenant_id))
 
     record = creating.once(DeviceGroup, body, make)
     creating.response.headers["Location"] = f"/v1/groups/{record.id}"
@@ -51,7 +46,7 @@ def list_groups(service: Served, operator: Viewer, window: Paging) -> Page[Devic
     """List groups, newest first."""
     with service.database.read() as session:
         page = rows.list_all(session, tables.DeviceGroup, tenant_id=operator.tenant_id, window=window)
-        found = device_groups.candidates(session, tenant_id=operator.tenant_id)
+        found = groups.candidates(session, tenant_id=operator.tenant_id)
         return page_of(page, lambda row: present_group(row, found))
 
 
@@ -60,21 +55,21 @@ def get_group(group_id: GroupId, service: Served, operator: Viewer) -> DeviceGro
     """Read one group."""
     with service.database.read() as session:
         row = rows.get(session, tables.DeviceGroup, tenant_id=operator.tenant_id, row_id=group_id)
-        return present_group(row, device_groups.candidates(session, tenant_id=operator.tenant_id))
+        return present_group(row, groups.candidates(session, tenant_id=operator.tenant_id))
 
 
 @router.delete("/groups/{group_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
 def delete_group(group_id: GroupId, service: Served, operator: Maker) -> None:
     """Remove a group that no rollout was made for."""
     with changing(service, operator) as session:
-        device_groups.delete(session, tenant_id=operator.tenant_id, group_id=group_id)
+        groups.delete(session, tenant_id=operator.tenant_id, group_id=group_id)
 
 
 @router.put("/devices/{device_id}/tags")
 def put_device_tags(device_id: DeviceId, body: TagsPut, service: Served, operator: Maker) -> DeviceTags:
     """Replace the tags of a device, by which groups may choose it."""
     with changing(service, operator, body) as session:
-        device_groups.put_tags(session, tenant_id=operator.tenant_id, device_id=device_id, tags=body.tags)
+        groups.put_tags(session, tenant_id=operator.tenant_id, device_id=device_id, tags=body.tags)
     return DeviceTags(device_id=device_id, tags=sorted(set(body.tags)))
 
 

@@ -12,8 +12,9 @@ from sqlalchemy.orm import Session
 from permille.fleet.offer import RolloutState
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas.jobs import JobKind
-from permille.store import artifacts, releases, rollouts, tables
+from permille.store import artifacts, releases, tables
 from permille.store.errors import ConflictError
+from permille.store.fleet import rollouts
 from permille.trust.metadata import KeyElsewhereError
 from permille.trust.repository import Repository
 from permille.trust.roles import rollout_path

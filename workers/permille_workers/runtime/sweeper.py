@@ -12,9 +12,10 @@ from sqlalchemy.exc import DBAPIError
 
 from permille.errors import PermilleError
 from permille.package.blobs import BlobFolder
-from permille.store import devices, rollouts, uploads
+from permille.store import devices, uploads
 from permille.store.database import Database
 from permille.store.federations import rounds
+from permille.store.fleet import rollouts
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import CeleryDispatcher, note_worker
 from permille.store.retention import rules

@@ -18,11 +18,12 @@ from sqlalchemy.orm import Session
 from permille.errors import InputError
 from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, place_of
 from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Step, Tally, advance, look_at
-from permille.schemas.rollouts import OnStop, RolloutCreate, RolloutRules
-from permille.schemas.rollouts import RolloutReport as Report
-from permille.store import audit, device_groups, releases, rows
+from permille.schemas.fleet.rollouts import OnStop, RolloutCreate, RolloutRules
+from permille.schemas.fleet.rollouts import RolloutReport as Report
+from permille.store import audit, releases, rows
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
+from permille.store.fleet import groups
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Alias, Device, DeviceGroup, Rollout, RolloutReport, Run
 
@@ -104,11 +105,9 @@ def resume(session: Session, row: Rollout) -> None:
         return
     if row.state == RolloutState.DRAFT:
         group = None if row.group_id is None else session.get(DeviceGroup, row.group_id)
-        found = device_groups.candidates(
-            session, tenant_id=row.tenant_id, release=row.release, alias=row.alias
-        )
+        found = groups.candidates(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
         try:
-            choice = device_groups.signed_choice(row.id, device_groups.rule_of(group), found)
+            choice = groups.signed_choice(row.id, groups.rule_of(group), found)
         except InputError as exc:
             raise ConflictError(str(exc)) from exc
         row.choice = {**Offer(**_offer_fields(row, choice)).to_document()["choice"]}
@@ -386,8 +385,8 @@ def _open_wave(session: Session, row: Rollout, wave: int) -> None:
     percents = (0, *_rules(row).waves)
     low, high = 100 * percents[wave], 100 * percents[wave + 1]
     group = None if row.group_id is None else session.get(DeviceGroup, row.group_id)
-    found = device_groups.candidates(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
-    devices: Iterable[device_groups.Candidate] = device_groups.chosen(device_groups.rule_of(group), found)
+    found = groups.candidates(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
+    devices: Iterable[groups.Candidate] = groups.chosen(groups.rule_of(group), found)
     row.wave_devices = sum(low <= place_of(row.id, one.id) < high for one in devices)
 
 

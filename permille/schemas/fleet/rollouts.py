@@ -1,16 +1,14 @@
-"""Groups of devices, rollouts, and what devices report of them."""
+"""Rollouts, and what devices report of them."""
 
 from enum import StrEnum
 from typing import Annotated, Final
 
 from pydantic import Field, StringConstraints, model_validator
 
-from permille.fleet.offer import MAX_MEMBERS, ReportCode, RolloutState
+from permille.fleet.offer import ReportCode, RolloutState
 from permille.fleet.rollouts import MAX_DIFFERENCE, Reason, Rules
-from permille.schemas.devices import AgentVersion
 from permille.schemas.fields import Closed, Count, Finite, Flag, Id, Name, Positive, Timestamp, WholeNumber
 from permille.schemas.releases import Version
-from permille.schemas.runs import EngineName
 
 MAX_WAVES: Final = 20
 _DEFAULT: Final = Rules()
@@ -18,53 +16,6 @@ _DEFAULT: Final = Rules()
 Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False, examples=[2.0])]
 Wave = Annotated[int, Field(strict=True, ge=1, le=100), WholeNumber]
 Seconds = Annotated[int, Field(strict=True, ge=0, le=90 * 86_400), WholeNumber]
-
-
-class GroupRule(Closed):
-    """Which devices belong to a group: those that meet every condition that is given."""
-
-    devices: list[Id] = Field(default=[], max_length=MAX_MEMBERS, description="these devices, by id")
-    tags: list[Name] = Field(default=[], max_length=20, description="that have one of these tags")
-    agent_version: AgentVersion | None = Field(default=None, description="the lowest version of the agent")
-    engines: list[EngineName] = Field(
-        default=[], max_length=len(EngineName), description="whose newest run one of these computed"
-    )
-    memory_bytes: Count = Field(default=0, description="with at least so much memory")
-
-
-class GroupCreate(Closed):
-    """A group under a name. Without any condition it is of all devices."""
-
-    name: Name
-    rule: GroupRule = GroupRule()
-
-
-class DeviceGroup(GroupCreate):
-    """A group as operators see it."""
-
-    id: Id
-    devices: Count = Field(description="that belong to it now")
-    created_at: Timestamp
-
-
-class TagsPut(Closed):
-    """All tags of a device."""
-
-    tags: list[Name] = Field(max_length=20)
-
-
-class DeviceTags(TagsPut):
-    """A device and its tags."""
-
-    device_id: Id
-
-
-class FactsPut(Closed):
-    """What a device tells of itself, so that groups may choose it."""
-
-    agent_version: AgentVersion
-    engine: EngineName | None
-    memory_bytes: Count | None
 
 
 class OnStop(StrEnum):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from permille.schemas.rollouts import RolloutCreate
+from permille.schemas.fleet.rollouts import RolloutCreate
 from permille_service.cli.commands import Key, add_action, add_deletion, add_list, add_show, command
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.forms import form_of

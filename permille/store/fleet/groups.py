@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from permille.fleet.offer import Choice, Facts, members_of
-from permille.schemas.rollouts import GroupRule
+from permille.schemas.fleet.groups import GroupRule
 from permille.store import rows
 from permille.store.database import now
 from permille.store.errors import ConflictError
