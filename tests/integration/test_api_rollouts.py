@@ -105,6 +105,32 @@ def test_a_good_version_reaches_all_devices(api: Api, moments: list[datetime]) -
     assert sum(wave["installed"] for wave in funnel) == len(devices)
 
 
+def test_the_next_rollout_begins_after_the_end_of_the_one_before(api: Api, moments: list[datetime]) -> None:
+    """Also where no device has polled since that end, so that nothing has signed it."""
+    _, token = fleet(api, 1)[0]
+    first = start(api, rules={**RULES, "waves": [100], "soak_s": 0})
+    report(api, first["id"], token, installed=True, code="ok")
+    sweep(api, moments, 1)
+    assert show(api, first["id"])["state"] == "done"
+    api.post("/v1/releases", {"name": "tiny", "package_digest": api.package(seed=2).digest})
+    second = start(api)
+    assert (second["version"], second["before"]) == (3, 2), "the alias has moved"
+    offer = signed(api, token)
+    assert offer is not None and offer.rollout == second["id"]
+
+
+def test_a_rollout_is_not_reverted_under_a_later_one(api: Api) -> None:
+    _, token = fleet(api, 1)[0]
+    first = start(api)
+    api.post(f"/v1/rollouts/{first['id']}/stop")
+    second = start(api)
+    assert api.post(f"/v1/rollouts/{first['id']}/revert").status_code == 409
+    api.post(f"/v1/rollouts/{second['id']}/stop")
+    assert api.post(f"/v1/rollouts/{first['id']}/revert").json()["state"] == "reverted"
+    offer = signed(api, token)
+    assert offer is not None and offer.rollout == second["id"], "who has its version keeps it"
+
+
 def test_only_an_open_wave_may_begin(api: Api) -> None:
     devices = fleet(api)
     made = start(api)

@@ -50,13 +50,8 @@ def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCrea
             f"{body.alias!r} points at version {version} already, so all devices have it. Publish without an "
             "alias, then roll out."
         )
-    unended = select(Rollout.id).where(
-        Rollout.tenant_id == tenant_id,
-        Rollout.release == body.release,
-        Rollout.alias == body.alias,
-        Rollout.state.in_(UNENDED),
-    )
-    if (other := session.scalar(unended)) is not None:
+    other = unended(session, tenant_id=tenant_id, release=body.release, alias=body.alias)
+    if other is not None:
         raise ConflictError(f"The rollout {other} of {body.release!r} {body.alias!r} has not ended: stop it.")
     if body.group_id is not None:
         rows.get(session, DeviceGroup, tenant_id=tenant_id, row_id=body.group_id)
@@ -84,6 +79,17 @@ def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCrea
     session.add(row)
     session.flush()
     return row
+
+
+def unended(session: Session, *, tenant_id: str, release: str, alias: str) -> str | None:
+    """The rollout of an alias that has not ended; there is one at most."""
+    query = select(Rollout.id).where(
+        Rollout.tenant_id == tenant_id,
+        Rollout.release == release,
+        Rollout.alias == alias,
+        Rollout.state.in_(UNENDED),
+    )
+    return session.scalar(query)
 
 
 def lock(session: Session, *, tenant_id: str, rollout_id: str) -> Rollout:
@@ -134,7 +140,14 @@ def stop(session: Session, row: Rollout) -> None:
 
 
 def want_revert(session: Session, row: Rollout) -> None:
-    """Stop a rollout, and have it reverted when it is signed next. Raises ConflictError."""
+    """Stop a rollout, and have it reverted when it is signed next.
+
+    Raises:
+        ConflictError: it is a draft, it has ended otherwise, or a later one of the alias has not ended.
+    """
+    later = unended(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
+    if later not in (None, row.id):
+        raise ConflictError(f"The later rollout {later} has not ended: revert that one, or stop it first.")
     if row.state == RolloutState.DRAFT:
         raise ConflictError("No device has the version of a draft: stop it instead.")
     if row.state not in (RolloutState.DONE, RolloutState.REVERTED):

@@ -18,7 +18,7 @@ from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.parameters import DeviceId, Paging, key_of, page_of
 from permille_service.problems import PRIVATE, documented
 from permille_service.rollouts.records import present, present_group
-from permille_service.rollouts.signing import check_may_end, sign
+from permille_service.rollouts.signing import check_may_end, sign, sign_all
 from permille_service.routing import Router
 from permille_service.trust import repositories
 
@@ -80,9 +80,12 @@ def create_rollout(body: RolloutCreate, creating: Creating) -> Rollout:
     service, operator = creating.service, creating.operator
 
     def make(session: Session) -> Rollout:
-        row = rollouts.create(session, tenant_id=operator.tenant_id, token_id=operator.token_id, body=body)
-        if not body.draft:
-            with repositories.changing(service, session, operator.tenant_id) as repository:
+        with repositories.changing(service, session, operator.tenant_id) as repository:
+            sign_all(service, session, repository, operator.tenant_id)  # the end of the one before
+            row = rollouts.create(
+                session, tenant_id=operator.tenant_id, token_id=operator.token_id, body=body
+            )
+            if not body.draft:
                 _resume(service, session, repository, row)
         return present(session, row)
 

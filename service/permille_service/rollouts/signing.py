@@ -42,11 +42,12 @@ def sign(service: Service, session: Session, repository: Repository, row: tables
         _finish(session, repository, row)
     if row.reverting:
         _revert(service, session, repository, row)
-    offer = rollouts.offer_of(row)
-    if offer is None:
-        repository.drop(rollout_path(row.release, row.alias))
-    else:
+    offer, path = rollouts.offer_of(row), rollout_path(row.release, row.alias)
+    listed = repository.target(path)
+    if offer is not None:
         repository.list_rollout(row.release, row.alias, offer.to_document())
+    elif listed is not None and listed.custom["rollout"] == row.id:  # else a later one has begun
+        repository.drop(path)
     rollouts.signed(row)
 
 
