@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -215,6 +215,9 @@ federation-long: $(VENV)/.native  ## 1,000 devices, 20 rounds (an hour or more)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --devices 1000 --rounds 20 --kills 6 --deadline-s 120
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.secure_sums --rounds 1000
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.crashes --trials 10000
+
+rollout: $(VENV)/.native  ## A good version reaches 1,000 devices, four bad ones stop in the first wave (minutes; the service's processes are killed)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run --devices 1000 --kills 4
 
 bench-exports: $(VENV)/.native  ## What is left of a person's gain in llama.cpp? (needs PERMILLE_DATA, PERMILLE_MODELS, `make test-llama-cpp` before)
 	$(BIN)/python -m permille_lab.exports

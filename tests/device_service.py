@@ -21,13 +21,17 @@ from typing import Any, ClassVar
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from permille.fleet.offer import Offer
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
 from permille.schemas.devices import enrolment_message, token_message
+from permille.schemas.fleet.groups import FactsPut
+from permille.schemas.fleet.rollouts import RolloutReport
 from permille.schemas.runs import RunMetrics
 from permille.trust.metadata import root_digest
 from permille.trust.repository import Repository
+from permille.trust.roles import rollout_path
 from permille_agent.link.api import encode_bytes
 
 CODE = "q83vASNFZ4mrze8BI0VniQ"
@@ -83,6 +87,8 @@ class DeviceService:
         self.runs: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, bytes] = {}
         self.deleted_logs: list[str] = []
+        self.facts: list[dict[str, Any]] = []
+        self.rollout_reports: list[dict[str, Any]] = []
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, int]] = []
         self.ranges: list[str] = []
@@ -115,6 +121,14 @@ class DeviceService:
             "size_bytes": Manifest.from_bytes(self.blobs.read(digest, limit=MAX_MANIFEST_BYTES)).size_bytes,
             "yanked": False,
         }
+
+    def offer(self, offer: Offer | None, alias: str = "stable") -> None:
+        """Sign a rollout to the devices of an alias, or its end."""
+        if offer is None:
+            self.repository.drop(rollout_path(RELEASE_NAME, alias))
+        else:
+            self.repository.list_rollout(RELEASE_NAME, alias, offer.to_document())
+        self.keep_metadata()
 
     def keep_metadata(self) -> None:
         """Serve what changes of the repository have made."""
@@ -295,6 +309,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.service.logs[run_id] = self.body
         self._json(202, {"job_id": new_id("job")})
 
+    def _facts(self, _fault: Fault | None) -> None:
+        self.service.facts.append(FactsPut.model_validate_json(self.body).model_dump())
+        self._send(204, b"")
+
+    def _rollout_report(self, _fault: Fault | None, _rollout: str) -> None:
+        report = RolloutReport.model_validate_json(self.body)
+        self.service.rollout_reports.append(report.model_dump(mode="json", exclude_defaults=True))
+        self._send(204, b"")
+
     def _delete_log(self, _fault: Fault | None, run_id: str) -> None:
         if self.service.logs.pop(run_id, None) is None:
             self._problem(404, "not-found")
@@ -395,6 +418,8 @@ _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     (r"/v1/trust/metadata/([^/]+)", "GET", _Handler._metadata),
     (r"/v1/trust/targets/releases/[^/]+/([0-9a-f]{64})\.[0-9]+\.json", "GET", _Handler._target),
     (r"/v1/packages/([^/]+)/blobs/([^/]+)", "GET", _Handler._blob),
+    (r"/v1/device/facts", "PUT", _Handler._facts),
+    (r"/v1/device/rollouts/([^/]+)/report", "PUT", _Handler._rollout_report),
     (r"/v1/runs", "POST", _Handler._run),
     (r"/v1/runs/([^/]+)/log", "PUT", _Handler._put_log),
     (r"/v1/runs/([^/]+)/log", "DELETE", _Handler._delete_log),

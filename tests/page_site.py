@@ -27,7 +27,7 @@ from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
 from tests.artifacts import add_artifact, add_package, some_model
-from tests.fleet_site import add_fleet, publish_versions
+from tests.fleet_site import add_fleet, add_rollout, publish_versions
 from tests.packages import tiny_package
 from tests.running_service import Running, running_service
 
@@ -46,6 +46,7 @@ class Stocked:
     sparsification_id: str
     mask_id: str
     package_digest: str
+    rollout_id: str
 
     def progress(self, fraction: float, message: str) -> None:
         with self.database.write() as session:
@@ -93,6 +94,7 @@ def stock(data_dir: Path, database: Database, *, devices: int, runs: int, words:
         add_package(session, tenant_id=tenant.id, manifest=package.manifest)
         publish_versions(session, tenant_id=tenant.id, digest=package.digest)
         add_fleet(session, tenant_id=tenant.id, devices=devices, runs=runs)
+        rollout_id = add_rollout(session, tenant_id=tenant.id)
         failed = queue.submit(
             session, NewJob(tenant_id=tenant.id, kind=JobKind.MASK, payload=dict(mask.request))
         )
@@ -113,6 +115,7 @@ def stock(data_dir: Path, database: Database, *, devices: int, runs: int, words:
         sparsification_id=sparse.id,
         mask_id=mask.id,
         package_digest=package.digest,
+        rollout_id=rollout_id,
     )
     stocked.progress(0.42, "scoring sequence 42 of 100")
     return stocked
@@ -179,6 +182,8 @@ def views(stocked: Stocked) -> dict[str, str]:
         "package": f"/ui/packages/{stocked.package_digest}",
         "releases": "/ui/releases",
         "release": "/ui/releases/notes",
+        "rollouts": "/ui/rollouts",
+        "rollout": f"/ui/rollouts/{stocked.rollout_id}",
         "fleet": "/ui/fleet",
         "federations": "/ui/federations",
     }
@@ -212,6 +217,7 @@ def main() -> None:
     """Write the pictures."""
     target = Path(sys.argv[1])
     pictures = {"jobs": "light", "job": "dark", "mask": "light", "release": "light", "fleet": "dark"}
+    pictures["rollout"] = "light"
     with (
         tempfile.TemporaryDirectory() as folder,
         site(Path(folder), devices=3000, runs=12_000, words=WORDS) as (running, stocked),

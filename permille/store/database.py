@@ -5,11 +5,11 @@ timeout) and never fail half-way. Keep them short: nothing slow, no file and no 
 wait for writers (WAL).
 
 One order of locks, so that no two transactions wait for each other (PostgreSQL): jobs, a parent before its
-parts, the older part first; federation, member, round; run; upload; at last the tenant, for the audit log. A
-device's row is locked by what it asks for itself, before its runs. No lock is for the key (`key_share`):
-PostgreSQL locks what a row refers to also where a transaction changes that row for the second time. Whoever
-takes rows out of this order takes what is free (`skip_locked`): claims, dispatch, the note of whose turn was
-last.
+parts, the older part first; federation, member, round; rollout, its reports; run; upload; at last the tenant,
+for the audit log. A device's row is locked by what it asks for itself, before its runs. No lock is for the
+key (`key_share`): PostgreSQL locks what a row refers to also where a transaction changes that row for the
+second time. Whoever takes rows out of this order takes what is free (`skip_locked`): claims, dispatch, the
+note of whose turn was last.
 
 Time is the database's: several workers' clocks may differ, leases may not. Tests hand in a clock instead.
 """

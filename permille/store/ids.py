@@ -39,6 +39,8 @@ class Prefix(StrEnum):
     DEVICE = "dev"
     UPLOAD = "upload"
     FEDERATION = "fed"
+    GROUP = "group"
+    ROLLOUT = "rollout"
 
 
 class _Clock:

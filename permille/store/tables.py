@@ -385,6 +385,8 @@ class Device(Named):
     alias: Mapped[str]
     version: Mapped[int | None] = mapped_column(BigInteger)  # of the release, that it was told last
     engine: Mapped[str | None]  # of its newest run
+    memory_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    tags: Mapped[list[str]] = mapped_column(JSON, default=list)  # set by operators
     last_seen_at: Mapped[datetime | None]
     served_at: Mapped[datetime | None]  # as a tenant's
     revoked_at: Mapped[datetime | None]  # by an operator
@@ -586,6 +588,78 @@ class FederationCheckpoint(Base):
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     state: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class DeviceGroup(Named):
+    """A group of devices: a rule, which is looked at when a rollout on it starts."""
+
+    __tablename__ = "device_groups"
+    noun = "group"
+    name: Mapped[str]
+    rule: Mapped[dict[str, object]]
+    __table_args__ = (UniqueConstraint("tenant_id", "name"),)
+
+
+_UNENDED = text("state IN ('draft', 'running', 'paused')")
+
+
+class Rollout(Named):
+    """A version on its way to the devices of an alias; `permille.store.fleet.rollouts` changes these rows."""
+
+    __tablename__ = "rollouts"
+    noun = "rollout"
+    token_id: Mapped[str]  # of who made it: what it does by itself is done in that name
+    release: Mapped[str]
+    alias: Mapped[str]
+    version: Mapped[int] = mapped_column(BigInteger)
+    before: Mapped[int] = mapped_column(BigInteger)  # the version of the alias when it was made
+    group_id: Mapped[str | None] = mapped_column(ForeignKey("device_groups.id"))  # None: all devices
+    choice: Mapped[dict[str, object]]  # of devices, as it is signed
+    rules: Mapped[dict[str, object]]
+    on_stop: Mapped[str]
+    state: Mapped[str] = mapped_column(index=True)
+    wave: Mapped[int]  # from 0
+    wave_devices: Mapped[int]  # of the open wave
+    opened_at: Mapped[datetime | None]  # the wave
+    counted_from: Mapped[datetime | None]  # reports from before are acknowledged
+    looks: Mapped[int]  # since then
+    reason: Mapped[str | None]  # why it stopped itself
+    numbers: Mapped[dict[str, object] | None]  # at that time
+    reverting: Mapped[bool]  # asked for, and not signed yet
+    revision: Mapped[int]
+    signed_revision: Mapped[int]  # what the trust metadata says
+    ended_at: Mapped[datetime | None]
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["tenant_id", "release", "version"], ["releases.tenant_id", "releases.name", "releases.version"]
+        ),
+        Index(
+            "uq_rollouts_unended",
+            *("tenant_id", "release", "alias"),
+            unique=True,
+            sqlite_where=_UNENDED,
+            postgresql_where=_UNENDED,
+        ),
+        _partial_index("ix_rollouts_unsigned", "signed_revision < revision", "tenant_id"),
+    )
+
+
+class RolloutReport(Base):
+    """What became of a rollout's version on a device that began to install it."""
+
+    __tablename__ = "rollout_reports"
+    rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.id"), primary_key=True)
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    wave: Mapped[int]
+    began_at: Mapped[datetime]
+    installed: Mapped[bool]
+    code: Mapped[str | None]  # None: it has not ended
+    damage: Mapped[str | None]  # of a package that was refused, the code
+    worse: Mapped[bool | None]  # None: it compared nothing
+    difference: Mapped[float | None]  # nats a token; None also where its owner tells one bit
+    ended_at: Mapped[datetime | None]
+    __table_args__ = (Index("ix_rollout_reports_code", "rollout_id", "code", "ended_at"),)
 
 
 class AuditEntry(_Owned, Base):

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from permille.store.database import NOW, Database, now
 from permille.store.errors import ChangedError, NotFoundError
-from permille.store.tables import TrustMetadata
+from permille.store.tables import Rollout, TrustMetadata
 from permille.trust.metadata import root_digest
 from permille.trust.repository import Repository
 from permille.trust.roles import ROOT, TIMESTAMP, TIMESTAMP_FILE, parse_file_name
@@ -36,21 +36,27 @@ def newest(session: Session, *, tenant_id: str) -> dict[str, bytes]:
     return {row.role: row.data for row in session.scalars(query)}
 
 
-_FILE = select(TrustMetadata.data, NOW).where(
+_UNSIGNED = (
+    select(Rollout.id)
+    .where(Rollout.tenant_id == bindparam("tenant_id"), Rollout.signed_revision < Rollout.revision)
+    .exists()
+)
+_FILE = select(TrustMetadata.data, NOW, _UNSIGNED).where(
     TrustMetadata.tenant_id == bindparam("tenant_id"), TrustMetadata.file == bindparam("file")
 )
 
 
-def read_file(database: Database, *, tenant_id: str, file: str) -> tuple[bytes, datetime]:
-    """One file of a tenant's repository, and what time it is: every device asks at every poll.
+def read_file(database: Database, *, tenant_id: str, file: str) -> tuple[bytes, datetime, bool]:
+    """One file of a tenant's repository, what time it is, and whether a rollout is to be signed: every device
+    asks at every poll.
 
     Raises NotFoundError.
     """
     found = database.first(_FILE, tenant_id=tenant_id, file=file)
     if found is None:
         raise NotFoundError(f"no metadata {file!r:.120}")
-    data, at = found
-    return data, at
+    data, at, is_unsigned = found
+    return data, at, is_unsigned
 
 
 def newest_root(session: Session, *, tenant_id: str) -> bytes:

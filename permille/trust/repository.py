@@ -32,7 +32,7 @@ from tuf.api.metadata import (
     Timestamp,
 )
 
-from permille.digests import digest_of
+from permille.digests import canonical_json, digest_of
 from permille.errors import InputError, OperatorError
 from permille.trust.metadata import (
     CLOCK_SLACK,
@@ -58,6 +58,7 @@ from permille.trust.metadata import (
 from permille.trust.roles import (
     ONLINE,
     RELEASES,
+    ROLLOUTS,
     ROOT,
     SNAPSHOT,
     TARGETS,
@@ -70,11 +71,13 @@ from permille.trust.roles import (
     is_target_path,
     life_of,
     parse_target_path,
+    rollout_path,
     target_path,
 )
 
 MAX_BYTES = 500_000
 """Of one file, some 3,000 versions: python-tuf's client reads no larger root."""
+KEYS_AT_START = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,22 +101,26 @@ class Repository:
         """A new repository without targets.
 
         Args:
-            signers: keys of root, targets, the team's releases, and the service, in this order; else new.
+            signers: keys of root, targets, the team's releases, the service, and its rollouts, in this order;
+                else new.
         """
-        made = list(signers or (new_signer() for _ in range(4)))
-        root_key, targets_key, releases_key, online_key = (one.public_key for one in made)
+        made = list(signers or (new_signer() for _ in range(KEYS_AT_START)))
+        root_key, targets_key, releases_key, online_key, rollouts_key = (one.public_key for one in made)
         root = Root(expires=now + life_of(ROOT), consistent_snapshot=True)
         for role, key in zip(TOP_LEVEL, (root_key, targets_key, online_key, online_key), strict=True):
             root.add_key(key, role)
         team = DelegatedRole(RELEASES, [releases_key.keyid], 1, True, paths=["releases/*/*", "federations/*"])
-        delegations = Delegations({releases_key.keyid: releases_key}, roles={RELEASES: team})
+        own = DelegatedRole(ROLLOUTS, [rollouts_key.keyid], 1, True, paths=["rollouts/*/*"])
+        keys = {key.keyid: key for key in (releases_key, rollouts_key)}
+        delegations = Delegations(keys, roles={RELEASES: team, ROLLOUTS: own})
         targets = Targets(expires=now + life_of(TARGETS), delegations=delegations)
-        releases = Targets(expires=now + life_of(RELEASES))
         repository = cls(newest={}, signers={one.public_key.keyid: one for one in made}, now=now)
         repository._keep(ROOT, repository._sign(ROOT, root, root))
         repository._keep(TARGETS, repository._sign(TARGETS, targets, root))
-        repository._keep(RELEASES, repository._sign(RELEASES, releases, targets))
-        repository._finish([TARGETS, RELEASES])
+        for role in (RELEASES, ROLLOUTS):
+            empty = Targets(expires=now + life_of(role))
+            repository._keep(role, repository._sign(role, empty, targets))
+        repository._finish([TARGETS, RELEASES, ROLLOUTS])
         return repository
 
     @classmethod
@@ -235,6 +242,14 @@ class Repository:
             if version is not None and alias not in aliases_of(listed[path]):
                 raise
 
+    def may_move_alias(self, name: str, alias: str, version: int) -> bool:
+        """Whether `move_alias` would succeed with the keys that are here."""
+        path = target_path(name, version)
+        role, listed = self._role_of(path), self.target(path)
+        rule = self._delegator(role).get_delegated_role(role)
+        has_key = len(self.signers.keys() & set(rule.keyids)) >= rule.threshold
+        return listed is not None and (has_key or alias in aliases_of(listed))
+
     def list_federation(self, definition: bytes) -> None:
         """List a federation's definition: devices may join it. Idempotent. Raises KeyElsewhereError."""
         path = federation_path(digest_of(definition))
@@ -242,9 +257,15 @@ class Repository:
         if path not in self.targets(role).targets:
             self._edit(role, lambda targets: list_definition(targets, definition))
 
-    def drop_federation(self, digest: str) -> None:
-        """List a definition no longer. Idempotent. Raises KeyElsewhereError."""
-        path = federation_path(digest)
+    def list_rollout(self, name: str, alias: str, document: dict[str, Any]) -> None:
+        """Say who of an alias tries which version (FORMAT 14). Raises KeyElsewhereError."""
+        path = rollout_path(name, alias)
+        target = TargetFile.from_data(path, canonical_json(document), ["sha256"])
+        target.unrecognized_fields["custom"] = document
+        self._edit(self._role_of(path), lambda targets: targets.targets.update({path: target}))
+
+    def drop(self, path: str) -> None:
+        """List a definition or a rollout no longer. Idempotent. Raises KeyElsewhereError."""
         role = self._role_of(path)
         if path in self.targets(role).targets:
             self._edit(role, lambda targets: targets.targets.pop(path))

@@ -3,7 +3,8 @@
 Service and agent share these. The roles are TUF's: root names all keys; targets delegates to the teams'
 roles; these list what devices may install; snapshot and timestamp say which versions belong together, and
 that they are fresh. A target is `releases/<name>/<version>.json`, and its bytes are a package's manifest;
-or `federations/<SHA-256>.json`, a federation's definition (FORMAT 13.1).
+or `federations/<SHA-256>.json`, a federation's definition (FORMAT 13.1); or `rollouts/<name>/<alias>.json`,
+which version devices of an alias try (FORMAT 14).
 """
 
 import re
@@ -23,6 +24,8 @@ SNAPSHOT: Final = Snapshot.type
 TIMESTAMP: Final = Timestamp.type
 RELEASES: Final = "releases"
 """The team's role where targets delegates no `release-<name>` of its own."""
+ROLLOUTS: Final = "rollouts"
+"""Signed by the service itself, so that a rollout can stop at night. Devices take listed versions alone."""
 TOP_LEVEL: Final = (ROOT, TARGETS, SNAPSHOT, TIMESTAMP)
 ONLINE: Final = (SNAPSHOT, TIMESTAMP)
 """Always signed by the service itself."""
@@ -71,6 +74,11 @@ def target_path(name: str, version: int) -> str:
 def federation_path(digest: str) -> str:
     """The target of a federation's definition, by its digest."""
     return f"federations/{digest.removeprefix('sha256:')}.json"
+
+
+def rollout_path(name: str, alias: str) -> str:
+    """The target of the rollout to the devices of an alias."""
+    return f"rollouts/{name}/{alias}.json"
 
 
 def parse_target_path(path: str) -> tuple[str, int]:

@@ -36,6 +36,8 @@ from permille_service.pages import routes as pages
 from permille_service.parameters import check_given_once
 from permille_service.preflights import routes as preflight_routes
 from permille_service.releases import routes as release_routes
+from permille_service.rollouts import device_routes as rollout_device_routes
+from permille_service.rollouts import routes as rollout_routes
 from permille_service.runs import routes as run_routes
 from permille_service.settings import Settings
 from permille_service.storage import routes as storage_routes
@@ -67,6 +69,7 @@ TAGS: Final = [
     {"name": "runs", "description": "What devices report, and the logs that they share."},
     {"name": "fleet", "description": "All devices in numbers."},
     {"name": "federations", "description": "Rounds: many devices improve one state, by integers both ways."},
+    {"name": "rollouts", "description": "Groups of devices, and versions that reach them wave by wave."},
     {"name": "access", "description": "Tenants, operator tokens, and what operators changed."},
     {"name": "health", "description": "Whether the service answers."},
 ]
@@ -88,6 +91,8 @@ ROUTERS = (
     fleet_routes.router,
     federation_routes.router,
     member_routes.router,
+    rollout_routes.router,
+    rollout_device_routes.router,
     access_routes.router,
     storage_routes.router,
 )

@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 from permille.schemas.access import Role, TokenSecret
 from permille.schemas.devices import Invitation
 from permille.schemas.fields import Closed
+from permille.schemas.fleet.groups import DeviceGroup
 from permille.schemas.inputs import Corpus, Model
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
@@ -61,6 +62,7 @@ _REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
     Corpus: tables.Corpus,
     TokenSecret: tables.OperatorToken,
     Invitation: tables.Invitation,
+    DeviceGroup: tables.DeviceGroup,
 }
 """Where the rows are that answers name by `id`, of the kinds that are ever removed or revoked."""
 

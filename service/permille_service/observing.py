@@ -91,7 +91,13 @@ def _families(found: Figures) -> Iterator[Metric]:
     )
     for labels, count in found.devices.items():
         devices.add_metric(labels, count)
-    yield from (jobs, waiting, devices)
+    rollouts = GaugeMetricFamily("permille_rollouts", "Rollouts by state.", labels=("state",))
+    for state, count in found.rollouts.items():
+        rollouts.add_metric((state,), count)
+    yield from (jobs, waiting, devices, rollouts)
+    yield GaugeMetricFamily(
+        "permille_rollouts_halted", "Rollouts that stopped themselves and wait for a person.", found.halted
+    )
     yield GaugeMetricFamily("permille_queue_age_longest_seconds", "Of all kinds; 0: none waits.", longest)
     yield GaugeMetricFamily("permille_blob_bytes", "Bytes of all blobs of artifacts.", found.blob_bytes)
     if found.unreferenced_bytes is not None and found.collected_at is not None:

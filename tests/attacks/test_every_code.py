@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import permille
-from permille_agent.link import enrolment, pull, trust
+from permille_agent.link import enrolment, pull, rollout, trust
 from tests.attacks import (
     test_logs,
     test_packages,
@@ -19,7 +19,7 @@ from tests.attacks import (
 )
 
 LIBRARY = Path(permille.__file__).parent
-TRUST = [Path(str(module.__file__)) for module in (enrolment, pull, trust)]
+TRUST = [Path(str(module.__file__)) for module in (enrolment, pull, rollout, trust)]
 
 
 def documented_codes() -> set[str]:

@@ -38,6 +38,8 @@ PARAMETERS = {
     "version": "1",
     "federation_id": f"fed_{ULID}",
     "number": "0",
+    "group_id": f"group_{ULID}",
+    "rollout_id": f"rollout_{ULID}",
     "file": "timestamp.json",
     "path": f"releases/tiny/{'0' * 64}.1.json",
 }
@@ -63,6 +65,11 @@ BODIES: dict[str, Any] = {
     "create_run": {"run_id": "5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11", "metrics": run_metrics()},
     "create_federation": request_of(SMALL),
     "create_adoption": {"reason": "a pilot"},
+    "create_group": {"name": "all"},
+    "put_device_tags": {"tags": ["canary"]},
+    "create_rollout": {"release": "tiny"},
+    "put_device_facts": {"agent_version": "0.1.0", "engine": None, "memory_bytes": None},
+    "put_rollout_report": {"installed": True},
     "create_tenant": {"name": "acme"},
     "create_token": {"name": "t", "role": "viewer"},
 }
@@ -70,6 +77,7 @@ DEVICE_ONLY = {
     *("get_own_device", "delete_own_device", "create_run", "put_run_log"),
     *("list_own_federations", "put_membership", "delete_membership"),
     *("create_round_invitation", "put_contribution", "delete_contribution"),
+    *("put_device_facts", "put_rollout_report"),
 }
 SHARED = {
     "resolve_alias",

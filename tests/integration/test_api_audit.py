@@ -35,7 +35,9 @@ NOTED_OR_NO_OPERATORS = {
     "_note_seen": "when a token was used, which version a device was told",
     "once": "notes what it made",
     "put_contribution": "a device's part in a round",
+    "put_device_facts": "what a device tells of itself",
     "put_membership": "a device's part in a federation",
+    "put_rollout_report": "a device's part in a rollout",
     "start": "notes the job",
 }
 

@@ -16,6 +16,7 @@ from permille_agent.daemon.state import DaemonState, read_daemon_state
 from permille_agent.federation.membership import memberships
 from permille_agent.link.enrolment import Enrolment, load_enrolment
 from permille_agent.link.report import RUN_ID, Delivery, RunReport, read_report
+from permille_agent.link.rollout import Part, read_standing
 from permille_agent.state.choices import Consent, read_consent, read_references
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import (
@@ -54,6 +55,7 @@ class Status:
     outcome: RunOutcome | None
     reports: tuple[RunReport, ...]
     federations: tuple[dict[str, object], ...]
+    rollout: Part | None
     daemon: DaemonState
     run_id: str | None
     decision: Decision | None
@@ -99,6 +101,14 @@ class Status:
                 "uploaded_logs": [r.run_id for r in self.reports if r.log_delivery is Delivery.SENT],
             },
             "federations": list(self.federations),
+            "rollout": self.rollout
+            and {
+                "id": self.rollout.rollout,
+                "version": self.rollout.version,
+                "installed": self.rollout.installed,
+                "code": self.rollout.code,
+                "attempts": self.rollout.attempts,
+            },
             "daemon": {
                 "last_poll": daemon.last_poll or None,
                 "minutes_used_today": round(daemon.seconds_used / 60.0, 1),
@@ -140,6 +150,7 @@ class Status:
             ("reports", f"{self._pending()} waiting, {len(refused)} refused"),
             ("refused because", "\n".join(dict.fromkeys(refused))),  # the same words once
             ("rounds", "\n".join(map(_round_words, self.federations))),
+            ("tries", _part_words(self.rollout) if self.rollout else ""),
             ("shares logs", "yes" if self.share_log else "no"),
             ("shares states", "yes" if self.share_state else "no"),
             ("daemon", f"asked the service last {daemon.last_poll}" if daemon.last_poll else "has not run"),
@@ -174,6 +185,11 @@ class Status:
             return words
         words = f"{words}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
+
+
+def _part_words(part: Part) -> str:
+    ended = "waits for training" if part.installed else f"{part.attempts} attempts failed"
+    return f"version {part.version} in the rollout {part.rollout}: {part.code or ended}"
 
 
 def _round_words(federation: dict[str, object]) -> str:
@@ -221,6 +237,7 @@ def read_status(home: Home) -> Status:
         decision=read(lambda: run.load("decision", Decision), None) if run else None,
         reports=tuple(report for report in reports if report is not None),
         federations=tuple(found for found in federations if found is not None),
+        rollout=read(lambda: read_standing(home).part, None),
         daemon=read(lambda: read_daemon_state(home), DaemonState()),
         damaged=tuple(dict.fromkeys(damaged)),
     )

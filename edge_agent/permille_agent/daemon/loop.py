@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -17,7 +18,13 @@ from typing import Any
 from permille.errors import InputError, PermilleError, RetryableError
 from permille_agent.daemon.policy import Policy, PowerAndLoad, decide, may_continue, read_machine, read_policy
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
-from permille_agent.daemon.training_child import READY, RoundRequest, TrainingRequest, train_in_child
+from permille_agent.daemon.training_child import (
+    READY,
+    ChildDiedError,
+    RoundRequest,
+    TrainingRequest,
+    train_in_child,
+)
 from permille_agent.federation.adopted import adopted_round
 from permille_agent.federation.exchange import exchange
 from permille_agent.federation.part import RoundPart, waiting_part
@@ -26,6 +33,7 @@ from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Connect, connect, open_api, require_enrolment
 from permille_agent.link.pull import pull
 from permille_agent.link.report import collect_reports, deliver
+from permille_agent.link.rollout import note_failure
 from permille_agent.link.verify import verify
 from permille_agent.state.choices import read_consent, read_references
 from permille_agent.state.home import Home, write_record
@@ -300,6 +308,9 @@ class Daemon:
         # What is wrong with the user's files names them: that is for `status`, not for the system's log.
         told = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
         log.warning("training: %s: %s", type(error).__name__, told)
+        if isinstance(error, ChildDiedError):
+            with suppress(LockedError), hold_lock(self._home, "run"):
+                note_failure(self._home, error, now_s=self._world.now().timestamp(), is_crash=True)
         if isinstance(error, RetryableError):
             self._put_off(error)
         else:

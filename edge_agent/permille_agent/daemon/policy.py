@@ -7,6 +7,7 @@
     minutes_per_day = 60          # of training; a run that is not done by then goes on the next day
     minutes_per_run = 30          # search and judgement included; else the release's steps, if it names some
     method = "zeroth-order"       # or "gradient"; left out, the release or the engine decides
+    report_loss = "number"        # of a new version, by how much your model became worse; or one "bit"
 
 Each key may be left out. A key that is not known is refused by name: a typing error must not switch a limit
 off. Deciding is pure; `read_machine` reads what it looks at.
@@ -17,7 +18,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from datetime import datetime, time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import psutil
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -79,6 +80,7 @@ class Policy(BaseModel, frozen=True, extra="forbid", strict=True):
     minutes_per_day: Annotated[float, Field(ge=0, le=1440)] = 60.0
     minutes_per_run: Annotated[float, Field(ge=0.1, le=1440)] = 30.0
     method: Annotated[Method | None, Field(strict=False)] = None
+    report_loss: Literal["number", "bit"] = "number"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,10 @@ _ERRORS: Mapping[str, type[PermilleError]] = {
 }
 
 
+class ChildDiedError(RetryableError):
+    """The training process ended without an answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest:
     """What the daemon asks for. It is the same on every try, so that a run is resumed; `engine` is a name.
@@ -90,7 +94,7 @@ def train_in_child(
 
     Raises:
         PermilleError: what the child raised.
-        RetryableError: the child died without an answer.
+        ChildDiedError: the child died without an answer.
     """
     command = [sys.executable, "-P", "-m", "permille_agent.daemon.training_child"]
     if isinstance(request, RoundRequest):
@@ -101,7 +105,7 @@ def train_in_child(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         answer = _supervise(child, line, keep_going)
     if child.returncode != 0 or not answer:
-        raise RetryableError(f"The training process ended with {child.returncode} and without an answer.")
+        raise ChildDiedError(f"The training process ended with {child.returncode} and without an answer.")
     return _read_answer(answer)
 
 

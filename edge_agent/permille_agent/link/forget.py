@@ -157,7 +157,7 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
     if api is not None:
         _leave_service(home, api)
     try:
-        for path in (home.identity_key, home.enrolment, home.ca_file, *home.reports.iterdir()):
+        for path in (home.identity_key, home.enrolment, home.ca_file, home.rollout, *home.reports.iterdir()):
             if path.is_file():
                 _erase(path)
         shutil.rmtree(home.federations, ignore_errors=True)  # the service has dropped this device from all

@@ -1,6 +1,7 @@
 """From an alias to an installed package: ask, believe nothing, download what is missing, switch.
 
-Order: the version that the alias means -> signed metadata, which must list this version for this alias ->
+Order: signed metadata -> the version of a rollout whose wave is open for this device, else the version that
+the alias means, which must be listed for this alias ->
 manifest by its signed digest -> plan against the disk -> blobs -> the package as a whole -> installed. The
 alias is the operator's unsigned choice among what is signed; an earlier version may be chosen again. Each
 step leaves a state from which the next `pull` goes on, so a kill at any moment costs at most the bytes that
@@ -10,7 +11,7 @@ new one beats it. A program is fetched where its runtime is.
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuf.api.metadata import TargetFile
 
@@ -27,6 +28,7 @@ from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.install import install, try_package
+from permille_agent.link.rollout import Part, note_failure, note_installed, read_standing, take_part
 from permille_agent.link.trust import TrustedReleases
 from permille_agent.link.verify import Verified, verify_package_files
 from permille_agent.state.home import Home
@@ -39,6 +41,8 @@ from permille_agent.state.models import (
 )
 
 STALE_S = 3600.0
+# What an alias looks like that has moved since the metadata was read: the end of a rollout moves it.
+_MOVED = ("release-unlisted", "release-alias")
 
 Progress = Callable[[int, int], None]
 
@@ -79,9 +83,36 @@ def pull(
         OperatorError: too little disk, or no such release.
         RetryableError: the service cannot be reached; the download goes on next time.
     """
-    blobs = BlobFolder(home.blobs)
     trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
-    release, target = _choose(api, trusted, enrolment)
+    part = take_part(home, api, trusted, enrolment, now_s=now_s)
+    try:
+        pulled = _pull(home, api, trusted, enrolment, part, progress)
+    except (PackageError, OperatorError) as exc:
+        if part is not None:
+            note_failure(home, exc, now_s=now_s)
+        raise
+    if part is not None:
+        note_installed(home, api)
+    return replace(pulled, collected_bytes=collect_garbage(home, now_s=now_s))
+
+
+def _pull(
+    home: Home,
+    api: DeviceApi,
+    trusted: TrustedReleases,
+    enrolment: Enrolment,
+    part: Part | None,
+    progress: Progress,
+) -> Pulled:
+    """Install the version of a part in a rollout, else that of the alias."""
+    blobs = BlobFolder(home.blobs)
+    try:
+        release, target = _choose(api, trusted, enrolment, part)
+    except PackageError as exc:
+        if part is not None or exc.code not in _MOVED:
+            raise
+        trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
+        release, target = _choose(api, trusted, enrolment, part)
     try:
         manifest = _fetch_manifest(home, trusted, blobs, target, release.manifest_digest)
         plan = check_plan(
@@ -109,7 +140,7 @@ def pull(
         changed=before is None or before.manifest_digest != release.manifest_digest,
         download_bytes=plan.download_bytes,
         package_bytes=plan.package_bytes,
-        collected_bytes=collect_garbage(home, now_s=now_s),
+        collected_bytes=0,
     )
 
 
@@ -138,19 +169,20 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
 
 
 def packages_in_use(home: Home) -> set[str]:
-    """Digests of packages that are installed, active, or can be gone back to."""
-    releases = read_releases(home)
+    """Digests of packages that are installed, active, or can be gone back to, also from a rollout."""
+    releases, part = read_releases(home), read_standing(home).part
+    before = None if part is None else part.before
     used = {model.package for model in referenced_models(home)}
-    return used | {kept.manifest_digest for kept in (releases.installed, releases.previous) if kept}
+    return used | {kept.manifest_digest for kept in (releases.installed, releases.previous, before) if kept}
 
 
 def _choose(
-    api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment
+    api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, part: Part | None
 ) -> tuple[InstalledRelease, TargetFile]:
-    """Ask which version the alias means, and look whether it is signed for this device."""
+    """Take the version of a part, else the one that the alias means, where it is signed for the alias."""
     name, alias = enrolment.release, enrolment.alias
     try:
-        version = api.release(name, alias).version
+        version = api.release(name, alias).version if part is None else part.version
     except RequestRefusedError as exc:
         raise OperatorError(
             f"No release {name!r} is published with the alias {alias!r}: {exc}. Ask the operator."
@@ -168,7 +200,7 @@ def _choose(
         raise PackageError(
             "release-malformed", f"The signed entry of {target.path} lacks its aliases or its SHA-256: {exc}"
         ) from exc
-    if alias not in aliases:
+    if part is None and alias not in aliases:
         raise PackageError(
             "release-alias", f"{name} {version} is signed for {sorted(aliases)}, not for {alias!r}"
         )

@@ -31,6 +31,7 @@ _REMEDIES = {
     "consent.json": "`permille-agent share-log off` writes it anew",
     "daemon.json": "move it away: the daemon begins another",
     "ledger.json": "until it is whole, no private round is joined; without it, what it counted is forgotten",
+    "rollout.json": "move it away: the service counts this device as silent",
     "joined.json": "`permille-agent federations join` or `leave` writes it anew",
 }
 
@@ -68,6 +69,7 @@ class Home:
     decisions = _Below("decisions.json")  # how many decisions this device has made
     consent = _Below("consent.json")  # whether logs may be shared, set by the user on this device only
     ledger = _Below("ledger.json")  # what rounds have cost of the owner's privacy; survives `forget`
+    rollout = _Below("rollout.json")  # the version that this device tries, and what it told of it
     policy = _Below("policy.toml")  # when the daemon may train, written by the user
     daemon = _Below("daemon.json")  # what the daemon did last; minutes used today
     progress = _Below("progress.json")  # where the run stands that works now

@@ -9,10 +9,11 @@ from datetime import datetime
 from sqlalchemy import func, select, text, union_all
 from sqlalchemy.orm import Session
 
+from permille.fleet.offer import RolloutState
 from permille.schemas.jobs import JobKind
 from permille.store.database import now
 from permille.store.jobs import transitions
-from permille.store.tables import UNSUCCESSFUL, ArtifactBlob, BlobCollection, Device, Job
+from permille.store.tables import UNSUCCESSFUL, ArtifactBlob, BlobCollection, Device, Job, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Figures:
         unreferenced_bytes, collected_at: what the last collection left that no row names, and when it ended;
             None before the first.
         devices: enrolled devices by release and alias.
+        rollouts: by state.
+        halted: those that stopped themselves and wait for a person.
     """
 
     jobs: dict[tuple[str, str], int]
@@ -34,10 +37,12 @@ class Figures:
     unreferenced_bytes: int | None
     collected_at: datetime | None
     devices: dict[tuple[str, str], int]
+    rollouts: dict[str, int]
+    halted: int
 
 
 def read_figures(session: Session) -> Figures:
-    """Count everything, in five queries."""
+    """Count everything, in six queries."""
     at = now(session)
     by_state = [
         select(Job.kind, Job.state, func.count()).where(condition).group_by(Job.kind, Job.state)
@@ -56,6 +61,9 @@ def read_figures(session: Session) -> Figures:
         .group_by(Device.release, Device.alias)
     )
     collected = session.scalar(select(BlobCollection).limit(1))
+    rollouts = session.execute(
+        select(Rollout.state, func.count(), func.count(Rollout.reason)).group_by(Rollout.state)
+    ).all()
     return Figures(
         jobs={(kind, state): count for kind, state, count in session.execute(union_all(*by_state))},
         waiting_s={kind: (at - first).total_seconds() for kind, first in oldest},
@@ -63,4 +71,6 @@ def read_figures(session: Session) -> Figures:
         unreferenced_bytes=collected.unreferenced_bytes if collected and collected.ended_at else None,
         collected_at=collected.ended_at if collected else None,
         devices={(release, alias): count for release, alias, count in devices},
+        rollouts={state: count for state, count, _ in rollouts},
+        halted=sum(halted for state, _, halted in rollouts if state == RolloutState.PAUSED),
     )

@@ -35,6 +35,7 @@ class RequestOption:
         required: in every form of the request.
         names: of an id, the collection that it is of; else None.
         optional: it leads into a part that is absent where nothing of it is given.
+        many: it may be repeated; `value_type` is of one.
     """
 
     flag: str
@@ -46,6 +47,7 @@ class RequestOption:
     help: str
     names: str | None
     optional: bool = False
+    many: bool = False
 
     @property
     def parameter(self) -> str:
@@ -93,6 +95,8 @@ class Form:
             Literal[option.choices] if option.choices and option.value_type is str else option.value_type
         )
         panel = f"{option.place[0].capitalize()} options" if option.place[1:] else None
+        if option.many:
+            chosen = list[chosen]
         marker: Any = typer.Option(option.flag, help=text, metavar=_folded(option), rich_help_panel=panel)
         if option.parameter in self.arguments:
             marker = typer.Argument(help=text)
@@ -162,6 +166,7 @@ def _option(info: FieldInfo, place: tuple[str, ...], *, required: bool) -> Reque
         required=required and default is None,
         help=info.description or "",
         names=None if of is None else {"corpus": "corpora"}.get(of, f"{of}s"),
+        many=get_origin(info.annotation) is list,
     )
 
 

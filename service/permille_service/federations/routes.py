@@ -32,6 +32,7 @@ from permille.store.federations.definitions import NewFederation
 from permille.store.jobs.dispatch import dispatch
 from permille.trust.metadata import KeyElsewhereError
 from permille.trust.repository import Repository
+from permille.trust.roles import federation_path
 from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Operator, Viewer, changing
 from permille_service.content import CACHE_CONTROL
 from permille_service.context import Served, Service
@@ -133,7 +134,7 @@ def finish_federation(federation_id: FederationId, service: Served, operator: Ma
         job_id = definitions.finish(session, row)
         job_ids[:] = [job_id] if job_id else []
         try:
-            repository.drop_federation(row.definition_digest)
+            repository.drop(federation_path(row.definition_digest))
         except KeyElsewhereError as exc:  # devices are told that it is finished all the same
             logger.warning("%s stays listed until its list is signed elsewhere: %s", row.id, exc)
         return present(session, row)

@@ -33,7 +33,7 @@ HEADERS: Final = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_PARTS: Final = frozenset({"job", "jobs"})  # their templates have a part that is asked for again
+_PARTS: Final = frozenset({"job", "jobs", "rollout"})  # their templates have a part that is asked for again
 _SPANS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 

@@ -17,7 +17,7 @@ from permille_service.access.principals import PUBLIC, Operator, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs import routes as job_routes
-from permille_service.pages import assets, fleet, sign_in, work
+from permille_service.pages import assets, fleet, rollouts, sign_in, work
 from permille_service.pages.rendering import (
     HEADERS,
     MakerPage,
@@ -187,4 +187,4 @@ def show_nothing(path: str) -> Response:
     raise ApiError(ProblemType.NOT_FOUND, f"there is no page {path[:80]!r}")
 
 
-ROUTERS = (router, work.router, fleet.router, nothing)
+ROUTERS = (router, work.router, fleet.router, rollouts.router, nothing)

@@ -7,7 +7,7 @@ has made useless is deleted after it. So a crash in between leaves a key too man
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 from sqlalchemy.exc import DBAPIError
@@ -16,14 +16,14 @@ from sqlalchemy.orm import Session
 from permille.errors import OperatorError
 from permille.store import audit, database, trust
 from permille.trust.metadata import expiry_of, is_due
-from permille.trust.repository import Repository
+from permille.trust.repository import KEYS_AT_START, Repository
 from permille.trust.roles import TIMESTAMP, TIMESTAMP_FILE
 from permille_service.access.principals import Operator
 from permille_service.context import Service
+from permille_service.rollouts.signing import sign_all
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-_KEYS_AT_START: Final = 4
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def changing(service: Service, session: Session, tenant_id: str) -> Iterator[Rep
         repository = Repository.open(found, service.trust_keys.signers(tenant_id), now)
         seen = repository.version(TIMESTAMP)
     else:
-        signers = [service.trust_keys.make(tenant_id) for _ in range(_KEYS_AT_START)]
+        signers = [service.trust_keys.make(tenant_id) for _ in range(KEYS_AT_START)]
         repository, seen = Repository.create(now=now, signers=signers), 0
     yield repository
     trust.keep(session, tenant_id=tenant_id, repository=repository, seen=seen)
@@ -93,7 +93,7 @@ def change_by(
 
 
 def read_file(service: Service, tenant_id: str, file: str) -> bytes:
-    """One file for a client; a timestamp past half its life is renewed first, and what else is due with it.
+    """One file for a client; before a timestamp, what is due is renewed and what rollouts changed is signed.
 
     Where it cannot be renewed now (a full disk, a key that is missing), it is served as long as it is good.
 
@@ -101,18 +101,20 @@ def read_file(service: Service, tenant_id: str, file: str) -> bytes:
         NotFoundError: there is no such file.
         OperatorError, DBAPIError, OSError: the timestamp has ended, and cannot be renewed.
     """
-    data, at = trust.read_file(service.database, tenant_id=tenant_id, file=file)
-    if file != TIMESTAMP_FILE or not is_due(TIMESTAMP, data, at):
+    data, at, is_unsigned = trust.read_file(service.database, tenant_id=tenant_id, file=file)
+    if file != TIMESTAMP_FILE or not (is_unsigned or is_due(TIMESTAMP, data, at)):
         return data
+
+    def renew(session: Session, repository: Repository) -> bytes:
+        sign_all(service, session, repository, tenant_id)
+        if is_due(TIMESTAMP, repository.newest[TIMESTAMP], at):
+            repository.renew()
+        return repository.newest[TIMESTAMP]
+
     try:
-        return change(service, tenant_id, _renew)
+        return change(service, tenant_id, renew)
     except (OperatorError, DBAPIError, OSError) as exc:  # devices go on until this timestamp ends
         logger.error("trust metadata of tenant %s cannot be renewed: %s", tenant_id, exc)
         if at >= expiry_of(data):
             raise
         return data
-
-
-def _renew(_: Session, repository: Repository) -> bytes:
-    repository.renew()
-    return repository.newest[TIMESTAMP]

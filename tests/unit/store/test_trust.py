@@ -43,7 +43,7 @@ def test_a_change_is_kept_file_by_file_and_by_tenant(
     with db.read() as session:
         newest = trust.newest(session, tenant_id=tenant_id)
         for file in ("1.root.json", "timestamp.json"):
-            data, _ = trust.read_file(db, tenant_id=tenant_id, file=file)
+            data, *_ = trust.read_file(db, tenant_id=tenant_id, file=file)
             assert data == newest[file.split(".")[-2]]
         assert trust.newest(session, tenant_id=other_tenant_id) == {}
         for file, owner in (("1.root.json", other_tenant_id), ("9.root.json", tenant_id), ("", tenant_id)):

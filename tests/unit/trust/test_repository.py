@@ -196,6 +196,7 @@ def test_root_and_targets_go_to_keys_elsewhere(repository: Repository, client: T
         "snapshot": True,
         "timestamp": True,
         "releases": True,
+        "rollouts": True,
     }
     repository.publish("tiny", 2, MANIFEST)
     client.publish(repository)

@@ -16,6 +16,7 @@ from permille.store import devices, uploads
 from permille.store.clock import pull_back
 from permille.store.database import Database
 from permille.store.federations import rounds
+from permille.store.fleet import rollouts
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import CeleryDispatcher, note_worker
 from permille.store.migrations.schema import check_newest
@@ -80,6 +81,7 @@ class Sweeper:
             _log.info("swept expired leases: %s", report)
         rounds.sweep(self.db)  # workers are told of the jobs that this adds by what follows
         self._resend()
+        rollouts.sweep(self.db)
         with self.db.write() as session:
             devices.purge_expired(session)
             note_worker(session, name=self.name, exports=find_spec("executorch") is not None)

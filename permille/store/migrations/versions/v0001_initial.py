@@ -85,6 +85,8 @@ def upgrade() -> None:
         _column("alias", TEXT),
         sa.Column("version", BIG),
         sa.Column("engine", TEXT),
+        sa.Column("memory_bytes", BIG),
+        _column("tags", sa.JSON()),
         sa.Column("last_seen_at", BIG),
         sa.Column("served_at", BIG),
         sa.Column("revoked_at", BIG),
@@ -353,6 +355,67 @@ def upgrade() -> None:
             ["tenant_id", "name", "version"], ["releases.tenant_id", "releases.name", "releases.version"]
         ),
     )
+    op.create_table(
+        "device_groups",
+        _column("name", TEXT),
+        _column("rule", sa.JSON()),
+        _column("id", TEXT, primary_key=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("created_at", BIG),
+        sa.UniqueConstraint("tenant_id", "name"),
+    )
+    op.create_table(
+        "rollouts",
+        _column("token_id", TEXT),
+        _column("release", TEXT),
+        _column("alias", TEXT),
+        _column("version", BIG),
+        _column("before", BIG),
+        sa.Column("group_id", TEXT, sa.ForeignKey("device_groups.id")),
+        _column("choice", sa.JSON()),
+        _column("rules", sa.JSON()),
+        _column("on_stop", TEXT),
+        _column("state", TEXT, index=True),
+        _column("wave", sa.Integer()),
+        _column("wave_devices", sa.Integer()),
+        sa.Column("opened_at", BIG),
+        sa.Column("counted_from", BIG),
+        _column("looks", sa.Integer()),
+        sa.Column("reason", TEXT),
+        sa.Column("numbers", sa.JSON()),
+        _column("reverting", sa.Boolean()),
+        _column("revision", sa.Integer()),
+        _column("signed_revision", sa.Integer()),
+        sa.Column("ended_at", BIG),
+        _column("id", TEXT, primary_key=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("created_at", BIG),
+        sa.ForeignKeyConstraint(
+            ["tenant_id", "release", "version"], ["releases.tenant_id", "releases.name", "releases.version"]
+        ),
+    )
+    for name, columns, condition in (
+        ("uq_rollouts_unended", ["tenant_id", "release", "alias"], "state IN ('draft', 'running', 'paused')"),
+        ("ix_rollouts_unsigned", ["tenant_id"], "signed_revision < revision"),
+    ):
+        where = sa.text(condition)
+        unique = name.startswith("uq")
+        op.create_index(name, "rollouts", columns, unique=unique, sqlite_where=where, postgresql_where=where)
+    op.create_table(
+        "rollout_reports",
+        _column("rollout_id", TEXT, sa.ForeignKey("rollouts.id"), primary_key=True),
+        _column("device_id", TEXT, sa.ForeignKey("devices.id"), primary_key=True, index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("wave", sa.Integer()),
+        _column("began_at", BIG),
+        _column("installed", sa.Boolean()),
+        sa.Column("code", TEXT),
+        sa.Column("damage", TEXT),
+        sa.Column("worse", sa.Boolean()),
+        sa.Column("difference", sa.Double()),
+        sa.Column("ended_at", BIG),
+    )
+    op.create_index("ix_rollout_reports_code", "rollout_reports", ["rollout_id", "code", "ended_at"])
     op.create_table(
         "federations",
         _column("name", TEXT),

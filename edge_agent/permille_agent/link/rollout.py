@@ -1,0 +1,306 @@
+"""A device's part in a rollout: whether its wave is open, what it tries, and what it tells of it.
+
+Which version is tried by whom is signed (`permille.fleet.offer`), so this device decides alone. In its part
+it installs the version, trains on it as on any, and reports one word, and where it compared its models one
+number or one bit. It keeps the package of before until the rollout has ended. Failures are tried again later,
+`MAX_ATTEMPTS` times in all; then the device goes back to the version of its alias.
+
+`rollout.json` is written before what it speaks of is done, so that a kill at any moment loses no report.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+import psutil
+
+from permille import __version__
+from permille.errors import InputError, OperatorError, PackageError, PermilleError
+from permille.fleet.offer import Facts, Offer, ReportCode, RolloutState
+from permille.fleet.rollouts import MAX_DIFFERENCE, WORSE_NATS
+from permille.schemas.fleet.groups import FactsPut
+from permille.schemas.fleet.rollouts import RolloutReport
+from permille.schemas.runs import EngineName, Outcome
+from permille.trust.roles import rollout_path, target_path
+from permille_agent.daemon.policy import read_policy
+from permille_agent.link.api import DeviceApi
+from permille_agent.link.client import AccessRefusedError, RequestRefusedError
+from permille_agent.link.enrolment import Enrolment
+from permille_agent.link.trust import TrustedReleases
+from permille_agent.state.choices import read_references
+from permille_agent.state.home import Home, read_record, write_record
+from permille_agent.state.models import DAMAGED, InstalledRelease, installed_release
+from permille_agent.training.decision import Decision
+from permille_agent.training.engines import EngineUsed
+from permille_agent.training.outcome import RunOutcome
+from permille_agent.training.run import BegunRun, RunFolder, list_runs
+
+MAX_ATTEMPTS: Final = 3
+FIRST_PAUSE_S: Final = 900.0
+_LONGEST_PAUSE_S: Final = 86_400.0
+_GIB: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """What a device's model lost on the test text after a run: nats a token and bits a byte."""
+
+    data: str
+    per_token: float
+    bits_per_byte: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """This device's part in one rollout.
+
+    Attributes:
+        before: what was installed when it began; kept until the rollout ends.
+        losses: of the newest run on that.
+        attempts: that failed.
+        not_before: Unix time of the next attempt.
+        code: how it ended; None: it has not.
+        told: whether the service knows all of this.
+    """
+
+    rollout: str
+    version: int
+    before: InstalledRelease | None
+    losses: Losses | None
+    attempts: int = 0
+    not_before: float = 0.0
+    installed: bool = False
+    code: ReportCode | None = None
+    damage: str | None = None
+    difference: float | None = None
+    told: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly: then the device follows its alias."""
+        return self.code not in (None, ReportCode.OK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What `rollout.json` holds: the facts that the service was told, and the part, if there is one."""
+
+    facts: Facts | None = None
+    part: Part | None = None
+
+
+def read_standing(home: Home) -> Standing:
+    """Read the part that this device has."""
+    return read_record(home.rollout, Standing) or Standing()
+
+
+def take_part(
+    home: Home, api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, *, now_s: float
+) -> Part | None:
+    """Find the part whose version is to be installed now; None: the alias says which.
+
+    Raises:
+        PackageError: the signed metadata does not hold together.
+        RetryableError, OperatorError: the service cannot be reached, or the disk is full.
+    """
+    facts = own_facts(home)
+    tell_facts(home, api, facts)
+    offer = _offer(trusted, enrolment)
+    part = _judged(home)
+    if part is not None and (offer is None or offer.rollout != part.rollout):
+        _tell(home, api)
+        _keep(home, None)
+        part = None
+    if offer is None or trusted.find(target_path(enrolment.release, offer.version)) is None:
+        return None
+    if part is None:
+        if not offer.is_for(enrolment.device_id, facts):
+            return None
+        before = installed_release(home)
+        part = Part(
+            rollout=offer.rollout,
+            version=offer.version,
+            before=before,
+            losses=None if before is None else _losses_of(_newest_run(home, before.manifest_digest)),
+        )
+        _keep(home, part)
+    if not _tell(home, api) or part.failed:
+        return None
+    waits = 0 < part.not_before - now_s <= _LONGEST_PAUSE_S  # further away: it was another clock
+    if not part.installed and (waits or offer.state is not RolloutState.RUNNING):
+        return None
+    return part
+
+
+def note_installed(home: Home, api: DeviceApi) -> None:
+    """Note that the part's version is installed, and tell it."""
+    part = read_standing(home).part
+    if part is not None and not part.installed:
+        _keep(home, replace(part, installed=True, told=False))
+        _judged(home)
+        _tell(home, api)
+
+
+def note_failure(home: Home, error: PermilleError, *, now_s: float, is_crash: bool = False) -> None:
+    """Count a failure of the part; after the last one it has ended. What a network does is none."""
+    part, code = read_standing(home).part, ReportCode.CRASH if is_crash else _code_of(error)
+    if part is None or part.code is not None or code is None:
+        return
+    attempts, here = part.attempts + 1, installed_release(home)
+    ended = attempts >= MAX_ATTEMPTS
+    _keep(
+        home,
+        replace(
+            part,
+            attempts=attempts,
+            # A package that did not open was taken back: it has to be installed again.
+            installed=part.installed and here is not None and here.version == part.version,
+            not_before=now_s + min(_LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempts - 1)),
+            code=code if ended else None,
+            damage=error.code if ended and isinstance(error, PackageError) else None,
+            told=part.told and not ended,
+        ),
+    )
+
+
+def finish(home: Home, code: ReportCode, difference: float | None = None) -> None:
+    """End the part; it is told at the next poll.
+
+    Args:
+        difference: nats a token by which the retrained model is worse than the one before.
+    """
+    part = read_standing(home).part
+    if part is None or part.code is not None:
+        return
+    if difference is not None:
+        difference = max(-MAX_DIFFERENCE, min(MAX_DIFFERENCE, difference))
+    _keep(home, replace(part, code=code, difference=difference, told=False))
+
+
+def own_facts(home: Home) -> Facts:
+    """What this device knows of itself: memory in whole GiB, the engine of the newest run."""
+    runs = list_runs(home)
+    used = runs[-1].load("engine", EngineUsed) if runs else None
+    memory = psutil.virtual_memory().total // _GIB * _GIB
+    return Facts(agent_version=__version__, engine=None if used is None else used.name, memory_bytes=memory)
+
+
+def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
+    """Tell the service what changed of this device; a service that does not ask for it is not told."""
+    if facts == read_standing(home).facts:
+        return
+    engine = facts.engine if facts.engine in set(EngineName) else None
+    body = FactsPut(
+        agent_version=facts.agent_version,
+        engine=None if engine is None else EngineName(engine),
+        memory_bytes=facts.memory_bytes,
+    )
+    with suppress(RequestRefusedError):
+        api.tell_facts(body)
+    write_record(home.rollout, replace(read_standing(home), facts=facts))
+
+
+def difference_of(run: RunFolder, part: Part) -> float | None:
+    """By how many nats a token the model of a run is worse than the one before; None: it cannot be told.
+
+    Both were judged on the same test text: side by side where the earlier personal model was still in use,
+    else each after its own run, where the text has not changed since.
+    """
+    decision, losses = run.load("decision", Decision), _losses_of(run)
+    if decision is None or part.before is None:
+        return None
+    if decision.against_active is not None and decision.incumbent.package == part.before.manifest_digest:
+        return -decision.against_active.improvement
+    if losses is None or part.losses is None or losses.data != part.losses.data:
+        return None
+    if not losses.bits_per_byte > 0:
+        return None
+    return losses.per_token * (1 - part.losses.bits_per_byte / losses.bits_per_byte)
+
+
+def _offer(trusted: TrustedReleases, enrolment: Enrolment) -> Offer | None:
+    target = trusted.find(rollout_path(enrolment.release, enrolment.alias))
+    if target is None:
+        return None
+    try:
+        return Offer.parse(target.custom)
+    except InputError as exc:
+        raise PackageError("rollout-malformed", str(exc)) from exc
+
+
+def _judged(home: Home) -> Part | None:
+    """The part, ended where its version was trained on, or where there is no text to train on."""
+    part, installed = read_standing(home).part, installed_release(home)
+    if part is None or part.code is not None or not part.installed or installed is None:
+        return part
+    run = _newest_run(home, installed.manifest_digest)
+    if run is not None:
+        outcome = run.require("outcome", RunOutcome).metrics.outcome
+        is_failed = outcome is Outcome.FAILED
+        finish(home, ReportCode.CRASH if is_failed else ReportCode.OK, difference_of(run, part))
+    elif not read_references(home):
+        finish(home, ReportCode.OK)
+    return read_standing(home).part
+
+
+def _newest_run(home: Home, package: str) -> RunFolder | None:
+    """The run on a package that ended last, the one begun last of several."""
+    for run in reversed(list_runs(home)):
+        begun = run.load("run", BegunRun)
+        is_on = begun is not None and begun.definition.package == package
+        if is_on and run.load("outcome", RunOutcome) is not None:
+            return run
+    return None
+
+
+def _losses_of(run: RunFolder | None) -> Losses | None:
+    """What the model that a run made loses, or its base where that is better."""
+    decision = None if run is None else run.load("decision", Decision)
+    if run is None or decision is None:
+        return None
+    found = (decision.loss_base, decision.bits_per_byte_base)
+    if decision.against_base is not None and decision.against_base.better:
+        found = (decision.loss_personal, decision.bits_per_byte_personal)
+    per_token, bits_per_byte = found
+    if per_token is None or bits_per_byte is None:
+        return None
+    data = run.require("run", BegunRun).definition.data
+    return Losses(data=data, per_token=per_token, bits_per_byte=bits_per_byte)
+
+
+def _code_of(error: PermilleError) -> ReportCode | None:
+    if isinstance(error, PackageError):
+        if error.code in DAMAGED:
+            return ReportCode.INTEGRITY
+        return ReportCode.CRASH if error.code == "package-trial" else ReportCode.REFUSED
+    is_own = isinstance(error, OperatorError) and not isinstance(error, AccessRefusedError)
+    return ReportCode.INSTALL if is_own else None
+
+
+def _tell(home: Home, api: DeviceApi) -> bool:
+    """Tell the service how far the part has come; whether it still counts there."""
+    part = read_standing(home).part
+    if part is None or part.told:
+        return part is not None
+    number = part.difference
+    is_bit = read_policy(home).report_loss == "bit"
+    body = RolloutReport(
+        installed=part.installed,
+        code=part.code,
+        damage=part.damage,
+        worse=None if number is None else number > WORSE_NATS,
+        difference=None if is_bit else number,
+    )
+    try:
+        api.report_rollout(part.rollout, body)
+    except RequestRefusedError as exc:
+        if exc.status not in (404, 409):
+            raise OperatorError(f"The service refused the report of a rollout: {exc}") from exc
+        _keep(home, None)  # the wave closed before this device began, or the rollout is gone
+        return False
+    _keep(home, replace(part, told=True))
+    return True
+
+
+def _keep(home: Home, part: Part | None) -> None:
+    write_record(home.rollout, replace(read_standing(home), part=part))

@@ -1,0 +1,162 @@
+"""The signed record of a rollout, from which a device alone decides whether it takes part.
+
+The record is the `custom` field of a TUF target (FORMAT 14). So nobody between service and device can open a
+wave, move a device to another one, or hide a halt for longer than the timestamp's life.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from permille.errors import InputError
+
+PARTS: Final = 10_000
+MAX_MEMBERS: Final = 2000
+"""Of a group by name or tag, whose members the record lists by digest."""
+_NUMBERS: Final = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){2}", re.ASCII)
+
+
+class RolloutState(StrEnum):
+    """Where a rollout stands.
+
+    In a draft no wave is open yet. A paused rollout may go on, a stopped one may not; devices that have the
+    version keep it in both. Done: all devices take the version. Reverted: all take a new version that holds
+    the package of before.
+    """
+
+    DRAFT = "draft"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPED = "stopped"
+    DONE = "done"
+    REVERTED = "reverted"
+
+
+class ReportCode(StrEnum):
+    """What became of a version on a device. Silent is the service's own word: no report in time."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    INTEGRITY = "integrity"
+    CRASH = "crash"
+    INSTALL = "install"
+    SILENT = "silent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a device knows of itself, by which groups choose. An engine is known after the first run."""
+
+    agent_version: str
+    engine: str | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The devices of a group; each condition that is given must hold.
+
+    Attributes:
+        agent_version: the lowest version of the agent.
+        engines: one of these computed the device's newest run.
+        memory_bytes: the least memory.
+        members: digests of the devices, by `member_digest`; None: any device.
+    """
+
+    agent_version: str | None = None
+    engines: tuple[str, ...] = ()
+    memory_bytes: int = 0
+    members: tuple[str, ...] | None = None
+
+    def fits(self, facts: Facts) -> bool:
+        """Whether the facts of a device meet the conditions; membership aside."""
+        if self.agent_version is not None and numbers(facts.agent_version) < numbers(self.agent_version):
+            return False
+        if self.engines and facts.engine not in self.engines:
+            return False
+        return (facts.memory_bytes or 0) >= self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A rollout as it is signed.
+
+    Attributes:
+        version: of the release, which devices in an open wave install.
+        percent: share of the group's devices whose wave is open.
+    """
+
+    rollout: str
+    version: int
+    state: RolloutState
+    percent: int
+    choice: Choice
+
+    @classmethod
+    def parse(cls, document: object) -> "Offer":
+        """Read a record. Raises InputError for anything else."""
+        try:
+            fields: dict[str, Any] = dict(document)  # type: ignore[call-overload]
+            choice = dict(fields.pop("choice"))
+            members, engines = choice.pop("members"), tuple(choice.pop("engines"))
+            read = Choice(members=None if members is None else tuple(members), engines=engines, **choice)
+            offer = cls(state=RolloutState(fields.pop("state")), choice=read, **fields)
+            is_whole = all(type(number) is int for number in (offer.version, offer.percent))
+            if not is_whole or offer.version < 1 or not 0 <= offer.percent <= 100:
+                raise ValueError("version or percent out of range")
+        except (AttributeError, KeyError, TypeError, ValueError) as exc:
+            raise InputError(f"expected the record of a rollout: {exc}"[:300]) from exc
+        return offer
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the record in the types of JSON."""
+        document = asdict(self)
+        document["choice"]["engines"] = list(self.choice.engines)
+        if self.choice.members is not None:
+            document["choice"]["members"] = list(self.choice.members)
+        return document
+
+    def is_for(self, device_id: str, facts: Facts) -> bool:
+        """Whether a device takes the version now: its wave is open, and it is of the group."""
+        if self.state is not RolloutState.RUNNING or place_of(self.rollout, device_id) >= 100 * self.percent:
+            return False
+        members = self.choice.members
+        return self.choice.fits(facts) and (
+            members is None or member_digest(self.rollout, device_id) in members
+        )
+
+
+def place_of(rollout_id: str, device_id: str) -> int:
+    """Return a device's place in a rollout, from 0 to 9,999: a wave of p % holds the places below 100 p.
+
+    The place is a hash, so it needs no row. It differs from rollout to rollout: no device is always first.
+    """
+    return int.from_bytes(_hash("wave", rollout_id, device_id)[:8], "big") % PARTS
+
+
+def member_digest(rollout_id: str, device_id: str) -> str:
+    """Return what a record lists of a member: other devices learn no id from it."""
+    return _hash("member", rollout_id, device_id)[:8].hex()
+
+
+def members_of(rollout_id: str, device_ids: Iterable[str]) -> tuple[str, ...]:
+    """Return the members of a group for a record, in order. Raises InputError for too many."""
+    members = tuple(sorted(member_digest(rollout_id, one) for one in device_ids))
+    if len(members) > MAX_MEMBERS:
+        raise InputError(
+            f"A group by name or tag has at most {MAX_MEMBERS} devices, this one has {len(members)}. "
+            "Use a rule by agent version, engine or memory, or tag fewer devices."
+        )
+    return members
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the three numbers of a version, to compare them; zeros for anything else."""
+    return tuple(map(int, version.split("."))) if _NUMBERS.fullmatch(version) else (0, 0, 0)
+
+
+def _hash(what: str, rollout_id: str, device_id: str) -> bytes:
+    return hashlib.sha256(f"permille-rollout-1\0{what}\0{rollout_id}\0{device_id}".encode()).digest()

@@ -1,0 +1,84 @@
+"""Exact bounds from few numbers: the share of a binomial count, and a mean by Student's t.
+
+Both distributions are regularized incomplete beta functions. scipy has them too, but neither the API nor a
+device installs it for that.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+_TINY: Final = 1e-300
+_PRECISION: Final = 1e-14
+_TERMS: Final = 10_000
+_HALVINGS: Final = 60
+
+
+def at_least(count: int, n: int, share: float) -> float:
+    """Return the probability of `count` or more successes in `n` trials of this chance."""
+    return 1.0 if count <= 0 else beta_share(count, n - count + 1, share)
+
+
+def above(t: float, free: int) -> float:
+    """Return the probability that Student's t of `free` degrees of freedom exceeds `t`."""
+    tail = beta_share(free / 2, 0.5, free / (free + t * t)) / 2
+    return tail if t >= 0 else 1 - tail
+
+
+def lower_share(count: int, n: int, alpha: float) -> float:
+    """Return the exact lower bound of a share (Clopper and Pearson), which errs with chance `alpha`.
+
+    lower_share(8, 80, 0.001)  # 0.025: eight failures of eighty are surely more than 2 %
+    """
+    if count == 0:
+        return 0.0
+    return _crossing(lambda share: at_least(count, n, share) - alpha, 0.0, 1.0)
+
+
+def lower_mean(mean: float, deviation: float, n: int, alpha: float) -> float:
+    """Return the lower bound of a mean of `n` values by Student's t; minus infinity for fewer than two."""
+    if n < 2:
+        return -math.inf
+    t = _crossing(lambda value: alpha - above(value, n - 1), 0.0, 1e6)
+    return mean - t * deviation / math.sqrt(n)
+
+
+def _crossing(function: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a growing function passes zero, from below."""
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if function(middle) < 0:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def beta_share(a: float, b: float, x: float) -> float:
+    """Return the regularized incomplete beta function I_x(a, b), by its continued fraction.
+
+    NIST Handbook, 8.17.22, evaluated by Lentz's method; for `x` past the mean by I_x(a, b) = 1 - I_1-x(b, a),
+    where the fraction converges fast.
+    """
+    if x <= 0 or x >= 1:
+        return 0.0 if x <= 0 else 1.0
+    if x > (a + 1) / (a + b + 2):
+        return 1 - beta_share(b, a, 1 - x)
+    scale = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    c, d = 1.0, 1 / _safe(1 - (a + b) * x / (a + 1))
+    fraction = d
+    for m in range(1, _TERMS):
+        before = fraction
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d, c = 1 / _safe(1 + term * d), _safe(1 + term / c)
+            fraction *= d * c
+        if abs(fraction - before) <= _PRECISION * abs(fraction):
+            break
+    return math.exp(scale) * fraction / a
+
+
+def _safe(value: float) -> float:
+    return value if abs(value) > _TINY else _TINY

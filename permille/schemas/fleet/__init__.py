@@ -1,0 +1,1 @@
+"""Groups of devices, and rollouts to them, in the REST contract."""

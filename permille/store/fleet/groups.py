@@ -1,0 +1,122 @@
+"""Groups of devices: rules, looked at on the devices' rows. A device is in a group as its row is now."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from permille.fleet.offer import Choice, Facts, members_of
+from permille.schemas.fleet.groups import GroupRule
+from permille.store import rows
+from permille.store.database import now
+from permille.store.errors import ConflictError
+from permille.store.fleet.versions import active
+from permille.store.ids import Prefix, new_id
+from permille.store.tables import Device, DeviceGroup, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What is looked at of a device."""
+
+    id: str
+    tags: frozenset[str]
+    facts: Facts
+
+
+def create(session: Session, *, tenant_id: str, name: str, rule: GroupRule) -> DeviceGroup:
+    """Add a group. Raises ConflictError for a name that is taken, NotFoundError for an unknown device."""
+    taken = select(DeviceGroup.id).where(DeviceGroup.tenant_id == tenant_id, DeviceGroup.name == name)
+    if session.scalar(taken) is not None:
+        raise ConflictError(f"There is a group {name!r} already: take another name.")
+    known = set(session.scalars(select(Device.id).where(*active(tenant_id), Device.id.in_(rule.devices))))
+    for device_id in rule.devices:
+        if device_id not in known:
+            rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
+    row = DeviceGroup(
+        id=new_id(Prefix.GROUP),
+        tenant_id=tenant_id,
+        created_at=now(session),
+        name=name,
+        rule=rule.model_dump(mode="json"),
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def delete(session: Session, *, tenant_id: str, group_id: str) -> None:
+    """Remove a group that no rollout names. Raises NotFoundError, ConflictError."""
+    row = rows.lock(session, DeviceGroup, tenant_id=tenant_id, row_id=group_id)
+    if session.scalar(select(Rollout.id).where(Rollout.group_id == group_id).limit(1)) is not None:
+        raise ConflictError(f"A rollout was made for the group {row.name!r}: it stays.")
+    session.delete(row)
+
+
+def put_tags(session: Session, *, tenant_id: str, device_id: str, tags: list[str]) -> None:
+    """Replace the tags of a device. Raises NotFoundError."""
+    row = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
+    row.tags = sorted(set(tags))
+
+
+def put_facts(session: Session, *, device_id: str, facts: Facts) -> None:
+    """Note what a device tells of itself."""
+    row = session.get(Device, device_id)
+    if row is not None:
+        row.agent_version, row.memory_bytes = facts.agent_version, facts.memory_bytes
+        row.engine = facts.engine or row.engine
+
+
+def candidates(
+    session: Session, *, tenant_id: str, release: str | None = None, alias: str | None = None
+) -> list[Candidate]:
+    """Read the active devices of a tenant, or of one alias, by columns: there may be ten thousand."""
+    query = select(Device.id, Device.tags, Device.agent_version, Device.engine, Device.memory_bytes)
+    query = query.where(*active(tenant_id))
+    if release is not None:
+        query = query.where(Device.release == release, Device.alias == alias)
+    return [
+        Candidate(
+            id=device_id,
+            tags=frozenset(tags or ()),
+            facts=Facts(agent_version=agent or "", engine=engine, memory_bytes=memory),
+        )
+        for device_id, tags, agent, engine, memory in session.execute(query)
+    ]
+
+
+def chosen(rule: GroupRule, found: Iterable[Candidate]) -> list[Candidate]:
+    """The devices that a rule chooses."""
+    choice, ids, tags = choice_of(rule, None), set(rule.devices), set(rule.tags)
+    return [
+        one
+        for one in found
+        if (not ids or one.id in ids) and (not tags or one.tags & tags) and choice.fits(one.facts)
+    ]
+
+
+def choice_of(rule: GroupRule, members: tuple[str, ...] | None) -> Choice:
+    """A rule as it is signed."""
+    engines = tuple(engine.value for engine in rule.engines)
+    return Choice(
+        agent_version=rule.agent_version, engines=engines, memory_bytes=rule.memory_bytes, members=members
+    )
+
+
+def signed_choice(rollout_id: str, rule: GroupRule, found: Iterable[Candidate]) -> Choice:
+    """A rule as it is signed for a rollout; where devices or tags choose, it lists the members of now.
+
+    Raises InputError: they are too many.
+    """
+    members = None
+    if rule.devices or rule.tags:
+        members = members_of(rollout_id, (one.id for one in chosen(rule, found)))
+    return choice_of(rule, members)
+
+
+def rule_of(row: DeviceGroup | None) -> GroupRule:
+    """The rule of a group; that of all devices for None."""
+    document: dict[str, Any] = {} if row is None else row.rule
+    return GroupRule.model_validate(document)

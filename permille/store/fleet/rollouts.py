@@ -1,0 +1,436 @@
+"""Rollouts as rows: made, moved by operators and by themselves, and what devices report.
+
+`permille.fleet.rollouts` decides; here its counts are read and its steps written, one short transaction each.
+Every change of a rollout makes a new revision. The API signs what is unsigned when a device next asks for the
+timestamp, since the keys are the API's: so a step that the sweeper makes is a row at first, and no device
+sees it before it is signed. Devices report into rows of their own and lock no rollout.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, and_, case, func, select, update
+from sqlalchemy.orm import Session
+
+from permille.errors import InputError
+from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, place_of
+from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Step, Tally, advance, look_at
+from permille.schemas.fleet.rollouts import OnStop, RolloutCreate, RolloutRules
+from permille.schemas.fleet.rollouts import RolloutReport as Report
+from permille.store import audit, releases, rows
+from permille.store.database import Database, now
+from permille.store.errors import ConflictError, NotFoundError
+from permille.store.fleet import groups
+from permille.store.ids import Prefix, new_id
+from permille.store.tables import Alias, Device, DeviceGroup, Rollout, RolloutReport, Run
+
+UNENDED: Final = (RolloutState.DRAFT, RolloutState.RUNNING, RolloutState.PAUSED)
+_LISTED: Final = (RolloutState.RUNNING, RolloutState.PAUSED, RolloutState.STOPPED)
+
+
+def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCreate) -> Rollout:
+    """Add a draft.
+
+    Raises:
+        NotFoundError: no such version, alias or group.
+        ConflictError: the version is yanked or the alias' own, or another rollout of the alias has not ended.
+    """
+    version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
+    release = releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
+    if release.yanked_at is not None:
+        raise ConflictError(f"Version {version} of {body.release!r} was yanked: roll out another one.")
+    alias = session.get(Alias, (tenant_id, body.release, body.alias))
+    if alias is None:
+        raise NotFoundError(f"no alias {body.alias!r} of release {body.release!r}")
+    if alias.version == version:
+        raise ConflictError(
+            f"{body.alias!r} points at version {version} already, so all devices have it. Publish without an "
+            "alias, then roll out."
+        )
+    other = unended(session, tenant_id=tenant_id, release=body.release, alias=body.alias)
+    if other is not None:
+        raise ConflictError(f"The rollout {other} of {body.release!r} {body.alias!r} has not ended: stop it.")
+    if body.group_id is not None:
+        rows.get(session, DeviceGroup, tenant_id=tenant_id, row_id=body.group_id)
+    row = Rollout(
+        id=new_id(Prefix.ROLLOUT),
+        tenant_id=tenant_id,
+        created_at=now(session),
+        token_id=token_id,
+        release=body.release,
+        alias=body.alias,
+        version=version,
+        before=alias.version,
+        group_id=body.group_id,
+        choice={},
+        rules=body.rules.model_dump(mode="json"),
+        on_stop=body.on_stop.value,
+        state=RolloutState.DRAFT.value,
+        wave=0,
+        wave_devices=0,
+        looks=0,
+        reverting=False,
+        revision=0,
+        signed_revision=0,
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def unended(session: Session, *, tenant_id: str, release: str, alias: str) -> str | None:
+    """The rollout of an alias that has not ended; there is one at most."""
+    query = select(Rollout.id).where(
+        Rollout.tenant_id == tenant_id,
+        Rollout.release == release,
+        Rollout.alias == alias,
+        Rollout.state.in_(UNENDED),
+    )
+    return session.scalar(query)
+
+
+def lock(session: Session, *, tenant_id: str, rollout_id: str) -> Rollout:
+    """Read a rollout for change, as it is now. Raises NotFoundError."""
+    query = select(Rollout).where(Rollout.id == rollout_id, Rollout.tenant_id == tenant_id)
+    row = session.scalar(query.with_for_update(key_share=True).execution_options(populate_existing=True))
+    if row is None:
+        raise NotFoundError(f"no {Rollout.noun} {rollout_id!r}")
+    return row
+
+
+def resume(session: Session, row: Rollout) -> None:
+    """Start a locked draft, or go on after a pause: what was reported so far is acknowledged, and counted no
+    more. Idempotent.
+
+    Raises:
+        ConflictError: it was stopped or has ended.
+    """
+    _require(row, RolloutState.DRAFT, RolloutState.RUNNING, RolloutState.PAUSED)
+    if row.state == RolloutState.RUNNING:
+        return
+    if row.state == RolloutState.DRAFT:
+        group = None if row.group_id is None else session.get(DeviceGroup, row.group_id)
+        found = groups.candidates(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
+        try:
+            choice = groups.signed_choice(row.id, groups.rule_of(group), found)
+        except InputError as exc:
+            raise ConflictError(str(exc)) from exc
+        row.choice = {**Offer(**_offer_fields(row, choice)).to_document()["choice"]}
+        _open_wave(session, row, 0)
+    else:
+        row.counted_from, row.looks = now(session), 0
+    row.reason = row.numbers = None
+    _move(row, RolloutState.RUNNING)
+
+
+def pause(row: Rollout) -> None:
+    """Let no other device begin until `resume`. Idempotent. Raises ConflictError."""
+    _require(row, RolloutState.RUNNING, RolloutState.PAUSED)
+    if row.state == RolloutState.RUNNING:
+        _move(row, RolloutState.PAUSED)
+
+
+def stop(session: Session, row: Rollout) -> None:
+    """End a rollout where it stands: who has the version keeps it. Idempotent. Raises ConflictError."""
+    _require(row, *UNENDED, RolloutState.STOPPED)
+    if row.state != RolloutState.STOPPED:
+        row.ended_at = now(session)
+        _move(row, RolloutState.STOPPED)
+
+
+def want_revert(session: Session, row: Rollout) -> None:
+    """Stop a rollout, and have it reverted when it is signed next.
+
+    Raises:
+        ConflictError: it is a draft, it has ended otherwise, or a later one of the alias has not ended.
+    """
+    later = unended(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
+    if later not in (None, row.id):
+        raise ConflictError(f"The later rollout {later} has not ended: revert that one, or stop it first.")
+    if row.state == RolloutState.DRAFT:
+        raise ConflictError("No device has the version of a draft: stop it instead.")
+    if row.state not in (RolloutState.DONE, RolloutState.REVERTED):
+        stop(session, row)
+    else:
+        _require(row, RolloutState.STOPPED)
+    row.reverting = True
+    _move(row, RolloutState.STOPPED)
+
+
+def unsigned(session: Session, *, tenant_id: str) -> list[Rollout]:
+    """The rollouts whose newest revision is not signed, to be signed in this transaction."""
+    query = select(Rollout).where(Rollout.tenant_id == tenant_id, Rollout.signed_revision < Rollout.revision)
+    return list(session.scalars(query.with_for_update(key_share=True).order_by(Rollout.id)))
+
+
+def offer_of(row: Rollout) -> Offer | None:
+    """What is signed of a rollout; None where devices go by the alias alone."""
+    if row.state not in _LISTED or row.opened_at is None:  # one that was stopped as a draft
+        return None
+    document: dict[str, Any] = {**_offer_fields(row, Choice()), "choice": row.choice}
+    return Offer.parse(document)
+
+
+def signed(row: Rollout) -> None:
+    """Note that the trust metadata says what the row says."""
+    row.signed_revision = row.revision
+
+
+def reverted(session: Session, row: Rollout) -> None:
+    """Note that a stopped rollout was reverted."""
+    row.state, row.reverting = RolloutState.REVERTED.value, False
+    row.ended_at = row.ended_at or now(session)
+
+
+def report(session: Session, *, device: Device, rollout_id: str, report: Report) -> None:
+    """Keep what a device reports, in the place of what it reported before.
+
+    Raises:
+        NotFoundError: there is no such rollout for the device.
+        ConflictError: it is not the device's turn.
+    """
+    row = rows.get(session, Rollout, tenant_id=device.tenant_id, row_id=rollout_id)
+    if (row.release, row.alias) != (device.release, device.alias) or row.state == RolloutState.DRAFT:
+        raise NotFoundError(f"no rollout {rollout_id!r} for this device")
+    found = session.get(RolloutReport, (row.id, device.id), with_for_update={"key_share": True})
+    at, place = now(session), place_of(row.id, device.id)
+    if found is None:
+        if row.state != RolloutState.RUNNING or place >= 100 * _percent(row):
+            raise ConflictError("The device's wave is not open: ask again at the next poll.")
+        waves = _rules(row).waves
+        wave = next(number for number, percent in enumerate(waves) if place < 100 * percent)
+        found = RolloutReport(
+            rollout_id=row.id, device_id=device.id, tenant_id=row.tenant_id, wave=wave, began_at=at
+        )
+        session.add(found)
+    ends = report.code is not None and report.code != found.code
+    found.installed, found.damage = report.installed, report.damage
+    found.worse, found.difference = report.worse, report.difference
+    if ends:
+        found.code, found.ended_at = str(report.code), at
+    if report.installed:
+        device.version = row.version
+    session.flush()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaveCounts:
+    """How many devices of a wave have come how far."""
+
+    offered: int = 0
+    installed: int = 0
+    trained: int = 0
+    better: int = 0
+    worse: int = 0
+    failed: int = 0
+    silent: int = 0
+
+
+def funnel(session: Session, rollout_id: str) -> dict[int, WaveCounts]:
+    """Count all reports of a rollout by wave, in one statement."""
+    silent = RolloutReport.code == ReportCode.SILENT.value
+    failed = and_(RolloutReport.code.is_not(None), RolloutReport.code.not_in(_NOT_FAILED))
+    compared = RolloutReport.worse.is_not(None)
+    columns = (
+        func.count(),
+        _count(RolloutReport.installed),
+        _count(compared),
+        _count(and_(compared, RolloutReport.worse.is_(False))),
+        _count(RolloutReport.worse.is_(True)),
+        _count(failed),
+        _count(silent),
+    )
+    query = select(RolloutReport.wave, *columns).where(RolloutReport.rollout_id == rollout_id)
+    names = ("offered", "installed", "trained", "better", "worse", "failed", "silent")
+    return {
+        wave: WaveCounts(**dict(zip(names, counts, strict=True)))
+        for wave, *counts in session.execute(query.group_by(RolloutReport.wave))
+    }
+
+
+_NOT_FAILED: Final = (ReportCode.OK.value, ReportCode.SILENT.value)
+
+
+def sweep(db: Database) -> None:
+    """Move every running rollout as far as it may go now; a killed sweeper loses nothing."""
+    with db.read() as session:
+        running = session.execute(
+            select(Rollout.tenant_id, Rollout.id).where(Rollout.state == RolloutState.RUNNING.value)
+        ).all()
+    for tenant_id, rollout_id in running:
+        with db.write() as session:
+            row = lock(session, tenant_id=tenant_id, rollout_id=rollout_id)
+            if row.state == RolloutState.RUNNING:
+                _advance(session, row)
+
+
+def _advance(session: Session, row: Rollout) -> None:
+    rules, at = _rules(row), now(session)
+    _mark_silent(session, row, rules)
+    step = advance(
+        Standing(wave=row.wave, opened_at=row.opened_at or at, looks=row.looks),
+        rules,
+        tally(session, row),
+        at,
+    )
+    release = releases.get(session, tenant_id=row.tenant_id, name=row.release, version=row.version)
+    if release.yanked_at is not None:
+        step = Step(state=RolloutState.STOPPED, wave=row.wave, looks=row.looks, reason=Reason.YANKED)
+    row.looks = step.looks
+    if step.reason is not None:
+        _halt(session, row, step)
+    elif step.state is RolloutState.DONE:
+        row.ended_at = at
+        _move(row, RolloutState.DONE)
+    elif step.wave != row.wave:
+        _open_wave(session, row, step.wave)
+        _move(row, RolloutState.RUNNING)
+
+
+def _halt(session: Session, row: Rollout, step: Step) -> None:
+    """Stop by itself, with an entry in the audit log."""
+    row.reason, row.numbers = str(step.reason), {**step.numbers}
+    if step.state is RolloutState.STOPPED:
+        stop(session, row)
+    elif row.on_stop == OnStop.REVERT:
+        want_revert(session, row)
+    else:
+        _move(row, step.state)
+    numbers: dict[str, object] = {"reason": str(step.reason), "wave": step.wave + 1, **step.numbers}
+    change = audit.Change(
+        token_id=row.token_id, action="halt_rollout", subject=f"/v1/rollouts/{row.id}", request=numbers
+    )
+    audit.append(session, tenant_id=row.tenant_id, change=change)
+
+
+def tally(session: Session, row: Rollout) -> Tally:
+    """Count what has ended since the start, or since the last `resume`."""
+    since = row.counted_from
+    ended = and_(
+        RolloutReport.rollout_id == row.id,
+        RolloutReport.code.is_not(None),
+        *(() if since is None else (RolloutReport.ended_at > since,)),
+    )
+    value = RolloutReport.difference
+    codes, damage = Counter[ReportCode](), Counter[str]()
+    by_code = select(RolloutReport.code, RolloutReport.damage, func.count()).where(ended)
+    for code, what, count in session.execute(by_code.group_by(RolloutReport.code, RolloutReport.damage)):
+        codes[ReportCode(str(code))] += count
+        if code == ReportCode.INTEGRITY:
+            damage[what or ""] += count
+    sums = select(
+        func.count(RolloutReport.worse),
+        _count(RolloutReport.worse.is_(True)),
+        func.count(value),
+        func.sum(value),
+        func.sum(value * value),
+    ).where(ended)
+    judged, worse, compared, total, squares = session.execute(sums).one()
+    began, wave_ended, wave_ok, before = session.execute(_of_wave(row)).one()
+    return Tally(
+        codes=codes,
+        damage=damage,
+        judged=judged,
+        worse=worse,
+        losses=Moments.of_sums(compared, total or 0.0, squares or 0.0),
+        general=_general(session, row, ended) if codes.total() >= look_at(row.looks) else Moments(),
+        wave_devices=row.wave_devices - before,
+        wave_began=began,
+        wave_ended=wave_ended,
+        wave_ok=wave_ok,
+    )
+
+
+def _of_wave(row: Rollout) -> Any:
+    """How many of the open wave began, ended and ended well in this count, and how many ended before it."""
+    before: ColumnElement[bool] = RolloutReport.rollout_id.is_(None)  # nothing: it is a key
+    if row.counted_from is not None:
+        before = and_(RolloutReport.code.is_not(None), RolloutReport.ended_at <= row.counted_from)
+    counted = ~before
+    return select(
+        _count(counted),
+        _count(and_(counted, RolloutReport.code.is_not(None))),
+        _count(and_(counted, RolloutReport.code == ReportCode.OK.value)),
+        _count(before),
+    ).where(RolloutReport.rollout_id == row.id, RolloutReport.wave == row.wave)
+
+
+def _general(session: Session, row: Rollout, ended: ColumnElement[bool]) -> Moments:
+    """By how much the rise of the loss on general text changed, of devices that reported runs on both.
+
+    Joined here: databases take the index of versions for a join by device, which takes them minutes.
+    """
+    after, before = (_rises(session, row, version) for version in (row.version, row.before))
+    devices = session.scalars(select(RolloutReport.device_id).where(ended))
+    changes = [after[one] - before[one] for one in devices if one in after and one in before]
+    return Moments.of_sums(len(changes), sum(changes), sum(change * change for change in changes))
+
+
+def _rises(session: Session, row: Rollout, version: int) -> dict[str, float]:
+    query = select(Run.device_id, Run.rise).where(
+        Run.newest,
+        Run.tenant_id == row.tenant_id,
+        Run.release == row.release,
+        Run.version == version,
+    )
+    found = session.execute(query.where(Run.rise.is_not(None)))
+    return {device_id: rise for device_id, rise in found if rise is not None}
+
+
+def _mark_silent(session: Session, row: Rollout, rules: Rules) -> None:
+    at = now(session)
+    late = (
+        RolloutReport.rollout_id == row.id,
+        RolloutReport.code.is_(None),
+        RolloutReport.began_at <= at - timedelta(seconds=rules.deadline_s),
+    )
+    session.execute(
+        update(RolloutReport)
+        .where(*late)
+        .values(code=ReportCode.SILENT.value, ended_at=at)
+        .execution_options(synchronize_session=False)
+    )
+
+
+def _open_wave(session: Session, row: Rollout, wave: int) -> None:
+    row.wave, row.opened_at = wave, now(session)
+    percents = (0, *_rules(row).waves)
+    low, high = 100 * percents[wave], 100 * percents[wave + 1]
+    group = None if row.group_id is None else session.get(DeviceGroup, row.group_id)
+    found = groups.candidates(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
+    devices: Iterable[groups.Candidate] = groups.chosen(groups.rule_of(group), found)
+    row.wave_devices = sum(low <= place_of(row.id, one.id) < high for one in devices)
+
+
+def _move(row: Rollout, state: RolloutState) -> None:
+    row.state, row.revision = state.value, row.revision + 1
+
+
+def _require(row: Rollout, *states: RolloutState) -> None:
+    if row.state not in states:
+        raise ConflictError(f"The rollout is {row.state}, it would have to be {' or '.join(states)}.")
+
+
+def _percent(row: Rollout) -> int:
+    return _rules(row).waves[row.wave]
+
+
+def _rules(row: Rollout) -> Rules:
+    return RolloutRules.model_validate(row.rules).parsed()
+
+
+def _offer_fields(row: Rollout, choice: Choice) -> dict[str, Any]:
+    return {
+        "rollout": row.id,
+        "version": row.version,
+        "state": RolloutState(row.state),
+        "percent": _percent(row),
+        "choice": choice,
+    }
+
+
+def _count(condition: Any) -> Any:
+    return func.coalesce(func.sum(case((condition, 1), else_=0)), 0)

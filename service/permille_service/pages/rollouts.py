@@ -1,0 +1,33 @@
+"""Pages of rollouts: which there are, and how far the devices of each wave have come, live."""
+
+from fastapi import APIRouter, Response
+
+from permille.fleet.offer import RolloutState
+from permille.store import rows, tables
+from permille_service.pages.rendering import PageRoute, ViewerPage
+from permille_service.parameters import Paging, page_of
+from permille_service.rollouts.records import present
+from permille_service.rollouts.routes import RolloutId
+
+router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
+STAGES = ("offered", "installed", "trained", "better", "worse", "failed", "silent")
+
+
+@router.get("/rollouts")
+def show_rollouts(page: ViewerPage, window: Paging) -> Response:
+    """Rollouts, newest first."""
+    with page.service.database.read() as session:
+        found = rows.list_all(session, tables.Rollout, tenant_id=page.tenant_id, window=window)
+        listed = page_of(found, lambda row: present(session, row))
+    return page.render("rollouts", rollouts=listed)
+
+
+@router.get("/rollouts/{rollout_id}")
+def show_rollout(rollout_id: RolloutId, page: ViewerPage) -> Response:
+    """One rollout, its funnel by wave."""
+    with page.service.database.read() as session:
+        row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
+        rollout = present(session, row)
+    live = rollout.state in (RolloutState.RUNNING, RolloutState.PAUSED)
+    most = max((wave.offered for wave in rollout.funnel), default=0) or 1
+    return page.render("rollout", rollout=rollout, stages=STAGES, live=live, most=most)

@@ -1,0 +1,118 @@
+"""Commands of groups and rollouts: who is chosen, and how a version reaches them wave by wave."""
+
+import time
+from typing import Annotated, Any, Final
+
+import typer
+
+from permille.schemas.fleet.rollouts import RolloutCreate
+from permille_service.cli.commands import Key, add_action, add_deletion, add_list, add_show, command
+from permille_service.cli.exits import CommandError, Exit
+from permille_service.cli.forms import form_of
+from permille_service.cli.session import Session
+
+groups = typer.Typer(no_args_is_help=True, help="Groups of devices, by name, tag or rule.")
+rollouts = typer.Typer(no_args_is_help=True, help="Versions that reach devices wave by wave.")
+
+_GROUPS = ("id", "name", "devices", "created_at")
+_ROLLOUTS = ("id", "release", "version", "alias", "state", "wave", "reason", "created_at")
+_ENDED: Final = frozenset({"done", "stopped", "reverted"})
+_Many = list[str] | None
+RolloutArgument = Annotated[str, typer.Argument(help="Its id, or the beginning of it.")]
+
+
+@command(groups, "create")
+def create_group(
+    session: Session,
+    name: str,
+    device: Annotated[_Many, typer.Option(help="This device; repeat for more.")] = None,
+    tag: Annotated[_Many, typer.Option(help="Devices with this tag; repeat for more.")] = None,
+    engine: Annotated[_Many, typer.Option(help="Devices whose newest run it computed; repeat.")] = None,
+    agent_version: Annotated[str | None, typer.Option(help="The lowest version of the agent.")] = None,
+    memory_gib: Annotated[int, typer.Option(min=0, help="At least so much memory.")] = 0,
+    key: Key = None,
+) -> Any:
+    """Name a group of devices. All conditions must hold; without any it is of all devices.
+
+    Example:
+
+      permille groups create canaries --tag canary
+      permille groups create large --memory-gib 16 --agent-version 0.2.0
+    """
+    rule = {
+        "devices": [session.id_of("devices", one) for one in device or ()],
+        "tags": tag or [],
+        "engines": engine or [],
+        "agent_version": agent_version,
+        "memory_bytes": memory_gib << 30,
+    }
+    return session.client.post("/v1/groups", {"name": name, "rule": rule}, key=key)
+
+
+add_list(groups, "groups", _GROUPS)
+add_show(groups, "groups")
+add_deletion(groups, "groups", "delete", "Remove a group that no rollout was made for.")
+
+
+@command(groups, "tag")
+def tag_device(
+    session: Session,
+    device: Annotated[str, typer.Argument(help="Its id, its beginning, or its name.")],
+    tags: Annotated[_Many, typer.Argument(help="All its tags; none removes them.")] = None,
+) -> Any:
+    """Give a device these tags, in the place of those that it had.
+
+    Example:
+
+      permille groups tag kitchen-laptop canary eu
+    """
+    path = f"/v1/devices/{session.id_of('devices', device)}/tags"
+    return session.client.put(path, {"tags": tags or []})
+
+
+@command(rollouts, "create", form=form_of(RolloutCreate, "release"))
+def create_rollout(session: Session, body: dict[str, Any], key: Key = None) -> None:
+    """Bring a version to the devices of an alias wave by wave.
+
+    Example:
+
+      permille rollouts create tiny-llama --version 4 --group canaries --wave 10 --wave 100
+    """
+    made = session.client.post("/v1/rollouts", body, key=key)
+    session.output.show(made)
+    session.output.say_next(f"permille rollouts watch {made['id']}")
+
+
+add_list(rollouts, "rollouts", _ROLLOUTS)
+add_show(rollouts, "rollouts")
+
+
+@command(rollouts, "watch")
+def watch_rollout(
+    session: Session,
+    rollout: RolloutArgument,
+    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 5.0,
+) -> None:
+    """Tell every change of a rollout until it ends or stops itself. Exit code 1 where it did not end well.
+
+    Example:
+
+      permille rollouts watch rollout_01jd
+    """
+    path, told = f"/v1/rollouts/{session.id_of('rollouts', rollout)}", None
+    while True:
+        found = session.client.get(path)
+        if (found["state"], found["funnel"]) != told:
+            told = (found["state"], found["funnel"])
+            session.output.show(found)
+        if found["state"] in _ENDED or found["reason"]:
+            break
+        time.sleep(every_s)
+    if found["state"] != "done":
+        raise CommandError(f"the rollout is {found['state']}: {found['reason'] or 'by hand'}", Exit.FAILED)
+
+
+add_action(rollouts, "rollouts", "pause", "Let no other device begin for now.")
+add_action(rollouts, "rollouts", "resume", "Start a draft, or go on: failures so far are acknowledged.")
+add_action(rollouts, "rollouts", "stop", "End it where it stands: devices keep what they have.")
+add_action(rollouts, "rollouts", "revert", "End it, and publish the version of before as a new version.")

@@ -1,0 +1,55 @@
+"""Rows of groups and rollouts as records."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from sqlalchemy.orm import Session
+
+from permille.schemas.fleet.groups import DeviceGroup
+from permille.schemas.fleet.rollouts import Rollout, RolloutRules, WaveFunnel
+from permille.store import tables
+from permille.store.fleet import groups, rollouts
+
+
+def present_group(row: tables.DeviceGroup, found: Iterable[groups.Candidate]) -> DeviceGroup:
+    """What operators see of a group; `found`: the tenant's devices."""
+    rule = groups.rule_of(row)
+    return DeviceGroup(
+        id=row.id,
+        name=row.name,
+        rule=rule,
+        devices=len(groups.chosen(rule, found)),
+        created_at=row.created_at,
+    )
+
+
+def present(session: Session, row: tables.Rollout) -> Rollout:
+    """What operators see of a rollout, with its funnel."""
+    rules, counts = RolloutRules.model_validate(row.rules), rollouts.funnel(session, row.id)
+    empty = rollouts.WaveCounts()
+    return Rollout.model_validate(
+        {
+            "id": row.id,
+            "release": row.release,
+            "version": row.version,
+            "before": row.before,
+            "alias": row.alias,
+            "group_id": row.group_id,
+            "state": row.state,
+            "wave": row.wave + 1,
+            "wave_devices": row.wave_devices,
+            "rules": rules,
+            "on_stop": row.on_stop,
+            "reason": row.reason,
+            "numbers": None
+            if row.numbers is None
+            else {key: float(str(value)) for key, value in row.numbers.items()},
+            "opened_at": row.opened_at,
+            "created_at": row.created_at,
+            "ended_at": row.ended_at,
+            "funnel": [
+                WaveFunnel(percent=percent, **asdict(counts.get(number, empty)))
+                for number, percent in enumerate(rules.waves)
+            ],
+        }
+    )

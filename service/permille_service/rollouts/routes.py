@@ -1,0 +1,163 @@
+"""Routes of groups and rollouts for operators."""
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import APIRouter
+from sqlalchemy.orm import Session
+
+from permille.schemas.fields import Page
+from permille.schemas.fleet.groups import DeviceGroup, DeviceTags, GroupCreate, TagsPut
+from permille.schemas.fleet.rollouts import Rollout, RolloutCreate
+from permille.schemas.problems import ProblemType
+from permille.store import rows, tables
+from permille.store.fleet import groups, rollouts
+from permille.trust.repository import Repository
+from permille_service.access.principals import Maker, Operator, Viewer, changing
+from permille_service.context import Served, Service
+from permille_service.creation import MADE_RESPONSES, Creating
+from permille_service.parameters import DeviceId, Paging, key_of, page_of
+from permille_service.problems import PRIVATE, documented
+from permille_service.rollouts.records import present, present_group
+from permille_service.rollouts.signing import check_may_end, sign, sign_all
+from permille_service.trust import repositories
+
+router = APIRouter(prefix="/v1", tags=["rollouts"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
+GroupId = Annotated[str, key_of("group")]
+RolloutId = Annotated[str, key_of("rollout")]
+
+
+@router.post("/groups", status_code=201, responses=MADE_RESPONSES)
+def create_group(body: GroupCreate, creating: Creating) -> DeviceGroup:
+    """Name a group of devices by a rule. A rollout looks at the rule when it starts."""
+    tenant_id = creating.operator.tenant_id
+
+    def make(session: Session) -> DeviceGroup:
+        row = groups.create(session, tenant_id=tenant_id, name=body.name, rule=body.rule)
+        return present_group(row, groups.candidates(session, tenant_id=tenant_id))
+
+    record = creating.once(DeviceGroup, body, make)
+    creating.response.headers["Location"] = f"/v1/groups/{record.id}"
+    return record
+
+
+@router.get("/groups")
+def list_groups(service: Served, operator: Viewer, window: Paging) -> Page[DeviceGroup]:
+    """List groups, newest first."""
+    with service.database.read() as session:
+        page = rows.list_all(session, tables.DeviceGroup, tenant_id=operator.tenant_id, window=window)
+        found = groups.candidates(session, tenant_id=operator.tenant_id)
+        return page_of(page, lambda row: present_group(row, found))
+
+
+@router.get("/groups/{group_id}")
+def get_group(group_id: GroupId, service: Served, operator: Viewer) -> DeviceGroup:
+    """Read one group."""
+    with service.database.read() as session:
+        row = rows.get(session, tables.DeviceGroup, tenant_id=operator.tenant_id, row_id=group_id)
+        return present_group(row, groups.candidates(session, tenant_id=operator.tenant_id))
+
+
+@router.delete("/groups/{group_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
+def delete_group(group_id: GroupId, service: Served, operator: Maker) -> None:
+    """Remove a group that no rollout was made for."""
+    with changing(service, operator) as session:
+        groups.delete(session, tenant_id=operator.tenant_id, group_id=group_id)
+
+
+@router.put("/devices/{device_id}/tags")
+def put_device_tags(device_id: DeviceId, body: TagsPut, service: Served, operator: Maker) -> DeviceTags:
+    """Replace the tags of a device, by which groups may choose it."""
+    with changing(service, operator, body) as session:
+        groups.put_tags(session, tenant_id=operator.tenant_id, device_id=device_id, tags=body.tags)
+    return DeviceTags(device_id=device_id, tags=sorted(set(body.tags)))
+
+
+@router.post("/rollouts", status_code=201, responses=MADE_RESPONSES)
+def create_rollout(body: RolloutCreate, creating: Creating) -> Rollout:
+    """Bring a version to the devices of an alias wave by wave. The first wave opens at once, unless this is
+    a draft."""
+    service, operator = creating.service, creating.operator
+
+    def make(session: Session) -> Rollout:
+        with repositories.changing(service, session, operator.tenant_id) as repository:
+            sign_all(service, session, repository, operator.tenant_id)  # the end of the one before
+            row = rollouts.create(
+                session, tenant_id=operator.tenant_id, token_id=operator.token_id, body=body
+            )
+            if not body.draft:
+                _resume(service, session, repository, row)
+        return present(session, row)
+
+    record = creating.once(Rollout, body, make)
+    creating.response.headers["Location"] = f"/v1/rollouts/{record.id}"
+    return record
+
+
+@router.get("/rollouts")
+def list_rollouts(service: Served, operator: Viewer, window: Paging) -> Page[Rollout]:
+    """List rollouts, newest first."""
+    with service.database.read() as session:
+        page = rows.list_all(session, tables.Rollout, tenant_id=operator.tenant_id, window=window)
+        return page_of(page, lambda row: present(session, row))
+
+
+@router.get("/rollouts/{rollout_id}")
+def get_rollout(rollout_id: RolloutId, service: Served, operator: Viewer) -> Rollout:
+    """Read one rollout, and how far the devices of each wave have come."""
+    with service.database.read() as session:
+        row = rows.get(session, tables.Rollout, tenant_id=operator.tenant_id, row_id=rollout_id)
+        return present(session, row)
+
+
+@router.post("/rollouts/{rollout_id}/resume", responses=documented(ProblemType.CONFLICT))
+def resume_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
+    """Start a draft, or go on after a pause: failures so far are acknowledged, and counting begins anew."""
+
+    def resume(session: Session, repository: Repository, row: tables.Rollout) -> None:
+        _resume(service, session, repository, row)
+
+    return _change(service, operator, rollout_id, resume)
+
+
+@router.post("/rollouts/{rollout_id}/pause", responses=documented(ProblemType.CONFLICT))
+def pause_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
+    """Let no other device begin for now."""
+    return _change(service, operator, rollout_id, lambda _session, _repository, row: rollouts.pause(row))
+
+
+@router.post("/rollouts/{rollout_id}/stop", responses=documented(ProblemType.CONFLICT))
+def stop_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
+    """End a rollout where it stands. Devices that have the version keep it; no other device gets it."""
+    return _change(service, operator, rollout_id, lambda session, _, row: rollouts.stop(session, row))
+
+
+@router.post("/rollouts/{rollout_id}/revert", responses=documented(ProblemType.CONFLICT))
+def revert_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
+    """End a rollout and undo it: the package of before is published as a new version, which all devices
+    take."""
+    return _change(service, operator, rollout_id, lambda session, _, row: rollouts.want_revert(session, row))
+
+
+def _resume(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
+    check_may_end(repository, row)
+    rollouts.resume(session, row)
+    sign(service, session, repository, row)
+
+
+def _change(
+    service: Service,
+    operator: Operator,
+    rollout_id: str,
+    change: Callable[[Session, Repository, tables.Rollout], None],
+) -> Rollout:
+    """Change a rollout and sign it, in one transaction with its entry in the audit log."""
+
+    def run(session: Session, repository: Repository) -> Rollout:
+        row = rollouts.lock(session, tenant_id=operator.tenant_id, rollout_id=rollout_id)
+        change(session, repository, row)
+        if row.signed_revision < row.revision:
+            sign(service, session, repository, row)
+        return present(session, row)
+
+    return repositories.change_by(service, operator, run)

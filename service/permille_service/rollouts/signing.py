@@ -1,0 +1,90 @@
+"""From a rollout's row to what devices believe: signed where an operator changes it, else at the next poll.
+
+The sweeper runs in workers, which have no keys. A step that it makes is signed by the API when a device next
+asks for the timestamp, before that device gets it.
+"""
+
+import logging
+from contextlib import suppress
+
+from sqlalchemy.orm import Session
+
+from permille.fleet.offer import RolloutState
+from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.schemas.jobs import JobKind
+from permille.store import artifacts, releases, tables
+from permille.store.errors import ConflictError
+from permille.store.fleet import rollouts
+from permille.trust.metadata import KeyElsewhereError
+from permille.trust.repository import Repository
+from permille.trust.roles import rollout_path
+from permille_service.context import Service
+
+logger = logging.getLogger(__name__)
+
+
+def sign_all(service: Service, session: Session, repository: Repository, tenant_id: str) -> None:
+    """Sign every rollout of a tenant whose newest revision is not signed."""
+    for row in rollouts.unsigned(session, tenant_id=tenant_id):
+        try:
+            sign(service, session, repository, row)
+        except KeyElsewhereError as exc:
+            logger.error("%s stays as it was signed before: %s", row.id, exc)
+
+
+def sign(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
+    """Let the trust metadata say what a locked row says.
+
+    Raises:
+        KeyElsewhereError: the service does not hold the key of the role `rollouts`.
+    """
+    if row.state == RolloutState.DONE:
+        _finish(session, repository, row)
+    if row.reverting:
+        _revert(service, session, repository, row)
+    offer, path = rollouts.offer_of(row), rollout_path(row.release, row.alias)
+    listed = repository.target(path)
+    if offer is not None:
+        repository.list_rollout(row.release, row.alias, offer.to_document())
+    elif listed is not None and listed.custom["rollout"] == row.id:  # else a later one has begun
+        repository.drop(path)
+    rollouts.signed(row)
+
+
+def check_may_end(repository: Repository, row: tables.Rollout) -> None:
+    """Refuse a rollout whose end needs a key that is elsewhere. Raises ConflictError."""
+    if not repository.may_move_alias(row.release, row.alias, row.version):
+        raise ConflictError(
+            f"The service cannot sign {row.release!r} version {row.version} for {row.alias!r} once it is "
+            "done, since the team's key is elsewhere. Sign that version for the alias there, then start."
+        )
+
+
+def _finish(session: Session, repository: Repository, row: tables.Rollout) -> None:
+    """Point the alias at the version, so that the rollout's record is needed no more."""
+    with suppress(ConflictError):  # yanked at the last moment: devices stay with the alias of before
+        releases.set_alias(
+            session, tenant_id=row.tenant_id, name=row.release, alias=row.alias, version=row.version
+        )
+        repository.move_alias(row.release, row.alias, row.version)
+
+
+def _revert(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
+    """Publish the package of before as a new version; where the team's key is elsewhere, leave the alias.
+
+    The alias never left the version of before, so devices return to that: it is signed for them as well.
+    """
+    before = releases.get(session, tenant_id=row.tenant_id, name=row.release, version=row.before)
+    package = artifacts.get(session, tenant_id=row.tenant_id, kind=JobKind.PACKAGE, key=before.package_digest)
+    manifest = service.blobs.read(package.digest, limit=MAX_MANIFEST_BYTES)
+    version = releases.latest_version(session, tenant_id=row.tenant_id, name=row.release) + 1
+    try:
+        repository.publish(row.release, version, manifest, aliases=[row.alias])
+    except KeyElsewhereError as exc:
+        logger.warning("%s goes back to version %d, not to a new one: %s", row.id, row.before, exc)
+    else:
+        releases.publish(session, name=row.release, package=package, version=version)
+        releases.set_alias(
+            session, tenant_id=row.tenant_id, name=row.release, alias=row.alias, version=version
+        )
+    rollouts.reverted(session, row)

@@ -1,0 +1,122 @@
+"""Rollouts as rows, on both databases: what devices report is counted once, and decides."""
+
+from typing import Any
+
+import pytest
+
+from permille.fleet.offer import ReportCode, RolloutState, place_of
+from permille.schemas.fleet.groups import GroupRule
+from permille.schemas.fleet.rollouts import RolloutCreate, RolloutReport, RolloutRules
+from permille.store import audit
+from permille.store.database import Database
+from permille.store.errors import ConflictError
+from permille.store.fleet import groups, rollouts
+from permille.store.ids import Prefix, new_id
+from permille.store.tables import Device, Rollout
+from tests.unit.store.conftest import Clock
+from tests.unit.store.test_devices import enrol, invite
+from tests.unit.store.test_releases import add_package, publish
+
+RULES = RolloutRules(waves=[50, 100], min_reports=4, soak_s=60, deadline_s=600, success_percent=90)
+
+
+@pytest.fixture
+def devices(db: Database, tenant_id: str) -> list[Device]:
+    made = [enrol(db, invite(db, tenant_id), f"{number:043d}").device for number in range(30)]
+    publish(db, add_package(db, tenant_id), alias="stable")
+    publish(db, add_package(db, tenant_id, "2"))
+    return made
+
+
+def start(db: Database, tenant_id: str, **changes: Any) -> Rollout:
+    body = RolloutCreate(**{"release": "tiny", "rules": RULES, **changes})
+    with db.write() as session:
+        row = rollouts.create(session, tenant_id=tenant_id, token_id=new_id(Prefix.OPERATOR), body=body)
+        rollouts.resume(session, row)
+        return row
+
+
+def report(db: Database, device: Device, rollout: Rollout, **fields: Any) -> None:
+    with db.write() as session:
+        own = session.get(Device, device.id)
+        assert own is not None
+        rollouts.report(session, device=own, rollout_id=rollout.id, report=RolloutReport(**fields))
+
+
+def now_of(db: Database, rollout: Rollout) -> Rollout:
+    with db.read() as session:
+        row = session.get(Rollout, rollout.id)
+        assert row is not None
+        return row
+
+
+def test_reports_are_counted_by_wave_and_open_the_next_one(
+    db: Database, tenant_id: str, clock: Clock, devices: list[Device]
+) -> None:
+    rollout = start(db, tenant_id)
+    first = [one for one in devices if place_of(rollout.id, one.id) < 5000]
+    assert rollout.wave_devices == len(first)
+    for number, device in enumerate(first):
+        report(db, device, rollout)
+        report(db, device, rollout, installed=True)
+        worse = number == 0
+        report(db, device, rollout, installed=True, code="ok", worse=worse, difference=0.03 * worse)
+    with db.read() as session:
+        counts = rollouts.funnel(session, rollout.id)[0]
+        told = rollouts.tally(session, now_of(db, rollout))
+    assert (counts.offered, counts.installed, counts.worse, counts.better) == (
+        *(len(first), len(first)),
+        *(1, len(first) - 1),
+    )
+    assert (told.ended, told.judged, told.worse, told.wave_ok) == (len(first), len(first), 1, len(first))
+    assert told.losses.n == len(first) and told.losses.mean == pytest.approx(0.03 / len(first))
+    rollouts.sweep(db)
+    assert now_of(db, rollout).wave == 0
+    clock.forward(61)
+    rollouts.sweep(db)
+    row = now_of(db, rollout)
+    assert (row.wave, row.wave_devices, row.revision) == (1, len(devices) - len(first), 2)
+
+
+def test_a_silent_device_ends_and_a_resume_leaves_it_behind(
+    db: Database, tenant_id: str, clock: Clock, devices: list[Device]
+) -> None:
+    rollout = start(db, tenant_id, rules=RULES.model_copy(update={"waves": [100]}))
+    for device in devices[:10]:
+        report(db, device, rollout)
+    clock.forward(601)
+    rollouts.sweep(db)
+    row = now_of(db, rollout)
+    assert (row.state, row.reason) == (RolloutState.PAUSED, "success")
+    with db.read() as session:
+        assert rollouts.tally(session, row).codes == {ReportCode.SILENT: 10}
+        (entry,) = audit.entries_after(session, tenant_id=tenant_id, seq=0, limit=9)
+    assert (entry.action, entry.request) == (
+        "halt_rollout",
+        {"reason": "success", "wave": 1, "ok": 0, "of": 10, "needed_percent": 90.0},
+    )
+    clock.forward(1)
+    with db.write() as session:
+        rollouts.resume(session, rollouts.lock(session, tenant_id=tenant_id, rollout_id=rollout.id))
+    with db.read() as session:
+        told = rollouts.tally(session, now_of(db, rollout))
+    assert (told.ended, told.wave_began, told.wave_devices) == (0, 0, len(devices) - 10)
+
+
+def test_an_alias_has_one_rollout_at_a_time(db: Database, tenant_id: str, devices: list[Device]) -> None:
+    rollout = start(db, tenant_id)
+    with pytest.raises(ConflictError, match="has not ended"):
+        start(db, tenant_id)
+    with db.write() as session:
+        rollouts.stop(session, rollouts.lock(session, tenant_id=tenant_id, rollout_id=rollout.id))
+    assert start(db, tenant_id).state == RolloutState.RUNNING
+
+
+def test_tags_of_devices_choose(db: Database, tenant_id: str, devices: list[Device]) -> None:
+    with db.write() as session:
+        groups.put_tags(session, tenant_id=tenant_id, device_id=devices[3].id, tags=["eu", "canary", "eu"])
+    with db.read() as session:
+        found = groups.candidates(session, tenant_id=tenant_id, release="tiny", alias="stable")
+    assert len(found) == len(devices)
+    (one,) = groups.chosen(GroupRule(tags=["canary"]), found)
+    assert (one.id, one.tags) == (devices[3].id, frozenset({"eu", "canary"}))
