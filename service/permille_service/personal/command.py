@@ -98,11 +98,12 @@ def personalise(
         float, typer.Option(help="Share of the weights that train; tiny models need more.")
     ] = 0.001,
     scheme: Annotated[
-        BaseScheme,
+        BaseScheme | None,
         typer.Option(
-            help="nf4 codes the weights anew; source keeps those of a GGUF file in Q4_0, Q4_1 or Q8_0."
+            help="source keeps the codes of a GGUF file in Q4_0, Q4_1 or Q8_0; nf4 codes the weights anew. "
+            "Default: source where the file allows it."
         ),
-    ] = BaseScheme.NF4,
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="How long to train. Default: 30.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps instead of minutes.")] = None,
     work: Annotated[
@@ -125,8 +126,7 @@ def personalise(
     output = make_output(as_json=as_json)
     model = _model(gguf, folder, ollama)
     _check(model, text, out, corpus)
-    if scheme is BaseScheme.SOURCE:
-        _check_codes(model)
+    scheme = _scheme(model, scheme)
     chosen = [("--minutes", minutes), ("--steps", steps)]
     request = Request(
         model=model,
@@ -217,20 +217,31 @@ def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None) -> No
             raise CommandError(f"{model} is no GGUF file: it begins with {magic!r}.", Exit.REFUSED)
 
 
-def _check_codes(model: Path) -> None:
-    """Refuse a model of which scheme `source` cannot keep the codes. Raises CommandError."""
+def _scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
+    """Keep the codes of a GGUF file where they can be kept and nothing else was asked for.
+
+    Raises:
+        CommandError: `source` was asked for, and the model has no such codes.
+    """
     from permille.models.gguf.codes import check_kept
     from permille.models.gguf.config import read_model
     from permille.models.gguf.file import GgufFile
 
+    if asked not in (None, BaseScheme.SOURCE):
+        return asked
     if not model.is_file():
+        if asked is None:
+            return BaseScheme.NF4
         raise CommandError(
             "--scheme source keeps the codes of a GGUF file. Name one, or leave it out.", Exit.USAGE
         )
     try:
         check_kept(read_model(GgufFile(model)))
     except InputError as exc:
+        if asked is None:
+            return BaseScheme.NF4
         raise CommandError(str(exc), Exit.REFUSED) from exc
+    return BaseScheme.SOURCE
 
 
 def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -> str:
