@@ -108,7 +108,7 @@ def run_training(
     except InputError as exc:
         meanwhile = ""
         if package.manifest.has_layer(Role.POOLED):
-            meanwhile = "; until then the package's pooled model is used, which public text trained"
+            meanwhile = " Until then the package's pooled model is used, which public text trained."
         return task.refuse([document.group for document in documents], f"{exc}{meanwhile}")
     if prepared.stages and options.has_log:
         got = prepared.counts[Split.TRAIN].tokens

@@ -111,7 +111,7 @@ def test_errors_keep_their_kind(
 )
 def test_a_child_that_dies_is_tried_again_later(home: Home, child_doing: Doing, body: str) -> None:
     child_doing(body)
-    with pytest.raises(RetryableError, match="it ended with"):
+    with pytest.raises(RetryableError, match="process ended with"):
         train_in_child(home, REQUEST, lambda: True)
 
 
@@ -126,7 +126,7 @@ def test_a_child_that_does_not_stop_is_killed(
 ) -> None:
     monkeypatch.setattr(training_child, "STOP_GRACE_S", 0.5)
     child_doing("import time; time.sleep(600)")
-    with pytest.raises(RetryableError, match="it ended with -9"):
+    with pytest.raises(RetryableError, match="process ended with -9"):
         train_in_child(home, REQUEST, lambda: False)
 
 

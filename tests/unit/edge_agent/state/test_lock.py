@@ -41,7 +41,7 @@ def another_process_holds(home: Home) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_second_writer_is_told_who_holds_the_lock_and_a_killed_holder_leaves_it_free(home: Home) -> None:
     with another_process_holds(home) as process:
-        expected = rf"`permille-agent train` \(process {process.pid}, since .*\) holds it"
+        expected = rf"`permille-agent train` \(process {process.pid}, since .*\) holds agent"
         with pytest.raises(LockedError, match=expected), hold_lock(home, "run"):
             pytest.fail("two writers")
         process.kill()

@@ -205,5 +205,5 @@ def test_a_start_beyond_the_exact_range_is_refused(bare: Device) -> None:
 def test_too_little_text_is_told_what_is_used_meanwhile(device: Device, tmp_path: Path) -> None:
     (tmp_path / "few.txt").write_text("\n\n".join(sentences(10)))
     result = train_quickly(device.home, [tmp_path / "few.txt"])
-    assert result.message.startswith("expected at least 1000 tokens of text that count, got ")
-    assert "until then the package's pooled model is used" in result.message
+    assert result.message.startswith("There is too little text: ")
+    assert "Until then the package's pooled model is used" in result.message

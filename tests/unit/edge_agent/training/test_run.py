@@ -86,7 +86,7 @@ def test_a_damaged_evaluation_is_refused_by_its_line(home: Home) -> None:
     run.append_evaluation(0, Evaluation(0, 5.25))
     with (run.path / "descent-0.jsonl").open("ab") as file:
         file.write(b"garbage\n")
-    with pytest.raises(OperatorError, match=r"expected Evaluation in line 2 of .*descent-0\.jsonl"):
+    with pytest.raises(OperatorError, match=r"line 2 of .*descent-0\.jsonl is damaged"):
         run.evaluations(0)
 
 
@@ -101,7 +101,7 @@ def test_descents_do_not_mix(home: Home) -> None:
 @pytest.mark.parametrize("name", ["missing", "../runs", ".hidden", ".."])
 def test_a_run_that_is_not_there_is_refused(home: Home, name: str) -> None:
     _begin(home)
-    with pytest.raises(OperatorError, match="found none"):
+    with pytest.raises(OperatorError, match="There is no run"):
         find_run(home, name)
 
 
