@@ -22,6 +22,7 @@ from permille_lab.measuring.cells import RESULTS
 from permille_lab.people import page as people
 from permille_lab.privacy import page as privacy
 from permille_lab.quantization import page as quantization
+from permille_lab.real import page as real
 from permille_lab.service import page as service
 from permille_lab.sparse import page as sparse
 
@@ -37,6 +38,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
     "people": people.tables,
     "privacy": privacy.tables,
     "quantizers": quantization.tables,
+    "real-model": real.tables,
     "service": service.tables,
     "sparse": sparse.tables,
     "learning": learning.learning_tables,
