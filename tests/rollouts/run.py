@@ -67,7 +67,13 @@ class _DiedError(BaseException):
 
 @dataclass(slots=True)
 class Device:
-    """One device. `fate` is what the version of now does to it; `said` how its parts ended, by rollout."""
+    """One device.
+
+    Attributes:
+        fate: what the version of now does to it.
+        ended: how its parts ended, by rollout.
+        said: the same of those that the service has confirmed.
+    """
 
     home: Home
     api: DeviceApi
@@ -75,6 +81,7 @@ class Device:
     now_s: float
     fate: str = "good"
     is_gone: bool = False
+    ended: dict[str, str] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
 
     def visit(self, url: str, digest: str, rng: random.Random) -> None:
@@ -95,11 +102,17 @@ class Device:
                 continue
             except _DiedError:
                 self.is_gone = True
-            if not self._train(rng):
+            goes_on = self._train(rng)
+            self._note()
+            if not goes_on:
                 break
+
+    def _note(self) -> None:
         part = read_standing(self.home).part
-        if part is not None and part.told and part.code is not None:
-            self.said[part.rollout] = str(part.code)
+        if part is not None and part.code is not None:
+            self.ended[part.rollout] = str(part.code)
+            if part.told:
+                self.said[part.rollout] = str(part.code)
 
     def _train(self, rng: random.Random) -> bool:
         """End an installed part, and say whether another poll has something to do."""
@@ -202,7 +215,10 @@ def _version(device: Device) -> int:
 
 
 def _audit(site: Site, rollout: str, devices: list[Device]) -> dict[str, int]:
-    """Compare what devices said with what the database has: lost, or there without having been said."""
+    """Compare what devices said with what the database has: lost, or there though no device ended so.
+
+    A device that tells its end as the rollout ends forgets its part at once: it counts as ended, not as said.
+    """
     database = Database(f"sqlite:///{site.data_dir}/permille.db")
     query = select(RolloutReport.device_id, RolloutReport.code).where(RolloutReport.rollout_id == rollout)
     with database.read() as session:
@@ -211,9 +227,8 @@ def _audit(site: Site, rollout: str, devices: list[Device]) -> dict[str, int]:
     database.close()
     said = {one.id: one.said[rollout] for one in devices if rollout in one.said}
     lost = sum(kept.get(device_id) != code for device_id, code in said.items())
-    unsaid = sum(
-        code not in (None, ReportCode.SILENT) and device_id not in said for device_id, code in kept.items()
-    )
+    ended = {one.id: one.ended.get(rollout) for one in devices}
+    unsaid = sum(code not in (None, ReportCode.SILENT, ended[device_id]) for device_id, code in kept.items())
     return {"lost": lost, "twice": len(rows) - len(kept) + unsaid}
 
 

@@ -17,7 +17,7 @@ from permille.store.errors import ConflictError
 from permille.store.fleet import rollouts
 from permille.trust.metadata import KeyElsewhereError
 from permille.trust.repository import Repository
-from permille.trust.roles import rollout_path
+from permille.trust.roles import Training, rollout_path, target_path, training_of
 from permille_service.context import Service
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,10 @@ def _revert(service: Service, session: Session, repository: Repository, row: tab
     package = artifacts.get(session, tenant_id=row.tenant_id, kind=JobKind.PACKAGE, key=before.package_digest)
     manifest = service.blobs.read(package.digest, limit=MAX_MANIFEST_BYTES)
     version = releases.latest_version(session, tenant_id=row.tenant_id, name=row.release) + 1
+    listed = repository.target(target_path(row.release, row.before))
+    training = Training() if listed is None else training_of(listed)
     try:
-        repository.publish(row.release, version, manifest, aliases=[row.alias])
+        repository.publish(row.release, version, manifest, aliases=[row.alias], training=training)
     except KeyElsewhereError as exc:
         logger.warning("%s goes back to version %d, not to a new one: %s", row.id, row.before, exc)
     else:
