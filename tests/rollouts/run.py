@@ -284,12 +284,12 @@ def enrolled(site: Site, folder: Path, installed: Home, count: int, pool: Thread
         body = {"release": "tiny", "alias": "stable"}
         invitation = site.call("POST", "/v1/invitations", body, expected=201).json()["invitation"]
         connection = _connection(site.url)
-        with patch.object(Connection, "close", lambda _: None):
-            enrolment = enroll(home, site.url, invitation, connection=lambda _server, _ca: connection)
+        enrolment = enroll(home, site.url, invitation, connection=lambda _server, _ca: connection)
         api = open_api(home, connection=lambda _server, _ca: connection)
         return Device(home=home, api=api, id=enrolment.device_id, now_s=time.time())
 
-    return list(pool.map(one, range(count)))
+    with patch.object(Connection, "close", lambda _: None):  # the thread's next device needs it, too
+        return list(pool.map(one, range(count)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
