@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, and_, case, func, select, update
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
-from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, place_of
+from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, member_digest, place_of
 from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Step, Tally, advance, look_at
 from permille.schemas.fleet.rollouts import OnStop, RolloutCreate, RolloutRules
 from permille.schemas.fleet.rollouts import RolloutReport as Report
@@ -198,7 +198,9 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
     found = session.get(RolloutReport, (row.id, device.id), with_for_update={"key_share": True})
     at, place = now(session), place_of(row.id, device.id)
     if found is None:
-        if row.state != RolloutState.RUNNING or place >= 100 * _percent(row):
+        members = row.choice["members"]
+        is_chosen = members is None or member_digest(row.id, device.id) in members
+        if row.state != RolloutState.RUNNING or place >= 100 * _percent(row) or not is_chosen:
             raise ConflictError("The device's wave is not open: ask again at the next poll.")
         waves = _rules(row).waves
         wave = next(number for number, percent in enumerate(waves) if place < 100 * percent)
