@@ -150,7 +150,7 @@ def want_revert(session: Session, row: Rollout) -> None:
     later = unended(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
     if later not in (None, row.id):
         raise ConflictError(f"The later rollout {later} has not ended: revert that one, or stop it first.")
-    if row.state == RolloutState.DRAFT:
+    if row.opened_at is None:
         raise ConflictError("No device has the version of a draft: stop it instead.")
     if row.state not in (RolloutState.DONE, RolloutState.REVERTED):
         stop(session, row)
