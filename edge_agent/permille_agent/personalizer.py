@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from permille.errors import InputError
+from permille.files import write_atomic
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille_agent.embed import install_package
 from permille_agent.local.compare import ComparedLosses, judged_losses, measured_losses
 from permille_agent.local.model import LocalModel, Sampling, Variant
-from permille_agent.state.home import open_home
+from permille_agent.state.home import Home, open_home
 from permille_agent.state.lock import hold_lock
 from permille_agent.state.models import installed_release, require_active
 from permille_agent.training.decision import Decision
@@ -70,9 +71,10 @@ class Personalizer:
         root = Path(self._temporary.name if self._temporary else folder or "").expanduser().absolute()
         self._home = open_home(root)
         self._engine = EngineChoice(name=engine, threads=threads)
-        known = installed_release(self._home)
-        if known is None or known.manifest_digest != package.digest:
-            install_package(self._home, package)
+        self._package = package.digest
+        if not self._is_installed():
+            with hold_lock(self._home, "install"):
+                install_package(self._home, package)
 
     @classmethod
     def load(cls, folder: str | Path, **options: Any) -> "Personalizer":
@@ -82,7 +84,7 @@ class Personalizer:
             InputError: the folder has no package.
         """
         root = Path(folder).expanduser().absolute()
-        known = installed_release(open_home(root)) if root.is_dir() else None
+        known = installed_release(Home(root))  # `open_home` would make folders in one that is not ours
         if known is None:
             raise InputError(f"{root} has no package. Make one with Personalizer(package, folder).")
         return cls(Package.open(BlobFolder(root / "blobs"), known.manifest_digest), root, **options)
@@ -114,13 +116,20 @@ class Personalizer:
             The outcome, with a `message` for people and the `decision` with its numbers.
 
         Raises:
-            InputError: text or options that cannot be used.
+            InputError: text or options that cannot be used, or another package was installed in the folder.
+            LockedError: another `fit` works in the folder.
         """
         if minutes is None and steps is None:
             minutes = 10.0
         told = TrainOptions(minutes=minutes, steps=steps, **options)
-        paths = [texts] if isinstance(texts, Path) else self._written("fit", texts)
         with hold_lock(self._home, "fit"):
+            if not self._is_installed():
+                raise InputError(
+                    f"Another package was installed in {self.folder}. Make a Personalizer of that one, or of "
+                    "another folder."
+                )
+            # The file stays: a run reads its text again when it goes on.
+            paths = [texts] if isinstance(texts, Path) else _written(self.folder / "fit.jsonl", texts)
             return run_training(self._home, paths, told, replace(context, engine_of=self._engine))
 
     def evaluate(self, texts: Iterable[Text] | Path | None = None) -> ComparedLosses:
@@ -139,9 +148,12 @@ class Personalizer:
             if not judged:
                 raise InputError("Nothing was judged yet. Call `fit` first.")
             return judged_losses(judged[-1])
-        paths = [texts] if isinstance(texts, Path) else self._written("evaluate", texts)
-        with LocalModel(self._home, self._engine) as model:
+        with (
+            LocalModel(self._home, self._engine) as model,
+            tempfile.TemporaryDirectory(prefix=".evaluate-", dir=self.folder) as own,
+        ):
             model.values(Variant.PERSONAL)  # refuses where there is none
+            paths = [texts] if isinstance(texts, Path) else _written(Path(own) / "evaluate.jsonl", texts)
             return measured_losses(model, paths)
 
     def generate(
@@ -201,35 +213,47 @@ class Personalizer:
         return target
 
     def save(self, folder: str | Path) -> Path:
-        """Copy everything to a new folder, for `load`.
+        """Copy everything to a new folder, for `load`. The folder appears whole or not at all.
 
         Raises:
-            InputError: the folder exists.
+            InputError: the folder exists, or lies inside this one.
+            LockedError: a `fit` works in the folder.
             OSError: as the file system reports it.
         """
         target = Path(folder).expanduser().absolute()
         if target.exists():
             raise InputError(f"{target} exists. Choose a new folder.")
-        with hold_lock(self._home, "save"):
-            shutil.copytree(self._home.root, target)
-        target.chmod(0o700)
+        if target.resolve().is_relative_to(self.folder.resolve()):
+            raise InputError(f"{target} lies inside {self.folder}. Choose a folder elsewhere.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Others may read the parent: what is copied lies in a private folder from the first byte on.
+        with (
+            hold_lock(self._home, "save"),
+            tempfile.TemporaryDirectory(prefix=".permille-", dir=target.parent) as temporary,
+        ):
+            whole = Path(temporary) / "whole"
+            shutil.copytree(self.folder, whole, ignore=shutil.ignore_patterns("*.lock", "*.holder"))
+            whole.rename(target)
         return target
 
-    def _written(self, name: str, texts: Iterable[Text]) -> list[Path]:
-        """Write texts to a file of the folder, as the agent reads them; paths among them stay."""
-        if isinstance(texts, str | Mapping):
-            raise InputError("Give a list of texts, not one: [text].")
-        paths, rows = [], []
-        for text in texts:
-            if isinstance(text, Path):
-                paths.append(text)
-            elif isinstance(text, str | Mapping):
-                rows.append(json.dumps({"text": text} if isinstance(text, str) else dict(text)))
-            else:
-                raise InputError(f"A text must be a string, a mapping or a Path, not {type(text).__name__}.")
-        if rows:
-            path = self._home.root / f"{name}.jsonl"
-            path.touch(mode=0o600)
-            path.write_text("\n".join(rows) + "\n", encoding="utf-8")
-            paths.append(path)
-        return paths
+    def _is_installed(self) -> bool:
+        known = installed_release(self._home)
+        return known is not None and known.manifest_digest == self._package
+
+
+def _written(path: Path, texts: Iterable[Text]) -> list[Path]:
+    """Write texts to a file, as the agent reads them; paths among them stay."""
+    if isinstance(texts, str | Mapping):
+        raise InputError("Give a list of texts, not one: [text].")
+    paths, rows = [], []
+    for text in texts:
+        if isinstance(text, Path):
+            paths.append(text)
+        elif isinstance(text, str | Mapping):
+            rows.append(json.dumps({"text": text} if isinstance(text, str) else dict(text)))
+        else:
+            raise InputError(f"A text must be a string, a mapping or a Path, not {type(text).__name__}.")
+    if rows:
+        write_atomic(path, ("\n".join(rows) + "\n").encode(), mode=0o600)
+        paths.append(path)
+    return paths

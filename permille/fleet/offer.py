@@ -16,6 +16,8 @@ from permille.errors import InputError
 PARTS: Final = 10_000
 MAX_MEMBERS: Final = 2000
 """Of a group by name or tag, whose members the record lists by digest."""
+_MOST: Final = 2**53 - 1
+_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _NUMBERS: Final = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){2}", re.ASCII)
 
 
@@ -104,9 +106,15 @@ class Offer:
             members, engines = choice.pop("members"), tuple(choice.pop("engines"))
             read = Choice(members=None if members is None else tuple(members), engines=engines, **choice)
             offer = cls(state=RolloutState(fields.pop("state")), choice=read, **fields)
-            is_whole = all(type(number) is int for number in (offer.version, offer.percent))
-            if not is_whole or offer.version < 1 or not 0 <= offer.percent <= 100:
+            whole = (offer.version, offer.percent, read.memory_bytes)
+            if not all(type(number) is int and 0 <= number <= _MOST for number in whole):
+                raise ValueError("a number out of range")
+            if offer.version < 1 or offer.percent > 100:
                 raise ValueError("version or percent out of range")
+            texts = (offer.rollout, read.agent_version or "", *engines, *(read.members or ()))
+            # The id is part of a path of the service, which is asked with this device's own token.
+            if not all(isinstance(text, str) for text in texts) or not _ID.fullmatch(offer.rollout):
+                raise ValueError("a text in another form")
         except (AttributeError, KeyError, TypeError, ValueError) as exc:
             raise InputError(f"expected the record of a rollout: {exc}"[:300]) from exc
         return offer

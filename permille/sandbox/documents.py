@@ -37,9 +37,7 @@ def texts_of(suffix: str, data: bytes) -> list[str]:
         case ".html" | ".htm":
             return [html_text(data.decode("utf-8-sig"))]
         case ".mbox":
-            # A message begins with a line `From ` and has `>` before such lines of its own (RFC 4155).
-            messages = [one for one in _FROM_LINE.split(data) if one.strip()]
-            return [_mail(one.replace(b"\n>From ", b"\nFrom ")) for one in messages]
+            return list(_mailbox(data))
     return [_mail(data)]
 
 
@@ -103,6 +101,17 @@ def _paragraphs(document: object) -> Iterator[str]:
             yield "\n".join("\t".join(cell.text for cell in row.cells) for row in part.rows)
         else:
             yield part.text
+
+
+def _mailbox(data: bytes) -> Iterator[str]:
+    """Yield the texts of messages; empty where one is damaged or of an unknown charset, as some spam is."""
+    # A message begins with a line `From ` and has `>` before such lines of its own (RFC 4155).
+    for message in _FROM_LINE.split(data):
+        if message.strip():
+            try:
+                yield _mail(message.replace(b"\n>From ", b"\nFrom "))
+            except (LookupError, RecursionError, TypeError, ValueError):
+                yield ""
 
 
 def _mail(data: bytes) -> str:

@@ -122,7 +122,7 @@ def test_mistakes_with_a_package_are_told(package: Package, tmp_path: Path) -> N
         personal.save(tmp_path)
     with pytest.raises(InputError, match="Call `fit` first"):
         personal.evaluate()
-    with pytest.raises(InputError, match="personalisation"):
+    with pytest.raises(InputError, match="no personal model"):
         personal.evaluate(NOTES)
     mask = permille.ChosenMask(indices={}, method="fisher", density=0.1)
     with pytest.raises(InputError, match="int3"):

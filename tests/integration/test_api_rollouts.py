@@ -131,6 +131,31 @@ def test_a_rollout_is_not_reverted_under_a_later_one(api: Api) -> None:
     assert offer is not None and offer.rollout == second["id"], "who has its version keeps it"
 
 
+@pytest.mark.parametrize("end", ["done", "reverted"])
+def test_an_alias_that_an_operator_moved_meanwhile_stays_there(
+    api: Api, moments: list[datetime], end: str
+) -> None:
+    _, token = fleet(api, 1)[0]
+    made = start(api, rules={**RULES, "waves": [100], "soak_s": 0})
+    api.post("/v1/releases", {"name": "tiny", "package_digest": api.package(seed=2).digest})
+    assert api.put("/v1/releases/tiny/aliases/stable", {"version": 3}).status_code == 200
+    if end == "done":
+        report(api, made["id"], token, installed=True, code="ok")
+        sweep(api, moments, 1)
+    else:
+        api.post(f"/v1/rollouts/{made['id']}/revert")
+    assert signed(api, token) is None
+    assert show(api, made["id"])["state"] == end
+    assert api.get("/v1/releases/tiny/aliases/stable").json()["version"] == 3
+
+
+def test_a_revert_brings_no_yanked_version_back(api: Api) -> None:
+    made = start(api)
+    api.post("/v1/releases/tiny/versions/1/yank", {})
+    assert api.post(f"/v1/rollouts/{made['id']}/revert").json()["state"] == "reverted"
+    assert [one["version"] for one in api.get("/v1/releases").json()["items"]] == [2, 1]
+
+
 def test_only_an_open_wave_may_begin(api: Api) -> None:
     devices = fleet(api)
     made = start(api)
@@ -254,6 +279,7 @@ def test_a_draft_may_be_stopped_and_is_signed_nowhere(api: Api) -> None:
     made = start(api, draft=True)
     assert api.post(f"/v1/rollouts/{made['id']}/stop").json()["state"] == "stopped"
     assert signed(api, token) is None
+    assert api.post(f"/v1/rollouts/{made['id']}/revert").status_code == 409, "no device has its version"
     assert start(api)["state"] == "running", "the next one may begin"
 
 

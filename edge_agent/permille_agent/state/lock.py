@@ -1,7 +1,7 @@
 """The one lock of the agent: whoever writes into the home folder holds it, so `run` and `train` never clash.
 
 The operating system releases it when the holder dies, however it dies. A note beside it says who holds it;
-the note is for the message only, never for the decision. Within one process the lock may be taken again (a
+the note is for the message only, never for the decision. Within one thread the lock may be taken again (a
 command that calls another).
 """
 
@@ -66,7 +66,8 @@ def hold_rounds_lock(home: Home, *, wait_s: float = 0.0) -> Iterator[None]:
 
 
 def _lock(path: Path) -> FileLock:
-    return FileLock(path, mode=0o600, thread_local=False, is_singleton=True, fallback_to_soft=False)
+    # Thread-local: a program's two threads are two writers, only one of them may work.
+    return FileLock(path, mode=0o600, thread_local=True, is_singleton=True, fallback_to_soft=False)
 
 
 @contextmanager

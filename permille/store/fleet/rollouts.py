@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, and_, case, func, select, update
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
-from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, place_of
+from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, member_digest, place_of
 from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Step, Tally, advance, look_at
 from permille.schemas.fleet.rollouts import OnStop, RolloutCreate, RolloutRules
 from permille.schemas.fleet.rollouts import RolloutReport as Report
@@ -150,7 +150,7 @@ def want_revert(session: Session, row: Rollout) -> None:
     later = unended(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
     if later not in (None, row.id):
         raise ConflictError(f"The later rollout {later} has not ended: revert that one, or stop it first.")
-    if row.state == RolloutState.DRAFT:
+    if row.opened_at is None:
         raise ConflictError("No device has the version of a draft: stop it instead.")
     if row.state not in (RolloutState.DONE, RolloutState.REVERTED):
         stop(session, row)
@@ -198,7 +198,9 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
     found = session.get(RolloutReport, (row.id, device.id), with_for_update={"key_share": True})
     at, place = now(session), place_of(row.id, device.id)
     if found is None:
-        if row.state != RolloutState.RUNNING or place >= 100 * _percent(row):
+        members = row.choice["members"]
+        is_chosen = members is None or member_digest(row.id, device.id) in members
+        if row.state != RolloutState.RUNNING or place >= 100 * _percent(row) or not is_chosen:
             raise ConflictError("The device's wave is not open: ask again at the next poll.")
         waves = _rules(row).waves
         wave = next(number for number, percent in enumerate(waves) if place < 100 * percent)

@@ -62,6 +62,8 @@ def check_may_end(repository: Repository, row: tables.Rollout) -> None:
 
 def _finish(session: Session, repository: Repository, row: tables.Rollout) -> None:
     """Point the alias at the version, so that the rollout's record is needed no more."""
+    if not _is_where_it_was(session, row):
+        return
     with suppress(ConflictError):  # yanked at the last moment: devices stay with the alias of before
         releases.set_alias(
             session, tenant_id=row.tenant_id, name=row.release, alias=row.alias, version=row.version
@@ -73,8 +75,12 @@ def _revert(service: Service, session: Session, repository: Repository, row: tab
     """Publish the package of before as a new version; where the team's key is elsewhere, leave the alias.
 
     The alias never left the version of before, so devices return to that: it is signed for them as well.
+    Where an operator has moved the alias or yanked that version, devices go by the alias.
     """
     before = releases.get(session, tenant_id=row.tenant_id, name=row.release, version=row.before)
+    if before.yanked_at is not None or not _is_where_it_was(session, row):
+        rollouts.reverted(session, row)
+        return
     package = artifacts.get(session, tenant_id=row.tenant_id, kind=JobKind.PACKAGE, key=before.package_digest)
     manifest = service.blobs.read(package.digest, limit=MAX_MANIFEST_BYTES)
     version = releases.latest_version(session, tenant_id=row.tenant_id, name=row.release) + 1
@@ -90,3 +96,9 @@ def _revert(service: Service, session: Session, repository: Repository, row: tab
             session, tenant_id=row.tenant_id, name=row.release, alias=row.alias, version=version
         )
     rollouts.reverted(session, row)
+
+
+def _is_where_it_was(session: Session, row: tables.Rollout) -> bool:
+    """Whether nobody has moved the alias since the rollout was made."""
+    alias = session.get(tables.Alias, (row.tenant_id, row.release, row.alias))
+    return alias is not None and alias.version == row.before

@@ -38,6 +38,10 @@ def test_a_record_comes_back_as_it_was_written() -> None:
         {"percent": True},
         {"version": 0},
         {"version": "2"},
+        {"version": 1 << 60},
+        {"rollout": 5},
+        {"rollout": None},
+        {"rollout": "../../runs?x"},
         {"state": "finished"},
         {"choice": None},
         {"choice": {}},
@@ -47,6 +51,26 @@ def test_a_record_comes_back_as_it_was_written() -> None:
 def test_what_is_no_record_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="record of a rollout"):
         Offer.parse({**OFFER.to_document(), **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"agent_version": 5},
+        {"memory_bytes": "8"},
+        {"memory_bytes": None},
+        {"memory_bytes": float("nan")},
+        {"engines": [{}]},
+        {"members": [["ab"]]},
+    ],
+)
+def test_what_is_no_choice_is_refused(change: dict[str, Any]) -> None:
+    document = OFFER.to_document()
+    with pytest.raises(InputError, match="record of a rollout"):
+        Offer.parse({**document, "choice": {**document["choice"], **change}})
+
+
+def test_other_types_are_refused() -> None:
     others: list[object] = [None, 3, [], {}]
     for document in others:
         with pytest.raises(InputError):

@@ -120,3 +120,17 @@ def test_tags_of_devices_choose(db: Database, tenant_id: str, devices: list[Devi
     assert len(found) == len(devices)
     (one,) = groups.chosen(GroupRule(tags=["canary"]), found)
     assert (one.id, one.tags) == (devices[3].id, frozenset({"eu", "canary"}))
+
+
+def test_a_device_outside_the_group_does_not_count(
+    db: Database, tenant_id: str, devices: list[Device]
+) -> None:
+    with db.write() as session:
+        rule = GroupRule(devices=[devices[3].id])
+        group_id = groups.create(session, tenant_id=tenant_id, name="canary", rule=rule).id
+    rollout = start(db, tenant_id, group_id=group_id, rules=RULES.model_copy(update={"waves": [100]}))
+    with pytest.raises(ConflictError, match="not open"):
+        report(db, devices[4], rollout, code="integrity", damage="blob-digest")
+    report(db, devices[3], rollout, installed=True, code="ok")
+    with db.read() as session:
+        assert rollouts.tally(session, now_of(db, rollout)).codes == {ReportCode.OK: 1}

@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def another_process_holds(home: Home) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_second_writer_is_told_who_holds_the_lock_and_a_killed_holder_leaves_it_free(home: Home) -> None:
     with another_process_holds(home) as process:
-        expected = rf"`permille-agent train` \(process {process.pid}, since .*\) holds agent"
+        expected = rf"`permille-agent train` \(process {process.pid}, since .*\) holds agent.lock"
         with pytest.raises(LockedError, match=expected), hold_lock(home, "run"):
             pytest.fail("two writers")
         process.kill()
@@ -62,6 +63,16 @@ def test_a_command_may_take_the_lock_that_its_caller_holds(home: Home) -> None:
             pass
         assert code_of_another(home) != 0
     assert code_of_another(home) == 0
+
+
+def test_two_threads_of_a_program_are_two_writers(home: Home) -> None:
+    def write() -> None:
+        with hold_lock(home, "fit"):
+            pass
+
+    with ThreadPoolExecutor(1) as other, hold_lock(home, "fit"), pytest.raises(LockedError):
+        other.submit(write).result()
+    write()
 
 
 def test_the_daemons_lock_is_another_one(home: Home) -> None:

@@ -102,6 +102,15 @@ def test_mail_is_its_text_without_what_it_quotes(tmp_path: Path) -> None:
     assert (report.files, report.rows, report.read) == (2, 3, 3)
 
 
+def test_a_damaged_mail_costs_its_mailbox_no_other(tmp_path: Path) -> None:
+    damage = b"Content-Type: text/plain; charset=none-such\n\nBuy!\n"
+    box = b"From spam\n" + damage + b"\nFrom anna\n" + _message("See you at the well.").as_bytes()
+    (tmp_path / "all.mbox").write_bytes(box)
+    texts, report = _texts(tmp_path)
+    assert texts == ["See you at the well."]
+    assert report.examples == [f"{tmp_path}/all.mbox, message 1: empty"]
+
+
 def test_a_document_that_cannot_be_read_is_named_and_the_others_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(b"%PDF-1.4 no more of it")
     (tmp_path / "b.docx").write_bytes(b"PK\x03\x04 no archive")
