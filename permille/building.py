@@ -1,7 +1,11 @@
-"""From a model to a package: `load_model`, `sensitivity_mask`, `build_package`.
+"""Three calls from a model to a package: `load_model`, `sensitivity_mask`, `build_package`.
 
-They compose the library as the service's jobs do, for a program or a notebook of one person. Their names are
-at the top level: `permille.load_model`.
+    model = permille.load_model("model.gguf")
+    mask = permille.sensitivity_mask(model, public_texts)
+    package = permille.build_package(model, mask, "packages", texts=public_texts)
+
+They do what the service's jobs do, in one process and without a service. Import them from
+`permille`.
 """
 
 import tempfile
@@ -24,15 +28,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CACHE = Path("~/.cache/permille")
-"""Where GGUF files are converted to, and models of the hub are downloaded to."""
+"""The default folder for converted GGUF files and for downloads from the hub."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model on this machine, as a folder of transformers.
+    """A model on this machine, in a transformers folder.
 
     Attributes:
-        folder: holds `config.json`, safetensors, `tokenizer.json`. Nothing in it is executed.
+        folder: a folder with `config.json`, safetensors and `tokenizer.json`. Its code is never
+            executed.
     """
 
     folder: Path
@@ -56,7 +61,7 @@ def load_model(
     commit: str | None = None,
     cache: str | Path = CACHE,
 ) -> Model:
-    """Open a model: a folder, a GGUF file, a repository of the hub, or a model of transformers in memory.
+    """Open a model from a folder, a GGUF file, a hub repository, or a transformers model in memory.
 
         load_model("model.gguf")
         load_model("~/models/SmolLM2-135M-Instruct")
@@ -65,12 +70,12 @@ def load_model(
 
     Args:
         source: the model.
-        tokenizer: of a model in memory, as transformers has it. The other sources bring their own.
-        commit: of a repository, in full: neither code nor a moved branch can come in.
-        cache: a folder for what is converted or downloaded.
+        tokenizer: the transformers tokenizer of a model in memory. Other sources contain theirs.
+        commit: the full commit hash of a hub repository. It fixes the files that are loaded.
+        cache: the folder for converted and downloaded models.
 
     Raises:
-        InputError: no such model, or one that cannot be read; the message says why.
+        InputError: the model does not exist or cannot be read. The message says why.
         RetryableError: the hub cannot be reached.
     """
     root = Path(cache).expanduser()
@@ -100,24 +105,24 @@ def sensitivity_mask(
     tokens: int = 256,
     seed: int = 0,
 ) -> ChosenMask:
-    """Choose the weights to train: the largest of the empirical Fisher diagonal on public text.
+    """Choose the weights to train: those with the largest empirical Fisher scores on public text.
 
         mask = sensitivity_mask(model, texts, density=0.001)
         sum(len(indices) for indices in mask.indices.values())   # weights that training may change
 
-    The score of a weight is the mean of its squared gradient over sequences ("Zeroth-order fine-tuning of
-    LLMs with extreme sparsity", section 3). Only linear layers are scored.
+    The score of a weight is the mean of its squared gradient over sequences ("Zeroth-order
+    fine-tuning of LLMs with extreme sparsity", section 3). Only linear layers are scored.
 
     Args:
-        model: as `load_model` opens it.
-        texts: public text, not the user's: at least `sequences * tokens` tokens.
-        density: share of the weights of each linear layer, above 0 and at most 1.
-        sequences: how many are scored.
-        tokens: of each sequence.
-        seed: decides which sequences of the text are taken.
+        model: a model from `load_model`.
+        texts: public text, not the user's, with at least `sequences * tokens` tokens.
+        density: the share of weights to choose in each linear layer, above 0 and at most 1.
+        sequences: the number of sequences to score.
+        tokens: the length of each sequence.
+        seed: the seed of the choice of sequences.
 
     Raises:
-        InputError: too little text, or a number out of range.
+        InputError: the text is too short, or a number is out of range.
     """
     from permille.corpora.sequences import token_sequences
     from permille.models import loading
@@ -142,26 +147,27 @@ def build_package(
     scheme: Scheme | str = Scheme.NF4,
     embeddings: Embeddings | str = Embeddings.Q8_0,
 ) -> Package:
-    """Quantize a model and write what a device needs: a package, below a folder.
+    """Quantize a model and write it with its mask as a package.
 
         package = build_package(model, mask, "packages", texts=public_texts)
         package.digest, package.k, package.size_bytes
 
-    The same inputs give the same digest. A package can be opened again by
-    `Package.open(BlobFolder(folder), digest)`.
+    The same inputs give the same digest. Use `Package.open(BlobFolder(folder), digest)` to open a
+    package again.
 
     Args:
-        model: as `load_model` opens it.
-        trained: what training changes, a mask or an adapter.
-        folder: of packages; made where it is missing.
-        texts: public text for the reference, which keeps a personal model close to the base on general text.
-            A chat model has a reference without it, of questions alone.
-        scheme: how linear weights are stored: "nf4", "int4", "int8", ...
-        embeddings: how the embedding and the head are stored: "q8_0" or "source".
+        model: a model from `load_model`.
+        trained: the mask or adapter that training changes.
+        folder: the folder of packages. It is created if it is missing.
+        texts: public text for the reference, which keeps a personal model close to the base on
+            general text. Without it, a chat model gets a reference of questions only, and other
+            models get none.
+        scheme: the storage of linear weights: "nf4", "int4", "int8", ...
+        embeddings: the storage of the embedding and the head: "q8_0" or "source".
 
     Raises:
-        InputError: the model is of a family that is not known, or the scheme does not fit it.
-        OSError: as the file system reports it.
+        InputError: the model's family is not supported, or the scheme does not fit the model.
+        OSError: a file cannot be written.
     """
     blobs = BlobFolder(Path(folder).expanduser())
     blobs.root.mkdir(parents=True, exist_ok=True)
@@ -207,7 +213,7 @@ def _saved(model: Any, tokenizer: Any) -> Model:
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:
-    """Refuse what a list of texts is often mistaken for."""
+    """Refuse a single string in place of a list, and items that are not strings."""
     if isinstance(texts, str):
         raise InputError("Give a list of texts, not one text: [text].")
     for text in texts:

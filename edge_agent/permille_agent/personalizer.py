@@ -1,7 +1,7 @@
 """`permille.Personalizer`: train, judge, use and export a personal model from Python.
 
-It is the device of `permille-agent` in a folder, without a server: the same steps, the same decision, the
-same files. A run that was stopped goes on when the same call is made again.
+It works like `permille-agent` without a server: it takes the same training steps, decides by the
+same test and writes the same files. To resume an interrupted run, repeat the call.
 """
 
 import json
@@ -31,20 +31,20 @@ from permille_agent.training.run import list_runs
 from permille_agent.training.train import run_training
 
 Text = str | Mapping[str, Any] | Path
-"""A text; a row as the agent reads it, such as {"prompt": ..., "completion": ...}; or a file or folder."""
+"""A text, a row such as {"prompt": ..., "completion": ...}, or the path of a file or folder."""
 
 
 class Personalizer:
-    """A package and what a person's text makes of it.
+    """A package and the personal model that is trained from it.
 
         personal = permille.Personalizer(package, "home")
         result = personal.fit(["First note.", "Second note.", ...], minutes=10)
         result.outcome             # adopted, kept_base, refused_data, ...
-        personal.evaluate()        # losses of base and personal model on text that did not train
+        personal.evaluate()        # losses of base and personal model on held-out text
         personal.generate("What shall I plant in March?")
-        personal.save("mine")      # again: Personalizer.load("mine")
+        personal.save("mine")      # open it again with Personalizer.load("mine")
 
-    Nothing leaves the folder. It holds personal data.
+    Nothing leaves the folder. The folder holds personal data.
     """
 
     def __init__(
@@ -58,10 +58,11 @@ class Personalizer:
         """Install a package in a folder.
 
         Args:
-            package: as `permille.build_package` makes it.
-            folder: keeps the package and all runs; None takes a temporary one, until `save`.
+            package: a package from `permille.build_package`.
+            folder: the folder for the package and all runs. None uses a temporary folder, which
+                is lost unless you call `save`.
             engine: "auto", "light", "light-int8" or "torch".
-            threads: None takes all cores.
+            threads: the number of threads. None uses all cores.
 
         Raises:
             OperatorError: the folder cannot be used.
@@ -78,7 +79,11 @@ class Personalizer:
 
     @classmethod
     def load(cls, folder: str | Path, **options: Any) -> "Personalizer":
-        """Open a folder that `save` or an earlier session wrote. Options are those of the class.
+        """Open a folder that `save` or an earlier session wrote.
+
+        Args:
+            folder: the folder.
+            options: `engine` and `threads`, as for the class.
 
         Raises:
             InputError: the folder has no package.
@@ -103,20 +108,23 @@ class Personalizer:
         context: RunContext = RunContext(),
         **options: Any,
     ) -> RunResult:
-        """Train on a person's text, judge the result on a part of it, and adopt it if it is surely better.
+        """Train on a person's text, judge the result on held-out text, and adopt a significant gain.
+
+            result = personal.fit(my_texts, steps=40, seed=3)
+            print(result.outcome, result.message)
 
         Args:
-            texts: the person's own; a `Path` is read as a file or folder. 1,000 tokens at least.
-            minutes: how long; 10 where neither is given.
-            steps: how many steps instead.
-            context: progress, and an event that stops the run; the engine is the class's.
-            options: others of `TrainOptions`, such as `seed`, `rate_scale` or `keep_general`.
+            texts: the person's text, at least 1,000 tokens. A `Path` is a file or folder.
+            minutes: the training time. Default: 10, unless `steps` is given.
+            steps: the number of steps, in place of `minutes`.
+            context: a progress callback and an event that stops the run. Its engine is ignored.
+            options: other fields of `TrainOptions`, such as `seed`, `rate_scale` or `keep_general`.
 
         Returns:
-            The outcome, with a `message` for people and the `decision` with its numbers.
+            The outcome, with a `message` for people and a `decision` with the numbers.
 
         Raises:
-            InputError: text or options that cannot be used, or another package was installed in the folder.
+            InputError: the text or the options cannot be used, or another package was installed in the folder.
             LockedError: another `fit` works in the folder.
         """
         if minutes is None and steps is None:
@@ -133,15 +141,16 @@ class Personalizer:
             return run_training(self._home, paths, told, replace(context, engine_of=self._engine))
 
     def evaluate(self, texts: Iterable[Text] | Path | None = None) -> ComparedLosses:
-        """Compare the base with the personal model: losses in nats a token, and on general text.
+        """Return the losses of the base and the personal model, on text and on general text.
+
+        Losses are in nats a token.
 
         Args:
-            texts: what to measure the adopted model on; None tells what the last `fit` judged on text that
-                did not train, adopted or not.
+            texts: the text to measure the adopted model on. None returns the losses that the last
+                `fit` measured on held-out text, also if its result was not adopted.
 
         Raises:
-            InputError: nothing was trained, nothing was adopted that could be measured, or the text cannot
-                be used.
+            InputError: nothing was trained or adopted yet, or the text cannot be used.
         """
         if texts is None:
             judged = [run for run in list_runs(self._home) if run.load("decision", Decision) is not None]
@@ -159,13 +168,13 @@ class Personalizer:
     def generate(
         self, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, base: bool = False
     ) -> str:
-        """Answer a message where the model chats, else continue the prompt.
+        """Answer the prompt if the model has a chat template, or else continue it.
 
         Args:
-            prompt: text.
-            max_tokens: of the answer.
-            temperature: 0 gives the most likely text.
-            base: ask the base instead of the personal model.
+            prompt: the message or the beginning of the text.
+            max_tokens: the largest number of tokens to generate.
+            temperature: the sampling temperature. 0 always takes the most likely token.
+            base: use the base instead of the personal model.
 
         Raises:
             InputError: the prompt is empty or too long, or a number is out of range.
@@ -178,20 +187,20 @@ class Personalizer:
             return "".join(model.complete(prompt, variant, sampling)[1])
 
     def export(self, form: str, folder: str | Path) -> Path:
-        """Write the personal model for other programs, merged into its weights; the base where none is.
+        """Write the personal model for other programs, or the base if nothing is adopted.
 
             personal.export("gguf", "mine")            # llama.cpp and Ollama
             personal.export("transformers", "mine")
 
         Args:
             form: "gguf", "transformers" or, for an adapter, "peft".
-            folder: new or empty.
+            folder: a new or empty folder.
 
         Returns:
-            The folder.
+            The absolute path of the folder.
 
         Raises:
-            InputError: another form, or a folder that has something.
+            InputError: the form is unknown, or the folder is not empty.
         """
         active = require_active(self._home)
         package = Package.open(BlobFolder(self._home.blobs), active.package)
@@ -213,12 +222,12 @@ class Personalizer:
         return target
 
     def save(self, folder: str | Path) -> Path:
-        """Copy everything to a new folder, for `load`. The folder appears whole or not at all.
+        """Copy the package and all runs to a new folder, which `load` can open; whole or not at all.
 
         Raises:
             InputError: the folder exists, or lies inside this one.
             LockedError: a `fit` works in the folder.
-            OSError: as the file system reports it.
+            OSError: a file cannot be written.
         """
         target = Path(folder).expanduser().absolute()
         if target.exists():
@@ -242,7 +251,7 @@ class Personalizer:
 
 
 def _written(path: Path, texts: Iterable[Text]) -> list[Path]:
-    """Write texts to a file, as the agent reads them; paths among them stay."""
+    """Write texts to a file that the agent can read; return its path with the other paths."""
     if isinstance(texts, str | Mapping):
         raise InputError("Give a list of texts, not one: [text].")
     paths, rows = [], []

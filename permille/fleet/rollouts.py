@@ -1,12 +1,15 @@
-"""When a rollout goes on, and when it stops itself: a pure function of counts, rules and the time.
+"""State machine of a rollout: it decides from counts, rules and time when to go on or to stop.
 
     draft -> running (wave 1, 2 ...) -> done
                   |-> paused -> running (counting anew), stopped
                   '-> stopped -> reverted
 
-Reports are looked at when 20, 40, 80 ... of them are there. Look j may err with chance `ALPHA / 2**j` in all
-its tests together, so watching a good version for ever stops it wrongly with chance `ALPHA` at most. The gate
-at a wave's end is no test: its chance of a pause is that of more failures than the operator allows.
+`advance` is a pure function. It tests the reports for harm when there are 20, 40, 80, ... of them;
+each such test is a *look*. All tests of look j together may err with probability `ALPHA / 2**j`.
+So the probability to stop a good version, however long it is watched, is at most `ALPHA`.
+
+The gate at the end of a wave is not a statistical test. It compares the success rate with the rate
+that the operator demands.
 """
 
 import math
@@ -23,9 +26,9 @@ from permille.fleet.statistics import lower_mean, lower_share
 ALPHA: Final = 0.01
 FIRST_LOOK: Final = 20
 MAX_DIFFERENCE: Final = 0.25
-"""Nats a token: a report's difference is clipped to this at both ends, so that none outweighs the others."""
+"""Bound of a reported loss difference, in nats a token. Clipping keeps one report from dominating."""
 WORSE_NATS: Final = 0.02
-"""A device is worse where its retrained model lost more than this; training alone moves losses by less."""
+"""Rise of the loss above which a device counts as worse, in nats a token. Noise of training is smaller."""
 LOSS_LIMIT: Final = 0.01
 GENERAL_LIMIT: Final = 0.02
 SAME_CODE: Final = 4
@@ -33,15 +36,15 @@ _TESTS: Final = 4
 
 
 class Reason(StrEnum):
-    """Why a rollout stopped itself.
+    """Reason of a rollout that stopped itself.
 
     Attributes:
-        FAILURES: the share of failures surely passes its limit.
+        FAILURES: the share of failures is significantly above its limit.
         INTEGRITY: four devices found the same damage.
-        WORSE: the share of devices that became worse surely passes its limit.
-        LOSS: the mean loss after training surely rose by more than 0.01 nats a token.
-        GENERAL: the mean loss on general text surely rose by more than 0.02 nats a token.
-        SUCCESS: a wave ended with less success than it needs.
+        WORSE: the share of devices that became worse is significantly above its limit.
+        LOSS: the mean loss after training rose by significantly more than 0.01 nats a token.
+        GENERAL: the mean loss on general text rose by significantly more than 0.02 nats a token.
+        SUCCESS: a wave ended with a success rate below its limit.
         SILENCE: too few devices of a wave reported in time.
         YANKED: the version was withdrawn.
     """
@@ -58,14 +61,17 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """When a wave may end, and what stops a rollout.
+    """Conditions that end a wave, and limits that stop a rollout.
 
     Attributes:
-        waves: percentages of the group that are open in each wave, growing to 100.
-        min_reports: of a wave's devices, before the next one opens; fewer where it has not as many.
-        success_percent: of the devices that began, so those that have not ended yet count against it.
-        failure_percent, worse_percent: shares that must not surely be passed.
-        deadline_s: a device that began and has not reported after so long is silent.
+        waves: the percentage of the group that each wave opens, growing to 100.
+        min_reports: the reports that a wave needs before the next one opens. A smaller wave needs
+            a report from each of its devices.
+        soak_s: the least time that a wave stays open before the next one.
+        success_percent: the success rate that a wave needs, among the devices that began. A device
+            that has not ended yet counts as no success.
+        failure_percent, worse_percent: limits of the shares of failures and of worse models.
+        deadline_s: the time after which a device that began without reporting counts as silent.
     """
 
     waves: tuple[int, ...] = (1, 10, 50, 100)
@@ -87,7 +93,7 @@ class Moments:
 
     @classmethod
     def of_sums(cls, n: int, total: float, squares: float) -> "Moments":
-        """From the sums of values and of their squares."""
+        """Compute the moments from the sum of the values and the sum of their squares."""
         if n < 2:
             return cls(n=n, mean=total / max(n, 1))
         variance = max(0.0, (squares - total * total / n) / (n - 1))
@@ -96,16 +102,16 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """What was counted since the start, or since an operator resumed.
+    """Counts of reports since the start, or since an operator resumed.
 
     Attributes:
-        codes: devices by how they ended.
-        damage: devices with a damaged package, by the code of the damage.
-        judged, worse: devices that compared their models, and those that became worse.
-        losses: differences of the loss after training, in nats a token.
-        general: changes of the loss on general text, by device.
-        wave_devices: devices of the open waves that have not ended before this count.
-        wave_began, wave_ended, wave_ok: of these, those that began, that ended, and that ended well.
+        codes: the number of devices for each report code.
+        damage: the number of devices for each code of package damage.
+        judged, worse: the numbers of devices that compared their models, and that became worse.
+        losses: the differences of the loss after training, in nats a token.
+        general: the change of the loss on general text for each device, in nats a token.
+        wave_devices: the devices of the open waves that had not ended before this count started.
+        wave_began, wave_ended, wave_ok: how many of these began, ended, and succeeded.
     """
 
     codes: Mapping[ReportCode, int] = field(default_factory=Counter)
@@ -121,18 +127,18 @@ class Tally:
 
     @property
     def ended(self) -> int:
-        """Devices that have ended."""
+        """Number of devices that have ended."""
         return sum(self.codes.values())
 
     @property
     def failed(self) -> int:
-        """Devices that have ended otherwise than well."""
+        """Number of devices that have failed."""
         return self.ended - self.codes.get(ReportCode.OK, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a running rollout stands: its wave from 0, since when that is open, and the looks taken."""
+    """Position of a running rollout: the wave (from 0), its opening time, and the looks taken."""
 
     wave: int
     opened_at: datetime
@@ -141,7 +147,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What follows: a state and a wave; for a stop the reason, and the numbers for the audit log."""
+    """The next state and wave. After a stop, also the reason and the numbers for the audit log."""
 
     state: RolloutState
     wave: int
@@ -151,12 +157,14 @@ class Step:
 
 
 def look_at(looks: int) -> int:
-    """Return at how many reports the next look is taken, after so many looks."""
+    """Return the number of reports at which the next look is due, after this many looks."""
     return FIRST_LOOK << looks
 
 
 def advance(standing: Standing, rules: Rules, tally: Tally, now: datetime) -> Step:
-    """Decide on a running rollout; call it as often as you like.
+    """Decide whether a running rollout waits, opens its next wave or stops.
+
+    Call it as often as you like.
 
     Example:
 
@@ -177,7 +185,7 @@ def advance(standing: Standing, rules: Rules, tally: Tally, now: datetime) -> St
 
 
 def _look(tally: Tally, rules: Rules, alpha: float) -> tuple[Reason, dict[str, float]] | None:
-    """Test what may be wrong; the first that surely is."""
+    """Test all shares and means. Return the first that is significantly above its limit, or None."""
     shares = (
         (Reason.FAILURES, tally.failed, tally.ended, rules.failure_percent / 100),
         (Reason.WORSE, tally.worse, tally.judged, rules.worse_percent / 100),
@@ -194,7 +202,7 @@ def _look(tally: Tally, rules: Rules, alpha: float) -> tuple[Reason, dict[str, f
 
 
 def _gate(standing: Standing, rules: Rules, tally: Tally, now: datetime, looks: int) -> Step:
-    """Open the next wave, wait, or pause where waiting cannot help."""
+    """Open the next wave, wait for reports, or pause if no more reports can help."""
     here = Step(state=RolloutState.RUNNING, wave=standing.wave, looks=looks)
     soaked_at = standing.opened_at + timedelta(seconds=rules.soak_s)
     if now < soaked_at:

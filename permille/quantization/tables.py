@@ -1,6 +1,6 @@
-"""Embedding and head in eight bits: the blocks of GGUF's Q8_0, rounded as llama.cpp rounds them.
+"""Quantization of embedding and head to GGUF's Q8_0, with the rounding of llama.cpp.
 
-# Legend: N, K = rows and columns; B = blocks of 32; R = bytes of a block.
+Shapes: N = rows, K = columns, B = blocks of S = 32 weights, R = bytes of a block.
 """
 
 import numpy as np
@@ -12,13 +12,17 @@ _CHUNK_ROWS = 1 << 12
 
 
 def code_table(table: RawTensor) -> RawTensor:
-    """Round a matrix to Q8_0: `scale = max|w| / 127`, `code = round(w / scale)`, halves away from zero.
+    """Quantize a matrix to Q8_0.
 
-    The code is that of the float32 scale; the stored scale is its float16, as in llama.cpp. A matrix in
-    Q8_0, or one whose rows no block of 32 fills, is returned as it is.
+        scale = max|w| / 127        # of each block of 32 weights
+        code = round(w / scale)     # halves away from zero
+
+    As in llama.cpp, codes are computed with the float32 scale, and the scale is stored as float16.
+    A matrix that is already Q8_0 is returned unchanged. So is one whose rows are not a multiple of
+    32 weights.
 
     Raises:
-        InputError: a scale beyond the range of float16, or numbers that are not finite.
+        InputError: a scale is beyond the range of float16, or a number is not finite.
     """
     rows, columns = table.shape
     if table.dtype == Q8_0 or columns % Q8_0_WEIGHTS:

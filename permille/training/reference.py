@@ -1,10 +1,13 @@
-"""The reference of a package in training: it pulls towards the base and measures the general loss.
+"""The reference of a package: rows that keep a personal model close to the base.
+
+Some rows pull each training step towards the base's own predictions. The others measure the loss
+on general text.
 
     reference = Reference.of(package)
-    batch = reference.pull(step)                    # soft targets: the loss is the divergence from the base
+    batch = reference.pull(step)      # soft targets: the loss is the divergence from the base
     rise = reference.loss(engine, values_K) - reference.loss(engine, package.values())
 
-`make_reference` makes one with the base of a package that has none, as a build does.
+A build calls `make_reference` to make the reference with the package's own base.
 
 Shapes: N rows, T tokens of a row, R targets, K masked weights.
 """
@@ -29,8 +32,8 @@ from permille.zo.estimators import Batch, SoftTargets
 
 ROWS_A_STEP = 2
 TEXT_TOKENS = 64
-TEXT_ROWS = 32  # half of them pull
-# Another seed than masks have, so mostly other sequences. Some may have chosen the mask, which does no harm.
+TEXT_ROWS = 32  # the first half pulls, the second half measures
+# Masks use smaller seeds, so most sequences differ from those of the mask. A shared one does no harm.
 REFERENCE_SEED = 1 << 32
 ANSWER_TOKENS = 40
 MOST_CHAT_TOKENS = 160
@@ -51,39 +54,42 @@ MEASURING_QUESTIONS = (
     "Write one sentence about the sea.",
     "What do bees make?",
 )
-"""What the reference asks. `show` asks these before and after."""
+"""The questions of the measuring chat turns. `show` asks the base and the personal model the same."""
 
 
 class Chat(Protocol):
     """The chat template of a model, with its tokenizer."""
 
     def prompt(self, question: str) -> NDArray[np.int64]:
-        """The ids of a conversation in which the user has asked, up to where the answer begins."""
+        """Return the token ids of a conversation with one question, up to the start of the answer."""
         ...
 
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer."""
+        """Return the tokens that end an answer."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """See the module's docstring."""
+    """The reference of a package, for training and measuring. See the module's docstring."""
 
     rows: ReferenceRows
 
     @classmethod
     def of(cls, package: Package) -> "Reference | None":
-        """Read the reference of a package; None where it has none.
+        """Read the reference of a package. Return None if it has none.
 
         Raises:
-            PackageError: `reference`: the layer is not what it claims to be.
+            PackageError: `reference`: the layer is malformed.
         """
         rows = package.reference_rows()
         return None if rows is None else cls(rows)
 
     def pull(self, step: int) -> Batch:
-        """Two rows with soft targets, a text and a chat turn where there are both: a function of the step."""
+        """Return the two pulling rows of a step, with soft targets.
+
+        They are a text and a chat turn if the reference has both. The same step gives the same rows.
+        """
         rows = self.rows
         kinds = [np.flatnonzero(rows.pulls_N & (rows.chat_N == chat)) for chat in (False, True)]
         present = [kind for kind in kinds if len(kind)]
@@ -102,11 +108,11 @@ class Reference:
         )
 
     def loss(self, engine: Engine, values_K: NDArray[np.float32]) -> float:
-        """The loss on the measuring rows, nats a token: the mean over the targets of all of them."""
+        """Return the loss on the measuring rows: the mean over all their targets, in nats a token."""
         return float(engine.token_losses(values_K, self._measuring).mean(dtype=np.float64))
 
     def questions(self) -> Sequence[str]:
-        """The questions whose answers are measured; none where no chat turn is."""
+        """Return the questions whose answers are measured, or none if no chat turn measures."""
         return MEASURING_QUESTIONS if (self.rows.chat_N & ~self.rows.pulls_N).any() else ()
 
     @cached_property
@@ -124,17 +130,22 @@ def make_reference(
 ) -> Manifest:
     """Make the reference of a package with its own base, and store it as a layer.
 
+        manifest = make_reference(package, text_NT=text_NT, chat=FileChat.find(folder), made={})
+        digest = write_manifest(package.blobs, manifest)
+
     Args:
-        package: without a reference; the light engine must have its mathematics.
-        text_NT: token ids of public text, an even number of rows of `TEXT_TOKENS` or fewer; may be empty.
-        chat: the model's chat template; None leaves chat turns out.
-        made: where the text comes from, for people.
+        package: a package without a reference, which the light engine can compute.
+        text_NT: token ids of public text, in an even number of rows of at most `TEXT_TOKENS`. It
+            may be empty.
+        chat: the model's chat template. None makes no chat turns.
+        made: the origin of the text, for people to read.
+        threads: the number of threads. None uses all cores.
 
     Returns:
         The manifest of the package with the reference, for `write_manifest`.
 
     Raises:
-        InputError: neither text nor chat, or mathematics that the light engine does not have.
+        InputError: there is neither text nor chat, or the light engine cannot compute the package.
     """
     engine, values_K = LightEngine(package, threads=threads), package.values()
     half = len(text_NT) // 2
@@ -161,7 +172,7 @@ class _Row:
 
 
 def _answered(package: Package, engine: LightEngine, chat: Chat, question: str, pulls: bool) -> _Row | None:
-    """A chat turn with the base's greedy answer; None where there is no room for one, or it is empty."""
+    """Return a chat turn with the base's greedy answer, or None if it does not fit or is empty."""
     positions = int(package.config.get("max_position_embeddings") or MOST_CHAT_TOKENS)
     prompt_T = chat.prompt(question)
     if len(prompt_T) > min(MOST_CHAT_TOKENS, positions) - ANSWER_TOKENS:

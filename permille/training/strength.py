@@ -1,11 +1,13 @@
-"""The strength of a trained state: how many eighths of it are kept (FORMAT 7.6).
+"""Strength of a trained state: the number of eighths of it that are kept (FORMAT 7.6).
 
-    s' = rne(s * j / 8)        j = 8 (the trained state) ... 1, rne: to the nearest integer, ties to even
+    s' = rne(s * j / 8)        # rne: to the nearest integer, ties to even
 
-Weights between the base and the trained ones give up a little of what was learned and avoid most of the
-damage to general text (Wortsman et al., "Robust fine-tuning of zero-shot models", arXiv 2109.01903). Here
-the weights are on the lattice, so the product is exact: a device and a service that replays its log get the
-same state.
+j is 8 for the whole trained state and 1 for the smallest part of it.
+
+Interpolating between base and trained weights loses a little of what was learned and avoids most
+of the damage to general text (Wortsman et al., "Robust fine-tuning of zero-shot models", arXiv
+2109.01903). Here the state is a vector of integers, so the result is exact. A device and a service
+that replays its log get the same state.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from permille.errors import InputError
 
 EIGHTHS = 8
 KEEP_GENERAL = 0.1
-"""How much the loss on general text may rise by default, nats a token."""
+"""Default bound on the rise of the loss on general text, in nats a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +28,10 @@ class Strength:
     """The strength that was chosen.
 
     Attributes:
-        eighths: of the trained state that are kept, 1 to 8; 0: even one raises the loss by too much.
-        rise: of the general loss at that strength, or at one eighth where that is too much.
+        eighths: the number of eighths to keep, 1 to 8. 0 means that one eighth already raises the
+            general loss by too much.
+        rise: the rise of the general loss at that strength, in nats a token. If `eighths` is 0,
+            the rise at one eighth.
     """
 
     eighths: int
@@ -35,16 +39,16 @@ class Strength:
 
 
 def scaled(s_K: NDArray[np.int64], eighths: int) -> NDArray[np.int64]:
-    """Return the state at a strength, int64 [k], in integers alone.
+    """Return the state at a strength, as int64 [K], with integer arithmetic only.
 
         scaled(np.array([12, -4, 3]), 4)  # 6, -2, 2: 1.5 is a tie, and 2 is even
 
     Args:
-        s_K: within 2**53, so that eight times it are exact.
-        eighths: 1 to 8.
+        s_K: the state, within 2**53 so that eight times it is exact.
+        eighths: the strength, 1 to 8.
 
     Raises:
-        InputError: another number of eighths.
+        InputError: `eighths` is out of range.
     """
     if not 1 <= eighths <= EIGHTHS:
         raise InputError(f"expected a strength of 1 to {EIGHTHS} eighths, got {eighths}")
@@ -56,13 +60,15 @@ def scaled(s_K: NDArray[np.int64], eighths: int) -> NDArray[np.int64]:
 
 
 def choose_strength(rise_of: Callable[[int], float], bound: float) -> Strength:
-    """Find the largest strength whose rise of the general loss is within a bound.
+    """Find the largest strength that keeps the rise of the general loss within a bound.
 
         choose_strength(lambda eighths: rise(engine, values_at(eighths), reference), 0.1)
 
     Args:
-        rise_of: measures a strength in eighths, nats a token; called from 8 downwards, until one is within.
-        bound: nats a token. A rise that is not finite is never within it.
+        rise_of: returns the rise at a number of eighths, in nats a token. It is called with 8, 7, ...
+            until a rise is within the bound.
+        bound: the largest rise to accept, in nats a token. A rise that is NaN or infinite is never
+            accepted.
     """
     rise = 0.0
     for eighths in range(EIGHTHS, 0, -1):

@@ -1,9 +1,16 @@
-"""A local server with the REST interfaces of OpenAI and Ollama.
+"""A local server with the REST APIs of OpenAI and Ollama, for programs of the same user.
 
-It is for programs of the same user on the same machine, and for nobody else: it binds loopback only, wants a
-token that only the user can read, answers only requests whose `Host` is loopback (a page in a browser that
-re-binds a name does not get through), and bounds bodies, waiting and the number of requests and connections
-at a time. Pages in a browser may ask where their origin was named at the start, which must be loopback too.
+    access = read_or_make_access(home)
+    server = LocalServer(("127.0.0.1", 8081), model, access)
+    server.serve_forever()
+
+Its rules:
+
+- It binds loopback only.
+- Every request needs a token from a file that only the user can read.
+- The `Host` header must be loopback, which stops DNS rebinding by pages in a browser.
+- Pages may use it only if their origin was named at the start and is loopback.
+- Bodies, waiting times, requests and connections are limited.
 """
 
 import json
@@ -36,10 +43,10 @@ PREFLIGHT_S = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who may ask: programs that send the token of a file, and pages of some origins that send it too.
+    """The token that every request needs, and the origins whose pages may send requests.
 
     Raises:
-        InputError: an origin that is not loopback.
+        InputError: an origin is not loopback.
     """
 
     token: str
@@ -58,7 +65,7 @@ class Access:
 
 
 class LocalServer(BoundedServer):
-    """The server; `serve_forever` runs it, `shutdown` ends it."""
+    """The server. `serve_forever` runs it and `shutdown` stops it."""
 
     limits = Places(most=MAX_CONNECTIONS, of_one=MAX_CONNECTIONS)
 
@@ -90,11 +97,11 @@ class LocalServer(BoundedServer):
 
 
 def read_or_make_access(home: Home, origins: Sequence[str] = ()) -> Access:
-    """Read the server's token, or make it, in a file that only the user can read.
+    """Read the server's token, or create it in a file that only the user can read.
 
     Raises:
-        InputError: an origin that is not loopback.
-        OperatorError: the file holds something else.
+        InputError: an origin is not loopback.
+        OperatorError: the file does not hold a token.
     """
     path = home.root / "serve.token"
     if not path.exists():
@@ -106,7 +113,7 @@ def read_or_make_access(home: Home, origins: Sequence[str] = ()) -> Access:
 
 
 class _RequestError(Exception):
-    """Ends a request with a status and a message."""
+    """An error that ends the request with a status and a message."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -121,22 +128,22 @@ class _Handler(BaseHTTPRequestHandler):
     server: LocalServer
 
     def do_GET(self) -> None:
-        """Models."""
+        """Answer a GET request, such as the list of models."""
         self._answer(self._get)
 
     def do_POST(self) -> None:
-        """Texts."""
+        """Answer a POST request with generated text."""
         self._answer(self._post)
 
     def do_OPTIONS(self) -> None:
-        """Tell a browser whether its page may ask; it sends no token before."""
+        """Answer a browser's CORS preflight request, which carries no token."""
         self._answer(self._preflight)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name is http.server's
-        """Nothing: prompts are nobody's business."""
+        """Log nothing, since a request line may hold private data."""
 
     def end_headers(self) -> None:
-        """Let pages of the allowed origins read the answer."""
+        """Add the CORS header that lets pages of allowed origins read the answer."""
         if self._origin_allowed():
             self.send_header("Access-Control-Allow-Origin", self.headers["Origin"])
             self.send_header("Vary", "Origin")
@@ -144,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _interface(self) -> Interface:
-        """The module whose paths and errors this request has."""
+        """The module that answers this request: OpenAI's or Ollama's API."""
         return ollama_schema if self.path.startswith("/api/") else openai_schema
 
     def _answer(self, work: Callable[[], None]) -> None:
@@ -185,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _check_token(self) -> None:
         access = self.server.access
         scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
-        # Compared as bytes: compare_digest refuses text beyond ASCII.
+        # Compare bytes, since compare_digest refuses strings with characters beyond ASCII.
         right = secrets.compare_digest(token.strip().encode(), access.token.encode())
         if scheme.lower() != "bearer" or not right:
             raise _RequestError(
@@ -196,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.prove(self.client_address)
 
     def _origin_allowed(self) -> bool:
-        headers = getattr(self, "headers", None)  # none where the request cannot be parsed
+        headers = getattr(self, "headers", None)  # None if the request could not be parsed
         return headers is not None and headers.get("Origin") in self.server.access.origins
 
     def _preflight(self) -> None:
@@ -208,9 +215,8 @@ class _Handler(BaseHTTPRequestHandler):
             )
         self.send_response(HTTPStatus.NO_CONTENT)
         self.send_header("Access-Control-Allow-Methods", "GET, POST")
-        self.send_header(
-            "Access-Control-Allow-Headers", "Authorization, *"
-        )  # the star does not cover the first
+        # The wildcard does not cover Authorization.
+        self.send_header("Access-Control-Allow-Headers", "Authorization, *")
         self.send_header("Access-Control-Max-Age", str(PREFLIGHT_S))
         self.end_headers()
 
@@ -279,6 +285,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _send_error(self, status: HTTPStatus, message: str) -> None:
-        # The body may be unread: the connection cannot be used again.
+        # The body may be unread, so the connection cannot be reused.
         self.close_connection = True
         self._send_json(status, self._interface.error(status, message))

@@ -1,8 +1,9 @@
-"""A GGUF file as a model folder: what transformers saves, made once and kept by the file's digest.
+"""Conversion of a GGUF file to a transformers model folder, named by the file's digest.
 
     folder = model_folder(Path("model.gguf"), Path("models"))
 
-Tensor by tensor, so a model never has to fit into memory. The folder appears whole or not at all.
+Tensors are converted one at a time, so the model need not fit into memory. A failed conversion
+leaves no folder.
 """
 
 import json
@@ -24,15 +25,16 @@ from permille.models.gguf.file import GgufFile
 from permille.models.gguf.tokenizer import chat_template, tokenizer_files
 
 FOLDERS = "gguf"
-"""Below the model root, where converted files go."""
+"""Folder of converted files, below the model root."""
 
 
 def model_folder(path: Path, root: Path) -> Path:
-    """Convert a file to a folder below `root`, or find the one that was made of the same bytes.
+    """Convert a file to a folder below `root`, or return the folder of an earlier conversion.
 
     Raises:
-        InputError: the file is malformed, of another family or type, or holds numbers that are not finite.
-        OSError: as the file system reports it; no folder is left.
+        InputError: the file is malformed, has an unsupported family or type, or holds numbers that
+            are not finite.
+        OSError: a file cannot be read or written. No folder is left.
     """
     digest = digest_of_file(path).removeprefix("sha256:")
     folder = root / FOLDERS / digest
@@ -58,7 +60,8 @@ def convert(path: Path, folder: Path) -> None:
     """Write the files of a model folder.
 
     Args:
-        folder: exists, and is empty.
+        path: the GGUF file.
+        folder: an existing, empty folder.
 
     Raises:
         InputError, OSError: as `model_folder`.
@@ -75,7 +78,10 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def _write_weights(model: GgufModel, path: Path) -> None:
-    """A safetensors file of float32; the library's own writer wants all tensors in memory."""
+    """Write a safetensors file in float32, one tensor at a time.
+
+    The writer of the safetensors library needs all tensors in memory.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, stored in model.names.items():

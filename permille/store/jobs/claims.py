@@ -1,9 +1,12 @@
-"""Jobs as a worker sees them: claim, renew, report, publish, fail, and the sweep of what other workers left
-behind.
+"""A worker's operations on jobs: claim, renew, report progress, complete, fail, and sweep.
 
-A claim is won by compare-and-set: state, lease, attempt + 1, fence + 1, by the database's clock. Its fence is
-checked by every later call, so that a worker that lost its lease can publish nothing. Results are written by
-the caller in the transaction that calls `complete`; their blobs are in the blob store before it.
+    held = claim(session, worker="worker-1", lease_s=60)
+    ...                                              # compute, and call `renew` meanwhile
+    complete(session, held, result_id="mask_...")    # in the transaction that writes the result
+
+A claim locks the queued job and increments its attempt and its *fence*. All times are those of the
+database's clock. Every later call checks the fence, so a worker that lost its lease cannot publish.
+Blobs of a result are stored before the transaction that calls `complete`.
 """
 
 from collections import Counter
@@ -39,7 +42,7 @@ _TENANTS = select(Tenant.id, _DUE_AT).order_by(Tenant.served_at.asc().nulls_firs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """The right to run one attempt of one job, as long as the lease is renewed."""
+    """The right to run one attempt of a job while its lease is renewed."""
 
     job_id: str
     tenant_id: str
@@ -54,7 +57,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """What a sweep did."""
+    """Number of jobs that a sweep queued again, gave up or cancelled."""
 
     requeued: int
     died: int
@@ -62,12 +65,13 @@ class SweepReport:
 
 
 def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None = None) -> Claim | None:
-    """Take the queued job whose turn it is, or the one named. None: there is none, or another worker won.
+    """Claim the next queued job, or the job with this id. Return None if there is none to claim.
 
-    Turns go round the tenants: first the one with the fewest running jobs, of these the one that was served
-    longest ago. A tenant's own jobs come before the uploads of its devices, and these go round the devices
-    likewise. So nobody waits behind more than one job a worker of whoever sends many. Jobs that wait for
-    their parts are not queued: see `permille.store.jobs.parents`.
+    The order is fair between tenants. The tenant with the fewest running jobs comes first; among
+    equals, the one served longest ago. A tenant's own jobs come before its devices' uploads, and
+    devices take turns by the same rule. So a caller waits for at most one job per worker of anyone
+    who queues many. Jobs that wait for their parts are not queued: see
+    `permille.store.jobs.parents`.
     """
     at = now(session)
     if job_id is None:
@@ -97,10 +101,10 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
 
 
 def _next(session: Session, at: datetime) -> Job | None:
-    """Choose and lock the job whose turn it is.
+    """Choose and lock the next job.
 
-    The tenant is chosen before the job, since the queued jobs may be many. Where other workers have locked
-    all that a tenant has, the next one is served.
+    The tenant is chosen before the job, since there may be many queued jobs. If other workers have
+    locked all jobs of a tenant, the next tenant is served.
     """
     by_tenant, by_device = _count_running(session)
     tenants = session.execute(_TENANTS).all()
@@ -123,13 +127,13 @@ def _next(session: Session, at: datetime) -> Job | None:
 
 def _count_running(session: Session) -> tuple[Counter[str], Counter[str]]:
     """Count the jobs that workers hold, by tenant and by device."""
-    # Grouped here: to group them SQLite would read all jobs in the order of another index.
+    # Counted in Python: with GROUP BY, SQLite would read all jobs in the order of another index.
     held = session.execute(_HELD).all()
     return Counter(row.tenant_id for row in held), Counter(row.device_id for row in held if row.device_id)
 
 
 def _devices(tenant_id: str, at: datetime) -> Select[str]:
-    """Select the tenant's devices with an upload that is due, the one served longest ago first."""
+    """Select the tenant's devices that have a due upload, the one served longest ago first."""
     waiting = (
         select(Job.device_id, func.min(Job.available_at).label("due_at"), func.min(Job.id).label("first"))
         .where(
@@ -155,7 +159,7 @@ def _lock_first(session: Session, query: Select[Job]) -> Job | None:
 
 
 def oldest_start(session: Session) -> datetime | None:
-    """Return when the oldest attempt began that a worker still runs; None where none runs."""
+    """Return the start of the oldest running attempt, or None if no worker runs one."""
     return session.scalar(
         select(func.min(Job.started_at)).where(transitions.IS_RUNNING, Job.worker.is_not(None))
     )
@@ -164,13 +168,14 @@ def oldest_start(session: Session) -> datetime | None:
 def check(session: Session, held: Claim) -> None:
     """Lock the job for this transaction.
 
-    Raises StaleClaimError when another attempt has begun or it has ended.
+    Raises:
+        StaleClaimError: another attempt has begun, or the job has ended.
     """
     _held(session, held)
 
 
 def is_cancel_requested(session: Session, held: Claim) -> bool:
-    """Whether the attempt should stop. Reads only.
+    """Return whether the attempt should stop. This only reads.
 
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.
@@ -182,13 +187,17 @@ def is_cancel_requested(session: Session, held: Claim) -> bool:
 
 
 def state_after(session: Session, held: Claim) -> str:
-    """The job's state once an attempt is over; `lost` where another attempt has begun."""
+    """Return the job's state after an attempt, or `lost` if another attempt has begun."""
     job = session.get(Job, held.job_id)
     return job.state if job is not None and job.fence == held.fence else "lost"
 
 
 def renew(session: Session, held: Claim, *, lease_s: float) -> datetime | None:
-    """Extend the lease; return when a cancel was requested, if it was. Raises StaleClaimError."""
+    """Extend the lease. Return the time of a cancel request, or None.
+
+    Raises:
+        StaleClaimError: another attempt has begun, or the job has ended.
+    """
     job = _held(session, held)
     at = now(session)
     job.lease_expires_at = at + timedelta(seconds=lease_s)
@@ -199,9 +208,12 @@ def renew(session: Session, held: Claim, *, lease_s: float) -> datetime | None:
 def report_progress(
     session: Session, held: Claim, *, fraction: float, message: str | None = None, eta_s: float | None = None
 ) -> bool:
-    """Store how far the attempt is; return whether it should stop because a cancel was requested.
+    """Store the progress of the attempt. Return whether a cancel was requested.
 
-    An event is added when the message or the half percent changes. Raises StaleClaimError.
+    A progress event is added when the message changes, or the progress by half a percent.
+
+    Raises:
+        StaleClaimError: another attempt has begun, or the job has ended.
     """
     job = _held(session, held)
     at = now(session)
@@ -221,8 +233,10 @@ def report_progress(
 
 
 def complete(session: Session, held: Claim, *, result_id: str) -> None:
-    """End the job with its result, whose row the same transaction writes. Raises StaleClaimError: nothing is
-    published.
+    """End the job with its result. The same transaction must write the result's row.
+
+    Raises:
+        StaleClaimError: another attempt has begun, or the job has ended. Nothing is published.
     """
     job = _held(session, held)
     job.result_id = result_id
@@ -232,9 +246,13 @@ def complete(session: Session, held: Claim, *, result_id: str) -> None:
 
 
 def split(session: Session, held: Claim, due: Sequence[parents.Part]) -> None:
-    """Let the job wait for new parts; the attempt does not count. Raises StaleClaimError: none are added.
+    """Add parts to the job and let it wait for them. The attempt does not count.
 
-    Once they have succeeded the job is queued again, and its next attempt finds `results_of_parts`.
+    When all parts have succeeded, the job is queued again. Its next attempt reads
+    `results_of_parts`.
+
+    Raises:
+        StaleClaimError: another attempt has begun, or the job has ended. No part is added.
     """
     job = _held(session, held)
     job.attempt -= 1
@@ -245,17 +263,20 @@ def split(session: Session, held: Claim, due: Sequence[parents.Part]) -> None:
 
 
 def results_of_parts(session: Session, held: Claim) -> list[tuple[Mapping[str, object], str]]:
-    """Payload and result id of each part of the job that has succeeded, oldest first."""
+    """Return the payload and result id of each part that has succeeded, oldest first."""
     found = transitions.children(session, held.job_id)
     return [(part.payload, part.result_id) for part in found if part.result_id is not None]
 
 
 def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryable: bool) -> JobState:
-    """End the attempt: `failed`, or when it may be retried `queued` after a pause, at last `dead`. Returns
-    the state.
+    """End the attempt with an error, and return the job's new state.
+
+    An error that is not retryable ends the job as `failed`. A retryable one queues it again after a
+    pause. After the last attempt the job is `dead`; if a cancel was requested, `cancelled`.
 
     Args:
-        error: `type` and `message`, and what helps to find the cause.
+        error: `type`, `message`, and details that help to find the cause.
+        retryable: whether another attempt may succeed.
 
     Raises:
         StaleClaimError: another attempt has begun.
@@ -267,14 +288,19 @@ def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryabl
 
 
 def cancelled(session: Session, held: Claim) -> None:
-    """End the job as cancelled: it has stopped, or was stopped at its deadline. Raises StaleClaimError."""
+    """End the job as cancelled, after it stopped or was stopped at its deadline.
+
+    Raises:
+        StaleClaimError: another attempt has begun, or the job has ended.
+    """
     _end(session, _held(session, held), JobState.CANCELLED, None)
 
 
 def release(session: Session, held: Claim) -> None:
-    """Give the job back unharmed (the worker shuts down): the attempt does not count.
+    """Queue the job again because the worker shuts down. The attempt does not count.
 
-    Raises StaleClaimError.
+    Raises:
+        StaleClaimError: another attempt has begun, or the job has ended.
     """
     job = _held(session, held)
     job.attempt -= 1
@@ -284,8 +310,9 @@ def release(session: Session, held: Claim) -> None:
 
 
 def sweep(db: Database) -> SweepReport:
-    """Queue again (or end) what workers left with an expired lease, and move waiting jobs on. One short
-    transaction a job.
+    """Queue or end the jobs whose lease has expired, and advance the jobs that wait for parts.
+
+    Each job is handled in a short transaction of its own.
     """
     with db.read() as session:
         at = now(session)
@@ -305,8 +332,10 @@ def sweep(db: Database) -> SweepReport:
 
 
 def take_undispatched(session: Session, *, resend_after_s: float) -> list[str]:
-    """Mark as sent, and return, the queued jobs that were never sent to the broker or so long ago that it
-    lost them.
+    """Return the queued jobs to send to the broker, and mark them as sent.
+
+    These are jobs that were never sent, and jobs sent so long ago that the broker must have lost
+    the message.
     """
     at = now(session)
     query = (
@@ -327,14 +356,16 @@ def take_undispatched(session: Session, *, resend_after_s: float) -> list[str]:
 
 
 def mark_undispatched(session: Session, job_ids: Sequence[str]) -> None:
-    """Take back what `take_undispatched` noted: the broker did not take these. One that is locked is being
-    claimed or stopped."""
+    """Clear the marks of `take_undispatched` on jobs that the broker did not take.
+
+    Locked jobs are skipped: they are being claimed or stopped.
+    """
     free = select(Job.id).where(Job.id.in_(job_ids)).with_for_update(skip_locked=True, key_share=True)
     session.execute(update(Job).where(Job.id.in_(free)).values(dispatched_at=None))
 
 
 def backoff_s(attempt: int) -> float:
-    """How long to wait after the given attempt failed: 2, 4, 8 ... 300 seconds."""
+    """Return the pause after a failed attempt: 2, 4, 8, ... up to 300 seconds."""
     return min(BACKOFF_FIRST_S * 2.0 ** (attempt - 1), BACKOFF_LONGEST_S)
 
 

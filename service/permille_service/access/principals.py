@@ -1,8 +1,11 @@
-"""Who calls: an operator with a role, or a device. A route declares it, or that it is public.
+"""Authentication and roles: each route declares which principals may call it, or that it is public.
 
-A principal is found by its bearer token in the database at every request, so that a revoked one is refused
-at its next. What a principal may not see does not exist for it (404); what its role may not do is refused
-(403).
+    @router.get("/devices")
+    def list_devices(service: Served, operator: Viewer) -> Page[Device]: ...
+
+A principal is an operator with a role, or a device. Each request looks its bearer token up in the
+database, so revoking a token takes effect at the next request. Objects that a principal may not
+see answer 404. Actions that its role does not allow answer 403.
 """
 
 import logging
@@ -47,7 +50,7 @@ class Operator:
     """A person or program that calls the operator's routes.
 
     Attributes:
-        action, path: the operation that it calls, for the audit log.
+        action, path: the name and path of the called operation, for the audit log.
     """
 
     tenant_id: str
@@ -57,7 +60,7 @@ class Operator:
     path: str = ""
 
     def change(self, *, made: str = "", body: BaseModel | None = None) -> Change:
-        """What the audit log holds of this request; `made` names what it made."""
+        """Return the audit entry of this request. `made` is the name of the object it created."""
         request = None if body is None else body.model_dump(mode="json")
         subject = f"{self.path}/{made}" if made else self.path
         return Change(token_id=self.token_id, action=self.action, subject=subject, request=request)
@@ -71,7 +74,7 @@ class DevicePrincipal:
     device_id: str
     release: str
     alias: str
-    version: int | None  # of the release, that it was told last
+    version: int | None  # the version of the release that the device was last told
 
 
 Principal = Operator | DevicePrincipal
@@ -79,12 +82,15 @@ Allowed = TypeVar("Allowed")
 
 
 def find_principal(service: Service, secret: str) -> Principal | None:
-    """Return the principal of a bearer token, or None: unknown, expired or revoked. Note that it was seen."""
+    """Return the principal of a bearer token, and note that it was seen.
+
+    Return None if the token is unknown, expired or revoked.
+    """
     found = find_caller(service.database, secret)
     if found is None:
         return None
     is_device = found.caller_id.startswith(f"{Prefix.DEVICE}_")
-    # abs: a clock that was put back must not stop the note for good.
+    # abs: if the clock was set back, the note would otherwise stay in the future and never be renewed.
     if found.caller_seen_at is None or abs(datetime.now(UTC) - found.caller_seen_at) > _SEEN_EVERY:
         touch = (
             partial(devices.touch, device_id=found.caller_id)
@@ -106,20 +112,28 @@ def find_principal(service: Service, secret: str) -> Principal | None:
 
 
 class Authentication:
-    """Base of the dependencies that find who calls, and refuse whom they do not know.
+    """Base class of the dependencies that authenticate a caller.
 
-    Every route declares one of them, or `PUBLIC`: `check_routes` refuses an app with a route that does not.
+    Every route declares one of them, or `PUBLIC`. `check_routes` refuses an app with any other
+    route.
     """
 
 
 class Authenticated(Authentication, Generic[Allowed]):
-    """A dependency: the principal of a request's bearer token, where `check` lets it pass."""
+    """A dependency that returns the principal of the request's bearer token.
+
+    `check` returns the principal, or raises an ApiError if it may not call the route.
+    """
 
     def __init__(self, check: Callable[[Principal], Allowed]) -> None:
         self._check = check
 
     def __call__(self, request: Request, service: Served, credentials: Credentials) -> Allowed:
-        """Find the principal by its token. Raises ApiError (`unauthenticated`, `forbidden`)."""
+        """Find the principal by its token.
+
+        Raises:
+            ApiError: `unauthenticated` or `forbidden`.
+        """
         if credentials is None:
             raise ApiError(
                 ProblemType.UNAUTHENTICATED,
@@ -144,13 +158,13 @@ async def public() -> None:
 
 PUBLIC = Depends(public)
 _PUBLIC_PATHS = frozenset({"/openapi.json", "/static"})
-"""Routes of Starlette, which take no dependency."""
+"""Paths of Starlette's own routes, which cannot have dependencies."""
 
 
 def check_routes(app: FastAPI) -> None:
-    """Refuse an app with a route that declares no principal and is not declared public.
+    """Refuse an app with a route that declares neither a principal nor `PUBLIC`.
 
-    For example, a route whose only dependency is `Served` stops the process at its start.
+    For example, a route whose only dependency is `Served` makes the process fail at start-up.
 
     Raises:
         RuntimeError: a route declares neither, or both.
@@ -171,7 +185,7 @@ def check_routes(app: FastAPI) -> None:
 
 
 def _calls_of(dependant: Dependant) -> Iterator[object]:
-    """Iterate over what a route depends on, directly or through other dependencies."""
+    """Iterate over the direct and indirect dependencies of a route."""
     for dependency in dependant.dependencies:
         yield dependency.call
         yield from _calls_of(dependency)
@@ -179,7 +193,11 @@ def _calls_of(dependant: Dependant) -> Iterator[object]:
 
 @contextmanager
 def changing(service: Service, operator: Operator, body: BaseModel | None = None) -> Iterator[Session]:
-    """A write transaction of an operator's change, with its entry in the audit log."""
+    """Open a write transaction for an operator's change, and add its entry to the audit log.
+
+    with changing(service, operator, body) as session:
+        models.rename(session, ...)
+    """
     with service.database.write() as session:
         yield session
         audit.append(session, tenant_id=operator.tenant_id, change=operator.change(body=body))
@@ -193,12 +211,16 @@ def require_first_tenant(session: Session, operator: Operator) -> None:
 
 
 def operator_with(role: Role) -> Authenticated[Operator]:
-    """A dependency: an operator of at least this role."""
+    """Return a dependency that admits operators with at least this role."""
     return Authenticated(partial(require_role, role=role))
 
 
 def require_role(principal: Principal, role: Role) -> Operator:
-    """The operator, where it has at least this role. Raises ApiError (`forbidden`)."""
+    """Return the principal if it is an operator with at least this role.
+
+    Raises:
+        ApiError: `forbidden`.
+    """
     if not isinstance(principal, Operator):
         raise ApiError(ProblemType.FORBIDDEN, "This needs an operator's token, not a device's.")
     if RANK[principal.role] < RANK[role]:
@@ -224,17 +246,17 @@ Maker = Annotated[Operator, Depends(operator_with(Role.OPERATOR))]
 Admin = Annotated[Operator, Depends(operator_with(Role.ADMIN))]
 CallingDevice = Annotated[DevicePrincipal, Depends(Authenticated(_require_device))]
 Anyone = Annotated[Principal, Depends(Authenticated(_require_reader))]
-"""A device, or an operator who may read single rows."""
+"""A device, or an operator with at least the role viewer."""
 
 
 def note_version(service: Service, device: DevicePrincipal, version: int) -> None:
-    """Note the version that a device is told, where it is another than before."""
+    """Store the version that a device is told, if it has changed."""
     if device.version != version:
         _note_seen(service, partial(devices.touch, device_id=device.device_id, version=version))
 
 
 def _note_seen(service: Service, touch: Callable[[Session], None]) -> None:
-    """Note that a principal was seen, where that is possible: on a full disk reading goes on."""
+    """Note that a principal was seen. If the write fails, log a warning, so that reads still work."""
     try:
         with service.database.write() as session:
             touch(session)
