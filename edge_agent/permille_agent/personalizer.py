@@ -124,7 +124,7 @@ class Personalizer:
             The outcome, with a `message` for people and a `decision` with the numbers.
 
         Raises:
-            InputError: the text or the options cannot be used, or another package was installed in the folder.
+            InputError: the text or the options cannot be used, or the folder has another package by now.
             LockedError: another `fit` works in the folder.
         """
         if minutes is None and steps is None:

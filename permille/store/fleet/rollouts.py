@@ -199,7 +199,7 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
     at, place = now(session), place_of(row.id, device.id)
     if found is None:
         members = row.choice["members"]
-        is_chosen = members is None or member_digest(row.id, device.id) in members
+        is_chosen = not isinstance(members, list) or member_digest(row.id, device.id) in members
         if row.state != RolloutState.RUNNING or place >= 100 * _percent(row) or not is_chosen:
             raise ConflictError("The device's wave is not open: ask again at the next poll.")
         waves = _rules(row).waves

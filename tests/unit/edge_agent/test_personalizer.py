@@ -10,8 +10,7 @@ from permille.errors import InputError
 from permille.package.reader import Package
 from permille_agent.personalizer import Personalizer
 from permille_agent.state.lock import LockedError, hold_lock
-from tests.packages import CHATML, tiny_package
-from tests.unit.edge_agent.runs import sentences
+from tests.packages import CHATML, sentences, tiny_package
 
 
 @pytest.fixture
