@@ -1,5 +1,6 @@
-"""What a decoder computes, from its config and its family's description; for the engine that has no
-transformers.
+"""Mathematics of a decoder, from its config and its family's description.
+
+The light engine uses it, since it does not have transformers.
 
 Shapes are `families`' matter. A config that asks for mathematics that no description has is refused by the
 name of its key.
@@ -27,7 +28,7 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSettings:
-    """What may differ from layer to layer: how far back attention looks, and the rotation."""
+    """Settings that may differ between layers: the attention window and the rotation."""
 
     window: int | None
     rope: Rope | None
@@ -168,7 +169,7 @@ def _layers(settings: Settings, shape: ModelShape, positions: int) -> tuple[Laye
 
 
 def _rotated(settings: Settings, shape: ModelShape, windows: tuple[int | None, ...]) -> list[bool]:
-    """Whether each layer is rotated."""
+    """Return whether each layer applies a rotation."""
     if shape.about.rotation is Rotation.WINDOWED and any(window is not None for window in windows):
         return [window is not None for window in windows]
     if shape.about.rotation is not Rotation.SOME:
@@ -183,7 +184,10 @@ def _rotated(settings: Settings, shape: ModelShape, windows: tuple[int | None, .
 
 
 def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
-    """One rotation for all layers. `rope_scaling` is the old name of `rope_parameters`, and goes first."""
+    """Read one rotation for all layers.
+
+    `rope_scaling` is the old name of `rope_parameters` and takes precedence.
+    """
     given, scaling = settings.table("rope_parameters"), settings.table("rope_scaling")
     if shape.about.rotation is Rotation.PART:
         parameters = {
@@ -200,7 +204,7 @@ def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
 
 
 def _ropes_by_layer(settings: Settings, shape: ModelShape, positions: int) -> list[Rope]:
-    """Frequencies of the layers that see everything, then of those with a window."""
+    """Return the frequencies of layers with full attention, then of layers with a window."""
     given = settings.table("rope_parameters")
     if given.keys() - {"full_attention", "sliding_attention"}:
         raise unsupported("rope_parameters by layer type", sorted(given))
@@ -221,7 +225,7 @@ def _ropes_by_layer(settings: Settings, shape: ModelShape, positions: int) -> li
 
 
 def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
-    """How many tokens each layer attends to, itself included; None: all before it."""
+    """Return each layer's attention window in tokens, itself included. None means no limit."""
     kind, count = shape.about.windows, shape.layers
     if kind is Windows.NONE:
         if shape.about.rotation is Rotation.SOME:  # SmolLM3 names windows that it does not use

@@ -50,7 +50,7 @@ _LARGEST_JSON = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where a tensor lies: `size` bytes from `begin` of a file of the folder."""
+    """Position of a tensor: `size` bytes from offset `begin` of a file in the folder."""
 
     file: str
     dtype: str
@@ -60,7 +60,7 @@ class Entry:
 
 
 class Checkpoint:
-    """One model folder, checked; tensors by their canonical names, in the order of `expected_tensors`."""
+    """A checked model folder. Its tensors have canonical names, in the order of `expected_tensors`."""
 
     def __init__(self, folder: Path) -> None:
         """Read config and headers.
@@ -100,7 +100,7 @@ class Checkpoint:
         return self._entries[name].shape
 
     def place(self, name: str) -> Entry:
-        """Where the bytes of a tensor are."""
+        """Return the position of a tensor's bytes."""
         return self._entries[name]
 
     def raw(self, name: str) -> RawTensor:
@@ -112,11 +112,11 @@ class Checkpoint:
         return RawTensor(name=name, dtype=entry.dtype, shape=entry.shape, data=data)
 
     def float32(self, name: str) -> NDArray[np.float32]:
-        """A tensor as float32, exactly."""
+        """Return a tensor as float32. The conversion is exact."""
         return self.raw(name).float32()
 
     def file(self, name: str, *, limit: int) -> bytes | None:
-        """A small file's bytes; None where the folder has none.
+        """Return the bytes of a small file, or None if the folder does not have it.
 
         Raises:
             InputError: it has more than `limit` bytes, or leads out of the folder.

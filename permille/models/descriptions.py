@@ -1,4 +1,4 @@
-"""What the models of a family have in common: one record each, for shapes and for mathematics.
+"""Properties of each model family: one record for shapes and mathematics.
 
 A new family is a row here, if its block is one of those that we know: norms, attention and a feed-forward
 part that differ in where the norms stand, in biases, windows, rotations, soft caps and scales. What a config
@@ -39,7 +39,7 @@ class NormKind(StrEnum):
 
 
 class BlockKind(StrEnum):
-    """Where the norms stand.
+    """Positions of the norms in a block.
 
     PRE: `x += f(norm(x))`, twice. SANDWICH: `x += norm(f(norm(x)))`. POST: `x = norm(x + f(x))`. PARALLEL:
     both parts read the block's input. A norm that the family lacks is left out.
@@ -52,7 +52,7 @@ class BlockKind(StrEnum):
 
 
 class Windows(StrEnum):
-    """Which layers attend to a window of `sliding_window` tokens.
+    """Layers whose attention is limited to `sliding_window` tokens.
 
     UPPER: those from `max_window_layers` on, where `use_sliding_window` says so. PATTERN: all but every n-th.
     """
@@ -64,7 +64,7 @@ class Windows(StrEnum):
 
 
 class Rotation(StrEnum):
-    """How positions come in.
+    """Encoding of positions.
 
     LEARNED: by a table. WHOLE: heads are rotated; PART: the first numbers of them. BY_LAYER: layers with a
     window have frequencies of their own. SOME: `no_rope_layers` says which layers are rotated. WINDOWED: only
@@ -101,7 +101,7 @@ class BlockNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """One family. A pair is a key of the config with its default.
+    """Description of one family. A pair is a config key with its default.
 
     Attributes:
         final_norm: None in a config may still say that there is none (OPT).

@@ -154,7 +154,7 @@ class ModelShape:
         return found
 
     def block(self) -> dict[str, TensorShape]:
-        """All tensors of a block, the linear layers first."""
+        """Return all tensors of a block, the linear layers first."""
         names = self.about.names
         tensors: dict[str, TensorShape] = dict(self.linear())
         for role in _NORMS if self.normed else ():
@@ -276,12 +276,15 @@ def table_names(config: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def is_tied(config: Config) -> bool:
-    """Whether the output head shares the embedding, with the family's default where the config is silent."""
+    """Return whether the output head shares the embedding.
+
+    If the config does not say, the family's default applies.
+    """
     return _Reader(config).flag("tie_word_embeddings", DESCRIPTIONS[family_of(config)].tied)
 
 
 def canonical_name(config: Config, name: str) -> str | None:
-    """Today's name of a tensor in a published checkpoint; None for one that is not part of the model.
+    """Return the canonical name of a checkpoint's tensor, or None if the model does not use it.
 
     Dropped: rotary and causal-mask buffers of old checkpoints, and a stored copy of a tied head.
     """

@@ -123,25 +123,25 @@ class DecoderLayer:
     prefix: str
 
     def __call__(self, hidden_BTH: Tensor) -> Tensor:
-        """The hidden states behind this layer of those before it."""
+        """Return the hidden states after this layer."""
         keywords = self.stream._keywords(self.index, hidden_BTH)
         found: Tensor = self.module(hidden_BTH.to(self.stream._device), **keywords)
         return found
 
 
 class Ends:
-    """What stands before and behind the decoder layers, in memory."""
+    """The parts of the model before and after the decoder layers, in memory."""
 
     def __init__(self, stream: LayerStream) -> None:
         self._stream = stream
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
-        """The hidden states before the first decoder layer."""
+        """Return the hidden states before the first decoder layer."""
         self._stream._run(tokens_BT)
         return self._stream._recorders[0].hidden
 
     def logits(self, hidden_BTH: Tensor) -> Tensor:
-        """The logits of the hidden states behind the last decoder layer."""
+        """Return the logits of the hidden states after the last decoder layer."""
         tokens_BT = torch.zeros(hidden_BTH.shape[:2], dtype=torch.long)
         return self._stream._run(tokens_BT, hidden_BTH.to(self._stream._device))
 

@@ -56,7 +56,7 @@ class Rope:
 
     @property
     def rotated(self) -> int:
-        """How many of a head's numbers are rotated, from the first."""
+        """Return the number of rotated dimensions of a head, counted from the first."""
         return 2 * len(self.frequency_E)
 
     def tables(self, position_T: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -113,13 +113,13 @@ class Settings:
         return [bool(item) for item in value]
 
     def require(self, key: str, *allowed: object) -> None:
-        """The key is absent, null or one of the values that change nothing here."""
+        """Check that the key is absent, null or has a value that changes nothing here."""
         value = self._value(key, None)
         if value is not None and not any(value == item and type(value) is type(item) for item in allowed):
             raise unsupported(f"{key} of {', '.join(map(repr, allowed)) or 'null'}", value)
 
     def passed_over(self, keys: Iterable[str]) -> None:
-        """These keys were read by others, or change nothing where they stand."""
+        """Mark keys as read that other code uses, or that change nothing here."""
         self._read |= set(keys)
 
     def check_all_read(self) -> None:
@@ -147,5 +147,5 @@ def positive(name: str, value: object) -> float:
 
 
 def unsupported(expected: str, got: object) -> InputError:
-    """What this engine refuses to guess."""
+    """Return an error for a setting that this engine does not support."""
     return InputError(f"light engine: expected {expected}, got {got!r:.200}; {HINT}")

@@ -1,4 +1,6 @@
-"""Where a base model comes from: a folder or GGUF file below a root, or a hub repository. No torch.
+"""Sources of base models: a folder or GGUF file below a root, or a hub repository.
+
+This module does not need torch.
 
 The hub is asked for files of an allow-list only, at a full commit, so that neither code nor a moved branch
 can come in.

@@ -35,7 +35,7 @@ class StoredBlob:
 
 
 class BlobWriter:
-    """One blob under way. Nothing is visible before `commit`."""
+    """A blob that is being written. It becomes visible with `commit`."""
 
     def __init__(self, folder: "BlobFolder", file: BinaryIO, temporary: Path) -> None:
         self._folder = folder
@@ -80,11 +80,11 @@ class BlobFolder:
         self.root = root
 
     def hurried(self) -> "BlobFolder":
-        """The same blobs for who holds a lock of the database: what is slow gives up before others do."""
+        """Return the same store with short timeouts, for callers that hold a database lock."""
         return self
 
     def path(self, digest: str) -> Path:
-        """Where this blob is or would be.
+        """Return the path of a blob, whether or not it exists.
 
         Raises:
             PackageError: `digest-malformed`.
@@ -95,7 +95,7 @@ class BlobFolder:
         return self.root / "sha256" / hexadecimal[:2] / hexadecimal
 
     def has(self, digest: str) -> bool:
-        """Whether the blob is here (its bytes are not read)."""
+        """Return whether the blob exists. This does not read its bytes."""
         return self.path(digest).is_file()
 
     def size(self, digest: str) -> int:
@@ -110,7 +110,7 @@ class BlobFolder:
         return found.size_bytes
 
     def open(self, digest: str) -> BinaryIO:
-        """The blob's bytes, for reading.
+        """Open the blob for reading.
 
         Raises:
             PackageError: `blob-missing`.
@@ -121,7 +121,7 @@ class BlobFolder:
             raise _missing(digest) from exc
 
     def read(self, digest: str, *, limit: int) -> bytes:
-        """All bytes of a small blob, hashed before they are returned.
+        """Return the bytes of a small blob after checking their hash.
 
         Raises:
             PackageError: `blob-missing`, `blob-size` (more than `limit`) or `blob-digest`.
@@ -148,7 +148,7 @@ class BlobFolder:
             raise PackageError("blob-digest", f"expected {digest}, got sha256:{found.hexdigest()}")
 
     def stream(self, digest: str, begin: int, end: int) -> Iterator[bytes]:
-        """Bytes of a blob as they are stored, not hashed: whoever gets them compares.
+        """Iterate over the stored bytes of a blob, without a check. The receiver compares the hash.
 
         Raises:
             PackageError: `blob-missing`.
@@ -160,12 +160,12 @@ class BlobFolder:
                 yield chunk
 
     def opened_by(self, digest: str, media_type: str) -> str | None:  # noqa: ARG002 - a bucket's has
-        """An address by which whoever has it may read this one blob; None: a folder has none."""
+        """Return an address that lets anyone read this blob, or None. A folder has no such address."""
         return None
 
     @contextmanager
     def writer(self) -> Iterator[BlobWriter]:
-        """A blob written in pieces; leaving without `commit` leaves nothing."""
+        """Open a blob for writing in pieces. Without `commit`, nothing is kept."""
         incoming = self.incoming()
         descriptor, name = tempfile.mkstemp(dir=incoming, suffix=".tmp")
         temporary = Path(name)
@@ -238,7 +238,7 @@ class BlobFolder:
         self.path(digest).unlink(missing_ok=True)
 
     def entry(self, digest: str) -> StoredBlob | None:
-        """What a listing would tell of this blob; None: it is not here."""
+        """Return the listing's entry for this blob, or None if it does not exist."""
         try:
             found = self.path(digest).stat()
         except FileNotFoundError:
@@ -254,7 +254,7 @@ class BlobFolder:
                     yield found
 
     def below(self, *names: str, private: bool = False) -> "BlobFolder":  # noqa: ARG002 - no copies are made
-        """A store of its own inside this one: what it holds is listed and erased apart.
+        """Return a separate store inside this one, with its own listing and deletion.
 
         Args:
             private: no copy of its blobs may be left anywhere else; they have no path then.
@@ -284,7 +284,10 @@ class BlobFolder:
         return removed
 
     def incoming(self) -> Path:
-        """Where temporary files of this folder live: same file system, made when first needed."""
+        """Return the folder for temporary files, on the same file system.
+
+        It is created at first use.
+        """
         incoming = self.root / "incoming"
         incoming.mkdir(parents=True, exist_ok=True)
         return incoming

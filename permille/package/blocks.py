@@ -24,7 +24,10 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One block of a big layer and what its SHA-256 must be; `begin` and `end` are offsets in the blob."""
+    """A block of a large layer with its expected SHA-256.
+
+    `begin` and `end` are offsets in the blob.
+    """
 
     layer: Layer
     begin: int
@@ -32,7 +35,7 @@ class Block:
     sha256: bytes
 
     def __str__(self) -> str:
-        """As messages name it."""
+        """Return the name for messages."""
         return f"bytes {self.begin} to {self.end - 1} of {self.layer.role} {self.layer.digest}"
 
 
@@ -74,7 +77,7 @@ def check_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> None:
 
 
 def damaged_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> list[Block]:
-    """Those of the blocks whose stored bytes are others, or are not there.
+    """Return the blocks whose stored bytes differ from their hash or are missing.
 
     Raises:
         PackageError: `blob-missing`.
@@ -91,7 +94,7 @@ def damaged_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> list[Block]:
 
 
 def mend_block(blobs: BlobFolder, block: Block, data: bytes) -> None:
-    """Put a block's bytes back in place: whoever has the blob mapped sees them, too.
+    """Restore a block's bytes in place. Processes that have the blob mapped see them, too.
 
     Raises:
         PackageError: `block-digest`: these are not its bytes; nothing is written.

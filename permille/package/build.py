@@ -51,7 +51,7 @@ _NONE = np.empty(0, np.uint32)
 
 
 class SourceModel(Protocol):
-    """What a package is made of: a `permille.models.checkpoint.Checkpoint`, or tensors in memory."""
+    """Source of a package: a `permille.models.checkpoint.Checkpoint`, or tensors in memory."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -64,11 +64,11 @@ class SourceModel(Protocol):
         ...
 
     def raw(self, name: str) -> RawTensor:
-        """One tensor in the model's own dtype."""
+        """Return a tensor in the model's own dtype."""
         ...
 
     def file(self, name: str, *, limit: int) -> bytes | None:
-        """A tokenizer's or license's file of at most `limit` bytes; None where there is none."""
+        """Return a tokenizer's or license's file of at most `limit` bytes, or None."""
         ...
 
 
@@ -229,7 +229,10 @@ def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
 
 
 def plain_tensors(model: SourceModel, embeddings: Embeddings | str = Embeddings.Q8_0) -> Iterator[RawTensor]:
-    """All tensors that are not linears, in the model's order; embedding and head as `embeddings` says."""
+    """Yield all tensors that are not linears, in the model's order.
+
+    `embeddings` decides how embedding and head are stored.
+    """
     embeddings = choice_of(Embeddings, embeddings, "embeddings")
     scoped = {name for name, _ in scoped_tensors(model.config)}
     tables = table_names(model.config) if embeddings is Embeddings.Q8_0 else ()

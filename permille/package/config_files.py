@@ -94,7 +94,7 @@ def check_file(path: str, data: bytes) -> None:
 
 
 def _check_settings(value: object, depth: int) -> None:
-    """Settings are short texts, numbers and shallow collections of them."""
+    """Check that settings are short strings, numbers and shallow collections of these."""
     if depth > _MAX_DEPTH or (isinstance(value, str) and len(value) > _MAX_TEXT):
         raise PackageError(
             "config-malformed", f"expected {_MAX_DEPTH} levels of texts to {_MAX_TEXT} letters"

@@ -152,7 +152,10 @@ def masked_values(weight: RawTensor, indices: NDArray[np.uint32]) -> RawTensor:
 
 
 def quant_state(shape: tuple[int, int], group_size: int) -> bytes:
-    """What bitsandbytes packs beside an NF4 weight. dtype float32: dequantizing loses nothing (ADR 13)."""
+    """The quantization state that bitsandbytes stores with an NF4 weight.
+
+    Its dtype is float32, so dequantizing loses nothing (ADR 13).
+    """
     state = {"quant_type": "nf4", "blocksize": group_size, "dtype": "float32", "shape": list(shape)}
     return json.dumps(state).encode("ascii")
 
@@ -163,7 +166,7 @@ def table_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def are_table_scales(table: RawTensor) -> bool:
-    """Whether all scales of a table in Q8_0 are finite and not negative (FORMAT 4.3)."""
+    """Return whether all scales of a Q8_0 table are finite and not negative (FORMAT 4.3)."""
     scale_B = np.ascontiguousarray(table.data.reshape(-1, Q8_0_BYTES)[:, :2]).view("<f2")
     return bool(np.all((scale_B >= 0) & (scale_B < np.inf)))  # NaN fails the comparison too
 

@@ -48,7 +48,7 @@ FILE_NAMES = frozenset(
 
 
 class Role(StrEnum):
-    """What a layer holds."""
+    """Role of a layer."""
 
     DENSE = "dense"
     PLAIN = "plain"

@@ -71,7 +71,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How the dense layer was made. With a sparsity only the kept weights have codes."""
+    """Quantization of the dense layer. With a sparsity, only the kept weights have codes."""
 
     name: Scheme
     group_size: int
@@ -105,7 +105,10 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskInfo:
-    """How the masked weights were chosen. `density` is a decimal number as text; `k` counts all of them."""
+    """Choice of the masked weights.
+
+    `density` is a decimal number as text. `k` is the number of masked weights.
+    """
 
     method: str
     density: str
@@ -143,7 +146,7 @@ class AdapterInfo:
 
     @property
     def scale(self) -> float:
-        """What the product of both matrices is multiplied by."""
+        """Return the factor of the product of both matrices."""
         return self.alpha / self.rank
 
     def count(self, shape: tuple[int, int]) -> int:
@@ -154,8 +157,11 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One quantized weight: its (N, K), how many of its weights are masked, or numbers of its adapter are
-    trained. Its index is the tensor_id."""
+    """A quantized weight: its (N, K), and how many of its numbers are trained.
+
+    `count` is the number of masked weights, or of trained numbers of the adapter. The index in the
+    list is the tensor_id.
+    """
 
     name: str
     shape: tuple[int, int]
@@ -175,7 +181,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One blob of the package. `path` is the file's name for the role FILE, else None."""
+    """A blob of the package. `path` is the file's name for the role FILE, else None."""
 
     role: Role
     digest: str
@@ -225,12 +231,12 @@ class Manifest:
 
     @property
     def k(self) -> int:
-        """All masked weights, or trained numbers of the adapter."""
+        """Number of masked weights, or of trained numbers of the adapter."""
         return self.trainable.k
 
     @property
     def trains(self) -> str:
-        """What is trained, and how the frozen weights are stored, for people."""
+        """Describe what is trained and how the frozen weights are stored, for people."""
         adapter, scheme = self.adapter, self.scheme.name
         if adapter is None:
             return f"{self.k} weights over {scheme}"
@@ -243,7 +249,7 @@ class Manifest:
 
     @property
     def mask_digest(self) -> str:
-        """What logs and states call so: the digest of the mask layer, or of the adapter layer."""
+        """The `mask_digest` of logs and states: the digest of the mask layer or the adapter layer."""
         return self.layer(Role.MASK if self.adapter is None else Role.ADAPTER).digest
 
     @property
@@ -261,7 +267,7 @@ class Manifest:
         return next(layer for layer in self.layers if layer.role is role)
 
     def has_layer(self, role: Role) -> bool:
-        """Whether there is a layer of this role: some are optional."""
+        """Return whether the package has a layer of this role."""
         return any(layer.role is role for layer in self.layers)
 
     def files(self) -> dict[str, Layer]:
@@ -374,7 +380,7 @@ class Manifest:
             )
 
     def _check_sizes(self) -> None:
-        """FORMAT 3.4: what each layer can weigh, known before a byte of it is downloaded."""
+        """Check the size of each layer before it is downloaded (FORMAT 3.4)."""
         k, dense = self.k, [self.scheme.dense_bounds(tensor.shape) for tensor in self.tensors]
         weights = sum(math.prod(t.shape) for t in self.tensors)
         overhead = MAX_HEADER_BYTES + 8

@@ -1,4 +1,4 @@
-"""What a download will cost, decided before the first byte of it (FORMAT 3.5)."""
+"""Plan of a download, computed before its first byte (FORMAT 3.5)."""
 
 from collections.abc import Container
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def check_plan(
     present: Container[str] = (),
     program: bool = True,
 ) -> DownloadPlan:
-    """Hold a manifest against its digest, its own rules and the disk.
+    """Check a manifest against its digest, its rules and the free disk.
 
     Args:
         free_bytes: of the disk that will hold the blobs.

@@ -111,7 +111,7 @@ class Package:
 
     @property
     def k(self) -> int:
-        """All masked weights, or trained numbers of the adapter."""
+        """Number of masked weights, or of trained numbers of the adapter."""
         return self.manifest.k
 
     @property
@@ -153,7 +153,9 @@ class Package:
             self._unchecked = []
 
     def quantized(self, name: str) -> Coded:
-        """A quantized weight: packed codes, scales, and where zeros were left out the pattern; mapped.
+        """Return a quantized weight: packed codes, scales, and the pattern of a sparse one.
+
+        The arrays are memory-mapped.
 
         Raises:
             KeyError: no such tensor.
@@ -176,7 +178,7 @@ class Package:
         return SparseTensor(pattern=pattern, kept=read_codes(layer, name, (1, kept), self.manifest.scheme))
 
     def plain(self, name: str) -> RawTensor:
-        """A tensor that is not a linear, bit for bit as in the source model or in Q8_0, mapped.
+        """Return a tensor that is not a linear, in the source's bits or Q8_0, memory-mapped.
 
         Raises:
             KeyError: no such tensor.
@@ -207,8 +209,9 @@ class Package:
         return self._layers[Role.MASK].tensor(name).data.view("<u4").astype(np.uint32, copy=False)
 
     def values(self) -> NDArray[np.float32]:
-        """What training begins with, [k] float32, tensor by tensor; the caller's own copy: the sparse values,
-        or of an adapter A, where it is trained, and then B, which is 0.
+        """Return the initial trained values, float32 [k], tensor by tensor, as a new array.
+
+        They are the sparse values. Of an adapter they are A, if it is trained, then B, which is 0.
 
         Raises:
             PackageError: `values-not-finite` or `adapter-not-finite`.
@@ -222,7 +225,7 @@ class Package:
         return np.concatenate([tensor.float32() for tensor in found])
 
     def adapter_matrix(self, name: str) -> NDArray[np.float32]:
-        """A [rank, K] beside a weight: frozen (LoRA-FA), or what training begins with (LoRA).
+        """Return the matrix A [rank, K] of a weight: frozen (LoRA-FA), or the initial one (LoRA).
 
         Raises:
             KeyError: no such tensor, or one outside of the adapter's scope.
@@ -247,7 +250,7 @@ class Package:
         return self._layers[Role.VALUES].specs[name].dtype
 
     def reference_rows(self) -> reference_rows.ReferenceRows | None:
-        """The rows that pull and measure a training (FORMAT 4.12); None: the package has none.
+        """Return the reference rows that pull and measure (FORMAT 4.12), or None.
 
         Raises:
             PackageError: `reference`.
@@ -259,7 +262,7 @@ class Package:
         return reference_rows.read_reference(layer, shape_of(self.config).vocabulary, positions)
 
     def pooled(self) -> bytes | None:
-        """The bytes of the pooled state, hashed, for `permille.zo.packed_state` to read; None: it has none.
+        """Return the checked bytes of the pooled state, for `permille.zo.packed_state`, or None.
 
         Raises:
             PackageError: `blob-digest`.
@@ -270,7 +273,7 @@ class Package:
         return self.blobs.read(layer.digest, limit=layer.size_bytes)
 
     def program(self) -> Path | None:
-        """The file of the program, hashed; None: the package has none.
+        """Return the checked file of the program, or None.
 
         Raises:
             PackageError: `program-header`, `blob-size`, `blob-digest`, or `blob-missing`: it was not fetched.
@@ -358,7 +361,7 @@ def verify_package(blobs: BlobFolder, digest: str) -> Package:
 
 
 def _needed(blobs: BlobFolder, manifest: Manifest) -> list[Layer]:
-    """FORMAT 4.11: who does not run a program need not have it."""
+    """Return the layers that must be present: all but a program that is absent (FORMAT 4.11)."""
     return [x for x in manifest.layers if x.role is not Role.PROGRAM or blobs.has(x.digest)]
 
 

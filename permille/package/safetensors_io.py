@@ -42,7 +42,7 @@ class SafetensorsFile:
     """A mapped file whose structure was checked. Tensors are views: keep this object while they live."""
 
     def __init__(self, path: Path, *, dtypes: Iterable[str] = ITEM_BYTES) -> None:
-        """Map and check.
+        """Map the file and check its header.
 
         Args:
             dtypes: those allowed here.
@@ -151,7 +151,7 @@ class SafetensorsWriter:
         self._entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], data: NDArray[np.generic]) -> None:
-        """Append one tensor.
+        """Append a tensor.
 
         Args:
             data: C-contiguous, little-endian; as many bytes as dtype and shape say.

@@ -1,4 +1,4 @@
-"""What the layers of a package must hold, by its manifest and its config."""
+"""Checks of the layers of a package against its manifest and config."""
 
 import math
 import struct
@@ -48,7 +48,7 @@ _PROGRAM_HEADER = struct.Struct("<4x8sIQQQ")
 def check_shapes(
     manifest: Manifest, config: Mapping[str, Any], layers: Mapping[Role, SafetensorsFile]
 ) -> None:
-    """Names and shapes are those that the config asks for, no more and no fewer (FORMAT 4.8).
+    """Check that names and shapes are exactly those that the config requires (FORMAT 4.8).
 
     Raises:
         PackageError: `tensor-names`, `tensor-shape` or `header-dtype`.
@@ -125,8 +125,12 @@ def is_int8(dense: SafetensorsFile, name: str) -> bool:
 def _sparse_shapes(
     manifest: Manifest, sparsity: Sparsity, dense: SafetensorsFile
 ) -> dict[str, tuple[int, ...]]:
-    """Of a bitmap the layer's own numbers of codes and scales count, within what the shape allows: that they
-    are those of the bitmap is seen when it is read (`check_pattern`)."""
+    """Return the shapes of a sparse dense layer.
+
+    A bitmap's numbers of codes and scales are taken from the layer, within the bounds of the shape.
+
+    `check_pattern` compares them with the bitmap when it is read.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in manifest.tensors:
         fewest, most = kept_bounds(sparsity, tensor.shape)
@@ -165,7 +169,7 @@ def _check_dense_dtypes(scheme: Scheme, dense: SafetensorsFile) -> None:
 
 
 def check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:
-    """Indices of a weight with so many elements rise strictly and stay inside (FORMAT 4.4).
+    """Check that the indices of a weight rise strictly and are in range (FORMAT 4.4).
 
     Raises:
         PackageError: `mask-order` or `mask-range`.
@@ -179,7 +183,9 @@ def check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:
 
 
 def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None:
-    """Scales are finite and, except of source, not negative; code books are finite (FORMAT 4.2).
+    """Check that scales are finite, and except for source not negative (FORMAT 4.2).
+
+    Code books must be finite, too.
 
     Raises:
         PackageError: `dense-scales` or `dense-code-book`.
@@ -198,7 +204,7 @@ def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None
 
 
 def check_codes(name: str, tensor: QuantizedTensor) -> None:
-    """Codes are those that the scheme has, and behind an odd number of them stands 0 (FORMAT 4.2).
+    """Check that codes are valid for the scheme, with 0 after an odd number (FORMAT 4.2).
 
     Raises:
         PackageError: `dense-codes` or `dense-padding`.
@@ -211,7 +217,7 @@ def check_codes(name: str, tensor: QuantizedTensor) -> None:
 
 
 def check_program(path: Path) -> None:
-    """A program's header says what the file has: the description, and after it the segments (FORMAT 4.11).
+    """Check that a program's header fits the file: description, then segments (FORMAT 4.11).
 
     Raises:
         PackageError: `program-header`.
@@ -228,7 +234,7 @@ def check_program(path: Path) -> None:
 
 
 def check_code_book(dense: SafetensorsFile, name: str, shape: tuple[int, int], group_size: int) -> None:
-    """The table and the state beside an NF4 weight are the only ones there can be (FORMAT 4.2).
+    """Check that an NF4 weight has the one valid table and quantization state (FORMAT 4.2).
 
     Raises:
         PackageError: `dense-code-book`.

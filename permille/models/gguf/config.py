@@ -60,17 +60,20 @@ class GgufModel:
     names: Mapping[str, str]
 
     def float32(self, name: str) -> NDArray[np.float32]:
-        """A tensor of ours, as transformers has its rows and norms."""
+        """Return a tensor by its canonical name, with rows and norms as in transformers."""
         found = self._restored(name, self.file.float32(self.names[name]))
         with np.errstate(invalid="ignore"):  # of NaN, which is not checked here
             return found - np.float32(1) if adds_one(self.family, name) else found
 
     def type(self, name: str) -> GGMLQuantizationType:
-        """In which type the file has a tensor of ours."""
+        """Return the GGUF type of the tensor with this canonical name."""
         return self.file.tensors[self.names[name]].type
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor of ours, as transformers has its rows: blocks lie along a row."""
+        """Return a tensor's bytes by its canonical name, with rows in the order of transformers.
+
+        Blocks lie along a row.
+        """
         return self._restored(name, self.file.raw(self.names[name]))
 
     def _restored(self, name: str, found: NDArray[Number]) -> NDArray[Number]:
@@ -263,7 +266,7 @@ def _number(file: GgufFile, key: str, default: float | None = None) -> float:
 
 
 def _positive(file: GgufFile, key: str, default: float | None = None) -> float:
-    """A float32 of the file as the decimal that it was: 9.999999747378752e-06 is 1e-05."""
+    """Return the shortest decimal of a float32: 1e-05 for 9.999999747378752e-06."""
     number = _number(file, key, default)
     if number <= 0:
         raise file.refused(f"names {key} as {number!r}, which must be above 0")

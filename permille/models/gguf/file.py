@@ -37,7 +37,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """One tensor of the file.
+    """A tensor of the file.
 
     Attributes:
         shape: as numpy has it: rows first.
@@ -80,7 +80,7 @@ class GgufFile:
         self.tensors: Mapping[str, TensorPlace] = self._places(reader, tensors)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A text of the metadata.
+        """Return a string of the metadata.
 
         Raises:
             InputError: it is missing, where there is no default, or no text.
@@ -91,17 +91,17 @@ class GgufFile:
         return value
 
     def refused(self, why: str) -> InputError:
-        """An error about this file."""
+        """Return an error that names this file."""
         return InputError(f"{self.name} {why}.")
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor in the order of rows that the file has, [rows, bytes of a row]."""
+        """Return a tensor's bytes in the row order of the file, as [rows, bytes of a row]."""
         place = self.tensors[name]
         found: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, place.size, place.begin)
         return found.reshape(-1, place.size // max(1, int(np.prod(place.shape[:-1]))))
 
     def float32(self, name: str) -> NDArray[np.float32]:
-        """A tensor's numbers, exactly; not checked to be finite."""
+        """Return a tensor's exact numbers. They may be NaN or infinite."""
         place = self.tensors[name]
         with np.errstate(all="ignore"):
             found = dequantize(self.raw(name), place.type).astype(np.float32, copy=False)

@@ -36,7 +36,7 @@ SPLITS = {
         True,
     ),
 }
-"""How a text is cut, by llama.cpp's names: patterns that cut, and whether whole words are not merged."""
+"""Pre-tokenizers by llama.cpp's names: split patterns, and whether whole words stay unmerged."""
 
 _NORMALIZED = frozenset({"qwen2"})
 _MOST_MERGES = 1 << 20  # Gemma has some 580,000
@@ -90,7 +90,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
 
 
 def chat_template(file: GgufFile) -> str | None:
-    """The chat template of a file; None: it has none.
+    """Return the chat template of a file, or None.
 
     Raises:
         InputError: it is no text, or not UTF-8.
