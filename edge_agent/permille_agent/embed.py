@@ -90,7 +90,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Personalised:
-    """What `personalise` found.
+    """Result of `personalise`.
 
     Attributes:
         values_K: the sparse values of the selected state, float32 [k].

@@ -169,7 +169,7 @@ def _layers(settings: Settings, shape: ModelShape, positions: int) -> tuple[Laye
 
 
 def _rotated(settings: Settings, shape: ModelShape, windows: tuple[int | None, ...]) -> list[bool]:
-    """Return whether each layer applies a rotation."""
+    """Return for each layer whether it applies a rotation."""
     if shape.about.rotation is Rotation.WINDOWED and any(window is not None for window in windows):
         return [window is not None for window in windows]
     if shape.about.rotation is not Rotation.SOME:

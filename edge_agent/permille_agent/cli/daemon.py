@@ -17,7 +17,7 @@ from permille_agent.training.engines import AUTO
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, message."""
+    """Log format with one JSON object a line: time, level and message."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of one record."""

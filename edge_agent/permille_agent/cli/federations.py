@@ -234,7 +234,7 @@ def what_leaves(definition: Definition, target: int) -> dict[str, object]:
 
 
 def document_of(membership: Membership) -> dict[str, object]:
-    """One federation of this device, as `status` shows it."""
+    """A federation of this device, as `status` shows it."""
     choice, standing = membership.choice(), membership.standing()
     return {
         "name": choice.name,

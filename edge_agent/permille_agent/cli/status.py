@@ -1,4 +1,4 @@
-"""What `permille-agent status` shows: all that the agent knows, read from its home without a network."""
+"""Output of `permille-agent status`, read from the home folder without network access."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -223,7 +223,7 @@ def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """What this command says of sharing; None leaves it to what the user has switched on."""
+    """Sharing options of this command. None means the user's standing choice."""
 
     log: bool | None
     state: bool | None

@@ -60,7 +60,7 @@ def _local_now() -> datetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What the daemon sees of the outside; a test passes its own clock, machine and training."""
+    """The daemon's outside world. Tests pass their own clock, machine and training."""
 
     connection: Connect = connect
     train: Train = train_in_child
@@ -72,7 +72,7 @@ class World:
 
 
 class Daemon:
-    """One daemon of one home folder; its caller holds the daemon's lock.
+    """The daemon of a home folder. Its caller holds the daemon's lock.
 
     Args:
         stop: set from outside (a signal) to end soon and cleanly.
@@ -109,7 +109,7 @@ class Daemon:
         log.info("stopped")
 
     def run_once(self) -> None:
-        """One pass: poll, train where wanted and allowed, report.
+        """Run one pass: poll, train if there is data and the policy allows it, and report.
 
         Raises:
             PermilleError: of the poll; what was installed before is trained nevertheless.
@@ -236,7 +236,10 @@ class Daemon:
         self._note(verified=today)
 
     def _wanted(self) -> str | None:
-        """What there is to train: a text that changes when package or data do; None if nothing or done."""
+        """Return a key of the training to do, or None if there is nothing to do.
+
+        The key changes when the package or the data change.
+        """
         release, paths = installed_release(self._home), read_references(self._home)
         if release is None or not paths:
             return None
@@ -337,7 +340,7 @@ class Daemon:
         return state.seconds_used
 
     def may_go_on(self, policy: Policy) -> bool:
-        """Whether a training that runs may run on, load aside."""
+        """Return whether a running training may continue. Load is ignored."""
         decision = may_continue(policy, self._world.machine(), now=self._world.now())
         if not decision.allowed:
             log.info("training stops: %s", "; ".join(decision.reasons))

@@ -1,4 +1,4 @@
-"""When the daemon may train: hours, power, load and minutes a day, as the user wrote them in `policy.toml`.
+"""Training policy of the daemon: hours, power, load and minutes a day, from `policy.toml`.
 
     hours = ["22:00-07:00"]     # local time; a range may pass midnight; [] never
     require_ac = true           # only while plugged in (machines without a battery always are)
@@ -35,17 +35,20 @@ LAST_START = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hours:
-    """From `start` up to, not including, `end`; over midnight where `end` is not later."""
+    """Hours from `start` up to, but not including, `end`.
+
+    They span midnight if `end` is not later than `start`.
+    """
 
     start: time
     end: time
 
     def __str__(self) -> str:
-        """As it is written in the file."""
+        """Return the hours as the file writes them."""
         return "00:00-24:00" if self == ALWAYS else f"{self.start:%H:%M}-{self.end:%H:%M}"
 
     def contain(self, moment: time) -> bool:
-        """Whether local time `moment` lies within."""
+        """Return whether local time `moment` is within these hours."""
         if self.start < self.end:
             return self.start <= moment < self.end
         return moment >= self.start or moment < self.end
@@ -71,7 +74,7 @@ _WrittenHours = Annotated[Hours, BeforeValidator(_read_hours)]
 
 
 class Policy(BaseModel, frozen=True, extra="forbid", strict=True):
-    """When the daemon may train. The defaults suit a laptop that is also used."""
+    """Conditions under which the daemon may train. The defaults suit a laptop in daily use."""
 
     hours: Annotated[tuple[_WrittenHours, ...], Field(strict=False)] = (ALWAYS,)
     require_ac: bool = True
@@ -85,7 +88,7 @@ class Policy(BaseModel, frozen=True, extra="forbid", strict=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerAndLoad:
-    """What the policy looks at.
+    """Measurements that the policy checks.
 
     Attributes:
         on_ac: plugged in, or without a battery.
@@ -100,18 +103,18 @@ class PowerAndLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Whether training may start or go on, and everything that speaks against it."""
+    """Decision whether training may start or continue, with all reasons against it."""
 
     reasons: tuple[str, ...]
 
     @property
     def allowed(self) -> bool:
-        """Nothing speaks against it."""
+        """Return whether there is no reason against it."""
         return not self.reasons
 
 
 def decide(policy: Policy, machine: PowerAndLoad, *, now: datetime, minutes_used: float) -> Decision:
-    """Whether training may start at local time `now`, after `minutes_used` today."""
+    """Decide whether training may start at local time `now`, after `minutes_used` today."""
     reasons = [*_may_go_on(policy, machine, now), *_load_reasons(policy, machine)]
     if minutes_used >= LAST_START * policy.minutes_per_day:
         reasons.append(f"{minutes_used:.0f} of {policy.minutes_per_day:g} minutes of today are used")
@@ -119,7 +122,10 @@ def decide(policy: Policy, machine: PowerAndLoad, *, now: datetime, minutes_used
 
 
 def may_continue(policy: Policy, machine: PowerAndLoad, *, now: datetime) -> Decision:
-    """Whether a training that runs may go on. Load does not count here: the training itself is load."""
+    """Decide whether a running training may continue.
+
+    Load is ignored, since the training itself causes load.
+    """
     return Decision(reasons=tuple(_may_go_on(policy, machine, now)))
 
 

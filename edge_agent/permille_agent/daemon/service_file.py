@@ -52,7 +52,7 @@ WantedBy=default.target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceFile:
-    """Where the file goes, what is in it, and the commands that switch it on and off."""
+    """A service file: its path, its text, and the commands that enable and disable it."""
 
     path: Path
     text: str

@@ -1,4 +1,4 @@
-"""What the daemon remembers between passes and restarts, in `daemon.json`. It never leaves the device."""
+"""State of the daemon between passes and restarts, in `daemon.json`. It never leaves the device."""
 
 import hashlib
 import os

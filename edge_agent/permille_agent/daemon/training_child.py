@@ -38,7 +38,9 @@ class ChildDiedError(RetryableError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest:
-    """What the daemon asks for. It is the same on every try, so that a run is resumed; `engine` is a name.
+    """Request of the daemon for a training. `engine` is a name.
+
+    It is the same on every attempt, so that the run is resumed.
 
     Without minutes a run has the steps of the release, else the default minutes.
     """
@@ -54,7 +56,7 @@ class TrainingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRequest:
-    """What the daemon asks for in a round; `federation` is its folder's name."""
+    """Request of the daemon for its part in a round. `federation` is the name of its folder."""
 
     federation: str
     number: int

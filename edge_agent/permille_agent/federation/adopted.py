@@ -20,12 +20,12 @@ from permille_agent.state.home import Home, read_record, write_record
 _STATE = "adopted.state"
 _RECORD = "adopted.json"
 START = "round-"
-"""How the name of such a start begins; no run's does."""
+"""Prefix of the name of such a start. No run's name has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptedRound:
-    """What `adopted.json` holds: the state after so many rounds, and its package."""
+    """Contents of `adopted.json`: the number of rounds of the adopted state, and its package."""
 
     round: int
     package: str
@@ -69,7 +69,7 @@ def keep_adopted(folder: Path, adopted: AdoptedRound, state: bytes) -> None:
 
 
 def kept_round(folder: Path) -> int | None:
-    """Which round a federation's folder holds as adopted."""
+    """Return the adopted round of a federation's folder."""
     known = read_record(folder / _RECORD, AdoptedRound)
     return None if known is None else known.round
 

@@ -1,4 +1,4 @@
-"""One pass over the rounds of this device, by hand: for scripts, and for programs that embed the agent.
+"""A single pass over the rounds of this device, for scripts and programs that embed the agent.
 
     took = take_part(home, [Path("notes")])
 
@@ -22,7 +22,7 @@ from permille_agent.training.options import RunContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TookPart:
-    """What one pass did: invitations accepted, parts trained, contributions that the service took."""
+    """Result of a pass: invitations accepted, parts trained, contributions that the service took."""
 
     invited: int
     trained: int

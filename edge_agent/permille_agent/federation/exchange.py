@@ -1,4 +1,6 @@
-"""What this device and its service tell each other about rounds: one pass, for the daemon and for scripts.
+"""Exchange of rounds between this device and its service, one pass at a time.
+
+The daemon and scripts call it.
 
     leave where the user left -> follow the history -> send what is ready -> accept an invitation
 
@@ -44,7 +46,7 @@ log = logging.getLogger("permille.agent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """What one pass did: contributions that the service took, and invitations accepted."""
+    """Result of a pass: contributions that the service took, and invitations accepted."""
 
     sent: int = 0
     invited: int = 0
@@ -116,7 +118,7 @@ def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Ex
 
 
 class _Exchange:
-    """One pass over one federation."""
+    """A single pass over one federation."""
 
     def __init__(
         self, home: Home, api: DeviceApi, membership: Membership, *, now: datetime, has_text: bool

@@ -16,7 +16,7 @@ from permille_agent.state.home import Home, read_record, write_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What one federation has cost, with all that its epsilon is a function of.
+    """Privacy cost of a federation, with all inputs of its epsilon.
 
     Attributes:
         rounds: digests of what was sent, by number of the round.
@@ -29,7 +29,7 @@ class Account:
     rounds: dict[str, str]
 
     def dp_epsilon(self, rounds: int) -> float:
-        """What so many rounds cost."""
+        """Return the cost of this many rounds."""
         if not rounds:
             return 0.0
         return dp_epsilon_of(rho_of(self.noise_hundredths / 100, rounds), 10.0**-self.delta_exponent)
@@ -37,7 +37,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """What `ledger.json` holds: accounts by the digest of the federation's definition."""
+    """Contents of `ledger.json`: accounts by the digest of the federation's definition."""
 
     accounts: dict[str, Account] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ def read_ledger(home: Home) -> Ledger:
 
 
 def is_used_up(home: Home, definition: Definition) -> bool:
-    """Whether the device has taken part as often as it was promised to at most. Raises InputError."""
+    """Return whether the device has taken part as often as allowed. Raises InputError."""
     if definition.privacy is None:
         return False
     account = read_ledger(home).accounts.get(definition.digest)

@@ -1,4 +1,4 @@
-"""Which federations the user joined on this device, and what the device keeps of each.
+"""Memberships of this device in federations, and the files of each.
 
 Below `federations/<digits of the definition's digest>/`:
 
@@ -30,7 +30,7 @@ from permille_agent.state.home import Home, overwrite_record, read_record, write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What `joined.json` holds.
+    """Contents of `joined.json`.
 
     Attributes:
         federation_id: by which the service knows it.
@@ -48,7 +48,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What `standing.json` holds: what the exchange with the service has led to.
+    """Contents of `standing.json`: the results of the exchange with the service.
 
     Attributes:
         number: rounds done, as far as this device has followed.
@@ -68,7 +68,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One federation's folder. Make it with `memberships`, `named` or `join`."""
+    """The folder of a federation. Make it with `memberships`, `named` or `join`."""
 
     path: Path
 
@@ -79,7 +79,7 @@ class Membership:
 
     @property
     def history(self) -> Path:
-        """Where the pooled state is kept, with the head that names it."""
+        """Return the folder of the pooled state and its head."""
         return self.path / "history.bin"
 
     def choice(self) -> Joined:
@@ -122,12 +122,12 @@ class Membership:
         self.note(replace(standing, last_round=number, last=outcome[:500], sent=sent))
 
     def has_ended(self, number: int) -> bool:
-        """Whether the device's part of a round is over."""
+        """Return whether the device's part of a round is over."""
         standing = self.standing()
         return standing.last_round is not None and standing.last_round >= number
 
     def agrees(self, withdrawals: int) -> bool:
-        """Whether the user is a member under this number of withdrawals, now."""
+        """Return whether the user is still a member and has not withdrawn since this count."""
         choice = self.choice()
         return choice.joined and choice.withdrawals == withdrawals
 

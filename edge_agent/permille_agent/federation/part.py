@@ -42,12 +42,12 @@ from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.options import RunContext
 
 WEIGHT_TOKENS = 2_000
-"""Where a federation weighs its devices, one more for so many tokens that train."""
+"""Training tokens per unit of a device's weight, in federations that weigh devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invited:
-    """What `round.json` holds.
+    """Contents of `round.json`.
 
     Attributes:
         deadline: when the round closes in any case, by this device's clock.
@@ -63,7 +63,7 @@ class Invited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """What `text.json` holds: what the steps are a function of, beside the round."""
+    """Contents of `text.json`: the inputs of the steps besides the round."""
 
     rows: str
     engine: str
@@ -71,21 +71,21 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """What `gain.json` holds, in the units of a contribution."""
+    """Contents of `gain.json`, in the units of a contribution."""
 
     gain: int
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """One round's folder of one federation."""
+    """The folder of a round in a federation."""
 
     membership: Membership
     path: Path
 
     @property
     def contribution(self) -> Path:
-        """What is sent."""
+        """Return the file of the contribution to send."""
         return self.path / "contribution.bin"
 
     def invited(self) -> Invited | None:

@@ -130,7 +130,7 @@ def encode_bytes(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Who signs: the enrolled device and its key."""
+    """Identity that signs requests: the enrolled device and its key."""
 
     device_id: str
     identity: Identity
@@ -235,7 +235,10 @@ class DeviceApi:
         self._call("DELETE", f"/v1/runs/{run_id}/log")
 
     def federations(self) -> list[FederationOffer]:
-        """What this device may join or is a member of. Nobody signed this."""
+        """List the federations that this device may join or is a member of.
+
+        The answer is not signed.
+        """
         return _parse(_Offers, self._call("GET", "/v1/device/federations")).root
 
     def federation_definition(self, federation_id: str) -> bytes:
@@ -254,7 +257,10 @@ class DeviceApi:
     def federation_history(
         self, federation_id: str, *, after: int, until: int | None, limit_bytes: int
     ) -> bytes:
-        """What follows a round, to the newest or to another one; the caller verifies it."""
+        """Fetch the history after a round, up to the newest or another one.
+
+        The caller verifies it.
+        """
         query = f"?after={after}" + ("" if until is None else f"&until={until}")
         path = f"/v1/federations/{federation_id}/history{query}"
         return self._call("GET", path, limit_bytes=limit_bytes)

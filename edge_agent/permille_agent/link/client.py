@@ -1,4 +1,4 @@
-"""One HTTP connection to the service: what is sent, what is retried, and which error a refusal becomes.
+"""HTTP client of the service: requests, retries, and the errors for refusals.
 
 Rules:
 - https only, except to this machine itself. The only headers that identify anything are the bearer token and
@@ -191,7 +191,7 @@ class Connection:
 
     @contextmanager
     def stream(self, path: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
-        """One GET of bytes that the caller hashes, piece by piece, from where the service sends us to.
+        """Fetch bytes in pieces, following the service's redirect. The caller checks their hash.
 
         Not retried here. The ETag is always the service's.
 
@@ -224,7 +224,7 @@ class Connection:
         return self.retry(once)
 
     def _elsewhere(self, response: httpx.Response) -> httpx.URL:
-        """Where a redirect sends us.
+        """Return the target of a redirect.
 
         Raises:
             OperatorError: not to https, which alone is safe from others than this machine; and only a service

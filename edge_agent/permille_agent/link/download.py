@@ -25,7 +25,7 @@ Progress = Callable[[int], None]
 
 
 class Download:
-    """One blob on its way into the blob folder.
+    """A blob that is being downloaded to the blob folder.
 
     Args:
         partial: folder of unfinished downloads, on the same file system as `blobs`.

@@ -31,7 +31,7 @@ CA_LIMIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enrolment:
-    """What the device keeps of its enrolment.
+    """Record of the device's enrolment.
 
     Attributes:
         server: base URL.
@@ -50,7 +50,7 @@ class Enrolment:
     private_ca: bool
 
     def document(self) -> dict[str, str]:
-        """What commands show of it: the root by the digits that an invitation carries."""
+        """Return what commands show: the root is named by the digits that an invitation has."""
         return {
             "server": self.server,
             "device_id": self.device_id,

@@ -45,7 +45,7 @@ PROMISE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Erased:
-    """What `forget` removed, and what is left to be told to the service when it can be reached."""
+    """Result of `forget`: what it removed, and what it still has to tell the service."""
 
     files: int
     size_bytes: int
@@ -241,5 +241,5 @@ def _remove_folders(home: Home) -> None:
 
 
 def _leaves(home: Home, path: Path) -> bool:
-    """Whether a folder holds that a federation was left, which the service does not know yet."""
+    """Return whether a folder records a departure that the service does not know yet."""
     return home.federations in (path, *path.parents) and any(path.rglob("joined.json"))

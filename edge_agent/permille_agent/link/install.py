@@ -1,4 +1,4 @@
-"""From downloaded blobs to the installed package: tried first, in a child process with limits.
+"""Installation of a downloaded package, after a trial in a confined child process.
 
 The child reads the package as a stranger would, every number of it, computes one forward pass with it, and
 one by its program where that is here, and takes a sentence through its tokenizer and back. Whatever goes

@@ -1,4 +1,4 @@
-"""From an alias to an installed package: ask, believe nothing, download what is missing, switch.
+"""Pull of an alias: fetch and verify metadata, download missing blobs, install the package.
 
 Order: signed metadata -> the version of a rollout whose wave is open for this device, else the version that
 the alias means, which must be listed for this alias ->
@@ -49,7 +49,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
-    """What a `pull` did.
+    """Result of a `pull`.
 
     Attributes:
         changed: whether another package is installed than before.

@@ -35,8 +35,11 @@ class _WithdrawnError(Exception):
 
 
 class Delivery(StrEnum):
-    """How far one part of a report has come. Full: the service keeps as much of this device as it may; it
-    stays here, and goes again when the user asks."""
+    """Progress of one part of a report.
+
+    `FULL`: the device's quota at the service is used up. The part stays here and is sent again when
+    the user asks.
+    """
 
     NONE = "none"
     QUEUED = "queued"
@@ -53,7 +56,7 @@ WAITING = frozenset({Delivery.QUEUED, Delivery.DELETION_WANTED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """One run's report.
+    """The report of a run.
 
     Attributes:
         withdrawals: how often consent had been withdrawn when its log was agreed to.
@@ -69,13 +72,13 @@ class RunReport:
 
     @property
     def waits(self) -> bool:
-        """Whether something is to be told to the service."""
+        """Return whether the service still has to be told something."""
         return self.metrics_delivery in WAITING or self.log_delivery in WAITING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """What one `deliver` did: reports that are through, and those that the service refused."""
+    """Result of `deliver`: the reports that were delivered and those that the service refused."""
 
     sent: int
     refused: int
@@ -165,7 +168,7 @@ def share_run(home: Home, name: str, form: LogForm, *, withdrawals: int) -> Deli
 
 
 def log_delivery(home: Home, run_id: str) -> Delivery:
-    """How far the log of a run has come on its way to the service."""
+    """Return the progress of the upload of a run's log."""
     report = read_report(home, run_id)
     return Delivery.NONE if report is None else report.log_delivery
 
@@ -191,7 +194,7 @@ def _collect(home: Home, run: RunFolder) -> int:
 
 
 def _is_withdrawn(home: Home, withdrawals: int) -> bool:
-    """Whether the user switched sharing off since they had done so `withdrawals` times."""
+    """Return whether the user switched sharing off again after `withdrawals` times."""
     return read_consent(home).withdrawals != withdrawals
 
 
@@ -267,7 +270,10 @@ def want_deletion(home: Home, run_id: str | None) -> int:
 
 
 def _ended_at(report: RunReport) -> datetime:
-    """When the run ended; `forget` leaves no metrics of those whose logs are to be deleted."""
+    """Return the end of the run.
+
+    `forget` keeps no metrics of runs whose logs are to be deleted.
+    """
     return datetime.min.replace(tzinfo=UTC) if report.metrics is None else report.metrics.ended_at
 
 

@@ -43,7 +43,7 @@ _GIB: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """What a device's model lost on the test text after a run: nats a token and bits a byte."""
+    """Loss of a device's model on the test text after a run, in nats a token and bits a byte."""
 
     data: str
     per_token: float
@@ -77,13 +77,13 @@ class Part:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly: then the device follows its alias."""
+        """Return whether it failed. The device then follows its alias."""
         return self.code not in (None, ReportCode.OK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What `rollout.json` holds: the facts that the service was told, and the part, if there is one."""
+    """Contents of `rollout.json`: the facts sent to the service, and the part in a rollout, if any."""
 
     facts: Facts | None = None
     part: Part | None = None
@@ -178,7 +178,7 @@ def finish(home: Home, code: ReportCode, difference: float | None = None) -> Non
 
 
 def own_facts(home: Home) -> Facts:
-    """What this device knows of itself: memory in whole GiB, the engine of the newest run."""
+    """Return the facts about this device: memory in whole GiB, engine of the newest run."""
     runs = list_runs(home)
     used = runs[-1].load("engine", EngineUsed) if runs else None
     memory = psutil.virtual_memory().total // _GIB * _GIB
@@ -201,7 +201,9 @@ def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
 
 
 def difference_of(run: RunFolder, part: Part) -> float | None:
-    """By how many nats a token the model of a run is worse than the one before; None: it cannot be told.
+    """Return how much worse a run's model is than the previous one, in nats a token.
+
+    Return None if the two cannot be compared.
 
     Both were judged on the same test text: side by side where the earlier personal model was still in use,
     else each after its own run, where the text has not changed since.
@@ -254,7 +256,7 @@ def _newest_run(home: Home, package: str) -> RunFolder | None:
 
 
 def _losses_of(run: RunFolder | None) -> Losses | None:
-    """What the model that a run made loses, or its base where that is better."""
+    """Return the loss of a run's model, or of its base if that is lower."""
     decision = None if run is None else run.load("decision", Decision)
     if run is None or decision is None:
         return None

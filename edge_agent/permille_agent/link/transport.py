@@ -26,7 +26,7 @@ Clock = Callable[[], float]
 
 
 class _Allowance:
-    """What is left of one request's time."""
+    """The remaining time of a request."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -124,7 +124,10 @@ class _Body(httpx.SyncByteStream):
 
 
 class LimitedTransport(httpx.BaseTransport):
-    """One request at a time, each within its time; its errors are httpcore's."""
+    """A transport that sends one request at a time, each with a time limit.
+
+    Its errors are httpcore's.
+    """
 
     def __init__(self, context: ssl.SSLContext, *, clock: Clock = time.monotonic) -> None:
         self._allowance = _Allowance(clock)

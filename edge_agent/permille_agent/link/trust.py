@@ -1,4 +1,4 @@
-"""What this device believes of its service: signed metadata of The Update Framework (TUF).
+"""Signed metadata of the service, as of The Update Framework (TUF).
 
 The chain begins at one root, whose digest came with the invitation: nothing is trusted on first use. From it
 python-tuf's client follows newer roots, then timestamp, snapshot and the roles that sign releases. It refuses
@@ -39,7 +39,7 @@ Read = Callable[[str, int], bytes]
 
 
 class TrustedReleases:
-    """What the signed metadata says about files of the service; one refresh each.
+    """The signed metadata about the service's files, after one refresh.
 
     Args:
         folder: where accepted metadata is kept; made where missing.
@@ -83,7 +83,7 @@ class TrustedReleases:
             self._updater.refresh()
 
     def find(self, path: str) -> TargetFile | None:
-        """What is signed about a path: length, digest, aliases; None where nothing is.
+        """Return the signed length, digest and aliases of a path, or None if it is not listed.
 
         Raises:
             As `refresh`.

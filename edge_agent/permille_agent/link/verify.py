@@ -26,7 +26,7 @@ from permille_agent.state.models import read_releases, referenced_models
 
 @dataclass(slots=True)
 class Verified:
-    """What was found, in words, and what was done about it.
+    """Result of a verification: the damage in words, and what was done about it.
 
     Attributes:
         packages: how many were looked at.
@@ -91,7 +91,7 @@ def _mend(damage: _Damage, api: DeviceApi | None, result: Verified) -> None:
 
 
 class _Package:
-    """One package on the disk."""
+    """A package on the disk."""
 
     def __init__(self, blobs: BlobFolder, partial: Path, digest: str) -> None:
         self._blobs = blobs
@@ -99,7 +99,7 @@ class _Package:
         self._digest = digest
 
     def damages(self) -> Iterator[_Damage]:
-        """What is damaged, in the order in which it must be mended: each tells what the next must be."""
+        """Yield the damage in the order of repair. Each repaired item is needed to check the next."""
         if not self._is_whole(self._digest):
             yield _Damage(what=f"manifest {self._digest}", mend=self._fetch_manifest)
         if not self._is_whole(self._digest):

@@ -47,7 +47,7 @@ class ComparedLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What each model writes after a prompt; None where the package carries no pooled state."""
+    """Text of each model after a prompt. `pooled` is None if the package has no pooled state."""
 
     prompt: str
     base: str

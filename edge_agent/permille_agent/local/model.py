@@ -33,7 +33,7 @@ _SAMPLED: Final = (1.0, 1.0, 50)
 
 
 class Variant(StrEnum):
-    """Which sparse values are used."""
+    """Choice of the trained values: those of the personal model, the pooled state or the base."""
 
     BASE = "base"
     POOLED = "pooled"
@@ -42,7 +42,9 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How text is generated; see `permille.engines.sampling.TokenSampling`. `stop`: texts that end it.
+    """Settings of text generation, as in `permille.engines.sampling.TokenSampling`.
+
+    `stop` lists texts that end the generation.
 
     The defaults are for models that name no settings of their own. A small model at a temperature of 1 writes
     nonsense, and without a penalty it repeats itself for ever at a low one.
@@ -113,7 +115,7 @@ class LocalModel:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """What can be asked for, the one that is used unless told first."""
+        """Return the available variants, the default first."""
         return tuple(reversed(self._values))
 
     @property

@@ -22,13 +22,13 @@ from permille_agent.local.replies import Choices, Message, NoEmbeddingsError, Re
 
 
 class Options(Choices):
-    """How text is chosen; `num_predict` of -1 leaves the length open."""
+    """Sampling options. `num_predict` of -1 means no limit of the length."""
 
     num_predict: int | None = None
 
 
 class Request(BaseModel):
-    """What both ways to write share. `format` must be empty: nothing here enforces one."""
+    """Fields of both generating requests. `format` must be empty, since it is not supported."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 

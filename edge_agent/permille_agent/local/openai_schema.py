@@ -14,7 +14,7 @@ from permille_agent.local.replies import Choices, Message, NoEmbeddingsError, Re
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside the text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -28,7 +28,7 @@ class TextFormat(BaseModel):
 
 
 class Request(Choices):
-    """What both kinds of completion share."""
+    """Fields of both kinds of completion requests."""
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)

@@ -1,4 +1,4 @@
-"""What the REST interfaces of the local server share: a program's choices, messages and replies."""
+"""Types that both REST APIs of the local server share: settings, messages and replies."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ Request = TypeVar("Request", bound=BaseModel)
 
 
 class Choices(BaseModel):
-    """How a program wants text to be chosen. What it leaves out is as the model's makers advise.
+    """Sampling settings of a request. Absent ones have the defaults of the model's makers.
 
     Fields that we do not know are ignored: programs send many.
     """
@@ -61,7 +61,7 @@ class Part(BaseModel):
 
 
 class Message(BaseModel):
-    """One chat message: a text, or a list of parts of a text. `images` is Ollama's, and must be empty."""
+    """A chat message: a text or a list of text parts. Ollama's `images` must be empty."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -77,7 +77,7 @@ class Message(BaseModel):
 
 
 class Form(Protocol):
-    """One kind of answer: how it looks as a whole and as a stream."""
+    """A form of answer, as a whole and as a stream."""
 
     media_type: str
 

@@ -1,4 +1,4 @@
-"""One page about a run, for the user: what changed, how it was learned, and what became of it.
+"""HTML page about a run: what changed, the course of training, and the decision.
 
 The page is one file without a script and without an address of anything; it is personal data, like the run's
 folder in which it lies. Samples are written by both models once, and kept there too.
@@ -144,7 +144,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
 
 
 def _of_what(home: Home, folder: RunFolder) -> str:
-    """What the steps have trained; nothing where the package is gone."""
+    """Return what the steps have trained, or nothing if the package is gone."""
     try:
         return f" of {read_manifest(home, folder.require('run', BegunRun).definition.package).trains}"
     except PermilleError:

@@ -1,1 +1,1 @@
-"""What the device keeps: the home folder, its lock, what is installed and active, what the user chose."""
+"""State of the device: home folder, lock, installed and active models, the user's choices."""

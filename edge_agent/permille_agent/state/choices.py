@@ -1,4 +1,4 @@
-"""What the user chose on this device: which files it learns from, and whether logs or states may be shared.
+"""Choices of the user: the files to learn from, and consent to share logs or states.
 
 Files are remembered by reference and never copied. Nothing is shared until the user says so, and nothing that
 a server sends is ever written here: a log or a state together with its package is the personalised model, so
@@ -20,14 +20,14 @@ from permille_agent.state.home import Home, overwrite_record, read_record, write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReferences:
-    """What `data.json` holds."""
+    """Contents of `data.json`."""
 
     paths: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consent:
-    """What `consent.json` holds; `withdrawals` counts every time that sharing was switched off."""
+    """Contents of `consent.json`. `withdrawals` counts how often sharing was switched off."""
 
     share_log: bool = False
     share_state: bool = False

@@ -199,7 +199,7 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 
 
 def _remedy(path: Path) -> str:
-    """What a user does about a damaged file."""
+    """Return the advice for a damaged file."""
     if path.parent.parent.name == "runs":
         return f"`permille-agent forget --run {path.parent.name}` erases this run"
     return _REMEDIES.get(path.name, "move it away")

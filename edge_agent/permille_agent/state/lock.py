@@ -20,7 +20,7 @@ from permille_agent.state.home import Home, read_record, write_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who holds a lock, as the note beside it says."""
+    """Holder of a lock, from the note beside it."""
 
     pid: int
     purpose: str

@@ -1,4 +1,4 @@
-"""Which package this device has installed, and which model is in use.
+"""Installed package and active model of this device.
 
 `releases.json` holds the package that is installed. `current.json` holds the active model and the
 history that `rollback` goes back through, in one file, so that they change together.
@@ -52,7 +52,7 @@ class RefusedPackage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Releases:
-    """What `releases.json` holds.
+    """Contents of `releases.json`.
 
     Attributes:
         installed: the release in use.
@@ -79,13 +79,13 @@ class Active:
     run: str | None = None
 
     def __str__(self) -> str:
-        """As messages name it."""
+        """Return the name for messages."""
         return f"the base of {self.package}" if self.run is None else f"run {self.run} on {self.package}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Current:
-    """What `current.json` holds: the active model, and what was active before, the latest last."""
+    """Contents of `current.json`: the active model and the previous ones, the latest last."""
 
     active: Active | None = None
     history: tuple[Active, ...] = ()

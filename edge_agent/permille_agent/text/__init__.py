@@ -1,1 +1,1 @@
-"""From the user's files to rows of tokens."""
+"""Conversion of the user's files to rows of tokens."""

@@ -110,7 +110,7 @@ class ChatTemplate:
 
 
 def answered(ask: Callable[[], Mapping[str, Any]], code: str) -> Mapping[str, Any]:
-    """What a package's child answers.
+    """Answer of a package's child process.
 
     Raises:
         PackageError: `code` where the child refuses, `sandbox-limit` where it broke a limit.

@@ -1,4 +1,4 @@
-"""What a document of the user can be, and what a row of a `.jsonl` file must look like to be one."""
+"""Kinds of documents, and the rows of a `.jsonl` file that are documents."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -53,7 +53,7 @@ Content = PlainText | Completion | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document.
+    """A document.
 
     Attributes:
         group: sha256 of what decides its split.

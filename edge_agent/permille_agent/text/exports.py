@@ -90,7 +90,7 @@ def _turns(mapping: dict[str, Any], newest: object) -> Iterator[tuple[str, str]]
 
 
 def _text(message: dict[str, Any]) -> str:
-    """What the user or the model said to the other; empty for all that is not shown as such."""
+    """Return the visible text of a message of user or model, or an empty string."""
     author, content, metadata = (message.get(name) for name in ("author", "content", "metadata"))
     if not isinstance(author, dict) or author.get("role") not in ("user", "assistant"):
         return ""

@@ -1,4 +1,4 @@
-"""From documents to the three sets of rows of a run: to train, to select the state, to judge the result.
+"""Splitting of documents into the rows of a run: to train, to select the state, and to judge.
 
 The rows are a pure function of (documents, tokenizer, row length); their digest names what a run reads.
 
@@ -44,7 +44,7 @@ GUARD_TOKENS = 24
 
 
 class Split(StrEnum):
-    """What a document is for."""
+    """Use of a document."""
 
     TRAIN = "train"
     SELECT = "select"
@@ -61,7 +61,7 @@ class SplitCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One training that judges a part of little text.
+    """A training that judges one part of a short text.
 
     Attributes:
         train: packed rows of the parts before it.

@@ -52,7 +52,7 @@ Row = tuple[str | None, Content]
 
 @dataclass(slots=True)
 class DataReport:
-    """What was read and what was left out, with the first reasons by file and line.
+    """Counts of what was read and skipped, with the first reasons by file and line.
 
     A text is one row, and so are a line of `.jsonl` and a conversation of an export.
     """

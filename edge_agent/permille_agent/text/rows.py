@@ -130,7 +130,10 @@ class TrainingBatches:
 
 
 def evaluation_batches(rows: Sequence[Row], *, tokens: int) -> Iterator[EvaluationBatch]:
-    """All rows once, those of about the same length together, each batch of at most `tokens` positions."""
+    """Yield batches of at most `tokens` positions, with rows of similar length together.
+
+    Each row occurs once.
+    """
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].ids_T), i))
     start = 0
     while start < len(order):

@@ -27,7 +27,7 @@ MAX_DECODED_CHARACTERS = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class TokenizedDocument:
-    """One document in tokens.
+    """The tokens of a document.
 
     Attributes:
         ids_T: int64, the token ids.

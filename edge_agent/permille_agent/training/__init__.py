@@ -1,1 +1,1 @@
-"""One personalisation: its options, plan, steps, decision and durable run."""
+"""Training of a personal model: options, plan, steps, decision and durable run."""

@@ -1,4 +1,4 @@
-"""Whether the selected state is adopted: judged once, on text that nothing has looked at.
+"""Decision to adopt the selected state, judged once on text that nothing else has used.
 
 Adopted means surely better than the base and, where another personalised model is active, than that one
 (`evidence.py`). All decisions of a device together spend one probability of error, so they are counted. An
@@ -61,7 +61,7 @@ class OpenModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a run ended with, and whether it is adopted. Numbers that were not finite are None.
+    """Decision on the result of a run, with its numbers. Numbers that were not finite are None.
 
     Attributes:
         descent: which descent the state is from.
@@ -114,7 +114,10 @@ class StoredLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionCount:
-    """How many decisions this device has begun; in a run's folder, the number of its own."""
+    """Number of decisions that this device has begun.
+
+    A run's folder holds the number of its own decision.
+    """
 
     decisions: int
 
@@ -158,7 +161,7 @@ def decide_adoption(
 
 @dataclass(frozen=True, slots=True)
 class _Incumbent:
-    """What is active, how it is opened, and the groups of the text that all of it has learned from."""
+    """The active model, how to open it, and the groups of text that it has learned from."""
 
     model: Active
     open: Callable[[], OpenModel]
@@ -265,18 +268,18 @@ def _losses_beside_active(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one state judges: rows, and the same rows whose documents are the groups that are compared."""
+    """Rows for judging a state, and the same rows with the groups to compare as documents."""
 
     rows: list[Row]
     grouped: list[Row]
 
     @property
     def groups(self) -> int:
-        """How many are compared."""
+        """Return the number of groups that are compared."""
         return max(int(row.document_T[row.target_T].max()) for row in self.grouped) + 1
 
     def unlearned(self, documents: Sequence[Document], learned: frozenset[str]) -> NDArray[np.bool_]:
-        """Whether each group is of documents that are not in `learned`."""
+        """Return for each group whether its documents are not in `learned`."""
         new_D = np.ones(self.groups, dtype=np.bool_)
         for row, grouped in zip(self.rows, self.grouped, strict=True):
             if documents[int(row.document_T[0])].group in learned:
@@ -285,7 +288,7 @@ class _Part:
 
 
 def _parts(run: Run) -> list[_Part]:
-    """What is judged: the test split, or each part of little text."""
+    """Return the text to judge on: the test split, or each part of a short text."""
     test, stages = run.prepared.test, run.prepared.stages
     if not stages:
         return [_Part(test, rows_in_pieces(test, PIECE_TOKENS))]

@@ -1,4 +1,4 @@
-"""How the steps of a descent are made durable: of zeroth order in a journal, of a gradient as a state.
+"""Durable steps of a descent: in a journal for zeroth order, as a state for the gradient.
 
 A step is durable before it counts, so a descent that is killed anywhere goes on with the same bits.
 """
@@ -24,7 +24,7 @@ from permille_agent.training.run import Run
 
 
 class Steps(Protocol):
-    """Where a descent stands; every step is durable when `take` returns.
+    """Progress of a descent. A step is durable when `take` returns.
 
     Attributes:
         s_K: the state before the next step.
@@ -39,7 +39,7 @@ class Steps(Protocol):
 
     @property
     def rejected(self) -> int:
-        """How many steps were rejected."""
+        """Return the number of rejected steps."""
         ...
 
     def take(self) -> float:

@@ -28,7 +28,7 @@ EVALUATION_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class DocumentLosses:
-    """Of each document: the sum of its targets' losses in nats, its targets, and the bytes they stand for."""
+    """Sums for each document: its loss in nats, its targets, and the bytes that they stand for."""
 
     nats_D: NDArray[np.float64]
     tokens_D: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""How sure it is that one model is better than another on a person's text.
+"""Statistical test whether one model is better than another on a person's text.
 
 The decision rests on an e-value, a bet against "the mean gain is at most the margin" whose wealth nobody can
 expect to grow where that is true (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables
@@ -39,7 +39,9 @@ _BETS_B1 = np.array([0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5])[:, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How much lower the second model's loss is, nats a token, and how sure that is.
+    """The measured reduction of the loss, in nats a token, and its certainty.
+
+    The loss of the second model is subtracted from that of the first.
 
     Attributes:
         improvement: loss of the first minus loss of the second over all groups.

@@ -1,4 +1,7 @@
-"""What a training run is told: options, whose defaults need no tuning (docs/adr/0009, 0030), and context."""
+"""Options and context of a training run.
+
+The defaults of the options need no tuning (docs/adr/0009, 0030).
+"""
 
 import threading
 from collections.abc import Callable
@@ -33,8 +36,11 @@ SPLIT_QUERIES = 5
 
 
 class Start(StrEnum):
-    """Where a run begins. `ACTIVE`: at the active model where that has the package's values, else at the
-    pooled state where the package carries one, else at the base."""
+    """Start of a run.
+
+    `ACTIVE` starts at the active model if it has the package's values, else at the package's pooled
+    state, else at the base.
+    """
 
     ACTIVE = "active"
     POOLED = "pooled"
@@ -43,7 +49,7 @@ class Start(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What a run is told.
+    """Options of a run.
 
     Attributes:
         seed: of batches and directions.
@@ -129,7 +135,7 @@ class TrainOptions:
 
     @property
     def has_log(self) -> bool:
-        """Whether the run's steps are a log of seeds and scalars: those of zeroth order are."""
+        """Return whether the run writes a log of seeds and scalars, as zeroth order does."""
         return self.method is Method.ZEROTH_ORDER
 
     def within(self, positions: int) -> "TrainOptions":
@@ -157,7 +163,7 @@ def utc_now() -> datetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Who trains, beside what is trained: nothing here decides a result but the engine.
+    """Context of a run. Only its engine can change the result.
 
     Attributes:
         share_log: put the log of the selected state beside the outcome, to be uploaded with the report.

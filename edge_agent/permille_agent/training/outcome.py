@@ -1,4 +1,4 @@
-"""How a run ended: its durable outcome, the metrics of its report, and what the caller is told.
+"""End of a run: its durable outcome, the metrics of its report, and the caller's result.
 
 The metrics are the only thing that leaves the device by default: numbers and closed sets.
 """
@@ -48,7 +48,7 @@ _MACHINES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
-    """What `data.json` of a run holds: where its text came from, and examples of rows that were left out."""
+    """Contents of a run's `data.json`: the sources of its text, and examples of skipped rows."""
 
     paths: tuple[Path, ...] = ()
     bad_rows: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class TextSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """What `outcome.json` holds: a message for the user, the metrics of the report, counts of the data."""
+    """Contents of `outcome.json`: a message for the user, the report's metrics, counts of the data."""
 
     message: str
     metrics: RunMetrics
@@ -66,7 +66,7 @@ class RunOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended, for the caller. What it did not come to is None.
+    """Result of a run, for the caller. Phases that did not happen are None.
 
     Attributes:
         run: folder name of the run.
@@ -90,7 +90,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFacts:
-    """What the metrics say of the steps to the selected state.
+    """Metrics of the steps up to the selected state.
 
     Attributes:
         personal_bytes: of its log, of a gradient run of its packed state.
@@ -109,7 +109,7 @@ class LogFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What the metrics are made of; None where the run did not come so far."""
+    """Inputs of the metrics. Phases that did not happen are None."""
 
     release: InstalledRelease
     options: TrainOptions

@@ -154,7 +154,7 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
 
 
 def _is_untried(home: Home, package: Package, prepared: Prepared, options: TrainOptions, start: str) -> bool:
-    """Whether no run has come to its end from this start, or this very one has or will."""
+    """Return whether no other run has ended from this start."""
     same = RunDefinition(package=package.digest, data=prepared.digest, options=options, start=start)
     if (home.runs / same.name()).is_dir():
         return True
@@ -181,7 +181,7 @@ def start_state(home: Home, package: Package, start: str | None) -> StartState |
 
 
 def _has_values_of(package: Package, other: str) -> bool:
-    """Whether a package of this device is the other one, or differs from it in the pooled state alone."""
+    """Return whether two packages are the same, except perhaps for the pooled state."""
     if other == package.digest:
         return True
     try:

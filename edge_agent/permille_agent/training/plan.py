@@ -1,4 +1,4 @@
-"""What a run will do: how far it looks and steps, and how many steps, by their number or by the time.
+"""Plan of a run: epsilon, step size, and the number of steps, given directly or by time.
 
 With a time limit, a step and an evaluation are timed once; from then on the budget is a function of those two
 numbers and the limit. A quarter of the time at most goes into the search, about a fifth of training into
@@ -68,7 +68,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What the parts of a run may spend.
+    """Time budgets of the parts of a run.
 
     Attributes:
         steps: of the run.
@@ -238,7 +238,7 @@ def _most_steps(run: Run) -> float:
 
 
 def _trainings(run: Run) -> float:
-    """How many times as much as the state that is kept takes to train, all are together."""
+    """Return the work of all trainings, as a multiple of the one whose state is kept."""
     return 1.0 + sum(len(stage.train) for stage in run.prepared.stages) / len(run.prepared.train)
 
 

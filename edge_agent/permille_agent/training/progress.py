@@ -1,4 +1,4 @@
-"""What a run tells while it works: to nobody, to who waits for it, and to `status` in another terminal.
+"""Progress of a running training, for its caller and for `status` in another terminal.
 
 Where a run stands is one record, `progress.json` in the home folder, replaced about once a second. A run that
 is killed leaves it behind, so it counts only while the process that wrote it holds the writers' lock.
@@ -56,8 +56,11 @@ SILENT = SilentProgress()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a run stands. `loss` is the smoothed one of its batches; `held_out` is of other text, and `first`
-    the same where the run began: at the base, or at the model that it goes on from."""
+    """Progress of a run.
+
+    `loss` is the smoothed loss of its batches, and `held_out` the loss on other text. `first` is
+    the held-out loss at the start: of the base, or of the model that the run starts from.
+    """
 
     pid: int
     phase: str = ""

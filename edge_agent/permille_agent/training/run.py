@@ -77,7 +77,7 @@ POOLED_START = "pooled"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDefinition:
-    """What decides the results of a run.
+    """Inputs that determine the result of a run.
 
     Attributes:
         package: its digest.
@@ -104,7 +104,7 @@ class RunDefinition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunRun:
-    """What `run.json` holds; by `run_id` the service knows the run, once it is reported.
+    """Contents of `run.json`. The service knows a reported run by its `run_id`.
 
     `began_at` is by this device's clock: it is told, and decides nothing here.
     """
@@ -116,22 +116,24 @@ class BegunRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedText:
-    """What `learned.json` holds: groups that the state was trained on although they judged, too. Nothing is
-    judged against that state on them."""
+    """Contents of `learned.json`: groups that judged the state and then trained it.
+
+    They never judge against that state again.
+    """
 
     groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedTo:
-    """What `consent.json` of a run holds: how often consent had been withdrawn when its log was agreed to."""
+    """Contents of a run's `consent.json`: the count of withdrawals when the user consented."""
 
     withdrawals: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopPoint:
-    """Where a time limit ended a run: before this step of this descent."""
+    """Point at which a time limit ended a run: before this step of this descent."""
 
     descent: int
     step: int
@@ -146,7 +148,7 @@ class TimeSpent:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """One folder below `runs/`. Make it with `open_run` or `find_run`."""
+    """A folder below `runs/`. Make it with `open_run` or `find_run`."""
 
     path: Path
 
@@ -195,19 +197,19 @@ class RunFolder:
         shutil.rmtree(path)
 
     def begun(self, descent: int) -> bool:
-        """Whether descent `descent` has begun: it has a log, or moments."""
+        """Return whether a descent has begun, that is, has a log or moments."""
         return self.journal(descent).exists() or self.moments(descent).exists()
 
     def moments(self, descent: int) -> Path:
-        """Where descent `descent` keeps what Adam remembers, and its state where there is no log."""
+        """Return the file of a descent's Adam moments, and of its state if it has no log."""
         return self.path / f"descent-{descent}.moments"
 
     def best_state(self, descent: int) -> Path:
-        """Where descent `descent` keeps its best state where there is no log (FORMAT 11)."""
+        """Return the file of a descent's best state, if it has no log (FORMAT 11)."""
         return self.path / f"descent-{descent}.state"
 
     def journal(self, descent: int) -> Path:
-        """Where descent `descent` keeps its step log."""
+        """Return the file of a descent's step log."""
         return self.path / f"descent-{descent}.journal"
 
     def evaluations(self, descent: int) -> list[Evaluation]:
@@ -312,7 +314,7 @@ def _id_begins(run: RunFolder, name: str) -> bool:
 
 
 class RunClock:
-    """How long a run has worked, across restarts, and whether its time is over.
+    """Working time of a run across restarts, with its limit.
 
     A time limit decides how many steps a run makes, never what a step is. Where it ended is durable, so that
     a run that is killed after its time ends at the same step. A kill loses the time since the last `store`.
@@ -334,7 +336,7 @@ class RunClock:
         self._folder.store("time", TimeSpent(seconds=self.seconds()))
 
     def passed(self, descent: int, step: int, limit_s: float | None) -> bool:
-        """Whether the time is over before this step; None is no limit."""
+        """Return whether the time is over before this step. None means no limit."""
         if limit_s is None:
             return False
         if self._stop is None and self.seconds() >= limit_s:
@@ -358,7 +360,7 @@ class StartState:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every phase of a run works with; nothing in it changes but the folder's files and the clock.
+    """Inputs of every phase of a run. Only the folder's files and the clock change.
 
     Attributes:
         prepared: the rows of its text.
@@ -380,7 +382,7 @@ class Run:
 
     @property
     def judges_start(self) -> bool:
-        """Whether the state that the run began from is judged where no step was better."""
+        """Return whether the starting state is judged if no step improved on it."""
         return self.start is not None and self.start.is_candidate and not self.prepared.stages
 
     def first_values(self) -> NDArray[np.float32]:
@@ -419,7 +421,7 @@ class Run:
 
     @property
     def trained(self) -> slice:
-        """Where the masked weights that are trained are in flat order."""
+        """Return the positions of the trained masked weights in flat order."""
         return slice(sum(self.package.counts[: self.first_tensor]), self.package.k)
 
     def descent(

@@ -1,4 +1,4 @@
-"""How far to look and how far to step: epsilon and the learning rate, found on the device before training.
+"""Search for epsilon and the learning rate, on the device before training.
 
 Epsilon starts where `epsilon * sqrt(k)` is about 0.5, and is checked: the projected gradients at epsilon and
 at 2 epsilon, as the run's own estimator gives them, must agree,
@@ -46,7 +46,7 @@ class SearchFailed(PermilleError):  # noqa: N818 - an end of a run, reported as 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was found with one epsilon; None where it was not finite.
+    """Result of one epsilon. None if it was not finite.
 
     Attributes:
         relative_error: of the projected gradients against those at twice the epsilon; 0 for exact ones.

@@ -42,7 +42,7 @@ MIN_REJECTED = 5
 
 
 class Stop(StrEnum):
-    """Why a descent stopped."""
+    """Reason for the end of a descent."""
 
     STEPS = "steps"
     TIME = "time"
@@ -109,7 +109,10 @@ def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def _long_since(step: int, evaluations: Sequence[Evaluation], total_steps: int) -> bool:
-    """Whether the newest evaluation is a share of the steps, and several evaluations, behind a step."""
+    """Return whether the newest evaluation is far enough behind a step.
+
+    Far enough means a share of the steps and several evaluations.
+    """
     count = sum(evaluation.step > step for evaluation in evaluations)
     return count >= LEAST_EVALUATIONS and evaluations[-1].step - step >= LONG_SHARE * total_steps
 
@@ -212,7 +215,7 @@ def _steps_left(plan: Plan, descents: Sequence[SelectedState]) -> int:
 
 
 class _DescentLoop:
-    """One descent, from where it ended."""
+    """Steps of one descent, which it resumes where it ended."""
 
     def __init__(self, run: Run, plan: Plan, number: int, total_steps: int) -> None:
         self._run = run
@@ -251,7 +254,7 @@ class _DescentLoop:
             run.progress.step(step + 1, total_steps, loss)
 
     def _is_last(self) -> bool:
-        """Whether no shorter steps are tried after this descent where its loss is level.
+        """Return whether a level loss ends the search, so that no shorter steps are tried.
 
         Along a gradient that is the text's end, not that of the step size; of little text nothing is
         selected.

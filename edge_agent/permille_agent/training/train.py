@@ -1,4 +1,4 @@
-"""One personalisation on this device, from paths to an adopted state, as `train` and the daemon ask for it.
+"""Training of a personal model, from paths to an adopted state, for `train` and the daemon.
 
     read text -> plan -> steps -> decision -> activate -> outcome
 
@@ -123,7 +123,7 @@ def run_training(
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One request to train."""
+    """A request to train."""
 
     home: Home
     release: InstalledRelease
@@ -190,7 +190,7 @@ class _Task:
         return self._run_to_end(run)
 
     def _run_to_end(self, run: Run) -> RunResult:
-        """All phases; those with a durable result are not computed again."""
+        """Run all phases, except those that already have a durable result."""
         try:
             plan = make_plan(run)
             selected = train(run, plan)
