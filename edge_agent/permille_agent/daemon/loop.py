@@ -193,7 +193,7 @@ class Daemon:
         self._note(poll_error="", last_poll=self._world.now().isoformat(timespec="seconds"))
 
     def _exchange(self, api: DeviceApi) -> None:
-        """Rounds, with the service: follow, send, accept."""
+        """Exchange rounds with the service: follow, send and accept."""
         self._next_exchange = self._world.monotonic() + POLL_S
         try:
             with hold_rounds_lock(self._home):
@@ -206,7 +206,10 @@ class Daemon:
             log.info("rounds: %d contributions sent, %d invitations", done.sent, done.invited)
 
     def exchange_meanwhile(self) -> bool:
-        """Exchange rounds while a training runs; whether a part of a round waits for it to end."""
+        """Exchange rounds while a training runs.
+
+        Return whether a part of a round waits for the training to end.
+        """
         if self._world.monotonic() >= self._next_exchange:
             try:
                 api = open_api(self._home, connection=self._world.connection)
@@ -224,7 +227,7 @@ class Daemon:
             return None
 
     def _mend_packages(self, api: DeviceApi) -> None:
-        """Look for damage once a day, so that bits which flip on the disk do not wait for a use."""
+        """Check the packages for damage once a day, before a damaged block is needed."""
         today = self._world.now().date().isoformat()
         if read_daemon_state(self._home).verified == today:
             return
@@ -347,7 +350,7 @@ class Daemon:
         return decision.allowed and not self._stop.is_set()
 
     def monotonic(self) -> float:
-        """The daemon's clock for spans."""
+        """Return the time of the daemon's monotonic clock."""
         return self._world.monotonic()
 
     def _today(self, state: DaemonState) -> DaemonState:
@@ -379,7 +382,7 @@ class _Meter:
         self._since = daemon.monotonic()
 
     def keep_going(self) -> bool:
-        """Asked while the training runs."""
+        """Return whether the training may continue. It is called repeatedly during training."""
         if self._daemon.monotonic() - self._since >= self.PIECE_S and self.charge() >= self._limit_s():
             log.info("training stops: the minutes of today are used")
             return False

@@ -41,7 +41,7 @@ def read_daemon_state(home: Home) -> DaemonState:
 
 
 def data_fingerprint(paths: Sequence[Path]) -> str:
-    """Changes when a file of the user's data does: names, sizes and times of change, hashed."""
+    """Return a hash of the names, sizes and modification times of the user's data files."""
     digest = hashlib.sha256()
     for path in _files(paths):
         try:

@@ -112,7 +112,10 @@ def train_in_child(
 
 
 def run_child(stdin: TextIO, stdout: TextIO) -> int:
-    """Be the child: one order in, one answer out. Signals are for the parent: its pipe decides."""
+    """Run the child process: read one request, write one answer.
+
+    Signals are left to the parent, which stops the child by closing its pipe.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     order = parse_record(stdin.readline().encode(), _Order, "the parent's line")

@@ -33,7 +33,7 @@ class AdoptedRound:
 
     @property
     def start(self) -> str:
-        """The name by which runs know it."""
+        """The name of this start in the records of runs."""
         return START + self.state_digest.removeprefix("sha256:")
 
 

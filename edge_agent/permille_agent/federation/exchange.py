@@ -86,7 +86,7 @@ def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: Fe
 
 
 def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Exchanged:
-    """Do one pass over all federations of this device; the caller holds the rounds' lock.
+    """Run one pass over all federations of this device. The caller holds the rounds' lock.
 
     One federation's trouble is noted in its standing and keeps no other one waiting.
 

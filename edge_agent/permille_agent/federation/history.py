@@ -22,7 +22,7 @@ Fetch = Callable[[int, int], bytes]
 
 
 def max_bytes(definition: Definition) -> int:
-    """The most bytes that are read of a catching up: a state, and rounds."""
+    """Return the limit of the bytes of a catch-up, which has a state and rounds."""
     return _ROUNDS_BYTES + _WEIGHT_BYTES * definition.log.k
 
 

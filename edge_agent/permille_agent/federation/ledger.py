@@ -63,7 +63,7 @@ def is_used_up(home: Home, definition: Definition) -> bool:
 
 
 def charge(home: Home, definition: Definition, *, name: str, number: int, digest: str) -> None:
-    """Charge a contribution, durably; one that was charged costs nothing more.
+    """Charge a contribution durably. Charging it again costs nothing.
 
     Args:
         digest: of the bytes that are about to leave.

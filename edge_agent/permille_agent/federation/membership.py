@@ -132,7 +132,7 @@ class Membership:
         return choice.joined and choice.withdrawals == withdrawals
 
     def choose(self, change: Callable[[Joined], Joined]) -> Joined:
-        """Change the user's choice, durably, against whoever changes it at the same time."""
+        """Change the user's choice durably, safe against concurrent changes."""
         with FileLock(self.path / "joined.lock", timeout=10.0, mode=0o600):
             chosen = change(self.choice())
             overwrite_record(self.path / "joined.json", chosen)

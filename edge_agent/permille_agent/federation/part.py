@@ -232,7 +232,7 @@ def _train(
 
 
 def training_rows(prepared: Prepared) -> list[Row]:
-    """The rows that a round may train with: of little text the part that judges nothing."""
+    """Return the rows that a round may train on. Rows of a short text that judge are left out."""
     return prepared.stages[0].train if prepared.stages else prepared.train
 
 

@@ -66,15 +66,18 @@ class Identity:
 
     @property
     def public_key(self) -> str:
-        """base64url without padding of the 32 raw bytes, as it travels."""
+        """The public key as base64url of its 32 raw bytes, without padding."""
         return encode_bytes(self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
 
     def sign_enrolment(self, invitation: str) -> str:
-        """base64url signature that proves this key to whoever gave the invitation."""
+        """Sign an enrolment with this key, and return the signature as base64url."""
         return encode_bytes(self._key.sign(devices.enrolment_message(invitation, self.public_key)))
 
     def sign_contribution(self, contribution: Contribution) -> bytes:
-        """The bytes of this device's part of a round, signed; with a keeper masked anew by each call."""
+        """Return the signed bytes of this device's contribution to a round.
+
+        With a keeper, each call draws a new mask.
+        """
         rules = contribution.definition
         if rules.privacy is None or rules.privacy.keeper is None:
             return encode_contribution(contribution, self._key)
@@ -82,7 +85,7 @@ class Identity:
         return encode_masked(*place, vector_of(contribution), self._key)
 
     def sign_nonce(self, device_id: str, nonce: str) -> str:
-        """base64url signature that buys a token."""
+        """Sign the nonce of a token request, and return the signature as base64url."""
         return encode_bytes(self._key.sign(devices.token_message(device_id, nonce)))
 
 
@@ -168,29 +171,32 @@ class DeviceApi:
         self._call("DELETE", "/v1/device")
 
     def release(self, name: str, alias: str) -> releases.Release:
-        """The version that an alias points at. Nobody signed this: whether it may be installed is signed."""
+        """Fetch the version that an alias points at.
+
+        This answer is not signed; signed metadata says whether the version may be installed.
+        """
         return _parse(releases.Release, self._call("GET", f"/v1/releases/{name}/aliases/{alias}"))
 
     def manifest(self, package_digest: str) -> bytes:
-        """The bytes of a manifest, whatever they are: the caller compares the digest."""
+        """Fetch the bytes of a manifest. The caller checks the digest."""
         return self._call("GET", f"/v1/packages/{package_digest}/manifest", limit_bytes=MAX_MANIFEST_BYTES)
 
     def signed_file(self, path: str, limit_bytes: int) -> bytes:
-        """The bytes of a metadata file or of a target, whatever they are: the caller verifies them."""
+        """Fetch the bytes of a metadata file or target. The caller verifies them."""
         return self._call("GET", path, limit_bytes=limit_bytes)
 
     @contextmanager
     def blob(
         self, package_digest: str, blob_digest: str, *, start: int, etag: str
     ) -> Iterator[httpx.Response]:
-        """A blob from byte `start` on, if it still has `etag`; else, and without one, from its beginning."""
+        """Fetch a blob from byte `start` on if it still has `etag`, else from its beginning."""
         headers = {"range": f"bytes={start}-", "if-range": etag} if start and etag else {}
         path = f"/v1/packages/{package_digest}/blobs/{blob_digest}"
         with self.connection.stream(path, {**headers, **self._authorization()}) as response:
             yield response
 
     def blob_range(self, package_digest: str, blob_digest: str, begin: int, end: int) -> bytes:
-        """The bytes of a blob from `begin` to before `end`, whatever they are: the caller compares hashes.
+        """Fetch the bytes of a blob from `begin` to before `end`. The caller checks the hash.
 
         Raises:
             OperatorError: the service sends more than was asked for.
@@ -231,7 +237,7 @@ class DeviceApi:
         self._call("PUT", f"/v1/runs/{run_id}/log", body=agreed, headers=headers)
 
     def delete_log(self, run_id: str) -> None:
-        """Have an uploaded log deleted."""
+        """Ask the service to delete an uploaded log."""
         self._call("DELETE", f"/v1/runs/{run_id}/log")
 
     def federations(self) -> list[FederationOffer]:
@@ -242,7 +248,7 @@ class DeviceApi:
         return _parse(_Offers, self._call("GET", "/v1/device/federations")).root
 
     def federation_definition(self, federation_id: str) -> bytes:
-        """The bytes of a definition, whatever they are: the caller compares what is signed."""
+        """Fetch the bytes of a definition. The caller checks them against the signed digest."""
         path = f"/v1/federations/{federation_id}/definition"
         return self._call("GET", path, limit_bytes=MAX_DEFINITION_BYTES)
 

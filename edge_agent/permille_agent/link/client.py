@@ -176,7 +176,7 @@ class Connection:
             number += 1
 
     def wait_before_retry(self, number: int, error: ServiceUnavailableError) -> float | None:
-        """Seconds to wait after attempt `number` (from 0) failed by `error`; None where to give up."""
+        """Return the seconds to wait after attempt `number` (from 0), or None to give up."""
         if number + 1 >= self._attempts:
             return None
         if error.retry_after_s is not None:
@@ -215,7 +215,7 @@ class Connection:
             yield moved
 
     def read(self, path: str, headers: Mapping[str, str], *, limit_bytes: int) -> bytes:
-        """The bytes of a `stream`, again where that may help. Raises as `call`."""
+        """Read a `stream`, with retries if they may help. Raises as `call`."""
 
         def once() -> bytes:
             with self.stream(path, headers) as response:
@@ -330,7 +330,7 @@ def _read_problem(data: bytes) -> tuple[str, str]:
 
 
 def _retry_after(headers: httpx.Headers) -> float | None:
-    """Seconds to wait; None where the service says nothing, at most a day whatever it says.
+    """Return the seconds that the service asks to wait, at most a day, or None.
 
     A date is counted from the service's own, where it says that: the device's clock may be wrong.
     """

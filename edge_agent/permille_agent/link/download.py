@@ -174,7 +174,7 @@ def _range_start(response: httpx.Response) -> int | None:
 
 
 def _total_bytes(response: httpx.Response) -> int | None:
-    """Size of the whole blob, as the answer tells it."""
+    """Return the size of the whole blob from the answer's headers."""
     if response.status_code == 206:
         return _number(response.headers.get("content-range", "").rpartition("/")[2])
     return _number(response.headers.get("content-length", ""))

@@ -93,7 +93,7 @@ def require_enrolment(home: Home) -> tuple[Enrolment, Identity]:
 
 
 def open_api(home: Home, *, connection: Connect = connect) -> DeviceApi:
-    """The service, as the enrolled device; close its connection after use.
+    """Open the API as the enrolled device. Close its connection after use.
 
     Raises:
         OperatorError: the device is not enrolled.

@@ -123,7 +123,7 @@ def forget_run(home: Home, name: str) -> Erased:
 
 
 def _deletions(home: Home) -> dict[Path, str]:
-    """The reports whose log is, or may be, at the service; one that cannot be read may be, too."""
+    """Return the reports whose log may be at the service, unreadable reports included."""
     found = {}
     for path in home.reports.glob("*.json"):
         if RUN_ID.fullmatch(path.stem) is None:
@@ -212,7 +212,7 @@ def _erasable(home: Home) -> Iterator[Path]:
 
 
 def _erase(path: Path) -> int:
-    """Overwrite and remove one file; a link, or a file with another name elsewhere, is only unlinked."""
+    """Overwrite and remove a file. A symbolic or hard link is only unlinked."""
     size_bytes = 0
     if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
         path.chmod(0o600)
@@ -223,7 +223,7 @@ def _erase(path: Path) -> int:
 
 
 def _overwrite(file: FileIO) -> int:
-    """Zeros over all bytes of an open file; returns how many."""
+    """Overwrite all bytes of an open file with zeros, and return their number."""
     size_bytes = os.fstat(file.fileno()).st_size
     for start in range(0, size_bytes, CHUNK_BYTES):
         file.write(bytes(min(CHUNK_BYTES, size_bytes - start)))

@@ -106,7 +106,7 @@ def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
 
 
 def run_trial(line: bytes) -> str:
-    """Be the child: one order in, one answer out."""
+    """Run the child process: read one request, write one answer."""
     order = parse_record(line, _Order, "the parent's line")
     confine(memory_bytes=order.memory_bytes, cpu_s=order.cpu_s)
     try:

@@ -169,7 +169,7 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
 
 
 def packages_in_use(home: Home) -> set[str]:
-    """Digests of packages that are installed, active, or can be gone back to, also from a rollout."""
+    """Return the digests of packages that are installed, active or kept to roll back to."""
     releases, part = read_releases(home), read_standing(home).part
     before = None if part is None else part.before
     used = {model.package for model in referenced_models(home)}
@@ -213,7 +213,7 @@ def _choose(
 def _fetch_manifest(
     home: Home, trusted: TrustedReleases, blobs: BlobFolder, target: TargetFile, package_digest: str
 ) -> bytes:
-    """The manifest, from the blobs where it is good there."""
+    """Return the manifest, from the blob folder if a good copy is there."""
     try:
         return blobs.read(package_digest, limit=MAX_MANIFEST_BYTES)
     except PackageError:
@@ -261,7 +261,7 @@ def _programs(plan: DownloadPlan) -> list[Layer]:
 
 
 def _free_bytes(home: Home) -> int:
-    """Free bytes of the disk, those included that unfinished downloads hold already."""
+    """Return the free bytes of the disk plus those of unfinished downloads."""
     try:
         partial = sum(path.stat().st_size for path in home.partial.iterdir())
         return shutil.disk_usage(home.root).free + partial

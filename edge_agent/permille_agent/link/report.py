@@ -117,7 +117,7 @@ def enqueue(
 
 
 def queue_log(home: Home, report: RunReport, log: bytes, *, withdrawals: int) -> RunReport:
-    """Have a log follow a report that went without it. The metrics stay as they were reported.
+    """Queue the log of a run whose report was sent without it. The metrics do not change.
 
     Raises:
         InputError: the log is larger than the service takes.
@@ -137,7 +137,7 @@ def collect_reports(home: Home) -> int:
 
 
 def share_run(home: Home, name: str, form: LogForm, *, withdrawals: int) -> Delivery:
-    """Queue the log or state of a run that was reported without it, by the user's word of now.
+    """Queue the log or state of a run that was reported without it, with the user's consent now.
 
     The caller holds the writers' lock.
 
@@ -225,7 +225,7 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
 
 
 def queue_again(home: Home) -> None:
-    """Queue what the service had no room for: the user asks for another try; the daemon never does."""
+    """Queue again what exceeded the quota at the service. Only the user asks for this."""
     for report in read_reports(home):
         metrics, log = (
             Delivery.QUEUED if part is Delivery.FULL else part

@@ -231,7 +231,7 @@ def _offer(trusted: TrustedReleases, enrolment: Enrolment) -> Offer | None:
 
 
 def _judged(home: Home) -> Part | None:
-    """The part, ended where its version was trained on, or where there is no text to train on."""
+    """Return the part, ended if its version has been trained on or there is no text to train on."""
     part, installed = read_standing(home).part, installed_release(home)
     if part is None or part.code is not None or not part.installed or installed is None:
         return part
@@ -246,7 +246,7 @@ def _judged(home: Home) -> Part | None:
 
 
 def _newest_run(home: Home, package: str) -> RunFolder | None:
-    """The run on a package that ended last, the one begun last of several."""
+    """Return the run on a package that ended last."""
     for run in reversed(list_runs(home)):
         begun = run.load("run", BegunRun)
         is_on = begun is not None and begun.definition.package == package

@@ -33,11 +33,11 @@ class _Allowance:
         self._until_s = clock() + GRACE_S
 
     def renew(self) -> None:
-        """A new request begins."""
+        """Start the time limit of a new request."""
         self._until_s = self._clock() + GRACE_S
 
     def moved(self, size_bytes: int) -> None:
-        """Allow for bytes that came or went."""
+        """Extend the time limit for bytes that were sent or received."""
         self._until_s += size_bytes / LEAST_RATE
 
     def within(self, timeout_s: float | None) -> float:

@@ -145,7 +145,7 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
 
 
 def continue_prompt(model: LocalModel, prompt: str, sampling: Sampling) -> Sample:
-    """Have each model continue a prompt, or answer it where it is a question to a chat model."""
+    """Let each model continue a prompt. A chat model answers it if it is a question."""
     written = {variant.value: model.write(prompt, variant, sampling) for variant in model.variants}
     return Sample(prompt=prompt, **written)
 

@@ -120,7 +120,7 @@ class LocalModel:
 
     @property
     def positions(self) -> int:
-        """Tokens of a prompt and its answer together, at most."""
+        """Return the largest number of tokens of a prompt and its answer together."""
         return int(self.package.config.get("max_position_embeddings") or 1 << 31)
 
     def values(self, variant: Variant) -> NDArray[np.float32]:
@@ -144,7 +144,7 @@ class LocalModel:
     def reply(
         self, messages: Sequence[tuple[str, str]], variant: Variant, sampling: Sampling
     ) -> tuple[Generated, Iterator[str]]:
-        """The assistant's next turn; the text comes piece by piece.
+        """Generate the assistant's next turn, as pieces of text.
 
         Raises:
             InputError: as `complete`, or there is no chat template, or a message contains a special token.
@@ -225,7 +225,7 @@ def _learned(home: Home, active: Active) -> Learn:
 
 
 def until_stop(pieces: Iterator[str], stop: Sequence[str], generated: Generated) -> Iterator[str]:
-    """`pieces` up to the first of the stop strings, which is not part of the text.
+    """Yield the pieces up to the first stop string, which is left out.
 
     What could be the beginning of a stop string is held back until it is known not to be one.
     """
@@ -247,7 +247,7 @@ def until_stop(pieces: Iterator[str], stop: Sequence[str], generated: Generated)
 
 
 def _overlap(text: str, word: str) -> int:
-    """Length of the longest end of `text` that `word` begins with."""
+    """Return the length of the longest suffix of `text` that is a prefix of `word`."""
     return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-n:])), 0)
 
 

@@ -70,7 +70,7 @@ class GenerateForm:
     media_type = "application/x-ndjson"
 
     def __init__(self, variant: Variant) -> None:
-        """The clock of the answer's durations starts here."""
+        """Start the clock for the durations in the answer."""
         self._model = _name(variant)
         self._started_ns = self._first_ns = time.monotonic_ns()
 

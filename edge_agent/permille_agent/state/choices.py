@@ -40,7 +40,7 @@ def read_references(home: Home) -> tuple[Path, ...]:
 
 
 def add_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Remember `paths`, too; returns all references.
+    """Add `paths` to the references, and return all of them.
 
     Raises:
         InputError: a path does not exist.

@@ -167,7 +167,9 @@ def write_record(path: Path, record: object) -> None:
 
 
 def overwrite_record(path: Path, record: object) -> None:
-    """Replace the record at `path` also where the disk is full: then in place, where a crash damages it.
+    """Replace the record at `path`, even on a full disk.
+
+    On a full disk it is overwritten in place, so a crash can damage it.
 
     Raises:
         OperatorError: neither is possible.
@@ -206,7 +208,7 @@ def _remedy(path: Path) -> str:
 
 
 def as_json(record: object) -> Mapping[str, Any]:
-    """The record in the types of JSON, as it is stored and as `--json` prints it."""
+    """Convert the record to JSON types, as it is stored and as `--json` prints it."""
     document: Mapping[str, Any] = _adapter(type(record)).dump_python(record, mode="json")
     return document
 

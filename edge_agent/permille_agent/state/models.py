@@ -242,7 +242,9 @@ def activate(home: Home, new: Active, *, expected: Active | None) -> None:
 
 
 def rollback(home: Home) -> Active:
-    """Go back to what was active before, and return it; after the oldest comes what it began from.
+    """Activate the previous model, and return it.
+
+    After the oldest one follows the model that it started from.
 
     So no model is lost by going back too far.
 
@@ -258,7 +260,7 @@ def rollback(home: Home) -> Active:
 
 
 def reset(home: Home) -> Active:
-    """Go back to the base model of the installed package; the personalised one stays in the history.
+    """Activate the base model of the installed package. The personal model stays in the history.
 
     Raises:
         InputError: no package is installed and none is active.

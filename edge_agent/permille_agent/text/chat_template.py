@@ -36,7 +36,7 @@ class ChatTemplate:
         self._sandbox = sandbox
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
-        """The text of `messages`, with the start of an assistant's turn where asked for.
+        """Render `messages` as text, on request with the start of an assistant's turn.
 
         Raises:
             PackageError: the template is not valid, refuses the messages, or breaks a limit.
@@ -46,7 +46,7 @@ class ChatTemplate:
     def render_with_targets(
         self, messages: Messages, roles: Sequence[str] = ("assistant",)
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The text of a whole conversation and the character spans of the turns of `roles` in it.
+        """Render a conversation. Return its text and the character spans of the turns of `roles`.
 
         An assistant's turn starts where the prompt for it ends, another's where its content does; both go on
         to where the conversation up to them ends, so that the end of turn is learnt, too. Templates that
@@ -125,7 +125,7 @@ def answered(ask: Callable[[], Mapping[str, Any]], code: str) -> Mapping[str, An
 
 
 def _windows(messages: Messages) -> Iterator[Messages]:
-    """Pieces of a long conversation; they begin where a user speaks, unless that takes too long."""
+    """Split a long conversation into pieces that begin with a user's turn where possible."""
     system = [message for message in messages[:1] if message[0] == "system"]
     first = len(system)
     while first < len(messages):

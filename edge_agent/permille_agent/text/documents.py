@@ -67,7 +67,7 @@ class Document:
 
 
 def characters(content: Content) -> str:
-    """Everything that a document says, as one string (not what a model is shown)."""
+    """Return the text of a document as one string, without the chat template."""
     match content:
         case PlainText(text):
             return text
@@ -78,7 +78,10 @@ def characters(content: Content) -> str:
 
 
 def parse_row(row: object) -> tuple[str | None, Content]:
-    """The content of one parsed row. The messages carry no text of the user: they end up in a report."""
+    """Return the content of a parsed row.
+
+    Its error messages contain no text of the user, since they become part of a report.
+    """
     if not isinstance(row, dict):
         raise InputError("not a JSON object")
     group = row.get("group")

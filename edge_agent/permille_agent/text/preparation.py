@@ -106,7 +106,7 @@ def prepare(
     row_tokens: int,
     report: DataReport | None = None,
 ) -> Prepared:
-    """Tokenize, divide and pack `documents`; what cannot be tokenized is counted in `report`.
+    """Tokenize, split and pack `documents`. Count in `report` what cannot be tokenized.
 
     Args:
         documents: of one user.
@@ -144,7 +144,7 @@ def prepare(
 def _prepare_little(
     documents: Sequence[Document], total: int, tokenizer: TextTokenizer, row_tokens: int, too_little: str
 ) -> Prepared:
-    """Divide text that is too little for three splits."""
+    """Divide a text that is too short for three splits."""
     if total < LITTLE_TOKENS:
         raise InputError(
             f"There is too little text: {total} tokens in {len(documents)} documents, and at least "
@@ -202,7 +202,7 @@ def tokenize(
     *,
     row_tokens: int,
 ) -> tuple[list[Document], list[TokenizedDocument]]:
-    """Tokenize the documents that can be shown to the model; the others are counted in `report`.
+    """Tokenize the documents that the model can read. Count the others in `report`.
 
     Raises:
         PackageError: the tokenizer or the chat template breaks a limit.
@@ -233,7 +233,7 @@ def tokenize(
 
 
 def position(group: str) -> float:
-    """Place `group` in [0, 1), uniformly."""
+    """Map `group` to a uniform position in [0, 1)."""
     digest = hashlib.sha256(f"permille-split-1\0{group}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
@@ -287,7 +287,7 @@ def _wanted(share: float, total: int, least: int, most: int) -> int:
 
 
 def _taken(order: Iterable[str], tokens: dict[str, int], wanted: int, least_groups: int) -> list[str]:
-    """The first groups of `order` that hold as many tokens as wanted, and are as many as needed."""
+    """Return the first groups of `order` that reach the wanted numbers of tokens and of groups."""
     taken: list[str] = []
     have = 0
     for group in order:
@@ -315,7 +315,7 @@ def _pieces(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
 
 
 def _parts(units: Sequence[str], target_tokens: Sequence[int]) -> list[int]:
-    """The part of each piece: about as many tokens each, in the order of hashes."""
+    """Assign each piece to a part, in the order of hashes, with about equal tokens in each part."""
     tokens: dict[str, int] = defaultdict(int)
     for unit, number in zip(units, target_tokens, strict=True):
         tokens[unit] += number

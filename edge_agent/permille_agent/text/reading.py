@@ -137,7 +137,7 @@ def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
 
 
 def _source(path: Path, report: DataReport) -> list[Path]:
-    """The files with text that one path stands for."""
+    """Return the text files at a path."""
     if path.is_dir():
         found = [file for file in sorted(path.rglob("*")) if _visible(file, path)]
         texts = [file for file in found if _is_text(file)]
@@ -274,7 +274,7 @@ def _without_duplicates(rows: Iterable[Row], report: DataReport) -> list[Row]:
 
 
 def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
-    """`text` without the long paragraphs that an earlier text, or this one, already had."""
+    """Return `text` without long paragraphs that occurred before, in it or in earlier texts."""
     kept = []
     for paragraph in _paragraphs(text):
         plain = normalised(paragraph)

@@ -41,7 +41,7 @@ class EvaluationBatch:
 
 
 def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int, *, first: int = 0) -> list[Row]:
-    """Rows of one document each, whose index counts from `first`; a longer document has several.
+    """Cut documents into rows. A row has tokens of one document; indices count from `first`.
 
     Rows without a target are left out.
     """
@@ -55,7 +55,7 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int, *, fi
 
 
 def rows_in_pieces(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """The same rows, each cut into equal documents of about `tokens` targets."""
+    """Return the same rows, with each cut into equal documents of about `tokens` targets."""
     found, before = [], 0
     for row in rows:
         targets = int(row.target_T.sum())
@@ -67,7 +67,7 @@ def rows_in_pieces(rows: Sequence[Row], tokens: int) -> list[Row]:
 
 
 def rows_in_groups(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """The same rows with `tokens` neighbouring targets a document, and what is left in the last one."""
+    """Return the same rows with documents of `tokens` neighbouring targets. The last gets the rest."""
     groups = max(1, sum(int(row.target_T.sum()) for row in rows) // tokens)
     found, before = [], 0
     for row in rows:
@@ -78,7 +78,7 @@ def rows_in_groups(rows: Sequence[Row], tokens: int) -> list[Row]:
 
 
 def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:
-    """The rows of `document_rows`, short ones put together: best fit in decreasing length."""
+    """Pack the short rows of `document_rows` together, by best fit in decreasing length."""
     pieces = document_rows(documents, row_tokens)
     bins: list[list[Row]] = []
     bins_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
@@ -111,7 +111,7 @@ class TrainingBatches:
         return batch_of(chosen)
 
     def tokens(self, steps: int) -> int:
-        """Tokens that the first `steps` steps read, padding not counted."""
+        """Count the tokens that the first `steps` steps read, without padding."""
         total = sum(len(row.ids_T) for row in self._rows)
         epochs, rest = divmod(steps * self._batch_rows, len(self._rows))
         return epochs * total + sum(len(self._rows[i].ids_T) for i in self._order(epochs)[:rest])
@@ -149,7 +149,7 @@ def evaluation_batches(rows: Sequence[Row], *, tokens: int) -> Iterator[Evaluati
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
-    """Rows side by side, right padded with id 0 to the longest of them."""
+    """Make a batch of rows, padded on the right with id 0 to the longest."""
     shape = (len(rows), max(len(row.ids_T) for row in rows))
     input_ids_BT = np.zeros(shape, dtype=np.int64)
     attention_BT = np.zeros(shape, dtype=np.bool_)

@@ -46,7 +46,7 @@ class TokenizedDocument:
         return int(self.target_T.sum())
 
     def between(self, first: int, last: int | None) -> "TokenizedDocument":
-        """The tokens from `first` to before `last`; the first of them is no target."""
+        """Return the tokens from `first` to before `last`. The first of them is not a target."""
         target_T = self.target_T[first:last].copy()
         target_T[:1] = False
         return TokenizedDocument(self.ids_T[first:last], target_T, self.bytes_T[first:last])
@@ -108,11 +108,11 @@ class TextTokenizer:
             )
 
     def chat_template(self) -> ChatTemplate:
-        """The package's chat template, or the plain one that conversations are learned by without."""
+        """The package's chat template, or the plain one for packages without a template."""
         return ChatTemplate(self._files.template, self._files.variables, self._sandbox)
 
     def prompt(self, text: str) -> NDArray[np.int64]:
-        """The ids of a prompt that a text continues; special tokens in it are text.
+        """Return the ids of a prompt to continue. Special tokens in it are treated as text.
 
         Raises:
             InputError: no token at all comes out.
@@ -125,7 +125,7 @@ class TextTokenizer:
         return ids_T
 
     def chat_prompt(self, template: ChatTemplate, messages: Sequence[tuple[str, str]]) -> NDArray[np.int64]:
-        """The ids of a conversation up to the start of the assistant's next turn.
+        """Return the ids of a conversation up to the start of the assistant's next turn.
 
         Raises:
             InputError: the package has no chat template, or a message contains a special token.
@@ -153,7 +153,7 @@ class TextTokenizer:
                 self._ask({**request, "ids": []}, 0)
 
     def tokenize(self, content: Content, template: ChatTemplate, *, row_tokens: int) -> TokenizedDocument:
-        """A document in tokens, with the tokens that count.
+        """Convert a document to tokens, and mark the tokens that count in the loss.
 
         Args:
             content: the document.
@@ -197,7 +197,10 @@ class TextTokenizer:
         return _document(self._encode(text, rendered=True), text, spans)
 
     def _encode_literal(self, text: str) -> "_Encoding":
-        """Tokens of a user's text: special tokens in it are text. With the tokenizer's own beginning."""
+        """Tokenize a user's text. Special tokens in it are treated as text.
+
+        The result has the tokenizer's own beginning.
+        """
         found = self._encode(text, rendered=False)
         if not self._files.add_bos or self._bos_id is None or found.ids_T[:1].tolist() == [self._bos_id]:
             return found
@@ -210,7 +213,7 @@ class TextTokenizer:
         )
 
     def _encode(self, text: str, *, rendered: bool) -> "_Encoding":
-        """Tokens of a text: special tokens in what a chat template rendered are special, else text."""
+        """Tokenize a text. Special tokens are special only in text that a chat template rendered."""
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
         own = not rendered
         request = {"do": "encode", "text": text, "literal": own, "ends": own, "limit": limit}

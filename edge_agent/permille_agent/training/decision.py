@@ -239,7 +239,9 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
 def _losses_beside_active(
     run: Run, judges: Sequence[NDArray[np.float32]], incumbent: _Incumbent
 ) -> tuple[DocumentLosses, DocumentLosses]:
-    """Losses of the active model and of the run's by rows where both read the same ones, else by passages.
+    """Return the losses of the active model and of the run's model.
+
+    They are compared by rows if both models read the same rows, else by passages.
 
     Text that the active model has learned from is left out.
     """
@@ -309,7 +311,7 @@ def _compared(first: DocumentLosses, second: DocumentLosses, number: int, least:
 
 
 def _passage_losses(documents: Sequence[Document], model: OpenModel) -> DocumentLosses:
-    """Losses of each passage; 0 tokens where the model's tokenizer or template refused it."""
+    """Return the losses of each passage. A passage that the model refuses has 0 tokens."""
     known, tokenized = tokenize(documents, model.tokenizer, row_tokens=model.row_tokens)
     rows = document_rows(tokenized, model.row_tokens)
     found = document_losses(model.engine, model.values_K, rows, len(known))
@@ -324,7 +326,10 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
 
 
 def _losses(run: Run, name: str, values_of: Callable[[int], NDArray[np.float32]]) -> DocumentLosses:
-    """Losses on the test split by piece of a row of one document; `values_of` what judges each part."""
+    """Return the losses on the test split, by pieces of rows of one document.
+
+    `values_of` gives the values that judge each part.
+    """
 
     def measure() -> DocumentLosses:
         return joined(

@@ -47,7 +47,7 @@ class Steps(Protocol):
         ...
 
     def keep(self) -> None:
-        """The state is the best one so far: durable on return."""
+        """Keep the state as the best one so far. It is durable on return."""
         ...
 
     def best(self, step: int) -> NDArray[np.int64]:
@@ -83,7 +83,7 @@ class LoggedSteps:
         return record.loss
 
     def keep(self) -> None:
-        """Nothing: the journal holds every state."""
+        """Do nothing, since the journal holds every state."""
 
     def best(self, step: int) -> NDArray[np.int64]:
         """See `Steps`."""

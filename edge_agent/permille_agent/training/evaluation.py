@@ -40,7 +40,7 @@ class DocumentLosses:
         return float(self.nats_D.sum() / self.tokens_D.sum())
 
     def of(self, chosen_D: NDArray[np.bool_]) -> "DocumentLosses":
-        """The losses of some documents."""
+        """Return the losses of some documents."""
         return DocumentLosses(self.nats_D[chosen_D], self.tokens_D[chosen_D], self.bytes_D[chosen_D])
 
     @property
@@ -78,7 +78,7 @@ def mean_loss(engine: Engine, values_K: NDArray[np.float32], rows: Sequence[Row]
 
 
 def joined(parts: Iterable[DocumentLosses]) -> DocumentLosses:
-    """The losses of several sets of documents, one set after the other."""
+    """Concatenate the losses of several sets of documents."""
     found = list(parts)
     return DocumentLosses(
         np.concatenate([part.nats_D for part in found]),
@@ -88,7 +88,7 @@ def joined(parts: Iterable[DocumentLosses]) -> DocumentLosses:
 
 
 def summed(losses: DocumentLosses, group_D: NDArray[np.int64]) -> DocumentLosses:
-    """The sums of the documents of each group 0, 1, 2 and so on."""
+    """Sum the losses of the documents of each group 0, 1, 2, ..."""
     count = int(group_D.max()) + 1
     nats_G = np.zeros(count, dtype=np.float64)
     tokens_G, bytes_G = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)

@@ -62,7 +62,7 @@ class Comparison:
 
 
 def alpha_of(decision: int) -> float:
-    """The share of `ALPHA` that the `decision`-th decision may spend: `6 / (pi j)^2`, 1 in sum.
+    """Return the share of `ALPHA` for decision number j: `6 / (pi j)^2`. The shares add up to 1.
 
     Raises:
         InputError: a number below 1.

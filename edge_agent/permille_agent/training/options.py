@@ -143,7 +143,7 @@ class TrainOptions:
         return replace(self, row_tokens=min(self.row_tokens, positions))
 
     def definition(self) -> JSON:
-        """Name the choices for the digest of a run: all of them decide its results.
+        """Return the choices that a run's digest includes. All of them affect its result.
 
         Canonical JSON has no fractions, so these are text.
         """

@@ -121,7 +121,7 @@ def _unlogged_state(folder: RunFolder, decision: Decision, package: Package) -> 
 
 
 def find_start(home: Home, package: Package, prepared: Prepared, options: TrainOptions) -> str | None:
-    """Name what a run goes on from: a run or `POOLED_START`; None begins at the base.
+    """Return the start of a run: the name of a run, `POOLED_START`, or None for the base.
 
     Raises:
         InputError: the pooled state was asked for where there is none, or by a run that cannot begin there.

@@ -127,7 +127,10 @@ def _counted(steps: int) -> str:
 
 
 def _step_s(run: Run, other: RunFolder) -> float | None:
-    """Seconds of a step of another run; None where it was not timed, or its steps were of another kind."""
+    """Return the seconds of a step of another run.
+
+    Return None if it was not timed or its steps were of another kind.
+    """
     try:
         begun, pace = other.load("run", BegunRun), other.load("search-pace", Pace)
     except OperatorError:  # a damaged run is no reason not to begin this one
@@ -142,14 +145,14 @@ def _step_s(run: Run, other: RunFolder) -> float | None:
 
 
 def budget_of_steps(steps: int) -> Budget:
-    """Divide a run of so many steps; the budget depends on nothing else."""
+    """Divide a run of a number of steps. The budget depends on nothing else."""
     low, high = TRIAL_STEPS
     trial_steps = min(high, max(low, steps // TRIAL_SHARE))
     return Budget(steps=steps, trial_steps=trial_steps, evaluations=EVALUATIONS, limit_s=None)
 
 
 def budget_of_time(available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float) -> Budget:
-    """Divide a run that may take `available_s` in all.
+    """Divide a run that may take `available_s` seconds in all.
 
     Args:
         available_s: of the whole run.
@@ -171,7 +174,7 @@ def budget_of_time(available_s: float, *, step_s: float, evaluation_s: float, ju
 def budget_of_gradient(
     available_s: float, *, step_s: float, evaluation_s: float, judgement_s: float, most_steps: float
 ) -> Budget:
-    """Divide a run along gradients that may take `available_s` in all: there is no search.
+    """Divide a gradient run that may take `available_s` seconds in all. It has no search.
 
     Args:
         most_steps: more of them learn the text by heart.

@@ -26,15 +26,15 @@ class RunProgress(Protocol):
     """Told by the trainer; it never influences a run."""
 
     def phase(self, name: str) -> None:
-        """A new phase begins."""
+        """Report that a new phase begins."""
         ...
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """A training step is durable: `done` of `total`, with the batch's loss."""
+        """Report that a training step is durable: `done` of `total`, with the batch's loss."""
         ...
 
     def evaluated(self, step: int, loss: float, first_loss: float) -> None:
-        """The select split was evaluated before step `step`."""
+        """Report that the select split was evaluated before step `step`."""
         ...
 
 

@@ -91,7 +91,7 @@ class RunDefinition:
     start: str | None = None
 
     def name(self) -> str:
-        """Name the run's folder: the same command after a crash finds its run."""
+        """Return the name of the run's folder. It lets the same command find its run after a crash."""
         options = self.options.definition()
         definition: JSON = {
             "package": self.package,
@@ -154,7 +154,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The folder's name: by it the active personalisation refers to the run."""
+        """The folder's name, by which the active model refers to the run."""
         return self.path.name
 
     @property

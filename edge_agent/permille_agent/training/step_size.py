@@ -76,7 +76,7 @@ class StepSize:
 
 
 def search_seed(seed: int, stage: str) -> int:
-    """Derive the seed of thrown-away directions: never those of the run itself."""
+    """Derive the seed of the search's directions, which differ from those of the run."""
     digest = hashlib.sha256(f"permille-search-1\0{seed}\0{stage}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
 

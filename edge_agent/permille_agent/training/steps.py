@@ -209,7 +209,7 @@ def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Desc
 
 
 def _steps_left(plan: Plan, descents: Sequence[SelectedState]) -> int:
-    """Steps of the next descent: as many as the first, but not beyond a time limit."""
+    """Return the steps of the next descent: as many as in the first, within the time limit."""
     spent = sum(selected.steps for selected in descents)
     return plan.total_steps if plan.limit_s is None else plan.total_steps - spent
 

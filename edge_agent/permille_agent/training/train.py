@@ -304,7 +304,7 @@ class _Task:
         )
 
     def _activate_again(self, folder: RunFolder) -> None:
-        """After `reset` or `rollback`, the same command brings the run back that was adopted before."""
+        """Activate a run again that was adopted before a `reset` or `rollback`."""
         decision = folder.load("decision", Decision)
         if decision is not None and decision.adopted and active_model(self.home) == decision.incumbent:
             new = Active(package=self.package.digest, run=folder.name)
@@ -312,5 +312,5 @@ class _Task:
 
 
 def _positions(package: Package) -> int:
-    """The longest row that the package's model can read."""
+    """Return the length of the longest row that the package's model can read."""
     return int(package.config.get("max_position_embeddings") or 1 << 31)

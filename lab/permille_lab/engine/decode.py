@@ -86,7 +86,7 @@ def _profile(tokens: Callable[[], Iterator[float]], clock: Clock) -> dict[str, f
 
 
 def token_seconds(engine: Engine, package: Package, clock: Clock) -> Iterator[float]:
-    """Of each token of a greedy text but the first."""
+    """Yield the seconds of each token of a greedy text but the first."""
     stream = engine.generate(package.values(), _prompt(package), TokenSampling(max_new_tokens=_TOKENS + 1))
     yield from _after_the_first(stream, clock)
 
