@@ -28,7 +28,7 @@ _JUDGED_FROM = 100
 
 
 class BadRow(StrEnum):
-    """Why a row was not used."""
+    """Reason for skipping a row."""
 
     NOT_UTF8 = "not-utf8"
     NOT_JSON = "not-json"
@@ -71,7 +71,10 @@ class ReadReport:
             raise InputError(f"{broken} of {filled} rows are broken, more than {_MOST_BROKEN:.0%}: {reasons}")
 
     def as_json(self) -> dict[str, object]:
-        """For the job's report: {"rows": ..., "bad": {reason: {"count": ..., "first_rows": [...]}}}."""
+        """Return the counts for the job's report.
+
+        Its form is {"rows": ..., "bad": {reason: {"count": ..., "first_rows": [...]}}}.
+        """
         bad = {
             str(reason): {"count": number, "first_rows": self.examples[reason]}
             for reason, number in sorted(self.bad.items())

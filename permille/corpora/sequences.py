@@ -32,7 +32,7 @@ _SEQUENCE_STREAM = (0xFFFFFFFF, 0xFFFFFFFE)
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; `permille.models.loading.FileTokenizer` is one."""
+    """Interface of a tokenizer, such as `permille.models.loading.FileTokenizer`."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""

@@ -80,7 +80,7 @@ def checked_values(package: Package, values_K: NDArray[np.float32] | None) -> ND
 def adapter_matrices(
     package: Package, values_K: NDArray[np.float32]
 ) -> Iterator[tuple[TensorInfo, NDArray[np.float32], NDArray[np.float32]]]:
-    """Of each linear in an adapter's scope its tensor, A [rank, K] and B [N, rank]."""
+    """Yield the tensor, A [rank, K] and B [N, rank] of each linear in an adapter's scope."""
     start = 0
     for info in package.manifest.tensors:
         if info.count:
@@ -92,7 +92,7 @@ def adapter_matrices(
 
 
 def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """What a safetensors file begins with, for tensors (dtype, shape) that follow in this order."""
+    """Return the header of a safetensors file, for tensors (dtype, shape) in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():

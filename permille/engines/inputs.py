@@ -16,7 +16,7 @@ _MOST_NAMED = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What the model can take. `positions` is None for a model whose config names no limit."""
+    """Input limits of a model. `positions` is None if the config names no limit."""
 
     k: int
     vocabulary: int

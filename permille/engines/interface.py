@@ -1,4 +1,4 @@
-"""What an engine must do: the seam between what trains or talks and the code that multiplies matrices.
+"""Interface of engines, between training or generation and the matrix code.
 
 An engine holds one package on one device. It is handed sparse values, never seeds, directions or
 optimizers, and it returns numbers as they come out of the forward pass: a loss that is not finite is
@@ -24,7 +24,7 @@ REVERSE_PASSES = 3
 
 
 class EngineInfo(TypedDict):
-    """What a run reports about its engine; a resumed run has the same bits only where this is equal."""
+    """Description of an engine in a report. A resumed run has the same bits only if it is equal."""
 
     name: str
     version: str

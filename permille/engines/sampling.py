@@ -14,7 +14,7 @@ REPEATED_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSampling:
-    """How new tokens are chosen.
+    """Settings for choosing new tokens.
 
     Attributes:
         max_new_tokens: how many at most.

@@ -36,7 +36,7 @@ _LEAST_REST = 1e-6
 
 
 class ComputeDtype(StrEnum):
-    """What the decoder computes in."""
+    """Number type of the decoder's arithmetic."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

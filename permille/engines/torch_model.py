@@ -141,7 +141,7 @@ def load_torch_model(package: Package, device: torch.device, dtype: torch.dtype)
 
 
 def _state(package: Package) -> dict[str, Tensor]:
-    """All tensors in float32, those of quantized layers decoded."""
+    """Return all tensors in float32, with quantized layers decoded."""
     plain = {name: torch.from_numpy(package.plain(name).float32().copy()) for name in package.plain_names}
     names = [info.name for info in package.manifest.tensors]
     return plain | {name: torch.from_numpy(dequantize(package.quantized(name))) for name in names}

@@ -1,4 +1,4 @@
-"""What one device sends for one round: the integers of its local steps, signed (FORMAT 13.2).
+"""Contribution of a device to a round: the signed integers of its local steps (FORMAT 13.2).
 
 Nobody is believed: limits come before what they bound is allocated, and a contribution has one byte string.
 
@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<8s32sIBH32sI")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What a device was invited to: a round, and the digest of the state to begin from."""
+    """Invitation of a device: a round, and the digest of the state to start from."""
 
     round_number: int
     start_digest: str
@@ -81,7 +81,7 @@ class Contribution:
 
     @property
     def place(self) -> Place:
-        """What it is to."""
+        """The invitation that it answers."""
         return Place(round_number=self.round_number, start_digest=self.start_digest)
 
 

@@ -1,4 +1,4 @@
-"""What a federation's devices and auditors agree on before its first round (FORMAT 13.1).
+"""Definition of a federation, agreed on before its first round (FORMAT 13.1).
 
 The history of a federation is a log as a device's own is, with the same directions for every device. So its
 directions, limits and replay are those of FORMAT 6 to 9, and the header of that log says most of this.
@@ -35,7 +35,7 @@ MAX_RATE = 10.0
 
 
 class Rule(StrEnum):
-    """How a coordinate's integers become one: their weighted mean, or the mean without its extremes."""
+    """Rule that joins the integers of a coordinate: weighted mean, or trimmed mean."""
 
     MEAN = "mean"
     TRIMMED = "trimmed"

@@ -1,4 +1,4 @@
-"""What one device does in a round: K steps from the pooled state on text of its own (FORMAT 13.2).
+"""A device's part in a round: K steps from the pooled state on its own text (FORMAT 13.2).
 
 A step is one of a log (`permille.zo.steps`), along its directions. Its integers are what
 is sent, and what moves the state for the next step; so they add up to exactly the local state. A step along
@@ -40,7 +40,7 @@ class _Gradients(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalRound:
-    """One device's part of one round.
+    """A device's part in a round.
 
     Attributes:
         number: of the round.

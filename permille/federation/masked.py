@@ -1,4 +1,4 @@
-"""What one device sends for a round whose sums a keeper unmasks, and what the keeper is asked (FORMAT 13.7).
+"""Masked contributions of a round with a keeper, and the request to the keeper (FORMAT 13.7).
 
 The service sees uniform integers, the keeper sees seals and never the integers: neither alone learns a
 device's vector, and what both compute together has the keeper's noise.
@@ -62,13 +62,13 @@ class Masked:
 
     @property
     def place(self) -> Place:
-        """What it is to."""
+        """The invitation that it answers."""
         return Place(round_number=self.round_number, start_digest=self.start_digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What the service asks the keeper: the sum of the masks of these devices, with noise.
+    """Request to the keeper for the noisy sum of the masks of these devices.
 
     Attributes:
         entries: device key, seal and its signature of each device, by device key.
@@ -80,7 +80,7 @@ class Opening:
 
     @property
     def answer_bytes(self) -> int:
-        """How long the answer is."""
+        """Return the length of the answer."""
         return _ANSWER_HEAD_BYTES + 4 * vector_size(self.definition)
 
     def to_bytes(self) -> bytes:
@@ -176,7 +176,7 @@ def decode_sent(
 
 
 def opening_of(definition: Definition, number: int, masked: Sequence[Masked]) -> Opening:
-    """What to ask the keeper for these devices of a round."""
+    """Return the request to the keeper for these devices of a round."""
     entries = sorted((each.device_key, each.seal, each.seal_signature) for each in masked)
     return Opening(definition=definition, round_number=number, entries=tuple(entries))
 

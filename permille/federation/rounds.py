@@ -39,7 +39,7 @@ _MOST_WEIGHT = MAX_DEVICES * MAX_WEIGHT
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Round:
-    """What one round published; a void one has no weight and moves nothing.
+    """Published record of a round. A void round has no weight and does not change the state.
 
     Attributes:
         weight_K: int64 [K], sum of the weights of the devices that did the step.
@@ -70,7 +70,9 @@ def chain_after(chain: str, record: bytes, state_digest: str) -> str:
 
 
 def combine(definition: Definition, number: int, contributions: Sequence[Contribution]) -> Round:
-    """One round from its devices' integers, by the definition's rule; none: a void round.
+    """Compute a round from its devices' integers, by the definition's rule.
+
+    Without integers the round is void.
 
     Raises:
         InputError: a contribution of another federation, round or start, more devices than FORMAT 13.3
@@ -128,7 +130,7 @@ def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Where a federation stands (FORMAT 13.4).
+    """Head of a federation's history (FORMAT 13.4).
 
     Attributes:
         number: rounds done.
@@ -222,7 +224,7 @@ class History:
 
     @property
     def head(self) -> Head:
-        """Where this history stands."""
+        """Return the head of this history."""
         return Head(
             definition_digest=self.definition.digest,
             number=self.number,

@@ -15,14 +15,14 @@ from permille.errors import InputError
 
 PARTS: Final = 10_000
 MAX_MEMBERS: Final = 2000
-"""Of a group by name or tag, whose members the record lists by digest."""
+"""Most members of a group by name or tag. The record lists their digests."""
 _MOST: Final = 2**53 - 1
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _NUMBERS: Final = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){2}", re.ASCII)
 
 
 class RolloutState(StrEnum):
-    """Where a rollout stands.
+    """State of a rollout.
 
     In a draft no wave is open yet. A paused rollout may go on, a stopped one may not; devices that have the
     version keep it in both. Done: all devices take the version. Reverted: all take a new version that holds
@@ -38,7 +38,7 @@ class RolloutState(StrEnum):
 
 
 class ReportCode(StrEnum):
-    """What became of a version on a device. Silent is the service's own word: no report in time."""
+    """Result of a version on a device. SILENT is set by the service: no report came in time."""
 
     OK = "ok"
     REFUSED = "refused"
@@ -50,7 +50,7 @@ class ReportCode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a device knows of itself, by which groups choose. An engine is known after the first run."""
+    """Facts about a device, which groups select by. The engine is known after the first run."""
 
     agent_version: str
     engine: str | None
@@ -74,7 +74,7 @@ class Choice:
     members: tuple[str, ...] | None = None
 
     def fits(self, facts: Facts) -> bool:
-        """Whether the facts of a device meet the conditions; membership aside."""
+        """Return whether the facts of a device meet the conditions, apart from membership."""
         if self.agent_version is not None and numbers(facts.agent_version) < numbers(self.agent_version):
             return False
         if self.engines and facts.engine not in self.engines:
@@ -128,7 +128,7 @@ class Offer:
         return document
 
     def is_for(self, device_id: str, facts: Facts) -> bool:
-        """Whether a device takes the version now: its wave is open, and it is of the group."""
+        """Return whether a device takes the version now: its wave is open, and it is in the group."""
         if self.state is not RolloutState.RUNNING or place_of(self.rollout, device_id) >= 100 * self.percent:
             return False
         members = self.choice.members

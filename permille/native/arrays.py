@@ -1,4 +1,4 @@
-"""What a kernel may be handed: checked here, because behind a pointer nothing is."""
+"""Checks of arrays for kernels, which cannot check behind a pointer."""
 
 import numpy as np
 from numpy.typing import NDArray

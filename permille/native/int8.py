@@ -30,7 +30,7 @@ def padded(columns: int) -> int:
 
 
 def has_int8(scheme: Scheme, group_size: int) -> bool:
-    """Whether codes of this scheme are integers whose scales belong to whole runs."""
+    """Return whether this scheme has integer codes with one scale for each run of codes."""
     return scheme is Scheme.INT4 and group_size % RUN == 0
 
 

@@ -22,7 +22,7 @@ from permille.quantization.types import Sparsity
 STRIP = 128
 _BLOCK_TOKENS = {"avx512": 64, "avx2": 32}
 _LEAST_TOKENS = 128
-"""Of fewer, decoding the lists takes as long as the products that they save."""
+"""Least number of tokens. With fewer, decoding the lists takes as long as it saves."""
 
 _MOST_KEPT = {"avx512": 0.52, "avx2": 0.45}
 """Share of kept weights from which a product that skips the others takes longer than one that does not."""
@@ -53,7 +53,9 @@ class KeptLists:
         return _BLOCK_TOKENS[self.library.path] * sum(self.shape)
 
     def places(self, index_J: NDArray[np.uint32], offset: int) -> NDArray[np.int32]:
-        """Where weights stand in `value_C`, by flat index; `offset` is that of the tile's first weight.
+        """Return the positions of weights in `value_C` by flat index.
+
+        `offset` is the index of the tile's first weight.
 
         Raises:
             InputError: one of them is outside the tile or not kept.
@@ -69,7 +71,10 @@ class KeptLists:
 
 
 def pays(weight: CodedRows, tokens: int) -> bool:
-    """Whether a product that skips zeros is faster than a decoded tile (docs/results/engine.md)."""
+    """Return whether a product that skips zeros is faster than a decoded tile.
+
+    See docs/results/engine.md.
+    """
     library = load()
     if not isinstance(weight, SparseRows) or library is None or library.path not in _MOST_KEPT:
         return False

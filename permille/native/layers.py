@@ -1,4 +1,6 @@
-"""What stands between the products of a decoder layer: norm, rotation, activation, attention, in float32.
+"""Kernels between the products of a decoder layer: norm, rotation, activation, attention.
+
+They compute in float32.
 
 Each function says whether it did the work: without the library, or for arrays whose layout a kernel does not
 take, it returns False and touches nothing, and the caller's numpy does the same to rounding. They hold no

@@ -19,7 +19,7 @@ from permille.errors import OperatorError
 
 VARIABLE = "PERMILLE_NATIVE"
 LIBRARY_NAME = "_kernels.so"
-"""As in `build`, which is not imported where nothing is built."""
+"""The same value as in `build`, which is imported only to build."""
 
 _PATHS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 _WIDEST_FIRST = ("avx512", "avx2", "neon", "scalar")
@@ -104,7 +104,10 @@ def cpu_path() -> str:
 
 
 def paths() -> list[str]:
-    """All paths that the library has and this processor runs, the widest first; empty without a library."""
+    """Return the code paths that library and processor support, the widest first.
+
+    Without a library the result is empty.
+    """
     dll = _open()
     return [] if dll is None else [name for name in _WIDEST_FIRST if dll.permille_has(_PATHS[name])]
 

@@ -1,4 +1,4 @@
-"""One token against a linear layer: codes, what sparse values change of them, and a bias, in one call.
+"""Product of a token with a linear layer: codes, sparse values and bias in one call.
 
 Without a kernel for it (no library, path "scalar", a pruned weight, groups that it does not take) the three
 are done one after the other.

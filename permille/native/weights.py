@@ -28,7 +28,7 @@ _LINE = 128  # groups of a multiple of it are what all kernels take
 
 
 class Form(IntEnum):
-    """What a code stands for before its scale; the numbers are those of `src/weights.inc`."""
+    """Meaning of a code before its scale, with the numbers of `src/weights.inc`."""
 
     SHARED = 0  # one of 16 numbers, the same for all rows
     OF_ROW = 1  # one of 16 numbers of its row

@@ -27,7 +27,7 @@ _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 
 
 def seal_context(definition_digest: str, round_number: int, device_key: bytes) -> bytes:
-    """What a seal is bound to: a federation's round and a device, by its public key of 32 bytes."""
+    """Return the bytes that bind a seal to a federation's round and a device's public key."""
     return _DOMAIN + digest_bytes(definition_digest) + struct.pack("<I", round_number) + device_key
 
 

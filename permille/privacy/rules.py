@@ -1,4 +1,4 @@
-"""What a federation promises a device about its integers: `privacy` of its definition (FORMAT 13.6)."""
+"""Privacy guarantees of a federation: `privacy` of its definition (FORMAT 13.6)."""
 
 import base64
 import binascii
@@ -17,11 +17,11 @@ from permille.zo.header import check_range
 KEEPER_MINIMUM: Final = 32
 """Fewer devices than these a keeper does not sum."""
 LARGEST_DEVIATION: Final = 1 << 26
-"""Of the noise of one integer: with 2**16 devices 16 deviations more still fit into 32 bits."""
+"""Largest deviation of one integer's noise. With 2**16 devices, 16 deviations fit into 32 bits."""
 
 
 class PrivacyMode(StrEnum):
-    """Who draws the noise and sees the single vectors: the service, or nobody."""
+    """Party that draws the noise and sees single vectors: the service, or nobody."""
 
     CENTRAL = "central"
     KEEPER = "keeper"
@@ -116,7 +116,7 @@ class Privacy:
         return Fraction(self.noise_hundredths * clip, 100) ** 2
 
     def dp_epsilon(self, participations: int) -> float:
-        """What a device has spent after so many rounds; none cost nothing."""
+        """Return the budget that a device has spent after a number of rounds."""
         if participations == 0:
             return 0.0
         return dp_epsilon_of(rho_of(self.noise_multiplier, participations), 10.0**-self.delta_exponent)

@@ -1,4 +1,4 @@
-"""What is to be pruned: method, share of zeros by layer, pattern; and how it is recovered. No torch."""
+"""Plan of pruning: method, share of zeros by layer, pattern, and recovery. No torch."""
 
 import re
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _LARGEST_GROUP = 32
 
 
 class PruningMethod(StrEnum):
-    """How weights to remove are chosen.
+    """Method of choosing the weights to remove.
 
     MAGNITUDE: the smallest. WANDA: the smallest products of a weight's size and its input's norm (Sun et al.,
     2023). SPARSEGPT: those whose removal costs least once the others of their row make up for it, and they do
@@ -27,7 +27,7 @@ class PruningMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """At most `kept` of `of` neighbours along a row are not zero: 2:4 keeps two of four."""
+    """Pattern with at most `kept` of `of` neighbours along a row not zero: 2:4 keeps two of four."""
 
     kept: int
     of: int
@@ -64,7 +64,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruningPlan:
-    """What `prune_model` is asked for.
+    """Options of `prune_model`.
 
     Attributes:
         rates: the share of zeros in every linear of a decoder layer: one for all layers, or one by layer.
@@ -112,7 +112,7 @@ class PruningPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan:
-    """How a pruned model is fine-tuned.
+    """Options for fine-tuning a pruned model.
 
     Attributes:
         rows: of a step.

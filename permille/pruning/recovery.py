@@ -159,7 +159,7 @@ def recover(
 
 
 def row_order(rows: int, taken: int, seed: int, step: int) -> NDArray[np.int64]:
-    """Which rows a step takes: all once, in an order by the seed, then all again in another."""
+    """Return the rows of a step. All rows occur once in a seeded order, then again in another."""
     places = np.arange(step * taken, (step + 1) * taken)
     orders = {
         int(turn): np.random.default_rng([seed, int(turn)]).permutation(rows) for turn in places // rows

@@ -1,4 +1,4 @@
-"""Which weights of one linear become zero, and what the others become.
+"""Choice of the weights of a linear that become zero, and the new values of the others.
 
 Shapes: N = outputs, K = inputs; `gram_KK` is `X X^T` over the inputs of the calibration text. Everything is
 float32 as in the papers. Ties go to the lower index, so that the same numbers give the same zeros.
@@ -39,7 +39,7 @@ def prune_linear(
 def prune_mask(
     score_NK: Tensor, zero_NK: Tensor, count: int, pattern: Pattern | None, *, per_row: bool
 ) -> Tensor:
-    """Where the zeros are: those that are there, and the places of the smallest scores.
+    """Return the positions of zeros: the existing ones, and those with the smallest scores.
 
     Args:
         count: zeros in each row, or in all rows together, those that are there among them.

@@ -46,7 +46,7 @@ class PruningText:
     evaluation_ET: NDArray[np.int64] | None = None
 
     def rows(self) -> NDArray[np.int64]:
-        """All rows that go through the pruned layers, those that decide first."""
+        """Return all rows that go through the pruned layers, the deciding ones first."""
         if self.evaluation_ET is None:
             return self.calibration_NT
         return np.concatenate((self.calibration_NT, self.evaluation_ET))
@@ -54,7 +54,7 @@ class PruningText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearReport:
-    """One linear: its zeros, `|(W - W') X|^2` over the calibration text, and `|W X|^2`."""
+    """Result of a linear: its zeros, `|(W - W') X|^2` over the calibration text, and `|W X|^2`."""
 
     name: str
     weights: int
@@ -65,7 +65,11 @@ class LinearReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruningReport:
-    """What was done. Losses are nats a token of the evaluation rows, before and after; None without any."""
+    """Result of pruning.
+
+    Losses are those of the evaluation rows in nats a token, before and after, or None without such
+    rows.
+    """
 
     linears: tuple[LinearReport, ...]
     loss_before: float | None = None
@@ -171,7 +175,7 @@ class _Walk:
         self._save((index + 1) % 2)
 
     def report(self) -> PruningReport:
-        """What is known at the end."""
+        """Return the final result."""
         losses: list[float | None] = [None, None]
         if self.text.evaluation_ET is not None:
             count, hidden = len(self.text.evaluation_ET), self._hidden[self.stream.layers % 2]
@@ -274,7 +278,7 @@ class _Grams:
                 handle.remove()
 
     def found(self) -> Iterator[tuple[str, Tensor]]:
-        """By linear, in the order of the model."""
+        """Results by linear, in the order of the model."""
         for name in self._modules:
             yield name, self._grams[self._leader[name]]
 

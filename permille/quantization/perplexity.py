@@ -1,4 +1,4 @@
-"""What a quantization costs in perplexity: a torch model before, and with its decoded weights in place.
+"""Perplexity of a torch model before and after a quantization of its weights.
 
     perplexity = exp(mean over all predictions of -log p(token | tokens before)), logits in float32
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Perplexity(TypedDict):
-    """Of `tokens` predictions: the mean loss in nats, and its exponential."""
+    """Mean loss of `tokens` predictions in nats, and its exponential."""
 
     tokens: int
     loss: float

@@ -1,4 +1,4 @@
-"""How far a quantized weight is from its source. numpy only.
+"""Error of a quantized weight against its source. numpy only.
 
     relative error = ||w - w'||_F / ||w||_F        max error = max |w - w'|
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 class TensorError(TypedDict):
-    """One line of the table."""
+    """A line of the table."""
 
     name: str
     shape: list[int]

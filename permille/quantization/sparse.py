@@ -87,7 +87,7 @@ def _pack_groups(kept_NK: Places) -> NDArray[np.uint8]:
 
 
 def places(pattern: Pattern, first: int, last: int) -> Places:
-    """Which weights of rows first..last are kept, [last - first, K]."""
+    """Return which weights of rows first..last are kept, [last - first, K]."""
     columns = pattern.shape[1]
     if pattern.sparsity is Sparsity.BITMAP:
         bits = np.unpackbits(pattern.packed[first:last], axis=1, count=columns, bitorder="little")
@@ -109,7 +109,7 @@ def row_starts(pattern: Pattern) -> NDArray[np.int64]:
 
 
 def ranks(pattern: Pattern, flat_J: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Of rising flat indices: how many kept weights stand before each, and whether it is kept itself."""
+    """Return for rising flat indices the kept weights before each, and whether it is kept."""
     columns = pattern.shape[1]
     starts, flat_J = row_starts(pattern), flat_J.astype(np.int64)
     rank_J, kept_J = np.empty(flat_J.shape, np.int64), np.empty(flat_J.shape, np.bool_)
@@ -126,7 +126,7 @@ def ranks(pattern: Pattern, flat_J: NDArray[np.integer]) -> tuple[NDArray[np.int
 
 
 def has_padding(pattern: Pattern) -> bool:
-    """Whether bits behind the last column, or numbers of rows that there are not, are other than zero."""
+    """Return whether padding bits or rows of the pattern are not zero."""
     rows, columns = pattern.shape
     if pattern.sparsity is Sparsity.BITMAP:
         return bool(columns % 8) and bool((pattern.packed[:, -1] >> np.uint8(columns % 8)).any())
@@ -150,7 +150,7 @@ def check_pattern(pattern: Pattern, kept: int) -> None:
 
 
 def has_other_numbers(pattern: Pattern) -> bool:
-    """Whether a byte of 2:4 is no three patterns."""
+    """Return whether a byte of 2:4 is not a code of three patterns."""
     return pattern.sparsity is Sparsity.TWO_OF_FOUR and int(pattern.packed.max()) >= 6**3
 
 

@@ -26,7 +26,7 @@ from permille.quantization.source import check_weight, decoded_rows, packed_rows
 from permille.quantization.types import CODE_BOOK_SIZE, QuantizedTensor, Scheme
 
 GROUP_SIZE = 0
-"""What stands in the place of a group size: a row has one code book, however long."""
+"""The group size of this scheme. A row has one code book, whatever its length."""
 
 _UNSCORED = 1e-6  # of its row's mean score counts for a weight that has none
 _SPREAD, _OUTERMOST = 96, 12  # places of cuts in long rows
@@ -111,7 +111,7 @@ def _books(
 
 
 class _Sums:
-    """What a range of a row's sorted weights costs and where its mean is, of sums up to each place."""
+    """Cost and mean of ranges of a row's sorted weights, from prefix sums."""
 
     def __init__(self, w_RK: NDArray[np.float64], mass_RK: NDArray[np.float64]) -> None:
         self._w_RK = w_RK

@@ -1,4 +1,4 @@
-"""What a quantized weight is: codes, scales and how they are laid out. Arrays only, no arithmetic.
+"""Types of quantized weights: codes, scales and their layout. There is no arithmetic here.
 
 Shapes: N = out features, K = in features, G = groups of a row (`ceil(K / group_size)`), B = flat blocks
 (`ceil(N*K / group_size)`), C = weights that are kept.
@@ -14,7 +14,7 @@ from permille.choices import choice_of
 
 
 class Scheme(StrEnum):
-    """How codes stand for weights (FORMAT 4.2): four bits each, of INT8 eight, of SOURCE either."""
+    """Coding of weights (FORMAT 4.2): four bits each, eight for INT8, either for SOURCE."""
 
     NF4 = "nf4"
     INT4 = "int4"
@@ -31,7 +31,7 @@ CODE_BOOK_SIZE = 16
 
 
 class Sparsity(StrEnum):
-    """How a tensor says which weights are kept; the others are zero and have no codes (FORMAT 4.2)."""
+    """Pattern of the kept weights of a tensor. The others are zero and have no codes (FORMAT 4.2)."""
 
     TWO_OF_FOUR = "2:4"
     BITMAP = "bitmap"
@@ -39,7 +39,7 @@ class Sparsity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantizedTensor:
-    """One weight matrix in codes.
+    """A weight matrix in codes.
 
     Attributes:
         scheme: what codes stand for.
@@ -76,7 +76,7 @@ class QuantizedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pattern:
-    """Where the kept weights of a matrix stand (FORMAT 4.2).
+    """Positions of the kept weights of a matrix (FORMAT 4.2).
 
     Attributes:
         shape: (N, K) of the matrix.

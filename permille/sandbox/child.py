@@ -33,7 +33,7 @@ Answer = Mapping[str, object]
 
 
 class _RefusedError(Exception):
-    """What is asked cannot be done; the words are the answer."""
+    """A request that cannot be done. Its message is the answer."""
 
 
 class _Child:
@@ -100,7 +100,7 @@ class _Child:
         return {"text": _bounded(self._tokenizer.decode(ids, skip_special_tokens=True), limit)}
 
     def step(self, stream: int, ids: list[int], limit: int) -> Answer:
-        """What the next ids add to the text of a stream; none end it."""
+        """Return the text that the next ids add to a stream. No ids end the stream."""
         from tokenizers.decoders import DecodeStream
 
         if not ids:
@@ -113,7 +113,7 @@ class _Child:
         return {"text": _bounded("".join(pieces), limit)}
 
     def has_special(self, texts: list[str]) -> Answer:
-        """Whether a special token is written in one of the texts; there may be as many as a file holds."""
+        """Return whether one of the texts contains a special token."""
         return {"found": any(token in text for text in texts for token in self._special)}
 
     def render(

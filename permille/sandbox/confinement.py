@@ -1,4 +1,6 @@
-"""What a child process gives up before it touches foreign data: memory, time, files to write, the network.
+"""Limits that a child process sets on itself before it reads foreign data.
+
+They limit memory, time, written files and the network.
 
 Linux holds all of it. Elsewhere what the system does not know is left out, and the parent's time limit stays.
 """

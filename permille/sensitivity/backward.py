@@ -1,4 +1,4 @@
-"""One sequence's loss, ready to be differentiated with little memory.
+"""Loss of a sequence that can be differentiated with little memory.
 
 Only the wanted weights require a gradient, a block's activations are computed again in backward, no dropout.
 """

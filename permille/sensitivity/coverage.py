@@ -34,7 +34,7 @@ class CurvePoint(TypedDict):
 
 
 class TensorRow(TypedDict):
-    """One line of the table: `coverage` is the share of the tensor's own score that the mask holds."""
+    """A line of the table. `coverage` is the share of the tensor's score that the mask covers."""
 
     name: str
     shape: list[int]
@@ -45,7 +45,7 @@ class TensorRow(TypedDict):
 
 
 class CoverageReport(TypedDict):
-    """What an operator decides from."""
+    """Report of a mask's coverage, for the operator's decision."""
 
     k: int
     numel: int

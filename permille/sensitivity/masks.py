@@ -88,7 +88,7 @@ def select_mask(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranked:
-    """What weights are chosen by: scores or weights, and which of them are zero."""
+    """Criterion of the choice: scores or weights, and which weights are zero."""
 
     tensors: Mapping[str, NDArray[np.float32]]
     method: MaskMethod

@@ -1,4 +1,4 @@
-"""How Fisher sums are cut into shards and added again: without torch, so that joining costs no model.
+"""Splitting and adding of Fisher sums in shards. It needs neither torch nor a model.
 
 Sequences are summed in shards by their number; the sums of the shards are added in their order, in float32.
 """

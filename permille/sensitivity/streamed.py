@@ -32,7 +32,7 @@ class StreamedModel:
     hidden_bytes: int = 1 << 30
 
     def sequences_a_pass(self, length: int) -> int:
-        """How many sequences go through the layers together."""
+        """Return the number of sequences that go through the layers together."""
         hidden = shape_of(self.stream.checkpoint.config).hidden
         return max(1, self.hidden_bytes // (4 * length * hidden * (self.stream.layers + 2)))
 

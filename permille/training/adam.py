@@ -38,7 +38,7 @@ _TINY = 1e-8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
-    """What Adam remembers before a step.
+    """State of Adam before a step.
 
     Attributes:
         step: the next one.
@@ -58,7 +58,7 @@ class Moments:
 
     @classmethod
     def first(cls, k: int, s_K: NDArray[np.int64]) -> "Moments":
-        """What Adam begins with."""
+        """Return the initial state of Adam."""
         nothing_K = np.zeros(k, np.float32)
         return cls(step=0, taken=0, m_K=nothing_K, v_K=nothing_K, s_K=s_K, coefficients=np.zeros(0, np.int64))
 
@@ -72,7 +72,7 @@ class Moments:
         )
 
     def to_bytes(self) -> bytes:
-        """As they are kept from step to step; private to one machine."""
+        """Encode the moments for storage between steps. The form is private to one machine."""
         file = io.BytesIO()
         numbers = np.array([self.step, self.taken, self.flags], np.int64)
         np.savez(

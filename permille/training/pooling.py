@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingPlan:
-    """How a pooled state is trained.
+    """Options for training a pooled state.
 
     Attributes:
         steps: the rate falls to 0 over them.
@@ -76,7 +76,7 @@ class Pooled:
 
     @property
     def better(self) -> bool:
-        """Whether the state is surely better than the base on text that it was not trained on."""
+        """Return whether the state is significantly better than the base on held-out text."""
         return self.gain > SURE * self.error
 
 
@@ -197,7 +197,7 @@ def _kept(checkpoint: Path) -> Moments | None:
 
 
 def _order(rows: int, plan: PoolingPlan, step: int) -> NDArray[np.int64]:
-    """Which rows a step takes: all once, in an order by the seed, then all again in another."""
+    """Return the rows of a step. All rows occur once in a seeded order, then again in another."""
     place = step * plan.batch_rows
     first, last = place // rows, (place + plan.batch_rows - 1) // rows
     orders = [np.random.default_rng([plan.seed, turn]).permutation(rows) for turn in range(first, last + 1)]

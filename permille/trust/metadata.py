@@ -37,7 +37,7 @@ class KeyElsewhereError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """Whose signatures a role needs: `threshold` of these public keys."""
+    """Signatures that a role needs: `threshold` of these public keys."""
 
     keys: tuple[Key, ...]
     threshold: int = 1
@@ -52,7 +52,7 @@ class Holders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleState:
-    """What people are shown of a role."""
+    """Summary of a role, for people."""
 
     role: str
     version: int
@@ -98,7 +98,7 @@ def new_signer() -> CryptoSigner:
 
 
 def root_digest(data: bytes) -> str:
-    """What an invitation carries of a root's bytes."""
+    """Return the digits of a root that an invitation contains."""
     return hashlib.sha256(data).hexdigest()[:ROOT_DIGEST_DIGITS]
 
 
@@ -114,7 +114,7 @@ def parse(kind: type[AnySigned], data: bytes) -> Metadata[AnySigned]:
 
 
 def lacking_signatures(delegator: Delegator, role: str, metadata: Metadata[Any]) -> str:
-    """What is missing in its signatures; empty when they are enough."""
+    """Describe the missing signatures, or return an empty text if there are enough."""
     try:
         delegator.verify_delegate(role, metadata.signed_bytes, metadata.signatures)
     except UnsignedMetadataError as exc:

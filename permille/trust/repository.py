@@ -1,4 +1,6 @@
-"""One tenant's TUF repository: what is signed, by whom, and what follows from a change. No I/O, no clock.
+"""TUF repository of a tenant: its signed metadata, its keys, and changes to them.
+
+It does no I/O and reads no clock.
 
 A `Repository` is opened on the newest metadata and the private keys that are here. Each change makes new
 versions of the roles that it touches, then of snapshot and timestamp, so that clients always find a set that
@@ -76,13 +78,13 @@ from permille.trust.roles import (
 )
 
 MAX_BYTES = 500_000
-"""Of one file, some 3,000 versions: python-tuf's client reads no larger root."""
+"""Largest size of a file, some 3,000 versions. python-tuf's client reads no larger root."""
 KEYS_AT_START = 5
 
 
 @dataclass(slots=True, kw_only=True)
 class Repository:
-    """One tenant's metadata at a moment.
+    """A tenant's metadata at one moment.
 
     Attributes:
         newest: bytes of the newest version of each role.
@@ -134,7 +136,7 @@ class Repository:
 
     @property
     def root_digest(self) -> str:
-        """What an invitation carries of the newest root."""
+        """Return the digits of the newest root that an invitation contains."""
         return root_digest(self.newest[ROOT])
 
     @property
@@ -167,7 +169,7 @@ class Repository:
         return self.targets(role).targets.get(path) if role in self.newest else None
 
     def listed(self) -> dict[tuple[str, int], Listed]:
-        """What clients find of all releases, by name and version."""
+        """Return the releases that clients find, by name and version."""
         found = {}
         for role in self._delegated():
             for path, target in self.targets(role).targets.items() if role in self.newest else ():
@@ -178,7 +180,7 @@ class Repository:
         return found
 
     def states(self) -> list[RoleState]:
-        """All roles, root first, as people are shown them."""
+        """Return summaries of all roles, the root first."""
         found = []
         for role in (*TOP_LEVEL, *self._delegated()):
             if role not in self.newest:
@@ -243,7 +245,7 @@ class Repository:
                 raise
 
     def may_move_alias(self, name: str, alias: str, version: int) -> bool:
-        """Whether `move_alias` would succeed with the keys that are here."""
+        """Return whether `move_alias` would succeed with the keys that are here."""
         path = target_path(name, version)
         role, listed = self._role_of(path), self.target(path)
         rule = self._delegator(role).get_delegated_role(role)

@@ -47,7 +47,7 @@ _TARGET_PATH: Final = re.compile(r"releases/([a-z0-9][a-z0-9._-]{0,62})/([1-9][0
 
 
 def life_of(role: str) -> timedelta:
-    """How long one version of a role's metadata is good."""
+    """Validity period of a role's metadata."""
     return _LIFE.get(role, _DELEGATED_LIFE)
 
 
@@ -90,14 +90,14 @@ def parse_target_path(path: str) -> tuple[str, int]:
 
 
 def is_target_path(path: str) -> bool:
-    """Whether a path names a version of a release."""
+    """Return whether a path names a version of a release."""
     found = _TARGET_PATH.fullmatch(path)
     return found is not None and int(found[2]) <= MAX_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a release asks of its devices' training, signed with it; None leaves it to the device.
+    """Training options that a release signs for its devices. None leaves a choice to the device.
 
     A device's owner overrides each of these by a flag or the policy.
 

@@ -95,7 +95,7 @@ class LossEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Descent:
-    """What is the same at every step of a log.
+    """Settings that are the same at every step of a log.
 
     Attributes:
         header: of the log.
@@ -107,7 +107,7 @@ class Descent:
 
     @property
     def scale(self) -> float:
-        """What a perturbation multiplies z by: `epsilon / sigma`."""
+        """Return the factor of z in a perturbation: `epsilon / sigma`."""
         return self.header.epsilon / self.header.sigma
 
     def perturbed(self, s_K: NDArray[np.int64], z_K: NDArray[np.int8]) -> NDArray[np.float32]:
@@ -121,7 +121,7 @@ Estimate = Callable[
 
 
 def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
-    """All directions of a step, [q, k], of -1, 0 and 1.
+    """Return all directions of a step, [q, k], with elements -1, 0 and 1.
 
     Divided by `header.sigma` they have unit variance. A direction of one block is 0 outside of it
     (FORMAT 6.3, 6.5 and 6.6).

@@ -33,7 +33,7 @@ _GROUP_BITS = np.uint64(31)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Grouping:
-    """Where the weights stand in one step.
+    """Assignment of the weights to groups in one step.
 
     Attributes:
         group_K: int32, 0 to Q - 1.
@@ -45,7 +45,9 @@ class Grouping:
     queries: int
 
     def project(self, change_K: NDArray[np.floating]) -> NDArray[np.float64]:
-        """What each direction has of a change: `<change, z_i> / <z_i, z_i>`, float64 [Q]; 0: an empty group.
+        """Project a change on each direction: `<change, z_i> / <z_i, z_i>`, float64 [Q].
+
+        An empty group has 0.
 
         `sum_i found_i * z_i` is the orthogonal projection of the change on the step's directions.
         """

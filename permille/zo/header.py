@@ -30,14 +30,14 @@ MAX_K = 1 << 32
 
 
 class DirectionKind(StrEnum):
-    """What the elements of a direction are: signs (FORMAT 6.3), or those of one group (6.6)."""
+    """Elements of a direction: signs (FORMAT 6.3), or the signs of one group (6.6)."""
 
     RADEMACHER = "rademacher"
     GROUPS = "groups"
 
 
 class Schedule(StrEnum):
-    """How the learning rate falls over a run."""
+    """Schedule of the learning rate over a run."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -92,7 +92,7 @@ class BlockSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogHeader:
-    """What a log is bound to and how its integers become weights.
+    """Header of a log: its bindings, and the constants that turn its integers into weights.
 
     Attributes:
         queries: coefficients a step; of both blocks together where there are two.
@@ -191,11 +191,11 @@ class LogHeader:
 
     @property
     def moving(self) -> slice:
-        """Where the masked weights that move are in flat order."""
+        """Return the range of the trained masked weights in flat order."""
         return self.weights_of(slice(self.first_tensor, len(self.counts)))
 
     def weights_of(self, tensors: slice) -> slice:
-        """Where the masked weights of consecutive tensors are in flat order."""
+        """Return the range of the masked weights of consecutive tensors in flat order."""
         return slice(sum(self.counts[: tensors.start]), sum(self.counts[: tensors.stop]))
 
     def to_bytes(self) -> bytes:

@@ -34,7 +34,7 @@ _MAX_PAYLOAD = _FIXED.size + MAX_GROUPS * MAX_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalContents:
-    """What a journal file holds: its header, its whole records, and where the last one ends."""
+    """Contents of a journal file: header, complete records, and the end of the last one."""
 
     header: LogHeader
     records: tuple[StepRecord, ...]
@@ -111,7 +111,7 @@ class Journal:
         return len(self._records)
 
     def records(self) -> Iterator[StepRecord]:
-        """All records, the first step first."""
+        """Yield all records, the first step first."""
         return iter(tuple(self._records))
 
     def append(self, record: StepRecord) -> None:
@@ -183,7 +183,7 @@ def encode_header(header: LogHeader) -> bytes:
 
 
 def _entry_seed(header: LogHeader) -> int:
-    """Where the checksums of a journal's entries continue from: the checksum of its header."""
+    """Return the start of the checksums of a journal's entries: the checksum of its header."""
     return zlib.crc32(header.to_bytes())
 
 

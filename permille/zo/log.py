@@ -33,7 +33,7 @@ from permille.zo.varints import decode_varints, encode_varints, unzigzag, zigzag
 MAGIC = b"PMLLOG1\n"
 CHUNK_STEPS = 1024
 MAX_HEAD_BYTES = len(MAGIC) + MAX_HEADER_BYTES + 12
-"""What stands before the first chunk, at most."""
+"""The largest size of the part before the first chunk."""
 
 _U32 = struct.Struct("<I")
 

@@ -36,7 +36,7 @@ _MAX_WIDTH = 55
 
 
 class StateOrigin(StrEnum):
-    """Whose text made a state: one person's, or a corpus that a release was made with."""
+    """Origin of a state: one person's text, or the corpus of a release."""
 
     PERSONAL = "personal"
     POOLED = "pooled"
@@ -44,7 +44,7 @@ class StateOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateHeader:
-    """What a packed state is bound to.
+    """Header of a packed state, which binds it to a package.
 
     Attributes:
         k: masked weights.

@@ -18,7 +18,7 @@ _ROWS = 1024
 
 
 class StepFlag(IntFlag):
-    """What the guards did to a step."""
+    """Actions of the guards on a step."""
 
     NONE = 0
     CLIPPED = 1
@@ -30,7 +30,7 @@ KNOWN_FLAGS = int(StepFlag.CLIPPED | StepFlag.REJECTED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step as applied.
+    """A step as it was applied.
 
     Attributes:
         coefficients: one integer per query, all 0 where the step was rejected.

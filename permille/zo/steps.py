@@ -1,4 +1,4 @@
-"""One step of zeroth-order descent: perturb, ask the engine for losses, round to integers (FORMAT 7).
+"""A step of zeroth-order descent: perturb, measure losses, round to integers (FORMAT 7).
 
 `take_step` is pure and makes the record; `apply_record` is the one place where a record changes a state.
 
@@ -131,7 +131,7 @@ class JournaledSteps:
 
     @property
     def done(self) -> int:
-        """How many steps the journal holds."""
+        """Return the number of steps in the journal."""
         return self._journal.next_step
 
     @property

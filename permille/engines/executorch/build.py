@@ -22,7 +22,7 @@ _NEEDED = ("", "_threadpool", "_kernels_optimized", "_backend_xnnpack")
 
 
 def runtime_folder() -> Path:
-    """Where the installed wheel lies.
+    """Return the folder of the installed wheel.
 
     Raises:
         InputError: it is not installed.
@@ -35,7 +35,7 @@ def runtime_folder() -> Path:
 
 
 def programs_run_here() -> bool:
-    """Whether the runtime is installed on this machine and joined to us."""
+    """Return whether the runtime is installed on this machine and linked to this package."""
     return LIBRARY.is_file() and importlib.util.find_spec("executorch") is not None
 
 

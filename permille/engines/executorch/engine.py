@@ -79,7 +79,7 @@ class ExecutorchEngine:
 
     @property
     def shape(self) -> ProgramShape:
-        """What one pass of the program takes."""
+        """Size limits of one pass of the program."""
         return self._shape
 
     def info(self) -> EngineInfo:

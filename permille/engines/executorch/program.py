@@ -17,7 +17,7 @@ _TYPES = {np.dtype(np.uint8): 0, np.dtype(np.int64): 4, np.dtype(np.float32): 6}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramShape:
-    """What a call of a program takes; fixed when it is exported.
+    """Input sizes of a program, fixed at its export.
 
     Attributes:
         variants: of the sparse values.

@@ -43,11 +43,11 @@ information in 0.1 % of the weights."""
 _CHUNK_BLOCKS = 1 << 13
 _LARGEST_HALF = 65504.0
 _MASKED = 4
-"""Of the masked values of a block, the largest so many are aimed at; all count in the error."""
+"""Number of a block's largest masked values that candidates aim at. All count in the error."""
 
 
 class BlockType(StrEnum):
-    """How the weights of linear layers are stored. F32 alone is without any loss.
+    """Storage types of the weights of linear layers. Only F32 is lossless.
 
     SOURCE stands for the types that a package of scheme `source` keeps, tensor by tensor.
     """
@@ -61,9 +61,9 @@ class BlockType(StrEnum):
 
 
 ENCODED = (BlockType.F32, BlockType.F16, BlockType.Q8_0, BlockType.Q4_0)
-"""What `encode` writes; the others are of scheme `source`."""
+"""Types that `encode` writes. The others need a package of scheme `source`."""
 OWN_CODES = {BlockType.Q8_0: Scheme.INT8, BlockType.Q4_0: Scheme.INT4}
-"""Whose codes a type has as they are."""
+"""Scheme whose codes a type stores unchanged."""
 
 
 def fits(kind: BlockType, columns: int) -> BlockType:
@@ -155,7 +155,7 @@ def encode_source(
 
 
 def decode(kind: BlockType, data_NR: NDArray[np.uint8], columns: int) -> NDArray[np.float32]:
-    """What the bytes of `encode` stand for: float32 [N, K]."""
+    """Decode the bytes of `encode` to float32 [N, K]."""
     rows = len(data_NR)
     if kind is BlockType.F32:
         return data_NR.view("<f4").astype(np.float32)

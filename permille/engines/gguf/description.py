@@ -1,4 +1,4 @@
-"""What llama.cpp must be told of a decoder, and which decoders it computes as we do.
+"""Description of a decoder for llama.cpp, and the decoders that both compute alike.
 
 Of our nine families it knows eight, not OPT. A config whose mathematics it hard-codes in another way is
 refused here: a file that loads and computes something else is worse than none.
@@ -44,7 +44,7 @@ class Description:
 
     @property
     def name(self) -> str:
-        """As `general.architecture` has it."""
+        """The value of `general.architecture`."""
         return MODEL_ARCH_NAMES[self.arch]
 
     def write(self, writer: GGUFWriter) -> None:
@@ -78,16 +78,16 @@ class Description:
             writer.add_sliding_window(next((each.window for each in decoder.layers if each.window), 0))
 
     def row_order(self, name: str, rows: int) -> NDArray[np.int64] | None:
-        """Where llama.cpp wants a tensor's rows from; None: they stay."""
+        """Return llama.cpp's order of a tensor's rows, or None if it does not change."""
         return row_order(self.decoder.family, self.config, name, rows)
 
     def adds_one(self, name: str) -> bool:
-        """Whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
+        """Return whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
         return adds_one(self.decoder.family, name)
 
     @property
     def head_copied(self) -> bool:
-        """Whether a tied head must be stored once more."""
+        """Return whether a tied head must be stored a second time."""
         return self.decoder.tied and self.arch is MODEL_ARCH.GPTNEOX
 
 

@@ -50,7 +50,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufExport:
-    """What was written.
+    """Result of an export.
 
     Attributes:
         kind: of the linear layers.

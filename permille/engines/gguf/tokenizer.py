@@ -130,7 +130,7 @@ def _is_sentencepiece(document: Mapping[str, Any]) -> bool:
 
 
 def _space_first(document: Mapping[str, Any]) -> bool:
-    """Whether a text begins with a space that it does not have.
+    """Return whether the tokenizer adds a space before a text.
 
     Raises:
         InputError: a text is changed or cut otherwise than by `▁` for spaces.
@@ -215,7 +215,7 @@ def _not_by_scores(token: str) -> InputError:
 
 
 def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether a special token goes before every text, and after it."""
+    """Return whether a special token is added before, and after, every text."""
     for step in _steps(document.get("post_processor"), "processors"):
         if step["type"] == "TemplateProcessing" and step["single"]:
             return "SpecialToken" in step["single"][0], "SpecialToken" in step["single"][-1]
@@ -235,7 +235,7 @@ def _pre(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _steps(step: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, Any]]:
-    """One step, or those of a sequence."""
+    """Yield a step, or the steps of a sequence."""
     if step is None:
         return
     if step["type"] == "Sequence":

@@ -31,7 +31,7 @@ class Blas:
 
     @property
     def name(self) -> str:
-        """Which library multiplies; a part of what decides bits."""
+        """Return the name of the BLAS library, which affects the bits of results."""
         return "numpy's matmul" if self._library is None else self._library.name
 
     def product(self, a_MK: Array, b_NK: Array, out_MN: Array) -> None:
@@ -105,7 +105,7 @@ def _function(library: ctypes.CDLL, name: str) -> "ctypes._NamedFuncPointer":
 
 
 def _rows(array: Array) -> bool:
-    """Whether BLAS can take it: rows are contiguous and do not overlap."""
+    """Return whether BLAS accepts the array: rows are contiguous and do not overlap."""
     return array.ndim == 2 and array.strides[1] == 4 and array.strides[0] >= 4 * array.shape[1]
 
 

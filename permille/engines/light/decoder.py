@@ -1,4 +1,4 @@
-"""One decoder layer, written once for all that runs through it: variants, tangents, one token of a text.
+"""Forward pass of a decoder layer, shared by variants, tangents and single tokens.
 
 A `Pass` knows what its states are and does the parts; the order of the parts is here. States are [G, M, H]:
 groups of variants, or a primal with its tangents. The residual is changed in place.
@@ -25,7 +25,7 @@ Array = NDArray[np.float32]
 
 
 class Pass(Protocol):
-    """What a decoder layer is made of. Names are those of work memory that `buffers` keeps."""
+    """Operations of a decoder layer. Names are those of the work memory in `buffers`."""
 
     def buffers(self, name: str, x_GMK: Array, *widths: int) -> list[Array]:
         """[G, M, width] for each width, G and M those of x, one after the other: the same memory for the
@@ -90,7 +90,7 @@ def norm_heads(run: Pass, norm: Norm, x_GMAD: Array) -> None:
 
 
 def finish(run: Pass, model: LightModel, states_GRH: Array) -> Array:
-    """What the head reads, from hidden states of the last layer, which are used up."""
+    """Return the input of the head, from the last layer's hidden states, which are overwritten."""
     if model.final_norm is not None:
         run.norm(model.final_norm, states_GRH, states_GRH)
     return states_GRH if model.project_out_EH is None else states_GRH @ model.project_out_EH.T

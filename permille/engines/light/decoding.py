@@ -28,7 +28,7 @@ _TASK_WEIGHTS = 1 << 18
 
 
 class TextPass(LossPass):
-    """One variant of the values and one sequence that grows."""
+    """Generation with one variant of the values and one growing sequence."""
 
     def __init__(self, tools: Tools, model: LightModel, value_K: Array, room: int) -> None:
         """`room`: tokens of the prompt and of the text together, at most."""

@@ -47,7 +47,7 @@ class StoredMatrix:
         self.rows, self.width = raw.shape
 
     def look_up(self, row_M: NDArray[np.int64], out_MH: Array) -> None:
-        """Those rows, widened into `out`, some at a time."""
+        """Convert these rows to float32 in `out`, some at a time."""
         for part in blocks(len(row_M), _LOOK_UP_ROWS):
             self._widen(np.ascontiguousarray(self._stored[row_M[part]]), out_MH[part])
 
@@ -63,7 +63,7 @@ class StoredMatrix:
 
     @property
     def has_row_product(self) -> bool:
-        """Whether there is a `row_product`."""
+        """Return whether there is a `row_product`."""
         return self._dtype in ("BF16", Q8_0) and load() is not None
 
     def row_product(self, x_H: Array, rows: slice, out_R: Array) -> None:
@@ -75,7 +75,7 @@ class StoredMatrix:
 
     @property
     def is_float32(self) -> bool:
-        """Whether `block` needs no scratch memory."""
+        """Return whether `block` needs no scratch memory."""
         return self._dtype == "F32"
 
     def _widen(self, stored: NDArray[np.generic], out: Array) -> None:
@@ -91,7 +91,10 @@ class StoredMatrix:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """What is known of some rows after the blocks so far. `gradient_RH` is not yet divided by `sum_R`."""
+    """Running sums of some rows over the blocks so far.
+
+    `gradient_RH` is not yet divided by `sum_R`.
+    """
 
     hidden_RH: Array
     named_RN: NDArray[np.int64]
@@ -282,6 +285,6 @@ def _pulls(part: _Running) -> tuple[Array, Array]:
 
 
 def _rest(share_RN: Array) -> Array:
-    """What is left of 1 for all tokens that are not named, [R]."""
+    """Return the probability that remains for all tokens that are not named, [R]."""
     rest_R: Array = np.maximum(1 - share_RN.sum(axis=1), np.float32(_LEAST_REST))
     return rest_R

@@ -46,7 +46,7 @@ _LEAST_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tools:
-    """What multiplies, and the threads.
+    """Matrix kernels and threads.
 
     Attributes:
         int8: losses see the inputs of linear layers in 8 bits.
@@ -59,7 +59,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """What a linear layer multiplies.
+    """Operands of a linear layer.
 
     Attributes:
         x_GMK: float32.
@@ -73,7 +73,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """What sparse values change of the decoded weight: `value - decoded` in compressed rows, a group each."""
+    """Change of the decoded weight by sparse values: `value - decoded`, in compressed rows a group."""
 
     row_start_N1: NDArray[np.int32]
     column_C: NDArray[np.int32]
@@ -82,7 +82,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerValues:
-    """What groups of variants set in one layer: values at its mask, or its adapter's numbers."""
+    """Trained numbers of groups of variants in one layer: values at its mask, or of its adapter."""
 
     masked_GC: Array
     low_rank: LowRank | None
@@ -99,7 +99,7 @@ class LayerTangents:
 
 
 class LightLinear:
-    """One quantized layer, with masked weights or an adapter."""
+    """A quantized layer, with masked weights or an adapter."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class LightLinear:
             yield group, part_MR
 
     def _changes(self, rows: slice, values_GC: Array) -> "Correction | None":
-        """What the values change of some rows of the weight; None where nothing is masked."""
+        """Return the change of some rows of the weight by the values, or None without a mask there."""
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         if first == last:
             return None

@@ -1,4 +1,4 @@
-"""From a package to the parts of a decoder: packed weights stay mapped, norms and biases are widened.
+"""Decoder parts of a package: packed weights stay mapped, norms and biases become float32.
 
 No code of a package runs. What the config says decides the mathematics (`architecture`); the tensors must be
 those that it asks for, which `Package.open` has checked.
@@ -36,7 +36,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LightLayer:
-    """One decoder layer. Either `fused` or `query`, `key` and `value` are there; `gate` is optional."""
+    """A decoder layer. It has either `fused` or `query`, `key` and `value`. `gate` is optional."""
 
     settings: LayerSettings
     scores: AttentionScores
@@ -57,12 +57,12 @@ class LightLayer:
 
     @property
     def projections(self) -> list[LightLinear]:
-        """What makes queries, keys and values."""
+        """Return the linears of queries, keys and values."""
         return [linear for linear in (self.fused, self.query, self.key, self.value) if linear is not None]
 
     @property
     def linears(self) -> list[LightLinear]:
-        """All linear layers."""
+        """Return all linear layers."""
         gate = [] if self.gate is None else [self.gate]
         return [*self.projections, self.output, *gate, self.up, self.down]
 
@@ -90,7 +90,7 @@ class LightModel:
     hidden: int
 
     def embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64]) -> Array:
-        """What enters the first layer, [M, H]."""
+        """Return the input of the first layer, [M, H]."""
         found_ME = np.empty((len(id_M), self.embedding.width), np.float32)
         self.embedding.look_up(id_M, found_ME)
         out_MH = found_ME if self.project_in_HE is None else found_ME @ self.project_in_HE.T

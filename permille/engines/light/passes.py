@@ -47,7 +47,7 @@ class Workspace:
 
 
 class _Tokens:
-    """What every pass over joined sequences shares: work memory, positions, tasks over rows."""
+    """Parts that every pass over joined sequences shares: work memory, positions, tasks over rows."""
 
     def __init__(
         self, tools: Tools, architecture: Architecture, workspace: Workspace, joined: JoinedSequences

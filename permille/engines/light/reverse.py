@@ -35,7 +35,10 @@ class ReversePass:
         self._tools, self._model, self._workspace = tools, model, workspace
 
     def part_tokens(self, tokens: int) -> int:
-        """How many of the tokens go through the layers together: equal parts within the bound on memory."""
+        """Return the number of tokens that go through the layers together.
+
+        Tokens are divided into equal parts within the memory bound.
+        """
         model, shape = self._model, self._model.architecture
         inner = max(layer.up.rows for layer in model.layers)
         heads = 4 * shape.head * (shape.heads + shape.kv_heads)

@@ -1,4 +1,4 @@
-"""One decoder layer backwards: its inside is computed again, then gone through from its output to its input.
+"""Reverse pass of a decoder layer: recompute its inside, then go from output to input.
 
 The order of the parts is that of `decoder`, reversed; each rule is the transpose of what `TangentPass`
 computes (see `reverse_rules`). All work memory is of tokens, none of a weight.
@@ -39,7 +39,10 @@ _NUMBERS = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Attended:
-    """What attention computed: its input, queries and keys before their norms (None without), its heads."""
+    """Intermediate results of attention: input, queries and keys before their norms, heads.
+
+    Queries and keys are None without norms.
+    """
 
     x_MH: Array
     before_norm: tuple[Array, Array] | None
@@ -53,7 +56,10 @@ class _Attended:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Fed:
-    """What the feed-forward part computed: its input, gate (None without) and up, `inner = a(gate) up`."""
+    """Intermediate results of the feed-forward part: input, gate, up, and `inner = a(gate) up`.
+
+    The gate is None if there is none.
+    """
 
     x_MH: Array
     gate_MI: Array | None

@@ -29,7 +29,7 @@ _PRODUCTS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Heads:
-    """What attention reads and makes, or the gradients of that: q and out [M, A, D], k and v [M, B, D]."""
+    """Inputs and output of attention, or their gradients: q and out [M, A, D], k and v [M, B, D]."""
 
     q: Array
     k: Array
@@ -37,7 +37,7 @@ class Heads:
     out: Array
 
     def of(self, rows: slice) -> "Heads":
-        """Those of one sequence."""
+        """Return the arrays of one sequence."""
         return Heads(q=self.q[rows], k=self.k[rows], v=self.v[rows], out=self.out[rows])
 
 
@@ -53,7 +53,10 @@ def norm_back(norm: Norm, x_MH: Array, d_out_MH: Array, d_x_MH: Array) -> None:
 
 
 def feed_forward_back(kind: Activation, gate_MI: Array | None, up_MI: Array, d_inner_MI: Array) -> None:
-    """Of `a(gate) up`, or `a(up)`: the gradients take the places of gate and up; `d_inner` is used up."""
+    """Compute the gradients of `a(gate) up`, or `a(up)`, in place of gate and up.
+
+    `d_inner` is overwritten.
+    """
     if gate_MI is None:
         np.multiply(slope(kind, up_MI), d_inner_MI, out=up_MI)
         return

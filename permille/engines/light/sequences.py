@@ -36,7 +36,7 @@ class JoinedSequences:
     soft: SoftTargets | None = None
 
     def only(self, index: int) -> "JoinedSequences":
-        """One of the sequences, without targets."""
+        """Return one of the sequences, without targets."""
         part = self.sequences[index]
         nothing = np.empty(0, np.int64)
         return JoinedSequences(
