@@ -1,4 +1,4 @@
-"""What the keeper remembers: every answer that it may have given, and which device's seal was in which set.
+"""Memory of the keeper: every answer that it may have given, and the set of each device's seal.
 
 An answer is durable before it is sent, so the noise of a set is drawn once: asked again, also after a kill,
 the keeper says the same bytes. A device's seal of a round is never opened in two sets: their difference would
@@ -103,7 +103,7 @@ class Memory:
         connection.close()
 
     def lines(self) -> list[str]:
-        """Every answer and every refusal, oldest first, a line each."""
+        """Return every answer and every refusal, oldest first, one line each."""
         query = (
             "SELECT answered_at, 'summed ' || devices || ' devices in round ' || number || ' of ' "
             "|| definition FROM answers UNION ALL SELECT at, 'refused: ' || reason FROM second_sets "

@@ -1,4 +1,4 @@
-"""What jobs make: sparse models, masks, quantizations, packages; the blobs of each, what it was made of.
+"""Artifacts of jobs: sparse models, masks, quantizations and packages, with blobs and inputs.
 
 A worker adds an artifact in the transaction that completes its job; the blobs are in the blob store before
 that.
@@ -34,7 +34,7 @@ _EVIDENCE = frozenset({SCORES, REPORT, PICTURE})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blob:
-    """One blob of an artifact. `path`: of a file of a package."""
+    """A blob of an artifact. `path` is set for a file of a package."""
 
     role: str
     media_type: str
@@ -45,7 +45,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What a task has made.
+    """Result of a task.
 
     Attributes:
         model_id: the model that it is made of.
@@ -182,7 +182,7 @@ def has_result(session: Session, job: Job) -> bool:
 
 
 def key_of(artifact: Artifact) -> str:
-    """What `get` finds it by, and what its job's result is."""
+    """Return the id by which `get` finds it, which is also its job's result."""
     return artifact.digest if artifact.kind == JobKind.PACKAGE else artifact.id
 
 

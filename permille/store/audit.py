@@ -17,7 +17,7 @@ from permille.store.tables import AuditEntry, Tenant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What an operator did.
+    """Change by an operator.
 
     Attributes:
         token_id: of the operator's token.

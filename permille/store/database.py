@@ -104,7 +104,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """One write transaction: committed at the end of the block, rolled back by any exception."""
+        """Open a write transaction. The end of the block commits it; an exception rolls it back."""
         with self._session(self._writer) as session, session.begin():
             yield session
 
@@ -126,7 +126,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """One consistent view.
+        """Open a read transaction with one consistent view.
 
         What it returns stays readable after the block; changes to it are not written.
         """
@@ -164,13 +164,13 @@ def now(session: Session) -> datetime:
 
 
 def moment(session: Session) -> ColumnElement[datetime]:
-    """What `now` would tell, within a statement that is made for this session."""
+    """Return the SQL expression of `now`, for a statement in this session."""
     clock: Clock | None = session.info.get("clock")
     return _Moment() if clock is None else literal(clock(), Instant())
 
 
 def name_fault(exc: DBAPIError) -> str | None:
-    """What is wrong with the database's disk or file, as far as its error says; None: something else."""
+    """Return the problem of the database's disk or file that an error names, or None."""
     name = getattr(exc.orig, "sqlite_errorname", None) or ""
     if name == "SQLITE_FULL" or getattr(exc.orig, "sqlstate", None) == _POSTGRES_FULL:
         return "the disk of the database is full"

@@ -92,7 +92,7 @@ def find_invitation(session: Session, *, code: str) -> Invitation | None:
 
 
 def is_active(session: Session, *, device_id: str) -> bool:
-    """Whether there is such a device, neither revoked nor gone."""
+    """Return whether the device exists and is neither revoked nor unenrolled."""
     return _active(session, device_id) is not None
 
 
@@ -174,7 +174,7 @@ def touch(session: Session, *, device_id: str, version: int | None = None) -> No
 
 
 def count_told(session: Session, *, tenant_id: str, release: str, version: int) -> int:
-    """How many active devices were told this version last."""
+    """Count the active devices that were last told this version."""
     query = select(func.count()).where(
         Device.tenant_id == tenant_id,
         Device.release == release,

@@ -1,4 +1,4 @@
-"""What the store refuses, beyond the errors of `permille.errors`.
+"""Errors of the store, beyond those of `permille.errors`.
 
 The API maps `NotFoundError` to 404, `ConflictError` to 409, `QuotaError` to 429. A row of another tenant does
 not exist: it is a `NotFoundError`, never a "forbidden".
@@ -30,7 +30,7 @@ class BudgetSpentError(ConflictError):
 
 
 class QuotaSpentError(ConflictError):
-    """As much of a device is kept as may be: nothing changes that but a deletion, or another setting."""
+    """A device's quota is used up. Only a deletion or another setting changes that."""
 
 
 class ChangedError(RetryableError):

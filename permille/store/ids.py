@@ -23,7 +23,7 @@ _ULID_LENGTH = 26
 
 
 class Prefix(StrEnum):
-    """What an id names."""
+    """Kind of object that an id names."""
 
     TENANT = "tenant"
     OPERATOR = "operator"

@@ -1,4 +1,4 @@
-"""What work starts from: registered base models and corpora.
+"""Inputs of jobs: registered base models and corpora.
 
 Nothing that a result was made of can be removed: an artifact's sources say what it was made of, whichever
 field of its request named it.
@@ -50,13 +50,13 @@ def roots_of(session: Session, settings: StoreSettings, *, tenant_id: str) -> Ro
 
 
 def sparsified_path(digest: str) -> str:
-    """Where below the model root the files of a sparsification lie."""
+    """Return the path of a sparsification's files below the model root."""
     return f"{SPARSIFIED}/{digest.removeprefix('sha256:')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What is known once the model's files were read."""
+    """Facts about a model after its files were read."""
 
     family: str
     config: dict[str, object]
@@ -152,7 +152,7 @@ def corpora_are_older(session: Session, settings: StoreSettings, job: Job) -> bo
 
 
 def ids_in(request: Mapping[str, object]) -> Iterator[str]:
-    """Every id that a request names, however deep."""
+    """Yield every id that a request names, at any depth."""
     for name, value in request.items():
         if isinstance(value, Mapping):
             yield from ids_in(value)
@@ -168,7 +168,7 @@ def named_by_jobs(session: Session, *, tenant_id: str) -> dict[str, str]:
 
 
 def _strings_in(request: Mapping[str, object]) -> Iterator[str]:
-    """Every string of a request, however deep."""
+    """Yield every string of a request, at any depth."""
     for value in request.values():
         if isinstance(value, Mapping):
             yield from _strings_in(value)

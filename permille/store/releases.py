@@ -136,7 +136,7 @@ def delete_alias(session: Session, *, tenant_id: str, name: str, alias: str) -> 
 
 
 def list_aliases(session: Session, *, tenant_id: str, name: str) -> Sequence[Alias]:
-    """All aliases of one release name."""
+    """Return all aliases of a release name."""
     query = select(Alias).where(Alias.tenant_id == tenant_id, Alias.name == name)
     return session.scalars(query.order_by(Alias.alias)).all()
 

@@ -27,7 +27,7 @@ _LONGEST_TIME = 17  # decimal digits: up to the year 5138
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Which page is asked for: so many rows, after the last one of the page before."""
+    """Page of a list: the number of rows, and the last row of the previous page."""
 
     limit: int = 50
     cursor: str | None = None

@@ -68,7 +68,7 @@ def report(
 
 
 def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
-    """What fleets are counted by: columns of a run, from its metrics."""
+    """Return the columns of a run that fleet counts use, from its metrics."""
     base, personal = (_loss(metrics.get(name)) for name in ("loss_base", "loss_personal"))
     general = [_loss(metrics.get(f"general_loss_{name}")) for name in ("base", "personal")]
     adopted = metrics.get("outcome") == Outcome.ADOPTED
@@ -125,7 +125,7 @@ def list_runs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentLog:
-    """What a device has sent: a log, or a packed state in its place; its bytes are those of an upload."""
+    """A shared log or packed state of a device. Its bytes are those of an upload."""
 
     form: LogForm
     digest: str
@@ -164,7 +164,7 @@ def attach_log(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogVerdict:
-    """What a replay found of a log: the reason where it is refused, the digest of the state it led to."""
+    """Result of a replay: the reason of a refusal, or the digest of the state."""
 
     state: LogState
     reason: str | None = None

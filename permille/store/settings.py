@@ -31,7 +31,7 @@ _REGION: Final = re.compile(r"[a-z0-9-]{1,63}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketAddress:
-    """Which bucket, what its keys begin with, and where it is: without an endpoint at AWS."""
+    """Bucket, key prefix and endpoint. Without an endpoint the bucket is at AWS."""
 
     bucket: str
     prefix: str
@@ -185,7 +185,7 @@ class StoreSettings(ProcessSettings, FolderSettings, StorageSettings):
 
 
 def layout(data_dir: Path) -> dict[str, Any]:
-    """Where everything is when only the data folder is named."""
+    """Return the default paths below the data folder."""
     root = data_dir.absolute()
     return {
         "database_url": f"sqlite:///{root / 'permille.db'}",
@@ -198,7 +198,7 @@ def layout(data_dir: Path) -> dict[str, Any]:
 
 
 def explain(error: ValueError) -> str:
-    """What is wrong with the settings, in one line without their values: they may be secret.
+    """Describe invalid settings in one line, without their values, which may be secret.
 
     Args:
         error: pydantic's ValidationError, or its SettingsError for a variable that is no JSON.

@@ -131,7 +131,7 @@ class TrustMetadata(Base):
 
 
 class Probe(Base):
-    """One row, written to see whether the database can be: a full disk still reads."""
+    """A single row that is written to test the database, since a full disk can still be read."""
 
     __tablename__ = "probes"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -242,7 +242,7 @@ class Job(Named):
 
 
 class JobEvent(Base):
-    """One line of a job's story. `seq` counts 1, 2, 3 ... within the job: its stream's `Last-Event-ID`."""
+    """An event of a job. `seq` counts 1, 2, 3, ... in the job: the stream's `Last-Event-ID`."""
 
     __tablename__ = "job_events"
     id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
@@ -286,7 +286,7 @@ class Artifact(Named):
 
 
 class ArtifactBlob(Base):
-    """Which blobs an artifact has; a device that may read a package may read these."""
+    """Blobs of an artifact. A device that may read a package may read these."""
 
     __tablename__ = "artifact_blobs"
     artifact_id: Mapped[str] = mapped_column(ForeignKey("artifacts.id"), primary_key=True)
@@ -301,7 +301,7 @@ class ArtifactBlob(Base):
 
 
 class ArtifactSource(Base):
-    """What an artifact was made of: ids of models, corpora and other artifacts."""
+    """Inputs of an artifact: ids of models, corpora and other artifacts."""
 
     __tablename__ = "artifact_sources"
     artifact_id: Mapped[str] = mapped_column(ForeignKey("artifacts.id"), primary_key=True)
@@ -310,7 +310,7 @@ class ArtifactSource(Base):
 
 
 class BlobCollection(Base):
-    """One row: when blobs that no row names were last looked for, and what was found."""
+    """A single row: the time and result of the last collection of unreferenced blobs."""
 
     __tablename__ = "blob_collections"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -437,7 +437,7 @@ class Upload(Named):
 
 
 class Run(_Owned, Base):
-    """One training run that a device reported, and the log that it may have shared."""
+    """A training run that a device reported, with its shared log if there is one."""
 
     __tablename__ = "runs"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
@@ -523,7 +523,7 @@ class FederationMember(Base):
 
 
 class Round(Base):
-    """One round; from its end on its record, and where the federation then stood."""
+    """A round. After its end it has its record and the federation's head."""
 
     __tablename__ = "rounds"
     federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
@@ -645,7 +645,7 @@ class Rollout(Named):
 
 
 class RolloutReport(Base):
-    """What became of a rollout's version on a device that began to install it."""
+    """Result of a rollout's version on a device that began to install it."""
 
     __tablename__ = "rollout_reports"
     rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.id"), primary_key=True)
@@ -663,7 +663,7 @@ class RolloutReport(Base):
 
 
 class AuditEntry(_Owned, Base):
-    """One change by an operator; see `permille.store.audit`."""
+    """A change by an operator; see `permille.store.audit`."""
 
     __tablename__ = "audit_entries"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)

@@ -1,4 +1,4 @@
-"""What tenants' TUF repositories consist of: files by name, kept by compare-and-set on the timestamp.
+"""Files of the tenants' TUF repositories, changed by compare-and-set on the timestamp.
 
 Every change of a repository makes a new timestamp. So whoever changes one says which timestamp it saw; when
 another was faster, nothing is kept (ChangedError), and `Database.transact` runs the change again on what is

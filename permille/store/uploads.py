@@ -1,4 +1,4 @@
-"""What devices send of their runs: logs and packed states, as bytes apart from everything else.
+"""Uploads of devices: logs and packed states, stored apart from all other bytes.
 
 An upload's row is there before its bytes and outlives them, and its bytes lie in a folder that no other
 upload ever shares. So no device can delete what another one, or a job, needs, whatever bytes it sends; and
@@ -32,7 +32,7 @@ _MOST_SWEPT = 1000
 
 
 class UploadState(StrEnum):
-    """Where an upload stands in its life."""
+    """State of an upload."""
 
     COMING = "coming"
     HELD = "held"
@@ -195,7 +195,7 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
 
 @dataclass(slots=True)
 class Kept:
-    """What is kept of a device: its reports, its logs and states, and their bytes."""
+    """Stored amount of a device: its reports, its logs and states, and their bytes."""
 
     runs: int = 0
     uploads: int = 0
@@ -203,7 +203,7 @@ class Kept:
 
 
 def kept_of(session: Session, device_ids: Sequence[str]) -> dict[str, Kept]:
-    """What is kept of each of these devices."""
+    """Return the stored amount of each of these devices."""
     found = {device_id: Kept() for device_id in device_ids}
     reports = select(Run.device_id, func.count()).where(
         Run.device_id.in_(device_ids), Run.deleted_at.is_(None)

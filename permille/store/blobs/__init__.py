@@ -1,1 +1,1 @@
-"""Where the cloud's blobs lie: a folder, or a bucket behind one."""
+"""Blob stores of the service: a folder, or a bucket with a folder as its cache."""

@@ -35,7 +35,7 @@ _AT_ONCE: Final = 30
 """So many threads wait for the bucket; an API has 40, and those that are left answer who asks for else."""
 _TURN_S: Final = 1.0
 _ADDRESS_S: Final = 300
-"""How long an address opens its object: a download must begin, not end, in this time."""
+"""Validity of an object's address. A download must begin, not end, within this time."""
 _GONE: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _PERSON: Final = frozenset(
     {
@@ -96,7 +96,7 @@ class Bucket:
         return other
 
     def head(self, key: str) -> StoredObject | None:
-        """What the bucket tells of an object; None: there is none."""
+        """Return the bucket's entry of an object, or None if there is none."""
         try:
             with self._errors(f"size and age of {key}"):
                 found = self._ask("head_object", Key=key)
@@ -164,7 +164,7 @@ class Bucket:
             yield from listed
 
     def names(self, prefix: str) -> list[str]:
-        """What follows the prefix up to the next slash, sorted, each once."""
+        """Return the distinct names between the prefix and the next slash, sorted."""
         pages = self._pages("list_objects_v2", Prefix=prefix, Delimiter="/")
         found = (entry["Prefix"] for page in pages for entry in page.get("CommonPrefixes", ()))
         return sorted(name.removeprefix(prefix).rstrip("/") for name in found)

@@ -164,7 +164,7 @@ class BucketFolder(BlobFolder):
         return file
 
     def read(self, digest: str, *, limit: int) -> bytes:
-        """All bytes of a small blob, hashed; a copy that has gone bad is fetched again. Raises as `path`."""
+        """Return the checked bytes of a small blob. Fetch a damaged copy again. Raises as `path`."""
         try:
             return super().read(digest, limit=limit)
         except PackageError as exc:
@@ -184,14 +184,14 @@ class BucketFolder(BlobFolder):
             super().check(digest)
 
     def entry(self, digest: str) -> StoredBlob | None:
-        """What the bucket tells of this blob; None: it is not there."""
+        """Return the bucket's entry of this blob, or None if it is not there."""
         found = self._bucket.head(self._key(digest))
         if found is None:
             return None
         return StoredBlob(digest=digest, size_bytes=found.size_bytes, written_at_s=found.written_at_s)
 
     def has(self, digest: str) -> bool:
-        """Whether the bucket has the blob."""
+        """Return whether the bucket has the blob."""
         return self.entry(digest) is not None
 
     def entries(self) -> Iterator[StoredBlob]:
@@ -249,7 +249,10 @@ class BucketFolder(BlobFolder):
         return "".join(f"{name}/" for name in (self._bucket.address.prefix, *self._names) if name)
 
     def _is_ours(self, key: str) -> bool:
-        """Whether this is a key of a blob, here or below: without a prefix others may use the bucket, too."""
+        """Return whether this is the key of a blob, here or in a store below.
+
+        Without a prefix, others may use the bucket, too.
+        """
         return _KEY.fullmatch(key.removeprefix(self._prefix)) is not None
 
     def _key(self, digest: str) -> str:

@@ -16,7 +16,7 @@ _COUNTED = (ChargeState.RESERVED.value, ChargeState.SPENT.value)
 
 
 def members_left(session: Session, federation: Federation, *, besides: int) -> int:
-    """How many members may take part in a round still, whatever they have been charged for `besides`."""
+    """Count the members that can still take part in a round, without their charge for `besides`."""
     members = select(func.count()).where(
         FederationMember.federation_id == federation.id, FederationMember.left_at.is_(None)
     )
@@ -36,7 +36,7 @@ def members_left(session: Session, federation: Federation, *, besides: int) -> i
 
 
 def is_spent(session: Session, federation: Federation, device_id: str, *, besides: int) -> bool:
-    """Whether a device may take part no more, whatever it has been charged for the round `besides`."""
+    """Return whether a device's budget is spent, without its charge for the round `besides`."""
     if federation.participations is None:
         return False
     query = select(func.count()).where(
@@ -86,7 +86,7 @@ def settle(session: Session, row: Round) -> None:
 
 
 def distribution(session: Session, federation_id: str) -> dict[int, int]:
-    """How many devices have spent, or reserved, the charges of how many rounds."""
+    """Count the devices by the number of rounds that they have spent or reserved."""
     per_device = (
         select(func.count().label("rounds"))
         .where(PrivacyCharge.federation_id == federation_id, PrivacyCharge.state.in_(_COUNTED))

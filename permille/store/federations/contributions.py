@@ -1,4 +1,4 @@
-"""What devices send to rounds: by an invitation that is drawn, kept until the round ends."""
+"""Contributions of invited devices to rounds, kept until the round ends."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ INVITED_SHARE: Final = 1.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What a device has sent to a round."""
+    """Contribution of a device to a round."""
 
     federation_id: str
     number: int
@@ -123,7 +123,7 @@ def note_refusal(session: Session, *, federation_id: str, number: int, code: str
 
 
 def received(session: Session, *, federation_id: str, number: int) -> Sequence[Received]:
-    """What devices have sent to a round that is closing, in no particular order."""
+    """Return the contributions to a closing round, in no particular order."""
     start_digest = session.get_one(Round, (federation_id, number)).start_digest
     query = (
         select(Participation, Device.public_key)

@@ -17,7 +17,7 @@ _LONGEST_NUMBER = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How to come to a round: from a checkpoint, or None, by the records after it, to a head."""
+    """Path to a round's state: a checkpoint or None, the records after it, and a head."""
 
     checkpoint: tuple[bytes, Head] | None
     records: Sequence[bytes]
@@ -53,7 +53,7 @@ def way_to(session: Session, federation: Federation, *, after: int, until: int) 
 
 
 def newest_way(session: Session, federation: Federation) -> Way:
-    """How to come to where the federation stands, from the newest checkpoint."""
+    """Return the path to the federation's current state from the newest checkpoint."""
     query = select(FederationCheckpoint).where(FederationCheckpoint.federation_id == federation.id)
     newest = session.scalar(query.order_by(FederationCheckpoint.number.desc()).limit(1))
     begin = 0 if newest is None else newest.number
@@ -94,7 +94,7 @@ def newest_measured(session: Session, federation: Federation) -> int | None:
 
 
 def head_at(session: Session, federation: Federation, number: int) -> Head:
-    """Where the federation stood after so many rounds."""
+    """Return the federation's head after a number of rounds."""
     at: Federation | Round = federation
     if number == 0:
         first = session.get(Round, (federation.id, 0))

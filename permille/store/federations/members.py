@@ -79,7 +79,7 @@ def leave(session: Session, *, device_id: str, federation_id: str | None = None)
 
 
 def count(session: Session, federation_id: str) -> int:
-    """How many devices are members."""
+    """Count the members."""
     query = select(func.count()).where(
         FederationMember.federation_id == federation_id, FederationMember.left_at.is_(None)
     )

@@ -34,7 +34,7 @@ _KEPT_CHECKPOINTS: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What a round has made.
+    """Result of a round.
 
     Attributes:
         record: its bytes (FORMAT 13.3).
@@ -67,7 +67,7 @@ def lock(session: Session, federation_id: str, number: int) -> Round | None:
 
 
 def counts(session: Session, row: Round) -> tuple[int, int]:
-    """How many devices were invited to a round, and how many have sent something."""
+    """Return how many devices were invited to a round, and how many have sent a contribution."""
     if row.invited is not None and row.received is not None:
         return row.invited, row.received
     query = select(func.count(), func.count(Participation.digest)).where(*_of(row))
@@ -167,7 +167,7 @@ def sweep(db: Database) -> None:
 
 
 def _is_misdated(at: datetime) -> ColumnElement[bool]:
-    """Whether a round ends later than if it had begun now: the clock has gone back since it did."""
+    """Select rounds that end later than one that begins now, since the clock went back."""
     left = type_coerce(Round.deadline_at, BigInteger) - literal(at, Instant())
     return left > Federation.deadline_s * 1_000_000
 

@@ -1,1 +1,1 @@
-"""What many devices report, counted: by version, against another version, of the whole fleet."""
+"""Counts of device reports: by version, against another version, and for the fleet."""

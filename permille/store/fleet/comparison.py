@@ -102,7 +102,7 @@ def _improvements(after: VersionResults, before: VersionResults) -> list[Change]
 
 
 def _losses(session: Session, row: Release, other: Release) -> tuple[int, list[Change]]:
-    """How many devices have reported both versions, and how their loss after training has changed."""
+    """Return the number of devices that reported both versions, and the change of their loss."""
     after, before = (_loss_by_device(session, one) for one in (row, other))
     both = [(new, before[device_id]) for device_id, new in after.items() if device_id in before]
     pairs = [(new, old) for new, old in both if new is not None and old is not None]

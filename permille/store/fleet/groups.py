@@ -19,7 +19,7 @@ from permille.store.tables import Device, DeviceGroup, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What is looked at of a device."""
+    """Facts about a device that conditions look at."""
 
     id: str
     tags: frozenset[str]

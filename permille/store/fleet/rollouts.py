@@ -167,7 +167,7 @@ def unsigned(session: Session, *, tenant_id: str) -> list[Rollout]:
 
 
 def offer_of(row: Rollout) -> Offer | None:
-    """What is signed of a rollout; None where devices go by the alias alone."""
+    """Return the signed record of a rollout, or None if devices follow the alias alone."""
     if row.state not in _LISTED or row.opened_at is None:  # one that was stopped as a draft
         return None
     document: dict[str, Any] = {**_offer_fields(row, Choice()), "choice": row.choice}
@@ -220,7 +220,7 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveCounts:
-    """How many devices of a wave have come how far."""
+    """Counts of a wave's devices by their progress."""
 
     offered: int = 0
     installed: int = 0
@@ -347,7 +347,7 @@ def tally(session: Session, row: Rollout) -> Tally:
 
 
 def _of_wave(row: Rollout) -> Any:
-    """How many of the open wave began, ended and ended well in this count, and how many ended before it."""
+    """Count the open wave's devices that began, ended and succeeded, and that ended earlier."""
     before: ColumnElement[bool] = RolloutReport.rollout_id.is_(None)  # nothing: it is a key
     if row.counted_from is not None:
         before = and_(RolloutReport.code.is_not(None), RolloutReport.ended_at <= row.counted_from)

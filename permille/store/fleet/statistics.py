@@ -1,4 +1,7 @@
-"""What can be said of many devices by counts and ranks: no value that one device makes up moves it far."""
+"""Robust statistics of many devices, by counts and ranks.
+
+A made-up value of one device cannot move them far.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,6 @@
-"""What devices made of the versions of releases: of each device its newest run on a version counts once.
+"""Results of devices on the versions of releases.
+
+For each device and version, only the newest run counts.
 
 So a device that reports two hundred runs a day has one voice. Medians are read off an index by their rank.
 """
@@ -20,7 +22,7 @@ Version = tuple[str | None, int | None]
 
 
 def results(session: Session, releases: Sequence[Release], *, least: int = 0) -> list[VersionResults]:
-    """What devices made of these releases of one tenant.
+    """Return the results of devices on these releases of a tenant.
 
     Args:
         least: counts of fewer devices are not told, others are multiples of it; 0 to who may see each device.
@@ -103,7 +105,7 @@ def _middle(session: Session, row: Release, column: InstrumentedAttribute[Any], 
 
 
 def _devices_by_version(session: Session, tenant_id: str) -> dict[Version, int]:
-    """How many active devices were told each version last."""
+    """Count the active devices by the version that they were last told."""
     query = (
         select(Device.release, Device.version, func.count())
         .where(*active(tenant_id), Device.version.is_not(None))
@@ -118,7 +120,7 @@ def active(tenant_id: str) -> tuple[ColumnElement[bool] | InstrumentedAttribute[
 
 
 def _outcomes(session: Session, tenant_id: str) -> dict[Version, Counter[str | None]]:
-    """By version, how many devices' newest run ended in which way."""
+    """Count the devices by version and by the outcome of their newest run."""
     query = (
         select(Run.release, Run.version, Run.outcome, func.count())
         .where(Run.tenant_id == tenant_id, Run.newest, Run.release.is_not(None))

@@ -55,7 +55,7 @@ class CeleryDispatcher:
         return True
 
     def waiting(self) -> int:
-        """How many messages no worker has taken yet; 0 also where the broker cannot be asked."""
+        """Count the messages that no worker has taken, or return 0 if the broker cannot be asked."""
         from kombu.exceptions import OperationalError
 
         with self._app.connection_for_write() as connection:
@@ -104,7 +104,10 @@ def note_worker(session: Session, *, name: str, exports: bool) -> None:
 
 
 def none_can_export(session: Session) -> bool:
-    """Whether workers run and none of them can export programs; where none runs, one may come."""
+    """Return whether workers run but none of them can export programs.
+
+    If no worker runs, one may still start.
+    """
     running = select(Worker.exports).where(Worker.seen_at > now(session) - _SILENT_FOR)
     found = session.scalars(running).all()
     return bool(found) and not any(found)

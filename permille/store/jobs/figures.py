@@ -18,7 +18,7 @@ from permille.store.tables import UNSUCCESSFUL, ArtifactBlob, BlobCollection, De
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a scrape sees.
+    """Figures for a scrape.
 
     Attributes:
         jobs: rows by kind and state, of those that have not succeeded: only they stay few.

@@ -31,7 +31,7 @@ _SPLIT_AT, _SPLIT_SHARE = 0.05, 0.8
 
 
 def parts_due(request: BuildCreate, results: Mapping[str, str | None]) -> list[Part]:
-    """Which child jobs of a build to add now, with their requests.
+    """Return the child jobs of a build to add now, with their requests.
 
     Args:
         results: kind to result id, or to None while it is unfinished, of the children there are.

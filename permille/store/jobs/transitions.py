@@ -71,7 +71,10 @@ def insert(session: Session, new: NewJob) -> Job:
 
 
 def request_digest(kind: str, payload: Mapping[str, object]) -> str:
-    """What equal requests have in common; another version of permille may make something else of them."""
+    """Return the key of equal requests.
+
+    It includes the version of permille, since another one may give another result.
+    """
     request = json.dumps([__version__, str(kind), payload], sort_keys=True)
     return hashlib.sha256(request.encode()).hexdigest()
 
@@ -100,7 +103,7 @@ def children(session: Session, job_id: str) -> Sequence[Job]:
 
 
 def has_ended(job: Job) -> bool:
-    """Whether the job will never change again without a retry."""
+    """Return whether the job has ended. Only a retry changes it again."""
     return job.state in ENDED
 
 

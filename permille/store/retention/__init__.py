@@ -1,1 +1,1 @@
-"""What is kept and what goes: blobs that rows name, and results, reports and jobs that a rule lets go."""
+"""Retention: collection of unreferenced blobs, and rules that delete old results and reports."""

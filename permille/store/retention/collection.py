@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What a collection found, and what it deleted or would.
+    """Result of a collection: the blobs that it found, and those that it deleted or would delete.
 
     Attributes:
         stored: bytes of each blob of the store, by digest.
@@ -84,7 +84,7 @@ def hold(session: Session, blobs: BlobFolder, digests: Sequence[str], *folders: 
 
 
 def take_turn(db: Database, every_s: float) -> bool:
-    """Whether it is this caller's turn to collect: nobody else has begun to within `every_s`."""
+    """Return whether the caller should collect, since nobody else began within `every_s`."""
 
     def take(session: Session) -> bool:
         row, at = session.get(BlobCollection, _ROW, with_for_update=True), now(session)
@@ -152,7 +152,7 @@ def _collect_blobs(
 
 @dataclass(frozen=True, slots=True)
 class _ModelRoot:
-    """Where the sparse models of a tenant lie."""
+    """Folder of a tenant's sparse models."""
 
     tenant_id: str
     folder: Path

@@ -1,4 +1,4 @@
-"""Which blobs of the shared store rows refer to. Nothing else decides whether a blob is needed.
+"""References of rows to blobs in the shared store. Only these decide whether a blob is needed.
 
 Uploads and what a split job shares lie in stores of their own, named by the rows that own them
 (`permille.store.uploads`, `permille_workers.runtime.work_folders`); rounds and checkpoints are in the

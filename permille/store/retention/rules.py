@@ -34,7 +34,10 @@ _NEWER = aliased(Artifact)
 
 @dataclass(slots=True, kw_only=True)
 class Gone:
-    """What went by a rule, or would: digests of packages, ids of quantizations and masks, how many others."""
+    """Objects that a rule deleted or would delete.
+
+    They are digests of packages, ids of quantizations and masks, and counts of others.
+    """
 
     packages: list[str] = field(default_factory=list)
     quantizations: list[str] = field(default_factory=list)

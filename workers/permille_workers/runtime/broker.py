@@ -46,7 +46,7 @@ class Transport(redis.Transport):
 
 
 def problem_of(message: Any) -> str | None:
-    """What is wrong with a parsed message; None: it is one that `CeleryDispatcher` sends."""
+    """Return the fault of a parsed message, or None if `CeleryDispatcher` could have sent it."""
     if not isinstance(message, dict):
         return f"expected an object, got {type(message).__name__}"
     headers, properties, body = (message.get(name) for name in ("headers", "properties", "body"))
@@ -67,7 +67,7 @@ def problem_of(message: Any) -> str | None:
 
 
 def _names_a_job(body: str) -> bool:
-    """Whether a body has one argument, a text, and nothing that is to be called afterwards."""
+    """Return whether a body has one text argument and no callbacks."""
     try:
         arguments, options, afterwards = json.loads(base64.b64decode(body, validate=True))
         (job_id,) = arguments

@@ -134,7 +134,7 @@ def record_failure(db: Database, claim: Claim, exc: Exception) -> None:
 
 
 def is_final(exc: Exception) -> bool:
-    """Whether trying again changes nothing: wrong input, or settings that a person must look after.
+    """Return whether a retry is pointless: wrong input, or settings that a person must change.
 
     A disk that is full or broken may be another worker's next time, or have room again.
     """

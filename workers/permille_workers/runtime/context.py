@@ -1,4 +1,4 @@
-"""What a task gets: the claim, the stores, a work folder that survives attempts, a way to tell progress."""
+"""Context of a task: claim, stores, a work folder that survives attempts, and progress."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -75,7 +75,10 @@ class Progress:
             raise JobCancelledError(self._claim.job_id)
 
     def _eta_s(self, at: float, fraction: float) -> float | None:
-        """By the pace up to the last time that the fraction rose: a message in between changes nothing."""
+        """Estimate the remaining time from the pace up to the last rise of the fraction.
+
+        A message in between does not change it.
+        """
         if self._first is None or self._risen is None or fraction <= self._first[1]:
             return None
         started, done = self._first

@@ -1,4 +1,4 @@
-"""What a supervisor tells its child through the pipe: the claim and the settings. One line of JSON.
+"""Message of a supervisor to its child through the pipe: claim and settings, as a line of JSON.
 
 The pipe stays open afterwards: its end tells the child that the supervisor is gone. Secrets (the database's
 password) are thereby in no command line and no file.

@@ -1,4 +1,4 @@
-"""What a worker counts, for Prometheus: attempts and their time by kind, leases that were lost.
+"""Metrics of a worker for Prometheus: attempts and their time by kind, and lost leases.
 
 Served only where `PERMILLE_METRICS_PORT` is set, without a token, so on loopback unless it is told otherwise.
 No ids of jobs.

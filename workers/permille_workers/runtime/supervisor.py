@@ -53,7 +53,7 @@ class Shutdown:
         self.asked.set()
 
     def is_due(self) -> bool:
-        """Whether running jobs must be given back now."""
+        """Return whether running jobs must be given back now."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
 

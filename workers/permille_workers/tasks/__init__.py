@@ -1,4 +1,7 @@
-"""One module a kind of job: load, call the library, save. Builds have none: `permille.store.jobs.parents`."""
+"""Tasks, one module for each kind of job: load, call the library, save.
+
+Builds have no task: see `permille.store.jobs.parents`.
+"""
 
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Where torch computes in a job: device and precision by the worker's settings; whole, or layer by layer.
+"""Settings of torch in a job: device, precision, and whole or layer by layer.
 
 Imported by tasks when they need torch.
 """

@@ -72,7 +72,7 @@ def layer_of(artifact: Artifact, role: Role) -> Layer:
 
 
 def quantization_of(options: AnyOptions, sparsity: object) -> Quantization:
-    """What devices read: scheme, groups, and the sparsity that the quantization's provenance names."""
+    """Return scheme, groups and sparsity for devices. The quantization's provenance names them."""
     scheme = Scheme.INT4 if isinstance(options, AutoRound) else Scheme(options.scheme)
     return Quantization(
         name=scheme,

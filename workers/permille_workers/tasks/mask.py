@@ -30,7 +30,7 @@ _SCORED = 0.9  # of the time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
-    """What weights are chosen by: scores of a corpus, or the weights themselves (then the rest is empty)."""
+    """Criterion of the choice: scores of a corpus, or the weights alone (then the rest is empty)."""
 
     tensors: Tensors
     blobs: tuple[Blob, ...] = ()

@@ -104,7 +104,7 @@ def _ask(opening: Opening, token: str | None) -> NDArray[np.uint32]:
 
 
 def _reason(refusal: urllib.error.HTTPError) -> str:
-    """What a refusal says, as far as it comes."""
+    """Return the text of a refusal, as far as it arrives."""
     try:
         return refusal.read(1000).decode(errors="replace")
     except (OSError, http.client.HTTPException) as exc:

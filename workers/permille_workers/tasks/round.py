@@ -61,7 +61,10 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
 
 
 def close(history: History, received: Sequence[Received], keeper_token: str | None = None) -> Ended | str:
-    """What a round makes of its contributions; or why it is void. The history moves on by it."""
+    """Compute the result of a round from its contributions, or the reason that it is void.
+
+    The history moves on by it.
+    """
     definition = history.definition
     try:
         made, gains = _combined(definition, history.number, received, keeper_token)

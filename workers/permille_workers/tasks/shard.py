@@ -70,7 +70,7 @@ def run(context: TaskContext, request: ShardRequest) -> Publish:
 
 
 def drawn_before(context: TaskContext) -> Drawn | None:
-    """What an earlier attempt of this mask job has drawn, if it was split and that is still there."""
+    """Return the sequences that an earlier attempt of a split mask job drew, if they still exist."""
     shared = context.shared(context.claim.job_id)
     plans = {plan for plan, *_ in _results(context) if shared.has(plan)}
     return _load(shared, plans.pop()) if len(plans) == 1 else None

@@ -1,4 +1,4 @@
-"""What jobs start from: a registered model's folder, a registered corpus's texts.
+"""Inputs of jobs: the folder of a registered model, the texts of a registered corpus.
 
 The first job that reads a model stores the digest of its files; a later job refuses a folder whose files have
 changed, so that a mask, a quantization and the values of one package come from the same weights.
@@ -58,7 +58,7 @@ class SourceModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Which sequences of a corpus to take: how many, how long, by which seed, after how many passed over."""
+    """Choice of sequences of a corpus: number, length, seed, and how many to skip first."""
 
     number: int
     length: int
@@ -155,7 +155,7 @@ def versions(*libraries: str) -> dict[str, JSON]:
 
 
 def _model_ref(session: Session, tenant_id: str, source: AnyModel) -> tuple[ModelRef, dict[str, JSON]]:
-    """Where the library finds the model, and what provenance says of that."""
+    """Return the model's source for the library, and its entry in the provenance."""
     if isinstance(source, SparsifiedModel):
         made = artifacts.get(
             session, tenant_id=tenant_id, kind=JobKind.SPARSIFICATION, key=source.sparsification_id
@@ -174,7 +174,7 @@ def _model_ref(session: Session, tenant_id: str, source: AnyModel) -> tuple[Mode
 
 
 def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
-    """What is stored of a model whose files were read."""
+    """Return the stored facts about a model whose files were read."""
     return ModelFacts(
         family=checkpoint.family.value,
         config=dict(checkpoint.config),

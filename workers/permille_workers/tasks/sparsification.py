@@ -204,7 +204,7 @@ def _pruned(
 
 
 def _recovery_fields(recovery: Recovery) -> dict[str, JSON]:
-    """What a manifest says of a recovery: it holds no floats."""
+    """Return the manifest's record of a recovery, which has no floats."""
     told = recovery.model_dump(mode="json")
     return {name: decimal_text(value) if isinstance(value, float) else value for name, value in told.items()}
 
