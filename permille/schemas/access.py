@@ -10,7 +10,7 @@ from pydantic import Field
 from permille.schemas.fields import Closed, Count, Digest, Id, Name, Positive, Timestamp, WholeNumber
 
 FIRST_DIGEST = "sha256:" + "0" * 64
-"""What the first entry of a tenant is chained to."""
+"""The digest before the first entry of a tenant."""
 
 
 class Role(StrEnum):
@@ -30,7 +30,7 @@ class TenantCreate(Closed):
 
 
 class Tenant(Closed):
-    """One tenant: nothing of it is visible to another."""
+    """A tenant. Nothing of it is visible to other tenants."""
 
     id: Id
     name: Name
@@ -67,7 +67,7 @@ class TokenSecret(Token):
 
 
 class AuditEntry(Closed):
-    """One change by an operator, written in the transaction that made it."""
+    """A change by an operator, written in the transaction that made it."""
 
     seq: Positive = Field(description="1, 2, 3 ... within the tenant")
     at: Timestamp
@@ -86,7 +86,7 @@ class AuditEntry(Closed):
 
 
 class BlobCollection(Closed):
-    """What a collection found in the blob store, and what it deleted or, tried only, would delete."""
+    """Result of a collection: the blobs that it found, and deleted or (in a dry run) would delete."""
 
     dry_run: bool
     stored_bytes: Count = Field(description="of all blobs, before it")
@@ -103,7 +103,7 @@ _Days = Annotated[int, Field(strict=True, ge=1, le=36_500), WholeNumber]
 
 
 class RetentionRule(Closed):
-    """What goes by itself, each after so many days; null: none of it ever goes."""
+    """Retention rule: days until objects of each kind are deleted. Null keeps them."""
 
     result_days: _Days | None = Field(
         default=None, description="packages, quantizations and masks that nothing names, no release either"
@@ -121,7 +121,7 @@ class RetentionRule(Closed):
 
 
 class Retired(Closed):
-    """What went by the rule or, tried only, would go: at most 500 of each at a time."""
+    """Objects that the rule deleted or (in a dry run) would delete, at most 500 of each at a time."""
 
     dry_run: bool
     packages: list[Digest]

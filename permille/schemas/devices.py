@@ -48,17 +48,20 @@ AgentVersion = Annotated[
 
 
 def token_message(device_id: str, nonce: str) -> bytes:
-    """What a device signs to get a token: context, device id, NUL, nonce."""
+    """Return the message that a device signs to get a token: context, device id, NUL, nonce."""
     return TOKEN_CONTEXT + device_id.encode("ascii") + b"\0" + nonce.encode("ascii")
 
 
 def enrolment_message(invitation: str, public_key: str) -> bytes:
-    """What a device signs to enrol: context, invitation with the digits of the root, NUL, public key."""
+    """Return the message that a device signs to enrol.
+
+    It is the context, the invitation with the digits of the root, NUL, and the public key.
+    """
     return ENROLMENT_CONTEXT + invitation.encode("ascii") + b"\0" + public_key.encode("ascii")
 
 
 class DeviceState(StrEnum):
-    """What a device may do: an active one everything of a device, the others nothing."""
+    """State of a device. Only an active one may do anything."""
 
     ACTIVE = "active"
     REVOKED = "revoked"
@@ -83,7 +86,7 @@ class Invitation(Closed):
 
 
 class InvitationState(StrEnum):
-    """What an invitation is still good for."""
+    """State of an invitation."""
 
     OPEN = "open"
     USED = "used"
@@ -115,7 +118,7 @@ class EnrolmentCreate(Closed):
 
 
 class Enrolment(Closed):
-    """What a device keeps: who it is, what it follows, where its trust begins."""
+    """Enrolment that a device keeps: its identity, its release, and its root of trust."""
 
     device_id: Id
     tenant_id: Id
@@ -128,7 +131,7 @@ class Enrolment(Closed):
 
 
 class NonceCreate(Closed):
-    """Which device asks for a nonce."""
+    """Request for a nonce by a device."""
 
     device_id: Id
 
@@ -157,7 +160,7 @@ class DeviceToken(Closed):
 
 
 class DeviceStorage(Closed):
-    """What the service keeps of a device, and how much that may be."""
+    """Stored amounts of a device, with their limits."""
 
     reports: Count
     most_reports: Count
@@ -168,7 +171,7 @@ class DeviceStorage(Closed):
 
 
 class Device(Closed):
-    """One device, as it and its operators see it."""
+    """A device, as it and its operators see it."""
 
     id: Id
     tenant_id: Id
@@ -183,7 +186,7 @@ class Device(Closed):
 
 
 class Group(Closed):
-    """How many devices have something in common; null: too few to be told."""
+    """Numbers of devices with a common property. Null means too few to show."""
 
     name: str
     devices: Count | None
@@ -198,7 +201,7 @@ class RunsOfDay(Closed):
 
 
 class Fleet(Closed):
-    """All active devices of a tenant, counted.
+    """Counts of all active devices of a tenant.
 
     Who may see each device sees all counts; who may not sees none of fewer than ten devices, and others in
     tens; what fewer have in common is not named.

@@ -43,7 +43,7 @@ _Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE, allow_inf_nan=Fal
 
 
 class FederationState(StrEnum):
-    """Where a federation is: only a running one opens rounds; a finished one never runs again."""
+    """State of a federation. Only a running one opens rounds; a finished one never runs again."""
 
     DRAFT = "draft"
     RUNNING = "running"
@@ -52,7 +52,7 @@ class FederationState(StrEnum):
 
 
 class RoundState(StrEnum):
-    """Where a round is. A void one moved nothing; published and void are final."""
+    """State of a round. A void one changed no state. Published and void are final."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -61,7 +61,7 @@ class RoundState(StrEnum):
 
 
 class ChargeState(StrEnum):
-    """What became of a device's charge for a round; spent is final."""
+    """State of a device's charge for a round. Spent is final."""
 
     RESERVED = "reserved"
     SPENT = "spent"
@@ -69,7 +69,7 @@ class ChargeState(StrEnum):
 
 
 class ScheduleCreate(Closed):
-    """When a round ends, and how many there are."""
+    """End of a round, and the number of rounds."""
 
     rounds: Annotated[
         int, Field(strict=True, ge=1, le=MAX_ROUNDS, description="the most rounds there will be"), WholeNumber
@@ -90,7 +90,7 @@ class ScheduleCreate(Closed):
 
 
 class TrainingCreate(Closed):
-    """What a device computes in a round."""
+    """Computation of a device in a round."""
 
     method: Method = Field(default=Method.GRADIENT, description="how a device finds its steps")
     estimator: EstimatorKind | None = Field(
@@ -125,7 +125,7 @@ class TrainingCreate(Closed):
 
 
 class AggregationCreate(Closed):
-    """How the integers of a round's devices become one."""
+    """Rule that joins the integers of a round's devices."""
 
     rule: Literal["mean", "trimmed"] = Field(default="mean", description="how devices' integers become one")
     trim_percent: Annotated[
@@ -145,7 +145,7 @@ class AggregationCreate(Closed):
 
 
 class PrivacyCreate(Closed):
-    """What each device is promised: noise in every sum, and an end to taking part."""
+    """Privacy of each device: noise in every sum, and a limit of participations."""
 
     dp_epsilon: Annotated[float, Field(strict=True, gt=0, le=MAX_DP_EPSILON, allow_inf_nan=False)] = Field(
         description="the most that all rounds of one device cost; decides the noise"
@@ -186,7 +186,7 @@ class FederationCreate(Closed):
 
 
 class FederationSummary(Closed):
-    """What everyone sees of a federation. Its definition is a signed target named by the digest."""
+    """Public view of a federation. Its definition is a signed target named by the digest."""
 
     id: Id
     name: Name
@@ -220,7 +220,7 @@ class Federation(FederationSummary):
 
 
 class PrivacySpent(Closed):
-    """How many devices have taken part in so many rounds, and what that has cost each."""
+    """Number of devices with this number of rounds, and the cost to each."""
 
     rounds: Count
     devices: Count
@@ -228,7 +228,7 @@ class PrivacySpent(Closed):
 
 
 class FederationPrivacy(Closed):
-    """What a federation promises its devices, and what of it is used up."""
+    """Privacy guarantee of a federation, and the part that is spent."""
 
     mode: Literal["central", "keeper"] = Field(description="who adds the noise: the service, or a keeper")
     noise_multiplier: Finite = Field(description="of each integer of a sum, over the clip")
@@ -243,7 +243,10 @@ class FederationPrivacy(Closed):
 
 
 class RoundRecord(Closed):
-    """One round as operators see it; its gain, in nats a token, is of the state that devices began from."""
+    """A round, as operators see it.
+
+    Its gain, in nats a token, is that of the state that devices started from.
+    """
 
     number: Count
     state: RoundState
@@ -270,7 +273,7 @@ class RoundRequest(Closed):
 
 
 class RoundInvitation(Closed):
-    """What a device needs for its part of the open round."""
+    """Inputs of a device's part in the open round."""
 
     round: Count
     seconds_left: Annotated[float, Field(ge=0)] = Field(

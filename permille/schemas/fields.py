@@ -76,7 +76,7 @@ class Closed(BaseModel):
 
 
 class Page(Closed, Generic[Item]):
-    """One page of a list, newest first. `next_cursor` is opaque; null on the last page."""
+    """A page of a list, newest first. `next_cursor` is opaque, and null on the last page."""
 
     items: list[Item]
     next_cursor: str | None = None

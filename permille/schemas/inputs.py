@@ -1,4 +1,4 @@
-"""What operators register: base models, and corpora to measure sensitivity and perplexity on.
+"""Inputs that operators register: base models, and corpora for sensitivity and perplexity.
 
 A model is a folder or a GGUF file below the configured root, or a hub repository pinned to a commit.
 """
@@ -58,7 +58,7 @@ class GgufModel(Closed):
 
 
 class SparsifiedModel(Closed):
-    """What a sparsification made. Its files lie below the model root, under their digest."""
+    """Model of a sparsification. Its files are below the model root, under their digest."""
 
     kind: Literal["sparsified"]
     sparsification_id: Id

@@ -42,7 +42,7 @@ UNFINISHED: Final = frozenset(JobState) - ENDED
 
 
 class EventKind(StrEnum):
-    """What a job's event tells."""
+    """Kind of event of a job."""
 
     STATE = "state"
     PROGRESS = "progress"
@@ -50,7 +50,7 @@ class EventKind(StrEnum):
 
 
 class JobProgress(Closed):
-    """How far a running job is. `seconds_left` is an estimate, null while there is none."""
+    """Progress of a running job. `seconds_left` is an estimate, or null."""
 
     fraction: Annotated[float, Field(ge=0, le=1)]
     message: str | None = Field(examples=["scoring sequence 12 of 100"])
@@ -58,7 +58,7 @@ class JobProgress(Closed):
 
 
 class JobError(Closed):
-    """Why an attempt or a job failed, and whether a retry may help."""
+    """Reason that an attempt or a job failed, and whether a retry may help."""
 
     type: str = Field(examples=["InputError"])
     message: str
@@ -86,7 +86,7 @@ class Job(Closed):
 
 
 class EventData(Closed):
-    """What an event says; null where it says nothing of it."""
+    """Data of an event. Fields that do not apply are null."""
 
     state: JobState | None = None
     progress: float | None = None
@@ -111,7 +111,7 @@ class JobEvent(Closed):
 
 
 class Preflight(Closed):
-    """What the work needs and whether the machine has it."""
+    """Needs of the work, and whether the machine can meet them."""
 
     accepted: bool
     figures: list[Figure]
@@ -123,7 +123,7 @@ class Preflight(Closed):
 
 
 class Made(Closed):
-    """What every result of a job has."""
+    """Fields of every result of a job."""
 
     model_id: Id
     job_id: Id

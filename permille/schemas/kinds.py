@@ -36,7 +36,7 @@ _FISHER: Final = {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkKind:
-    """One kind of job over REST.
+    """A kind of job over REST.
 
     Attributes:
         request: what a client sends and a worker gets: a model, or a union of models.
@@ -259,7 +259,7 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
 
 
 def result_path(kind: JobKind, result_id: str) -> str | None:
-    """Where the API shows what a job of this kind has made; None for what its parent alone reads."""
+    """Return the API path of a result of this kind, or None if only the parent job reads it."""
     if kind is JobKind.SHARD:
         return None
     if kind is JobKind.ROUND:

@@ -37,7 +37,7 @@ SequenceLength = Annotated[
 
 
 class _AnyMask(Closed):
-    """What every way of choosing has."""
+    """Fields of every method of choosing."""
 
     density: Density = 0.001
     seed: Seed = Field(default=0, description="seed of the choice of sequences, or of a random mask")

@@ -46,7 +46,7 @@ class Adapter(Closed):
 
 
 def _either(mask: str, kind: str) -> ConfigDict:
-    """What `_check_trainable` asks, for the document: the field `mask`, of this JSON type, or an adapter."""
+    """Return the JSON schema of `_check_trainable`: the field `mask`, of this type, or an adapter."""
     nothing: JsonDict = {"type": "null"}
     with_mask: JsonDict = {"required": [mask], "properties": {mask: {"type": kind}, "adapter": nothing}}
     with_adapter: JsonDict = {
@@ -124,7 +124,7 @@ class ExportCreate(Closed):
 
 
 class PackageLayer(Closed):
-    """One layer of a package."""
+    """A layer of a package."""
 
     role: str
     media_type: str
@@ -168,18 +168,18 @@ class BuildCreate(Closed):
 
     @property
     def takes_own_scores(self) -> bool:
-        """Whether the quantization waits for the build's own mask."""
+        """Return whether the quantization waits for the build's own mask."""
         return isinstance(self.quantization, BuildSqueezeLLM) and self.quantization.mask_id is None
 
     def mask_request(self) -> FisherMaskCreate | WeightMaskCreate | None:
-        """What the build asks of a mask job; None where an adapter is trained."""
+        """Return the request of the mask job, or None if an adapter is trained."""
         if self.mask is None:
             return None
         create = FisherMaskCreate if isinstance(self.mask, FisherMask) else WeightMaskCreate
         return create.model_validate({**self.mask.model_dump(), "model_id": self.model_id})
 
     def quantization_request(self, mask_id: str | None = None) -> QuantizationCreate:
-        """What the build asks of a quantization job; `mask_id`: its own mask, once that is made."""
+        """Return the request of the quantization job. `mask_id` is the build's own finished mask."""
         options = self.quantization.model_dump() | ({"mask_id": mask_id} if self.takes_own_scores else {})
         return QuantizationCreate.model_validate(
             {
@@ -190,7 +190,7 @@ class BuildCreate(Closed):
         )
 
     def package_request(self, mask_id: str | None, quantization_id: str) -> PackageCreate:
-        """What the build asks of a package job, once its other parts are made."""
+        """Return the request of the package job, once the other parts are finished."""
         return PackageCreate(
             mask_id=mask_id,
             adapter=self.adapter,
@@ -199,7 +199,7 @@ class BuildCreate(Closed):
 
 
 class Build(Closed):
-    """One build and what it has made so far; its id is its job's."""
+    """A build and its results so far. Its id is that of its job."""
 
     id: Id
     state: JobState
@@ -212,7 +212,7 @@ class Build(Closed):
 
 
 class Pooling(Closed):
-    """One training of a pooled state; its id is its job's."""
+    """A training of a pooled state. Its id is that of its job."""
 
     id: Id
     state: JobState
@@ -222,7 +222,7 @@ class Pooling(Closed):
 
 
 class Export(Closed):
-    """One export of a package; its id is its job's."""
+    """An export of a package. Its id is that of its job."""
 
     id: Id
     state: JobState

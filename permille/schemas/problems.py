@@ -1,4 +1,4 @@
-"""Every error of the API: RFC 9457 problem details with a stable type URI.
+"""Errors of the API: RFC 9457 problem details with a stable type URI.
 
 A client branches on `type`, never on `title` or `detail`. The list is closed; a slug keeps its meaning.
 """
@@ -53,7 +53,7 @@ class ProblemType(StrEnum):
 
     @property
     def summary(self) -> str:
-        """What it is, in words for people."""
+        """Return a title for people."""
         return _FACTS[self][1]
 
 
@@ -88,14 +88,14 @@ _FACTS: Final[dict[ProblemType, tuple[int, str]]] = {
 
 
 class FieldError(Closed):
-    """One field that does not fit: where it is and what was expected."""
+    """An invalid field: its location and the expected value."""
 
     location: str = Field(examples=["body.density"])
     message: str = Field(examples=["Input should be less than or equal to 0.5"])
 
 
 class Figure(Closed):
-    """One figure of a preflight: what the work needs and what there is, in `unit`."""
+    """A figure of a preflight: the needed and the available amount, in `unit`."""
 
     name: str = Field(examples=["memory"])
     unit: str = Field(examples=["bytes"])

@@ -11,7 +11,7 @@ from permille.schemas.jobs import Made
 
 
 class SchemeName(StrEnum):
-    """How dense weights are coded."""
+    """Coding of dense weights."""
 
     NF4 = "nf4"
     INT4 = "int4"
@@ -49,7 +49,7 @@ SparsityOption = Annotated[
 
 
 class Tables(Closed):
-    """How embedding and head are stored, whatever the scheme of the linears."""
+    """Storage of embedding and head, with any scheme of the linears."""
 
     embeddings: Embeddings = Field(
         default=Embeddings.Q8_0,

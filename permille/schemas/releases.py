@@ -22,7 +22,7 @@ Version = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER, examples=[1]),
 
 
 class ReleaseTraining(Closed):
-    """What a release asks of its devices' training, signed with it; each device's owner may override it."""
+    """Training options that a release signs for its devices. Each device's owner may override them."""
 
     method: Method | None = Field(
         default=None, description="how devices find their steps; else the engine decides"
@@ -45,7 +45,7 @@ class ReleaseCreate(Closed):
 
 
 class Release(Closed):
-    """One published version. Devices believe none of it: they hold it against the signed trust metadata."""
+    """A published version. Devices check all of it against the signed trust metadata."""
 
     name: Name
     version: Version
@@ -63,7 +63,7 @@ class ReleaseRecord(Release):
 
 
 class ReleaseYank(Closed):
-    """Why a version is withdrawn."""
+    """Reason for withdrawing a version."""
 
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] = "withdrawn"
 
@@ -75,7 +75,7 @@ class ReleaseYanked(ReleaseRecord):
 
 
 class AliasPut(Closed):
-    """Which version an alias points at."""
+    """Version that an alias points at."""
 
     version: Version
 
@@ -97,7 +97,7 @@ class Band(Closed):
 
 
 class Outcomes(Closed):
-    """How many devices' newest run on a version ended in which way; null: too few to be told."""
+    """Numbers of devices by the outcome of their newest run on a version. Null means too few."""
 
     adopted: Count | None
     kept_base: Count | None
@@ -107,7 +107,7 @@ class Outcomes(Closed):
 
 
 class VersionResults(Closed):
-    """What devices made of one version: of each device its newest run on it.
+    """Results of devices on a version. Only the newest run of each device counts.
 
     Null: nobody, or too few devices to be told to who may not see each.
     """
@@ -129,7 +129,10 @@ class VersionResults(Closed):
 
 
 class Measure(StrEnum):
-    """What two versions are compared by. Loss: after training, of devices that have reported both."""
+    """Measure for comparing two versions.
+
+    The loss is that after training, for devices that have reported both.
+    """
 
     ADOPTED = "adopted"
     FAILED = "failed"
@@ -138,7 +141,7 @@ class Measure(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What a comparison says, with 95 % confidence."""
+    """Verdict of a comparison, with 95% confidence."""
 
     WORSE = "worse"
     BETTER = "better"
@@ -147,7 +150,7 @@ class Verdict(StrEnum):
 
 
 class Change(Closed):
-    """One measure of two versions, and how it changed: `low` to `high` with 95 % confidence."""
+    """A measure of two versions, and its change: `low` to `high` with 95% confidence."""
 
     measure: Measure
     before: Finite
@@ -159,7 +162,7 @@ class Change(Closed):
 
 
 class Comparison(Closed):
-    """One version of a release against another. It is worse where any measure surely is."""
+    """Comparison of two versions. A version is worse if any measure is significantly worse."""
 
     version: VersionResults
     against: VersionResults

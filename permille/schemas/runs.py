@@ -24,7 +24,7 @@ Rate = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class Outcome(StrEnum):
-    """How a run ended."""
+    """Outcome of a run."""
 
     ADOPTED = "adopted"
     KEPT_BASE = "kept_base"
@@ -34,7 +34,7 @@ class Outcome(StrEnum):
 
 
 class EngineName(StrEnum):
-    """Which engine computed the losses."""
+    """Engine that computed the losses."""
 
     TORCH = "torch"
     LIGHT = "light"
@@ -62,7 +62,7 @@ class Machine(StrEnum):
 
 
 class Accelerator(StrEnum):
-    """What computed the forward passes."""
+    """Description of the engine that computed the forward passes."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -122,21 +122,21 @@ class RunMetrics(Closed):
 
 
 class RunCreate(Closed):
-    """One run; the same id with the same metrics may be sent again."""
+    """Report of a run. The same id with the same metrics may be sent again."""
 
     run_id: RunId
     metrics: RunMetrics
 
 
 class LogForm(StrEnum):
-    """What a device shares of a run: its log of seeds and scalars, or its packed state."""
+    """Form of a shared run: its log of seeds and scalars, or its packed state."""
 
     LOG = "log"
     STATE = "state"
 
 
 class LogState(StrEnum):
-    """What the service knows of an uploaded log.
+    """Status of an uploaded log.
 
     Verified and refused are verdicts of its replay. Undecided: the replay failed or was cancelled, which says
     nothing of the log; it is pending again once its job is retried, or the same log is sent again.
@@ -162,7 +162,7 @@ class RunLog(Closed):
 
 
 class Run(Closed):
-    """One run, as its device and the operators of its tenant see it."""
+    """A run, as its device and the operators of its tenant see it."""
 
     run_id: RunId
     device_id: Id

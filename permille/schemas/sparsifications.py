@@ -109,7 +109,7 @@ class SparsificationCreate(Closed):
     recovery: Recovery | None = Field(default=None, description="fine-tune what is left")
 
     def plan(self) -> PruningPlan:
-        """What the library is asked for."""
+        """Return the library's options."""
         pattern = None if self.pattern is None else Pattern.parse(self.pattern)
         own = _HALF if pattern is None else pattern.rate
         return PruningPlan(method=self.method, rates=self.rate or own, pattern=pattern)

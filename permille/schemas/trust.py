@@ -18,7 +18,7 @@ RoleName = Annotated[str, StringConstraints(pattern=ROLE_PATTERN), Field(example
 
 
 class TrustRole(Closed):
-    """One role: whose keys sign it, and until when its newest metadata is good."""
+    """A role: its keys, and the expiry of its newest metadata."""
 
     role: RoleName
     version: Count
@@ -44,13 +44,13 @@ class RoleKeys(Closed):
 
 
 class TrustRotation(Closed):
-    """Which roles get new keys. `snapshot` and `timestamp` are always the service's."""
+    """Roles that get new keys. `snapshot` and `timestamp` always have keys of the service."""
 
     roles: Annotated[list[RoleKeys], Field(min_length=1, max_length=20)]
 
 
 class TrustRenewal(Closed):
-    """Which roles to sign again now, beside those that are due."""
+    """Roles to sign again now, in addition to those that are due."""
 
     roles: Annotated[list[RoleName], Field(max_length=20)] = Field(default=[])
 

@@ -9,7 +9,7 @@ from permille.schemas.runs import EngineName
 
 
 class GroupRule(Closed):
-    """Which devices belong to a group: those that meet every condition that is given."""
+    """Conditions of a group. A device belongs to it if it meets all that are given."""
 
     devices: list[Id] = Field(default=[], max_length=MAX_MEMBERS, description="these devices, by id")
     tags: list[Name] = Field(default=[], max_length=20, description="that have one of these tags")
@@ -36,7 +36,7 @@ class DeviceGroup(GroupCreate):
 
 
 class TagsPut(Closed):
-    """All tags of a device."""
+    """Tags of a device."""
 
     tags: list[Name] = Field(max_length=20)
 
@@ -48,7 +48,7 @@ class DeviceTags(TagsPut):
 
 
 class FactsPut(Closed):
-    """What a device tells of itself, so that groups may choose it."""
+    """Facts that a device reports, which groups select by."""
 
     agent_version: AgentVersion
     engine: EngineName | None

@@ -26,7 +26,7 @@ class OnStop(StrEnum):
 
 
 class RolloutRules(Closed):
-    """When a wave may end, and what stops a rollout."""
+    """Conditions that end a wave, and limits that stop a rollout."""
 
     waves: Annotated[list[Wave], Flag("--wave")] = Field(
         default=list(_DEFAULT.waves),
@@ -59,7 +59,7 @@ class RolloutRules(Closed):
         return self
 
     def parsed(self) -> Rules:
-        """As the state machine takes them."""
+        """Convert the rules for the state machine."""
         return Rules(**{**self.model_dump(), "waves": tuple(self.waves)})
 
 
@@ -76,7 +76,7 @@ class RolloutCreate(Closed):
 
 
 class WaveFunnel(Closed):
-    """How far the devices of one wave have come."""
+    """Progress of the devices of a wave."""
 
     percent: Wave = Field(description="of the group, earlier waves included")
     offered: Count = Field(description="devices that began to install")
@@ -111,7 +111,7 @@ class Rollout(Closed):
 
 
 class RolloutReport(Closed):
-    """How far a device has come with a rollout's version. Sent again, a report replaces the one before."""
+    """Progress of a device with a rollout's version. A new report replaces the previous one."""
 
     installed: bool = False
     code: ReportCode | None = Field(default=None, description="how it ended; null: it has begun")
