@@ -70,7 +70,7 @@ def raise_file_limit() -> int:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Connection:
-    """One connection: of whom, since when it waits for a head, and whether it came when there were enough."""
+    """A connection: its address, start of its wait for a head, and whether it exceeded the limit."""
 
     key: str
     socket: "weakref.ref[socket.socket]"
@@ -80,7 +80,7 @@ class Connection:
 
 
 class Connections:
-    """All open connections, by address and by how long they wait."""
+    """All open connections, by address and by waiting time."""
 
     def __init__(self, settings: Settings, *, files: int) -> None:
         room = max(16, (files - OWN_FILES) // 2)  # one for the connection, one for a blob that it is sent
@@ -97,7 +97,7 @@ class Connections:
 
     @property
     def busy_closing(self) -> bool:
-        """Whether to let connections go before others are accepted."""
+        """Return whether closing connections must be released before others are accepted."""
         return len(self._closing) >= CLOSING
 
     def admit(self, plain: socket.socket, host: str) -> socket.socket | None:
@@ -183,7 +183,10 @@ class Connections:
             del self._count_of[connection.key]
 
     def _longest(self, key: str | None = None) -> Connection | None:
-        """Who has kept us waiting longest, of this address, or of the one that has most such."""
+        """Return the connection that has stalled longest.
+
+        It is of this address, or of the address with the most stalled connections.
+        """
         if key is None:
             keys = Counter(connection.key for crowd in (self._waiting, self._owing) for connection in crowd)
             key = max(keys, key=keys.__getitem__, default=None)

@@ -66,7 +66,7 @@ def console() -> HTMLResponse:
 
 @health.get("", dependencies=[PUBLIC])
 async def get_health(request: Request) -> Health:
-    """Whether the service can read and write its database and its blobs.
+    """Return whether the service can read and write its database and its blobs.
 
     It looks at most every two seconds, and answers within four.
     """
@@ -79,13 +79,13 @@ async def get_health(request: Request) -> Health:
 
 @router.get("/livez", dependencies=[PUBLIC])
 async def livez() -> Health:
-    """Whether the process answers at all: restart it where it does not, whatever its disks are like."""
+    """Return whether the process answers. If it does not, restart it, whatever its disks are like."""
     return Health(status="ok", version=__version__)
 
 
 @router.get("/readyz", dependencies=[PUBLIC])
 async def readyz(request: Request, service: Served) -> Health:
-    """Whether to send requests here: as health, and not while the process stops."""
+    """Return whether to send requests here: like health, but not while the process stops."""
     if service.draining.is_set():
         raise ApiError(ProblemType.UNAVAILABLE, "the process is stopping")
     return await get_health(request)
@@ -108,7 +108,7 @@ class WriteCheck:
     _outage: Outage = field(default_factory=lambda: Outage(logger, "not well", logging.ERROR))
 
     async def problem(self) -> str | None:
-        """What keeps the service from writing, in words; None: nothing."""
+        """Describe what keeps the service from writing, or return None."""
         check = self._check
         if check is None or (check.done() and self.clock() - self._checked_at >= EVERY_S):
             check = self._check = asyncio.ensure_future(self._write_in_thread())

@@ -28,7 +28,7 @@ from permille_service.settings import Downloads
 Responses = dict[int | str, dict[str, Any]]
 
 ACCEL_PREFIX: Final = "/permille-blobs/"
-"""What nginx has as an internal location over the folder of the blobs."""
+"""Internal location of nginx for the folder of the blobs."""
 CACHE_CONTROL: Final = "private, max-age=31536000, immutable"
 NOT_MODIFIED: Final[Responses] = {304: {"description": "the content is the one that the client has"}}
 _RANGE: Final = re.compile(r"bytes=(\d{0,19})-(\d{0,19})", re.ASCII)

@@ -1,4 +1,4 @@
-"""What endpoints are handed: the service's own things, and the principal of the request.
+"""Context of endpoints: the service's objects, and the principal of the request.
 
 A principal is found by its bearer token, every time, in the database: a revoked one is refused at its next
 request.

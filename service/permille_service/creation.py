@@ -64,7 +64,7 @@ _REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
     Invitation: tables.Invitation,
     DeviceGroup: tables.DeviceGroup,
 }
-"""Where the rows are that answers name by `id`, of the kinds that are ever removed or revoked."""
+"""Tables of the objects that answers name by `id`, for kinds that are ever removed or revoked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ class Creation:
 
 
 def _path_below(answer: BaseModel) -> str:
-    """What follows the path of a list in the path of this thing of it."""
+    """Return the last part of an object's path, after the path of its list."""
     if isinstance(answer, Release):
         return f"{answer.name}/versions/{answer.version}"
     name = getattr(answer, "id", None) or getattr(answer, "name", None)

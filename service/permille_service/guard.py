@@ -32,7 +32,7 @@ CONSOLE_POLICY: Final = (
 _HEADERS: Final = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
 _PRIVATE_HEADERS: Final = (*_HEADERS, (b"cache-control", b"no-store"))
 _HSTS: Final = (b"strict-transport-security", b"max-age=63072000")
-"""Where this process has the certificate; a proxy in front says it for itself."""
+"""Header for a process with a certificate. A proxy in front sends its own."""
 _LOG_PATH = re.compile(r"/v1/runs/[^/]+/log", re.ASCII)
 
 

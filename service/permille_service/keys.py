@@ -25,7 +25,7 @@ class TrustKeys:
         self._folder = folder / "trust"
 
     def signers(self, tenant_id: str) -> dict[str, Signer]:
-        """What this service can sign with, by key id. Raises OperatorError when a file is not as made."""
+        """Return the service's signing keys by key id. Raises OperatorError if a file was changed."""
         found: dict[str, Signer] = {}
         for path in sorted((self._folder / tenant_id).glob("*.key")):
             key = Ed25519PrivateKey.from_private_bytes(_read_private(path))

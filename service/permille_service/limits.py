@@ -1,4 +1,4 @@
-"""What a principal may ask for at a time: calls a minute of a key, and places that are held for a while.
+"""Limits of a principal: calls a minute for a key, and places that are held for a while.
 
 Both are in memory: a process forgets at restart, and several processes count each for themselves. They slow
 guessing and keep one caller from taking all; they are no quota.
@@ -16,7 +16,7 @@ MAX_KEYS = 10_000
 
 
 class RateLimit:
-    """At most `per_minute` calls a minute of one key, in bursts of as many."""
+    """Limit of `per_minute` calls a minute for a key, in bursts of the same size."""
 
     def __init__(self, per_minute: int, *, clock: Callable[[], float]) -> None:
         self._per_minute = per_minute

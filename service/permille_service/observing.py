@@ -1,4 +1,4 @@
-"""What others see of the API from outside: an id for each request, and numbers for Prometheus.
+"""Observability of the API: an id for each request, and metrics for Prometheus.
 
 `GET /metrics` answers to the bearer of `PERMILLE_METRICS_TOKEN` alone; without one it is not there. Numbers
 of jobs, blobs and devices are those of the database, of requests those of this process.
@@ -27,7 +27,7 @@ from permille_service.problems import UNANSWERED, ApiError
 
 REQUEST_ID: Final = "X-Request-ID"
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""What is counted by its name: anyone may make up others, and each would be kept for ever."""
+"""Methods that are counted by name. Unknown ones are not, since each would be kept for ever."""
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 router = APIRouter(include_in_schema=False)
 
@@ -61,7 +61,7 @@ class Observed:
 
 
 class _Rows(Collector):
-    """What the database counts, when it is asked."""
+    """Metrics that a scrape reads from the database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -83,9 +83,9 @@ async def _number_window(limit: Limit = DEFAULT_LIMIT, cursor: _NumberCursor = N
 
 Paging = Annotated[Window, Depends(_window)]
 MomentPaging = Annotated[Window, Depends(_moment_window)]
-"""Of lists by time, whose cursors begin with microseconds."""
+"""Page of lists by time, whose cursors begin with microseconds."""
 NumberPaging = Annotated[Window, Depends(_number_window)]
-"""Of the rounds of a federation."""
+"""Page of the rounds of a federation."""
 
 
 async def check_given_once(request: Request) -> None:

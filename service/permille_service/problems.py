@@ -40,7 +40,7 @@ RETRY_AFTER_S = 5
 UNANSWERED = "the database did not answer in time"
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DISK_ERRNOS = _FULL_ERRNOS | {errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES}
-"""What a disk can have: full or over its quota, a limit on files, mounted read-only, broken, not ours."""
+"""Faults of a disk: full or over its quota, a limit on files, read-only, broken, not ours."""
 _TYPE_OF_STATUS = {
     400: ProblemType.BAD_REQUEST,
     401: ProblemType.UNAUTHENTICATED,
@@ -143,7 +143,7 @@ async def answer(request: Request, exc: Exception) -> Response:
 
 
 def _handlers() -> tuple[tuple[type[Exception], _Handler], ...]:
-    """Who answers which errors; the first that fits."""
+    """Return the handlers of errors. The first that fits is used."""
     return (
         (StarletteHTTPException, _on_http_exception),
         (RequestValidationError, _on_validation_error),
@@ -230,7 +230,7 @@ async def _on_bug(request: Request, exc: Exception) -> Response:
 
 
 def problem_of(exc: Exception) -> ProblemType:
-    """Which problem an error of the library is."""
+    """Return the problem type of a library error."""
     kinds: tuple[tuple[type[Exception], ProblemType], ...] = (
         (NotFoundError, ProblemType.NOT_FOUND),
         (RoundClosedError, ProblemType.ROUND_CLOSED),
@@ -249,19 +249,22 @@ def problem_of(exc: Exception) -> ProblemType:
 
 
 def words_of_disk(exc: OSError) -> str:
-    """What is wrong with the disk of the blob store. The path stays in the log."""
+    """Describe the fault of the blob store's disk. The path is only in the log."""
     if exc.errno in _FULL_ERRNOS:
         return "the disk of the blob store is full"
     return f"the blob store cannot be written: {exc.strerror or type(exc).__name__}"
 
 
 def words_of_database(exc: DBAPIError) -> str:
-    """What is wrong with the database, as far as its error says."""
+    """Describe the fault of the database, as far as its error says."""
     return name_fault(exc) or UNANSWERED
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """All methods of all routes of this path: the router itself only knows the first route that matches."""
+    """Return all methods of all routes of this path.
+
+    The router itself only knows the first route that matches.
+    """
     methods: set[str] = set()
     for route in iter_route_contexts(request.app.routes):
         match, _ = route.matches(request.scope)

@@ -24,7 +24,7 @@ UPLOADS_KEPT = 1000
 
 
 class Downloads(StrEnum):
-    """Who sends the bytes of a package to a device."""
+    """Sender of a package's bytes to a device."""
 
     SERVE = "serve"
     ACCEL = "accel"
@@ -175,7 +175,7 @@ class Settings(ServingSettings, QuotaSettings, ConnectionSettings, AddressSettin
 
     @property
     def token_path(self) -> Path:
-        """Where the first operator token is written, mode 0600."""
+        """The path of the first operator token, a file of mode 0600."""
         return (self.private_dir or self.data_dir) / "operator.token"
 
     @property
@@ -190,13 +190,16 @@ def load(**overrides: Any) -> Settings:
 
 
 def local_url(settings: Settings, port: int) -> str:
-    """Where this machine reaches the socket; a bind to every address is reached by loopback of its family."""
+    """Return the address at which this machine reaches the socket.
+
+    A bind to every address is reached by loopback of its family.
+    """
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
     return _url(settings, host, port)
 
 
 def client_url(settings: Settings, port: int) -> str:
-    """Where clients find the service: what `service.url` holds.
+    """Return the address for clients, as `service.url` has it.
 
     A certificate names a host, seldom the address that was bound. So behind TLS, and where not only loopback
     is bound, it is the first of the names that the service answers to; else the same as `local_url`.

@@ -19,7 +19,7 @@ Seconds = Annotated[int, Field(strict=True, ge=0, le=90 * 86_400), WholeNumber]
 
 
 class OnStop(StrEnum):
-    """What follows when a rollout stops itself: devices keep what they have, or return to what was before."""
+    """Action of a rollout that stops itself: keep the version on devices, or revert it."""
 
     HOLD = "hold"
     REVERT = "revert"

@@ -57,7 +57,7 @@ class Client:
 
     @property
     def url(self) -> str:
-        """Where the service is, as it is called."""
+        """The base URL of the service."""
         return str(self._http.base_url).rstrip("/")
 
     def __enter__(self) -> Self:
@@ -177,7 +177,7 @@ def _error(response: httpx.Response) -> CommandError:
 
 
 def in_words(errors: list[dict[str, str]]) -> str:
-    """What is wrong with a request, by the names that commands have for its fields."""
+    """Return the faults of a request, by the command's names of its fields."""
     return "; ".join(_field_in_words(error["location"], error["message"]) for error in errors[:3])
 
 

@@ -14,7 +14,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """What the process ends with."""
+    """Exit codes of the process."""
 
     DONE = 0
     FAILED = 1

@@ -24,7 +24,7 @@ _WIDEST_CHOICES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOption:
-    """One value of a request.
+    """A value of a request.
 
     Attributes:
         flag: such as `--density`; an id's flag names the thing, `--corpus`.
@@ -188,5 +188,5 @@ def _value(form: Any) -> tuple[type, tuple[str, ...]]:
 
 
 def _parts(form: Any) -> tuple[Any, ...]:
-    """What an `Annotated` or a union is of."""
+    """Return the inner types of an `Annotated` or a union."""
     return get_args(form) if get_origin(form) in (Union, UnionType) else get_args(form)[:1]

@@ -22,7 +22,7 @@ WIDE = 240
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Where a command's answer goes."""
+    """Output of a command's answer."""
 
     as_json: bool
     console: Console

@@ -1,4 +1,4 @@
-"""What people type for a thing: its id, its name, or the beginning of its id that no other has."""
+"""References to objects: an id, a name, or an unambiguous prefix of an id."""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -56,5 +56,5 @@ def _made_name(row: dict[str, Any]) -> Any:
 
 
 def singular(collection: str) -> str:
-    """What one record of a collection is called."""
+    """Return the name of a record of a collection."""
     return "corpus" if collection == "corpora" else collection.removesuffix("s")

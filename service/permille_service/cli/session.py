@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What the options before the command say."""
+    """Options before the command."""
 
     url: str | None = None
     token: str | None = None
@@ -37,7 +37,7 @@ class Place:
 
     @property
     def token_path(self) -> Path:
-        """Where the service keeps its first token: in its private folder, where it has one."""
+        """Return the path of the service's first token, in its private folder if it has one."""
         private = os.environ.get("PERMILLE_PRIVATE_DIR")
         return (Path(private) if private else self.folder) / "operator.token"
 

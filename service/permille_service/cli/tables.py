@@ -70,7 +70,7 @@ def flat(row: Row) -> Row:
 
 
 def cell(name: str, value: Any, now: datetime | None = None) -> str:
-    """One value by its kind, and by what its name says of it."""
+    """Format a value by its kind and by its name."""
     if value in ([], {}):
         return "none"
     if value is None:

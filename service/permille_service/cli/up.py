@@ -202,7 +202,7 @@ def _start(module: str, environment: Mapping[str, str]) -> subprocess.Popen[byte
 
 
 def end_with_parent() -> None:
-    """In the child: ask Linux for a SIGTERM when `permille up` itself is killed."""
+    """Ask Linux, in the child, for a SIGTERM when `permille up` itself is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -38,7 +38,7 @@ Again = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the command line adds to a kind of job.
+    """Additions of the command line to a kind of job.
 
     Attributes:
         columns: of its table, as dotted names.

@@ -133,7 +133,7 @@ def create_device_token(body: DeviceTokenCreate, response: Response, service: Se
 
 @own.get("")
 def get_own_device(service: Served, device: CallingDevice) -> Device:
-    """What the service knows of the calling device."""
+    """Return the service's record of the calling device."""
     with service.database.read() as session:
         row = rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id)
         return present_all(service, session, [row])[0]

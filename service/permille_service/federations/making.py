@@ -1,4 +1,4 @@
-"""From what an operator asks for to a definition that devices and auditors agree on (FORMAT 13.1).
+"""Making of a federation's definition from an operator's request (FORMAT 13.1).
 
 The header of the federation's log is made from the package: no torch, no model.
 """

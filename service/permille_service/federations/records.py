@@ -28,7 +28,7 @@ _FEWEST = 5  # the expansion of Student's quantile is good from so many degrees 
 
 
 def present(session: Session, row: tables.Federation) -> Federation:
-    """What operators see of a federation."""
+    """Return the operators' view of a federation."""
     return Federation(
         **_summary(row).model_dump(),
         target=row.target,
@@ -42,12 +42,12 @@ def present(session: Session, row: tables.Federation) -> Federation:
 
 
 def present_offer(row: tables.Federation, *, member: bool) -> FederationOffer:
-    """What a device sees of a federation."""
+    """Return a device's view of a federation."""
     return FederationOffer(**_summary(row).model_dump(), member=member, target=row.target)
 
 
 def present_privacy(row: tables.Federation, distribution: dict[int, int]) -> FederationPrivacy:
-    """What a federation promises its devices. Raises NotFoundError where that is nothing."""
+    """Return the privacy guarantee of a federation. Raises NotFoundError if there is none."""
     definition = Definition.from_bytes(row.definition)
     privacy, clip = definition.privacy, definition.clip
     if privacy is None or clip is None:
@@ -71,7 +71,7 @@ def present_privacy(row: tables.Federation, distribution: dict[int, int]) -> Fed
 
 
 def present_round(session: Session, row: tables.Round) -> RoundRecord:
-    """What operators see of a round."""
+    """Return the operators' view of a round."""
     invited, received = rounds.counts(session, row)
     return RoundRecord(
         number=row.number,
@@ -93,7 +93,7 @@ def present_round(session: Session, row: tables.Round) -> RoundRecord:
 
 
 def adoption_of(row: tables.Round) -> Adoption:
-    """What the devices of a round found of the state that they began from."""
+    """Return the gain that the devices of a round measured of their starting state."""
     low = gain_low(row)
     return Adoption(
         round=row.number,

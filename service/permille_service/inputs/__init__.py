@@ -1,1 +1,1 @@
-"""What work starts from: base models and corpora, registered and inspected."""
+"""Inputs of jobs: base models and corpora, registered and inspected."""

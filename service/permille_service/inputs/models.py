@@ -84,7 +84,9 @@ def present(row: tables.Model) -> Model:
 
 
 def _facts(creating: Creation, source: FolderModel | GgufModel) -> ModelFacts:
-    """What is stored of a model's folder or file; the digest of its weights is left to the first job.
+    """Return the stored facts about a model's folder or file.
+
+    The first job adds the digest of its weights.
 
     Raises:
         ApiError: `not-found`: none there, or a path out of the root, which are told alike; `conflict`: an

@@ -68,7 +68,7 @@ async def stream_events(
 
 
 def encode(event: JobEvent) -> bytes:
-    """One event of the stream; its data is one line of JSON."""
+    """An event of the stream. Its data is one line of JSON."""
     data = json.dumps(event.model_dump(mode="json"), separators=(",", ":"))
     return f"id: {event.seq}\nevent: {event.kind}\ndata: {data}\n\n".encode()
 

@@ -16,7 +16,7 @@ SCRIPTS: Final = ("vendor/htmx.min.js", "vendor/uPlot.iife.min.js", "page.js")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asset:
-    """One file, as it is and compressed."""
+    """A file, as it is and compressed."""
 
     name: str
     media_type: str

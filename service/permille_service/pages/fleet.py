@@ -25,7 +25,10 @@ BAND_WIDTH = 140
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandLine:
-    """Where a band lies on a line of `BAND_WIDTH` that all bands of a table share; `zero`: no improvement."""
+    """Position of a band on a line of `BAND_WIDTH` that all bands of a table share.
+
+    `zero` means no improvement.
+    """
 
     low: float
     high: float

@@ -71,16 +71,16 @@ class Page:
 
     @property
     def tenant_id(self) -> str:
-        """Whose rows it may show."""
+        """The tenant whose rows it may show."""
         return self.operator.tenant_id
 
     @property
     def is_part(self) -> bool:
-        """Whether only the part that changes is wanted."""
+        """Return whether only the part that changes is wanted."""
         return self.request.headers.get("hx-request") == "true"
 
     def may(self, role: Role) -> bool:
-        """Whether the operator has at least this role."""
+        """Return whether the operator has at least this role."""
         return RANK[self.operator.role] >= RANK[role]
 
     def render(self, template: str, **values: object) -> Response:

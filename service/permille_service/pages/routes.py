@@ -160,7 +160,7 @@ def _job(page: Page, job_id: str) -> Response:
 
 
 def _page_of_result(result: str | None) -> str | None:
-    """Where the page shows what a job made; None where it does not."""
+    """Return the path of the page that shows a job's result, or None."""
     collection = (result or "").split("/")[2:3]
     shown = {"sparsifications", "masks", "packages", "federations"}
     return None if result is None or not shown & set(collection) else result.replace("/v1", sign_in.PATH, 1)
@@ -183,7 +183,7 @@ nothing = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=Pa
 
 @nothing.get("/{path:path}", dependencies=[PUBLIC])
 def show_nothing(path: str) -> Response:
-    """What is not there."""
+    """Answer that there is no such page."""
     raise ApiError(ProblemType.NOT_FOUND, f"there is no page {path[:80]!r}")
 
 

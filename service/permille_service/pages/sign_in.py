@@ -1,4 +1,4 @@
-"""Who looks at the page: signed in by an operator's token, which a cookie then holds, sealed.
+"""Sign-in to the page with an operator's token, which a sealed cookie then holds.
 
 The cookie is out of scripts' reach (HttpOnly), sent by no other site (SameSite=Strict), good for twelve hours
 and below `/ui` alone. Token and session are looked up at every request: a token that was revoked and a
@@ -39,7 +39,7 @@ _OWN_PATH: Final = re.compile(r"/ui(/[A-Za-z0-9][A-Za-z0-9_:.-]*)+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Session:
-    """What the cookie holds, sealed: its name, the operator's token, and when it runs out (Unix seconds)."""
+    """Sealed contents of the cookie: its name, the operator's token, and its expiry (Unix seconds)."""
 
     id: str
     token: str

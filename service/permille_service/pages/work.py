@@ -38,7 +38,7 @@ class CurvePoint(BaseModel):
 
 
 class TensorRow(BaseModel):
-    """What a mask holds of one tensor."""
+    """A tensor's part of a mask."""
 
     name: str
     count: int
@@ -75,7 +75,7 @@ class Perplexity(BaseModel):
 
 
 class SparseReport(BaseModel):
-    """What a sparsification costs, as its job has written it."""
+    """Cost of a sparsification, as its job has written it."""
 
     zeros: float
     perplexity: Perplexity | None

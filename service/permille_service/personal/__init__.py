@@ -1,1 +1,1 @@
-"""One command for one person: `permille personalise`, composed of the programs that exist."""
+"""The command `permille personalise` for one person, composed of the existing programs."""

@@ -42,7 +42,7 @@ KEPT_BASE, REFUSED_DATA, TRY_LATER = 7, 3, 5  # exit codes of `permille-agent tr
 
 
 class BaseScheme(StrEnum):
-    """How a package codes the weights: anew, or as the GGUF file has them."""
+    """Coding of the weights in a package: quantized again, or as in the GGUF file."""
 
     NF4 = "nf4"
     SOURCE = "source"

@@ -60,7 +60,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a job needs at most."""
+    """Upper bounds of a job's needs."""
 
     memory_bytes: int
     disk_bytes: int
@@ -204,7 +204,7 @@ def quantization_needs(
 
 
 def package_needs(sizes: Sizes) -> Needs:
-    """What packing needs: the layers exist already; the mask's values and the files are added."""
+    """Estimate packing. The layers exist already; the mask's values and the files are added."""
     return Needs(
         memory_bytes=PROCESS_BYTES + 2 * sizes.largest * FLOAT_BYTES,
         disk_bytes=sizes.scoped // 100 * FLOAT_BYTES + 32 * 1024 * 1024,
@@ -227,7 +227,7 @@ def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int, f
 
 
 def export_needs(sizes: Sizes) -> Needs:
-    """What exporting a program needs: the model several times over in float32, and the program."""
+    """Estimate the export of a program: the model several times in float32, and the program."""
     weights = sizes.parameters * FLOAT_BYTES
     return Needs(
         memory_bytes=PROCESS_BYTES + EXPORT_COPIES * weights,
@@ -238,7 +238,7 @@ def export_needs(sizes: Sizes) -> Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a job may use. None: unknown, and then nothing is refused for it."""
+    """Resources that a job may use. None means unknown, and then nothing is refused for it."""
 
     memory_bytes: int | None
     disk_bytes: int | None

@@ -1,4 +1,4 @@
-"""How long a piece of work will take, by what past jobs of its kind took on this machine."""
+"""Estimate of a job's time, from past jobs of its kind on this machine."""
 
 from collections.abc import Callable
 from datetime import datetime

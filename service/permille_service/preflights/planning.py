@@ -1,4 +1,4 @@
-"""What a request will need, from the rows that it names, and whether the machine has it.
+"""Preflight of a request: its needs, from the rows that it names, and whether the machine has them.
 
 The needs of a hub model that no worker has read yet are unknown: the answer says so, and refuses nothing.
 """
@@ -89,7 +89,10 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
 
 
 def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight:
-    """What a request needs and whether the machine has it. Raises as `check`, but for the refusal."""
+    """Return a request's needs and whether the machine has them.
+
+    It raises as `check`, except for the refusal.
+    """
     machine, kind = measure_machine(service.settings), _KINDS[type(request)]
     with service.database.read() as session:
         planner = _Planner(session, tenant_id, machine)
@@ -149,7 +152,7 @@ class _Planner:
         self._machine = machine
 
     def needs_of(self, request: Closed) -> Needs:
-        """What any request needs."""
+        """Estimate the needs of any request."""
         match request:
             case SparsificationCreate():
                 return self._sparsification(request)

@@ -147,7 +147,7 @@ def delete_alias(name: ReleaseName, alias: AliasName, service: Served, operator:
 
 
 def present(session: Session, row: tables.Release) -> Release:
-    """What devices see of a version."""
+    """Return the devices' view of a version."""
     package = _package(session, row.tenant_id, row.package_digest)
     return Release(
         name=row.name,
@@ -159,7 +159,7 @@ def present(session: Session, row: tables.Release) -> Release:
 
 
 def present_record(session: Session, row: tables.Release) -> ReleaseRecord:
-    """What operators see of a version."""
+    """Return the operators' view of a version."""
     aliases = releases.list_aliases(session, tenant_id=row.tenant_id, name=row.name)
     return ReleaseRecord(
         **present(session, row).model_dump(),

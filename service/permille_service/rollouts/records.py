@@ -12,7 +12,7 @@ from permille.store.fleet import groups, rollouts
 
 
 def present_group(row: tables.DeviceGroup, found: Iterable[groups.Candidate]) -> DeviceGroup:
-    """What operators see of a group; `found`: the tenant's devices."""
+    """Return the operators' view of a group. `found` are the tenant's devices."""
     rule = groups.rule_of(row)
     return DeviceGroup(
         id=row.id,
@@ -24,7 +24,7 @@ def present_group(row: tables.DeviceGroup, found: Iterable[groups.Candidate]) ->
 
 
 def present(session: Session, row: tables.Rollout) -> Rollout:
-    """What operators see of a rollout, with its funnel."""
+    """Return the operators' view of a rollout, with its funnel."""
     rules, counts = RolloutRules.model_validate(row.rules), rollouts.funnel(session, row.id)
     empty = rollouts.WaveCounts()
     return Rollout.model_validate(

@@ -1,4 +1,4 @@
-"""From a rollout's row to what devices believe: signed where an operator changes it, else at the next poll.
+"""Signing of rollouts: when an operator changes one, or else at the next poll.
 
 The sweeper runs in workers, which have no keys. A step that it makes is signed by the API when a device next
 asks for the timestamp, before that device gets it.

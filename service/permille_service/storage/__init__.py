@@ -1,1 +1,1 @@
-"""What is kept, and what goes."""
+"""Retention and collection of stored objects."""

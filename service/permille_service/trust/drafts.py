@@ -26,7 +26,7 @@ from permille_service.cli.exits import CommandError, Exit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What a draft of releases shall list, and list no longer, before it is signed.
+    """Changes of a draft of releases before it is signed: versions to list and to remove.
 
     Attributes:
         add: a version, NAME/VERSION, with its package's `manifest` unless it is listed, for `aliases`.

@@ -98,7 +98,7 @@ def get_trust_target(path: TargetPath, service: Served, principal: Anyone) -> Re
 
 
 class _Accepted(Closed):
-    """What the audit log holds of metadata that was sent."""
+    """Audit entry of metadata that was sent."""
 
     digest: Digest
 
@@ -163,7 +163,7 @@ def renew_trust_metadata(body: TrustRenewal, service: Served, operator: Admin) -
 
 @contextmanager
 def _as_conflicts() -> Iterator[None]:
-    """What the repository refuses contradicts what is signed: a conflict, however well it is formed."""
+    """Turn a refusal of the repository into a conflict: the request contradicts signed metadata."""
     try:
         yield
     except (NotFoundError, ConflictError, KeyElsewhereError):
@@ -173,7 +173,7 @@ def _as_conflicts() -> Iterator[None]:
 
 
 def present(repository: Repository) -> Trust:
-    """What operators see of a repository."""
+    """Return the operators' view of a repository."""
     return Trust(
         root_digest=repository.root_digest,
         roles=[

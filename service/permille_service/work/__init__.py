@@ -1,1 +1,1 @@
-"""What jobs make: builds, masks, quantizations, packages, with the routes that all kinds have alike."""
+"""Results of jobs: builds, masks, quantizations, packages, and the routes that all kinds share."""

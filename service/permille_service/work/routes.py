@@ -27,7 +27,7 @@ Again = Annotated[bool, Query(description="also where an equal request has made 
 
 
 def router_of(work: WorkKind) -> APIRouter:
-    """All routes of a kind."""
+    """Return a router with all routes of a kind."""
     router = APIRouter(
         prefix=f"/v1/{work.collection}",
         tags=[work.collection],
@@ -96,7 +96,10 @@ def _add_artifacts(router: APIRouter, work: WorkKind) -> None:
 
 
 def _add_jobs(router: APIRouter, work: WorkKind) -> None:
-    """Of a kind whose records are its jobs: what they make is of another collection."""
+    """Add the routes of a kind whose records are its jobs.
+
+    Their results are in another collection.
+    """
     present = _PRESENTED[work.kind]
 
     def list_rows(service: Served, operator: Viewer, window: Paging) -> Page[Closed]:
