@@ -89,7 +89,8 @@ class Personalizer:
             InputError: the folder has no package.
         """
         root = Path(folder).expanduser().absolute()
-        known = installed_release(Home(root))  # `open_home` would make folders in one that is not ours
+        # `open_home` would make folders in one that is not ours.
+        known = installed_release(Home(root)) if root.is_dir() else None
         if known is None:
             raise InputError(f"{root} has no package. Make one with Personalizer(package, folder).")
         return cls(Package.open(BlobFolder(root / "blobs"), known.manifest_digest), root, **options)

@@ -16,7 +16,7 @@ from typing import Final
 _BLOCKS: Final = re.compile(
     "address|article|blockquote|br|dd|div|dt|h[1-6]|hr|li|p|pre|section|table|t[dhr]|ul"
 )
-_SILENT: Final = re.compile("head|script|style|template|title")
+_SILENT: Final = re.compile("script|style|template|title")
 _FROM_LINE: Final = re.compile(rb"^From .*\r?\n", re.MULTILINE)
 _QUOTED: Final = re.compile(r"^>.*\n?", re.MULTILINE)
 _SPACE: Final = re.compile(r"[ \t\r\f\v\n]+")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from permille.choices import Method
@@ -311,7 +312,7 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
         )
     colour = "green" if result.outcome.value == "adopted" else "yellow"
     words = outcome_words(result.outcome, result.decision)
-    console.print(f"[{colour}]{words}[/{colour}]: {result.message}", highlight=False)
+    console.print(f"[{colour}]{words}[/{colour}]: {escape(result.message)}", highlight=False)
     if log.value == "queued":
         console.print("It is shared with the next `permille-agent report`.")
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:

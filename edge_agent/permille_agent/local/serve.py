@@ -220,13 +220,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Access-Control-Max-Age", str(PREFLIGHT_S))
         self.end_headers()
 
+    def _asked(self) -> str:
+        try:
+            return urlsplit(self.path).path
+        except ValueError as exc:
+            raise _RequestError(HTTPStatus.BAD_REQUEST, f"{self.path!r:.100} is no address.") from exc
+
     def _get(self) -> None:
-        found = self._interface.get(self.server.model, urlsplit(self.path).path)
+        found = self._interface.get(self.server.model, self._asked())
         self._send(found)
 
     def _post(self) -> None:
         body = self._body()
-        found = self._interface.post(self.server.model, urlsplit(self.path).path, body)
+        found = self._interface.post(self.server.model, self._asked(), body)
         self._send(found)
 
     def _body(self) -> bytes:

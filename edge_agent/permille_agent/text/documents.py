@@ -97,7 +97,7 @@ def parse_row(row: object) -> tuple[str | None, Content]:
             prompt = row.get("prompt")
             if not isinstance(prompt, str):
                 raise InputError("`prompt` is not a string")
-            return group, Completion(_encodable(prompt), _string(row, "completion"))
+            return group, Completion(encodable(prompt), _string(row, "completion"))
     return group, Conversation(_messages(row["messages"]))
 
 
@@ -107,10 +107,11 @@ def _string(row: dict[str, Any], name: str) -> str:
         raise InputError(f"`{name}` is not a string")
     if not value.strip():
         raise InputError(f"`{name}` is empty")
-    return _encodable(value)
+    return encodable(value)
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
+    """Return a text that no tokenizer chokes on. Raises InputError."""
     try:
         text.encode()
     except UnicodeEncodeError as exc:
@@ -127,7 +128,7 @@ def _messages(messages: object) -> tuple[tuple[str, str], ...]:
             raise InputError("a message is not an object with a `content` string")
         if message.get("role") not in ROLES:
             raise InputError(f"a message's role is not one of {', '.join(ROLES)}")
-        turns.append((str(message["role"]), _encodable(message["content"])))
+        turns.append((str(message["role"]), encodable(message["content"])))
     if not any(role == "assistant" and content.strip() for role, content in turns):
         raise InputError("no assistant message")
     return tuple(turns)

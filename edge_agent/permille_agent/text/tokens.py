@@ -20,7 +20,7 @@ from permille.sandbox.process import MAX_TOKENS_A_CHARACTER, Sandbox
 from permille.token_bytes import token_bytes
 from permille.tokenizer_files import ReadFile, TokenizerFiles, ends_of_turn
 from permille_agent.text.chat_template import ChatTemplate, answered
-from permille_agent.text.documents import Completion, Content, Conversation, Learn, PlainText
+from permille_agent.text.documents import Completion, Content, Conversation, Learn, PlainText, encodable
 
 MAX_DECODED_CHARACTERS = 8 << 20
 
@@ -216,7 +216,7 @@ class TextTokenizer:
         """Tokenize a text. Special tokens are special only in text that a chat template rendered."""
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
         own = not rendered
-        request = {"do": "encode", "text": text, "literal": own, "ends": own, "limit": limit}
+        request = {"do": "encode", "text": encodable(text), "literal": own, "ends": own, "limit": limit}
         answer = self._ask(request, len(text))
         found = _Encoding(*(_numbers(answer[name]) for name in ("ids", "starts", "ends")))
         same = len(found.ids_T) == len(found.starts_T) == len(found.ends_T)

@@ -8,6 +8,7 @@ leaves no folder.
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,15 +41,15 @@ def model_folder(path: Path, root: Path) -> Path:
     folder = root / FOLDERS / digest
     if folder.exists():
         return folder
-    temporary = folder.with_name(f".{digest[:16]}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    # Not by the process id: threads share it, and so do containers with one disk.
+    temporary = folder.with_name(f".{digest[:16]}-{secrets.token_hex(8)}")
     temporary.mkdir(parents=True)
     try:
         convert(path, temporary)
         try:
             temporary.rename(folder)
         except OSError:
-            if not folder.exists():  # another process made the same folder meanwhile
+            if not folder.exists():  # somebody else made the same folder meanwhile
                 raise
         fsync_folder(folder.parent)
     finally:

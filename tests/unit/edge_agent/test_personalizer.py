@@ -45,6 +45,8 @@ def test_load_leaves_a_folder_of_something_else_as_it_is(tmp_path: Path) -> None
         Personalizer.load(folder)
     assert list(folder.iterdir()) == []
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    with pytest.raises(InputError, match="has no package"):
+        Personalizer.load(Path(__file__))
 
 
 def test_a_copy_is_private_from_its_first_byte_and_whole(

@@ -14,6 +14,7 @@ from gguf.quants import quantize
 
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
+from permille.models.gguf import folder as gguf_folder
 from permille.models.gguf.config import read_model
 from permille.models.gguf.file import GgufFile
 from permille.models.gguf.folder import convert, model_folder
@@ -36,6 +37,22 @@ from tests.unit.models.gguf_files import converted, rewritten, written
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     return written(exported_package(folder / "blobs", "llama"), folder / "export")
+
+
+def test_two_that_convert_a_file_at_once_leave_it_whole(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert_while_another_does(path: Path, folder: Path) -> None:
+        monkeypatch.setattr(gguf_folder, "convert", convert)
+        (folder / "begun").touch()
+        model_folder(path, tmp_path)
+        assert (folder / "begun").exists(), "the other one took our folder away"
+        convert(path, folder)
+
+    monkeypatch.setattr(gguf_folder, "convert", convert_while_another_does)
+    made = model_folder(llama, tmp_path)
+    assert not (made / "begun").exists(), "what is there already stays"
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

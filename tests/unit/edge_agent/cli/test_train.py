@@ -13,13 +13,17 @@ import pytest
 import permille.engines.factory
 from permille.choices import Method
 from permille.package.reader import Package
+from permille.plain_console import PlainConsole
+from permille.schemas.runs import Outcome
 from permille.trust.roles import Training
 from permille.zo.log import decode_canonical
 from permille_agent.cli import main as cli
+from permille_agent.cli import train as train_command
 from permille_agent.link.report import Delivery, read_reports
 from permille_agent.state.home import Home
 from permille_agent.state.lock import hold_lock
 from permille_agent.state.models import installed_release, record_installed
+from permille_agent.training.outcome import RunResult
 from tests.bigram_engine import BigramEngine
 from tests.packages import CHATML
 from tests.unit.edge_agent.runs import TINY_RATE, home_with_package, user_text
@@ -296,3 +300,11 @@ def test_compare_shows_both_models(home: Home, tmp_path: Path, capsys: pytest.Ca
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--help"]) == 0
     assert "Examples" in capsys.readouterr().out
+
+
+def test_words_of_a_package_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """A chat template's own error is among the reasons why text was left out."""
+    message = "There is too little text: 3 x [/template] [link=https://example.org]here"
+    result = RunResult(run="a", run_id="b", outcome=Outcome.REFUSED_DATA, message=message)
+    train_command._render(PlainConsole(width=200), result, Delivery.NONE, False)
+    assert message in capsys.readouterr().out

@@ -326,6 +326,12 @@ def test_bodies_are_json_with_a_length_and_bounded(
     assert _ask(server, "POST", "/v1/completions", {"prompt": "a long prompt"})[0] == 413
 
 
+def test_a_malformed_address_is_answered(server: LocalServer) -> None:
+    own = {"Host": f"127.0.0.1:{server.port}"}  # else the client reads the address for it
+    status, answer, _ = _ask(server, "GET", "http://[/v1/models", headers=own)
+    assert status == 400 and b"no address" in answer
+
+
 def test_too_many_requests_at_a_time_are_turned_away(server: LocalServer) -> None:
     for _ in range(serve.MAX_REQUESTS):
         assert server.requests.acquire(blocking=False)

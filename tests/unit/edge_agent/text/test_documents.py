@@ -77,6 +77,11 @@ def test_a_page_of_html_is_what_it_shows(tmp_path: Path) -> None:
     assert texts == ["Garden\n\nThe first bean & the last.\n\nA line"]
 
 
+def test_the_end_of_the_head_may_be_left_out(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("<html><head><title>T</title><body><p>The first bean.</p></html>")
+    assert _texts(tmp_path / "page.html")[0] == ["The first bean."]
+
+
 def test_mail_is_its_text_without_what_it_quotes(tmp_path: Path) -> None:
     mixed = _message("See you at the well.\n> When do we meet?\n")
     mixed.add_alternative("<p>See you</p>", subtype="html")

@@ -55,6 +55,11 @@ def test_special_tokens_in_text_are_text(tokenizer: TextTokenizer) -> None:
     assert not set(tokenizer.prompt("</s>").tolist()) & {0, 1, 2}
 
 
+def test_half_a_character_is_a_matter_of_the_text_not_of_the_package(tokenizer: TextTokenizer) -> None:
+    with pytest.raises(InputError, match="surrogate"):
+        tokenizer.prompt("a terminal's \udcff")
+
+
 def test_only_a_completion_and_its_end_count(tokenizer: TextTokenizer) -> None:
     document = tokenizer.tokenize(Completion("the river ", "found the bread"), NO_TEMPLATE, row_tokens=64)
     counted = document.ids_T[document.target_T].tolist()
