@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROWS = range(1, 20)
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "security.md"
 TESTS = Path(__file__).parents[1]
 _PROPERTY = "attack"
 _MARK = re.compile(r"mark\.attack\(\s*(\d+),")
