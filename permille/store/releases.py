@@ -15,7 +15,7 @@ from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Alias, Artifact, Release
-from permille.trust.metadata import Listed
+from permille.trust.listed import Listed
 
 Listing = Mapping[tuple[str, int], Listed]
 MAX_NEW_VERSIONS: Final = 1000

@@ -77,14 +77,6 @@ def is_due(role: str, data: bytes, now: datetime) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """A version that is listed: its package's digest, and the aliases under which devices may take it."""
-
-    digest: str
-    aliases: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """A role's next version that lacks signatures by keys which are elsewhere."""
 

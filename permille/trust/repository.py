@@ -36,6 +36,7 @@ from tuf.api.metadata import (
 
 from permille.digests import canonical_json, digest_of
 from permille.errors import InputError, OperatorError
+from permille.trust.listed import Listed
 from permille.trust.metadata import (
     CLOCK_SLACK,
     AnySigned,
@@ -43,7 +44,6 @@ from permille.trust.metadata import (
     Draft,
     Holders,
     KeyElsewhereError,
-    Listed,
     RoleState,
     check_delegations,
     check_keys,

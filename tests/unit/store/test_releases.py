@@ -20,7 +20,7 @@ from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import claims, queue
 from permille.store.rows import Window
 from permille.store.tables import Artifact, Device, Job, Release, Run
-from permille.trust.metadata import Listed
+from permille.trust.listed import Listed
 from tests.artifacts import PARTS, QUOTA, add_artifact, some_model
 from tests.unit.store.conftest import Clock
 
