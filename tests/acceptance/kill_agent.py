@@ -121,7 +121,8 @@ def end_of(home: Home) -> dict[str, str]:
     decision = run.require("decision", Decision)
     (sent,) = read_reports(home)
     metrics = as_json(sent.metrics)
-    unclocked = {name: metrics[name] for name in sorted(metrics) if name not in ("seconds", "peak_rss_bytes")}
+    clocked = ("seconds", "peak_rss_bytes", "began_at", "ended_at")
+    unclocked = {name: metrics[name] for name in sorted(metrics) if name not in clocked}
     journal = run.journal(decision.descent)
     states = (run.path / "state.i64", run.best_state(decision.descent))
     return {

@@ -66,7 +66,7 @@ def test_views_are_readable_without_scripts(looking: tuple[Running, Stocked, Bro
     expect(page.locator("main")).to_contain_text("made sparse, of tiny")
     page.click("text=made sparse")
     expect(page.locator("main")).to_contain_text("Perplexity 14.2 → 17.1, not held out:")
-    expect(page.locator("table.rows tbody tr")).to_have_count(2 + 3 + 3)
+    expect(page.locator("table.rows tbody tr")).to_have_count(2 + 3 + 1)
     page.goto(running.url + views(stocked)["mask"])
     expect(page.locator("svg.curve polyline")).to_have_count(1)
     page.goto(running.url + "/ui/fleet")

@@ -182,7 +182,7 @@ def test_a_damaged_token_is_told_with_its_file(tmp_path: Path, data: bytes) -> N
     access = read_or_make_access(home)
     assert read_or_make_access(home) == access
     access.token_file.write_bytes(data)
-    with pytest.raises(OperatorError, match=r"serve\.token.*delete it"):
+    with pytest.raises(OperatorError, match=r"serve\.token.*Delete the file"):
         read_or_make_access(home)
 
 

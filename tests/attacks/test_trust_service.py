@@ -232,7 +232,7 @@ def test_no_version_uses_a_name_up(site: Site, device: Device, name: str) -> Non
 def test_all_keys_rotate_and_no_device_enrols_again(site: Site, device: Device, name: str) -> None:
     stolen = {path: path.read_bytes() for path in (site.up.data_dir / "keys" / "trust").rglob("*.key")}
     old = {path.stem for path in stolen if path.parent.name == site.tenants["a"]}
-    roles = ["root", "targets", "releases", "snapshot", "timestamp"]
+    roles = ["root", "targets", "releases", "rollouts", "snapshot", "timestamp"]
     changed = site.up.answer("trust", "rotate", *roles)
     new = {key for role in changed["roles"] for key in role["key_ids"]}
     assert not old & new

@@ -198,7 +198,7 @@ def test_a_device_that_left_while_it_trains_makes_nothing(
         return take_local_steps(*arguments, **options)
 
     monkeypatch.setattr(part, "take_local_steps", leaves_meanwhile)
-    with pytest.raises(OperatorError, match="leaving"):
+    with pytest.raises(OperatorError, match="Leaving"):
         agent.take_part()
     assert site.round(0)["received"] == 0
     assert site.read()["members"] == 0

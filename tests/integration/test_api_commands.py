@@ -136,7 +136,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running, monkeypatch: p
 
 def test_invitation_and_tokens(up: Running) -> None:
     absent = up.permille("invitations", "create", "--release", "absent")
-    assert (absent.returncode, "There is There is no release 'absent'" in absent.stderr) == (4, True)
+    assert (absent.returncode, "There is no release 'absent'" in absent.stderr) == (4, True)
     token = up.answer("tokens", "create", "ci", "--role", "viewer")
     refused = permille("--url", up.url, "--token", token["secret"], "tenants", "create", "x")
     assert refused.returncode == 6

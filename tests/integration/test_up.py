@@ -66,7 +66,7 @@ def test_a_worker_with_wrong_settings_ends_up_with_a_clear_error(tmp_path: Path)
 def test_a_process_that_keeps_ending_is_given_up() -> None:
     command = [sys.executable, "-c", "import sys; sys.exit(3)"]
     process = Supervised(name="worker", start=lambda: subprocess.Popen(command), delays_s=(0.0, 0.1))
-    with pytest.raises(CommandError, match="it ended 3 times within 60 s of its start with exit code 3"):
+    with pytest.raises(CommandError, match="ended 3 times within 60 s of its start with exit code 3"):
         while True:
             process.look_after()
             time.sleep(0.01)

@@ -93,7 +93,7 @@ def test_a_task_with_too_little_is_refused_before_any_cell(sweep_file: Path, tmp
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ('{"body": "x"}\nno JSON\n', r"got 2 of 2: 1 no-text-field .*, 1 not-json"),
+        ('{"body": "x"}\nno JSON\n', r"2 of 2 rows are broken.*: 1 no-text-field .*, 1 not-json"),
         ("", r"0 rows \(none\) in .*corpus\.jsonl"),
     ],
 )

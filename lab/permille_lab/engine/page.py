@@ -139,9 +139,8 @@ def _gradient(settings: Settings, result: Result) -> dict[str, str]:
     found = {"batch": _batch(settings)}
     forward = result.get("forward_s")
     found["gradient, forward passes"] = f"{result['gradient_s'] / forward:.2f}" if forward else ""
-    for groups in ("0", "1024", "4096"):
-        rest = f"{100 * result['rest_s'][groups] / result['gradient_s']:.2f} %" if forward else ""
-        found["state adds" if groups == "0" else f"{int(groups):,} groups add"] = rest
+    if forward:
+        found["state adds"] = f"{100 * result['rest_s']['0'] / result['gradient_s']:.2f} %"
     return found | {
         "peak, MB": f"{result['peak_bytes'] / 1e6:.0f}",
         "above the package": f"{result['above_package_bytes'] / 1e6:.0f}",

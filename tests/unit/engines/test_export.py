@@ -29,7 +29,10 @@ def tiny(tmp_path: Path) -> Tiny:
     return tiny_package(tmp_path / "blobs", "qwen2", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("family", "scheme"), list(zip(CONFIGS, itertools.cycle(Scheme), strict=False)))
+CODED = [scheme for scheme in Scheme if scheme is not Scheme.SOURCE]  # that one needs a GGUF file
+
+
+@pytest.mark.parametrize(("family", "scheme"), list(zip(CONFIGS, itertools.cycle(CODED), strict=False)))
 def test_transformers_computes_the_same_logits(family: str, scheme: Scheme, tmp_path: Path) -> None:
     tiny = tiny_package(tmp_path / "blobs", family, scheme)
     values_K = variants(tiny.package, 2)[1]

@@ -249,7 +249,7 @@ def test_retry_of_a_build_repeats_only_what_failed(db: Database, tenant_id: str)
     with db.write() as session:
         claims.fail(session, claim, error={"type": "T", "message": "m"}, retryable=True)
     assert read(db, build).state == "failed"
-    with pytest.raises(ConflictError, match="retry that"), db.write() as session:
+    with pytest.raises(ConflictError, match="Retry that"), db.write() as session:
         queue.retry(session, tenant_id=tenant_id, job_id=claim.job_id)
     with db.write() as session:
         queue.retry(session, tenant_id=tenant_id, job_id=build.id)

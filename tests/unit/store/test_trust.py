@@ -10,10 +10,10 @@ from permille.store import trust
 from permille.store.database import Database, now
 from permille.store.errors import ChangedError, NotFoundError
 from permille.trust.metadata import new_signer, root_digest
-from permille.trust.repository import Repository
+from permille.trust.repository import KEYS_AT_START, Repository
 from permille.trust.roles import TIMESTAMP
 
-SIGNERS = [new_signer() for _ in range(4)]
+SIGNERS = [new_signer() for _ in range(KEYS_AT_START)]
 BY_ID = {signer.public_key.keyid: signer for signer in SIGNERS}
 MANIFEST = b"{}"
 

@@ -120,8 +120,11 @@ def test_what_is_past_half_its_life_is_signed_again_and_nothing_else(repository:
     for passed, files in (
         (timedelta(hours=13), ["timestamp.json"]),
         (timedelta(days=4), ["2.snapshot.json", "timestamp.json"]),
-        (timedelta(days=50), ["2.releases.json", "3.snapshot.json", "timestamp.json"]),
-        (timedelta(days=200), ["2.root.json", "2.targets.json", "3.releases.json", "4.snapshot.json"]),
+        (timedelta(days=50), ["2.releases.json", "2.rollouts.json", "3.snapshot.json", "timestamp.json"]),
+        (
+            timedelta(days=200),
+            ["2.root.json", "2.targets.json", "3.releases.json", "3.rollouts.json", "4.snapshot.json"],
+        ),
     ):
         repository.changed.clear()
         repository.now = NOW + passed

@@ -86,7 +86,12 @@ def _targets(module: str) -> frozenset[str]:
     if file is None:  # a name in a module, not a module
         return frozenset()
     targets = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    waiting: list[ast.AST] = [ast.parse(file.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue  # nothing that runs
+        waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             targets |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

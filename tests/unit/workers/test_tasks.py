@@ -345,7 +345,7 @@ def test_a_corpus_of_which_much_is_broken_is_refused_with_the_numbers(
     path.write_text("no json\n" * 300 + path.read_text())
     request = fisher_request(bench) if kind == "mask" else {"model_id": bench.model.id}
     message = failed(bench, kind, request | {field: bench.corpus.id})
-    assert "broken rows" in message and "not-json" in message
+    assert "rows are broken" in message and "not-json" in message
 
 
 def test_a_corpus_outside_the_root_is_refused(bench: Bench) -> None:

@@ -360,7 +360,7 @@ def upgrade() -> None:
         _column("name", TEXT),
         _column("rule", sa.JSON()),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
         sa.UniqueConstraint("tenant_id", "name"),
     )
@@ -388,7 +388,7 @@ def upgrade() -> None:
         _column("signed_revision", sa.Integer()),
         sa.Column("ended_at", BIG),
         _column("id", TEXT, primary_key=True),
-        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id"), index=True),
+        _column("tenant_id", TEXT, sa.ForeignKey("tenants.id")),
         _column("created_at", BIG),
         sa.ForeignKeyConstraint(
             ["tenant_id", "release", "version"], ["releases.tenant_id", "releases.name", "releases.version"]
@@ -511,7 +511,7 @@ def upgrade() -> None:
     for table in ("models", "corpora"):
         op.create_index(f"ix_{table}_tenant_id_name", table, ["tenant_id", "name"])
     for table in (
-        *("artifacts", "corpora", "devices", "federations", "invitations", "jobs"),
-        *("models", "operator_tokens", "releases", "uploads"),
+        *("artifacts", "corpora", "device_groups", "devices", "federations", "invitations", "jobs"),
+        *("models", "operator_tokens", "releases", "rollouts", "uploads"),
     ):
         op.create_index(f"ix_{table}_tenant_id_id", table, ["tenant_id", "id"])
