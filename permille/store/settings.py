@@ -16,12 +16,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from permille.telemetry import LogFormat
 
 PREFIX = "PERMILLE_"
-FISHER_SPLIT_FLOPS: Final = 2e13
-"""Work above which a `fisher` mask is split into jobs of 16 sequences, which all workers share.
-
-Some forty minutes of a core: each job starts torch and reads the model, which less work does not pay for. The
-mask is the same. Each job leaves as many bytes as the scores until they are joined.
-"""
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _PREFIX: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?", re.ASCII)
 
@@ -166,6 +160,12 @@ class ProcessSettings(SettingsGroup):
         description="memory that a job may use, on a GPU the GPU's; none: what is free when it begins. "
         "Preflight refuses what needs more; a model that does not fit whole is scored and "
         "measured one decoder layer at a time, with the same bits, slower",
+    )
+    fisher_split_flops: float = Field(
+        default=2e13,
+        ge=0,
+        description="a `fisher` mask of more work (some forty minutes of a core) is scored by jobs of 16 "
+        "sequences, which all workers share; the mask is the same",
     )
     log_format: LogFormat = Field(
         default=LogFormat.TEXT,

@@ -29,7 +29,6 @@ from permille.schemas.sparsifications import SparsificationCreate
 from permille.store import artifacts, inputs, rows
 from permille.store.artifacts import SCORES
 from permille.store.jobs.dispatch import none_can_export
-from permille.store.settings import FISHER_SPLIT_FLOPS
 from permille.store.tables import Artifact, Corpus, Model
 from permille_service.context import Service
 from permille_service.preflights.estimates import (
@@ -95,7 +94,7 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
     """
     machine, kind = measure_machine(service.settings), _KINDS[type(request)]
     with service.database.read() as session:
-        planner = _Planner(session, tenant_id, machine)
+        planner = _Planner(session, tenant_id, machine, service.settings.fisher_split_flops)
         needs = planner.needs_of(request)
         if needs is NOTHING:
             return compare(None, machine)
@@ -146,10 +145,11 @@ def compare(needs: Needs | None, machine: Capacity, *, told_by: str = "") -> Pre
 class _Planner:
     """Finds what a tenant's requests name, and estimates their needs on a machine."""
 
-    def __init__(self, session: Session, tenant_id: str, machine: Capacity) -> None:
+    def __init__(self, session: Session, tenant_id: str, machine: Capacity, split_flops: float) -> None:
         self._session = session
         self._tenant_id = tenant_id
         self._machine = machine
+        self._split_flops = split_flops
 
     def needs_of(self, request: Closed) -> Needs:
         """Estimate the needs of any request."""
@@ -199,7 +199,7 @@ class _Planner:
             mask,
             memory_bytes=machine.memory_bytes,
             flops_per_s=machine.flops_per_s,
-            split_flops=FISHER_SPLIT_FLOPS,
+            split_flops=self._split_flops,
         )
 
     def _quantization(

@@ -22,7 +22,7 @@ from permille.store.retention.references import references
 from permille.store.tables import Artifact, Model
 from permille_workers.runtime.context import JobCancelledError, TaskContext
 from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_store
-from permille_workers.tasks import TASKS, mask
+from permille_workers.tasks import TASKS
 from tests.unit.package.tiny import pruned
 from tests.unit.workers.conftest import Bench, save_model
 from tests.unit.workers.jobs import (
@@ -64,8 +64,7 @@ def test_a_mask_that_is_split_is_the_one_that_is_not(
     scores and provenance."""
     whole = mask_of(bench, sequences=37)
     split = make_bench("split")
-    monkeypatch.setattr(mask, "FISHER_SPLIT_FLOPS", 0)
-    settings = split.settings.model_copy(update={"memory_bytes": 1})
+    settings = split.settings.model_copy(update={"memory_bytes": 1, "fisher_split_flops": 0.0})
     split = dataclasses.replace(split, settings=settings)
     job = split.submit(JobKind.MASK, fisher_request(split, sequences=37))
     split.run_next()

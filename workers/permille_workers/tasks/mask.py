@@ -17,7 +17,6 @@ from permille.sensitivity.plots import curve_picture
 from permille.sensitivity.scores import Scores, put_scores
 from permille.sensitivity.shards import SHARD_SEQUENCES, fisher_work
 from permille.store.artifacts import SCORES, Blob, Made
-from permille.store.settings import FISHER_SPLIT_FLOPS
 from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks import shard
 from permille_workers.tasks.layers import blob_of_layer, evidence, publishes
@@ -95,7 +94,7 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
 def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> _Scored | PartsToAdd:
     drawn = shard.drawn_before(context) or _draw(context, model, request)
     work = fisher_work(request.sequences * request.length, model.checkpoint.parameters)
-    if request.sequences > SHARD_SEQUENCES and work > FISHER_SPLIT_FLOPS:
+    if request.sequences > SHARD_SEQUENCES and work > context.settings.fisher_split_flops:
         found = shard.split_or_join(context, request, drawn)
         if isinstance(found, PartsToAdd):
             return found
