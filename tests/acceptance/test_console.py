@@ -59,8 +59,21 @@ def page(up: Running, foreign: list[str]) -> Iterator[Page]:
         yield opened
 
 
-def open_operation(page: Page, name: str) -> Locator:
+def find_operation(page: Page, name: str) -> Locator:
+    """Scroll to an operation: the console draws those alone that are in sight."""
     block = page.locator(f"[id$='-{name}']")
+    page.mouse.move(300, 300)
+    page.evaluate("window.scrollTo(0, 0)")
+    for _ in range(200):
+        if block.count():
+            break
+        page.mouse.wheel(0, 400)
+        page.wait_for_timeout(50)
+    return block
+
+
+def open_operation(page: Page, name: str) -> Locator:
+    block = find_operation(page, name)
     block.locator(".opblock-summary-control").click()
     block.locator("button.execute").wait_for()
     return block
@@ -113,6 +126,8 @@ def test_operator_creates_a_mask_in_the_console_and_sees_it_finish(
     page.locator(".auth-container input").fill(up.token)
     page.locator(".auth-container button.authorize").click()
     page.locator(".auth-container button.btn-done").click()
+    block = find_operation(page, "create_mask")
+    block.locator("textarea.body-param__text").fill(json.dumps(body))
     status, job = execute(block)
     assert status == 202
     assert (job["kind"], job["state"]) == ("mask", "queued")
