@@ -117,8 +117,8 @@ def export_gguf(
         exported = _write_model(weights, vocabulary, temporary / GGUF_FILE, folder.name)
         if exported.kept < LEAST_KEPT:
             raise InputError(
-                f"expected {LEAST_KEPT:.0%} of the personal change to fit into {kind}, got"
-                f" {exported.kept:.1%}: export q8_0"
+                f"Only {exported.kept:.1%} of the personal change fits into {kind}, "
+                f"less than {LEAST_KEPT:.0%}. Export q8_0."
             )
         use = modelfile(GGUF_FILE, vocabulary, description.positions)
         write_atomic(temporary / MODELFILE, use.encode())

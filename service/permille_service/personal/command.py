@@ -161,10 +161,10 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
             say(f"1. Building a package in {request.work}")
             _build(request, programs, say, quiet=quiet)
         say("2. Training on your text; Ctrl-C stops, the same command goes on")
-        _train(request, programs, quiet=quiet)
+        _train(request, programs, say, quiet=quiet)
         answer = _last_result(programs.agent("status"))
         say(f"3. Writing {request.out}")
-        _export(request, programs)
+        _export(request, programs, say)
         page = programs.agent("show")["page"]
     for line in _summary(answer):
         say(line)
@@ -376,9 +376,12 @@ def _link(source: str, place: str) -> None:
         shutil.copyfile(source, place)
 
 
-def _train(request: Request, programs: Programs, *, quiet: bool) -> None:
+def _train(request: Request, programs: Programs, say: Callable[[str], None], *, quiet: bool) -> None:
     texts = map(str, request.texts)
     code = programs.show_agent("train", *texts, *request.training, quiet=quiet)
+    if code == KEPT_BASE and programs.agent("status")["active"]["personal"]:
+        say("   This training did not beat the personal model in use, which is exported.")
+        return
     if code == KEPT_BASE:
         raise CommandError(
             "The personal model is not surely better than the base: nothing is exported. More text or more "
@@ -395,14 +398,23 @@ def _train(request: Request, programs: Programs, *, quiet: bool) -> None:
         raise CommandError(f"Training ended with exit code {code} (see above).", Exit.FAILED)
 
 
-def _export(request: Request, programs: Programs) -> None:
-    """Write the model beside its place first: a killed export leaves nothing under the asked name."""
+def _export(request: Request, programs: Programs, say: Callable[[str], None]) -> None:
+    """Write the model beside its place first: a killed export leaves nothing under the asked name.
+
+    A small change can vanish in four bits. Such a model is written in eight.
+    """
     if request.out.suffix != ".gguf":
         programs.agent("export", str(request.out))
         return
     folder = request.work / "export"
     shutil.rmtree(folder, ignore_errors=True)
-    programs.agent("export", str(folder), "--format", "gguf")
+    try:
+        programs.agent("export", str(folder), "--format", "gguf")
+    except CommandError as exc:
+        if "personal change" not in str(exc):
+            raise
+        say("   The change is too small for the file's own codes: writing Q8_0.")
+        programs.agent("export", str(folder), "--format", "gguf", "--type", "q8_0")
     (file,) = folder.glob("*.gguf")
     partial = request.out.with_name(f".{request.out.name}.partial")
     shutil.move(file, partial)

@@ -177,7 +177,7 @@ def test_four_bits_need_int4_and_enough_of_the_change(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"got {scheme}, .*: export q8_0"):
             export_gguf(other, None, tmp_path / "out", kind="q4_0")
     package = exported_package(tmp_path / "int4", "llama", changes={"intermediate_size": 96})
-    with pytest.raises(InputError, match=r"got [0-9.-]+%: export q8_0"):
+    with pytest.raises(InputError, match=r"Only [0-9.-]+% of the personal change .* Export q8_0"):
         export_gguf(package, variants(package, 2, scale=1e-4)[1], tmp_path / "out", kind="q4_0")
     assert not (tmp_path / "out").exists()
 

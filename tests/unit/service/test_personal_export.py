@@ -1,0 +1,62 @@
+"""The last stages of `permille personalise`, where the device answers otherwise than hoped."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from permille_service.cli.exits import CommandError, Exit
+from permille_service.personal import command
+from permille_service.personal.programs import Programs
+
+
+class Device:
+    """Answers as `permille-agent` does."""
+
+    def __init__(self, *, code: int = 0, personal: bool = False, types: tuple[str, ...] = ()) -> None:
+        self.code, self.personal, self.types = code, personal, types
+
+    def show_agent(self, *_: str, quiet: bool = False) -> int:
+        return self.code
+
+    def agent(self, name: str, *arguments: str) -> Any:
+        if name == "status":
+            return {"active": {"personal": self.personal}}
+        if arguments[-1] not in self.types:
+            raise CommandError("Only 93.5% of the personal change fits into source", Exit.REFUSED)
+        folder = Path(arguments[0])
+        folder.mkdir()
+        (folder / "model.gguf").write_bytes(b"GGUF")
+        return {}
+
+
+def request(folder: Path) -> command.Request:
+    return command.Request(
+        model=folder / "model.gguf",
+        texts=(folder,),
+        out=folder / "mine.gguf",
+        corpus=None,
+        density=0.001,
+        scheme=command.BaseScheme.SOURCE,
+        work=folder,
+        training=(),
+    )
+
+
+def test_a_change_that_four_bits_lose_is_written_in_eight(tmp_path: Path) -> None:
+    said: list[str] = []
+    command._export(request(tmp_path), cast(Programs, Device(types=("q8_0",))), said.append)
+    assert (tmp_path / "mine.gguf").read_bytes() == b"GGUF"
+    assert "Q8_0" in said[0]
+    with pytest.raises(CommandError, match="personal change"):
+        command._export(request(tmp_path), cast(Programs, Device()), said.append)
+
+
+def test_a_training_that_loses_to_the_model_in_use_exports_that_one(tmp_path: Path) -> None:
+    said: list[str] = []
+    lost = Device(code=command.KEPT_BASE, personal=True)
+    command._train(request(tmp_path), cast(Programs, lost), said.append, quiet=True)
+    assert "the personal model in use" in said[0]
+    with pytest.raises(CommandError, match="nothing is exported"):
+        kept = Device(code=command.KEPT_BASE)
+        command._train(request(tmp_path), cast(Programs, kept), said.append, quiet=True)
