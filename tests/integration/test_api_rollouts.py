@@ -220,10 +220,10 @@ def test_a_wave_that_nobody_answers_pauses(api: Api, moments: list[datetime]) ->
 
 
 def test_worse_models_stop_it_and_revert_is_a_new_version(api: Api, moments: list[datetime]) -> None:
-    devices = fleet(api, 48)
+    devices = fleet(api, 80)
     made = start(api, on_stop="revert")
     first = in_wave(made["id"], devices, 50)
-    assert len(first) >= 20 or pytest.skip("the hash chose few") is None
+    assert len(first) >= 20, "the hash chooses so few in one of a million runs"
     for token in first:
         report(api, made["id"], token, installed=True, code="ok", worse=True, difference=0.05)
     sweep(api, moments, 1)
