@@ -3,7 +3,7 @@
     python -m tests.large_store --rows 1000000
 
 Prints a line for each statement and database: the time of its second run, by the clock. Two tenants share the
-rows of each table, which are as old as a year. Claims have a measurement of their own: `tests.queue_times`.
+rows of each table, which are as old as a year. Claims have a measurement of their own: `make bench-queue`.
 """
 
 import argparse
@@ -253,7 +253,7 @@ CASES: Final[dict[str, Case]] = {
         devices.purge_expired, *("ix_device_tokens_expires_at", "ix_device_nonces_expires_at")
     ),
 }
-"""The statements of lists, fleet, metrics, retention and sweep. Those of a claim: `tests.queue_times`."""
+"""The statements of lists, fleet, metrics, retention and sweep. Those of a claim: `make bench-queue`."""
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ _JOB = (
 )
 _TENANTS = f"INSERT INTO tenants (id, name, created_at) {_NUMBERS} SELECT 'tenant_' || n, n, 0 FROM numbers"
 _DEVICES = (
-    f"INSERT INTO devices (id, tenant_id, public_key, name, release, alias, created_at) {_NUMBERS} "
-    "SELECT 'dev_' || n, 'tenant_' || (n % :tenants), n, n, 'r', 'stable', 0 FROM numbers"
+    f"INSERT INTO devices (id, tenant_id, public_key, name, release, alias, tags, created_at) {_NUMBERS} "
+    "SELECT 'dev_' || n, 'tenant_' || (n % :tenants), n, n, 'r', 'stable', '[]', 0 FROM numbers"
 )
 # The jobs go round the tenants. Those of every second tenant are uploads, which go round its ten devices.
 _QUEUED = (
@@ -51,12 +51,13 @@ def main() -> None:
     parser.add_argument("--claims", type=int, default=1_000)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(_line("sqlite", f"sqlite:///{Path(folder) / 'permille.db'}", asked), flush=True)
+        print(queue_line("sqlite", f"sqlite:///{Path(folder) / 'permille.db'}", asked), flush=True)
     with postgres_server() as server:
-        print(_line("postgresql", server.url, asked), flush=True)
+        print(queue_line("postgresql", server.url, asked), flush=True)
 
 
-def _line(name: str, url: str, asked: argparse.Namespace) -> str:
+def queue_line(name: str, url: str, asked: argparse.Namespace) -> str:
+    """Fill an empty database and claim from it; return the line about it."""
     migrate(url)
     db = Database(url)
     try:
