@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 NOTES = EXAMPLES / "gardener" / "notes.txt"
 CORPUS = EXAMPLES / "corpus.jsonl.gz"
 COMMAND = (sys.executable, "-m", "permille_service.cli.main", "personalise")
-REFUSED, INTERRUPTED = 3, 130
+USAGE, REFUSED, INTERRUPTED = 2, 3, 130
 WAIT_S = 300.0
 
 
@@ -108,6 +108,7 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "out.gguf"), "--work", str(tmp_path / "work"))
     (tmp_path / "not.gguf").write_bytes(b"PK\x03\x04 no model")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "little.txt").write_text("A few words are no text.\n")
     (tmp_path / "endless").mkdir()
     (tmp_path / "endless/config.json").write_text("{}")
     (tmp_path / "endless/again").symlink_to(tmp_path / "endless")
@@ -122,10 +123,21 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         ("--ollama", "nobody/has:this", *text): "ollama pull",
         (*model, "--text", str(tmp_path / "none.txt")): "There is no file or folder",
         (*model, *text, "--corpus", str(tmp_path / "none.txt")): "There is no file or folder",
+        (*model, "--text", str(tmp_path / "little.txt")): "Your text has 25 bytes",
     }
     for options, message in cases.items():
         done = _run([*COMMAND, *options, *out])
         assert done.returncode == REFUSED, done.stderr
+        assert message in " ".join(done.stderr.split())
+    usage = {
+        ("--density", "0"): "--density must be above 0",
+        ("--minutes", "5", "--steps", "5"): "Give either --steps or --minutes",
+        ("--minutes", "nan"): "--minutes must be above 0",
+        ("--steps", "0"): "--steps must be 1 to",
+    }
+    for options, message in usage.items():
+        done = _run([*COMMAND, *model, *text, *options, *out])
+        assert done.returncode == USAGE, done.stderr
         assert message in " ".join(done.stderr.split())
     assert not (tmp_path / "work").exists()
     none = _run([*COMMAND, *text, *out])
@@ -134,7 +146,7 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_too_little_text_is_refused_and_the_package_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "little.txt").write_text("A few words are no text.\n")
+    (tmp_path / "little.txt").write_text("A few words are no text.\n" * 60)
     options = _options(tmp_path, "little")
     options[options.index(str(NOTES))] = str(tmp_path / "little.txt")
     done = _run(options)

@@ -38,6 +38,9 @@ HUB = "https://huggingface.co/api/datasets/allenai/c4"
 HUB_TIMEOUT_S = 5.0
 MASK = ("--sequences", "32", "--length", "256")
 """A quarter of the sequences of a build: a mask in minutes on a laptop."""
+LEAST_BYTES = 1_000
+"""A text below this has no thousand tokens in any tokenizer: the agent would refuse it after the build."""
+MOST_MINUTES, MOST_STEPS = 10_080, 1_000_000  # the agent's limits
 KEPT_BASE, REFUSED_DATA, TRY_LATER = 7, 3, 5  # exit codes of `permille-agent train`
 
 
@@ -106,6 +109,16 @@ def personalise(
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="How long to train. Default: 30.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps instead of minutes.")] = None,
+    learn: Annotated[
+        str | None, typer.Option(help="Turns of a conversation to learn: assistant (default), user or all.")
+    ] = None,
+    rate_scale: Annotated[
+        float | None, typer.Option(help="Factor of the learning rate. Try 0.5 if training diverges.")
+    ] = None,
+    keep_general: Annotated[
+        float | None,
+        typer.Option(help="Largest allowed rise of the loss on general text, nats a token. Default: 0.1."),
+    ] = None,
     work: Annotated[
         Path | None,
         typer.Option(resolve_path=True, help="Folder for package and runs. Default: below the user's data."),
@@ -126,8 +139,15 @@ def personalise(
     output = make_output(as_json=as_json)
     model = _model(gguf, folder, ollama)
     _check(model, text, out, corpus)
+    _check_numbers(density, minutes, steps)
     scheme = _scheme(model, scheme)
-    chosen = [("--minutes", minutes), ("--steps", steps)]
+    chosen = [
+        ("--minutes", minutes),
+        ("--steps", steps),
+        ("--learn", learn),
+        ("--rate-scale", rate_scale),
+        ("--keep-general", keep_general),
+    ]
     request = Request(
         model=model,
         texts=tuple(text),
@@ -206,6 +226,13 @@ def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None) -> No
     """Refuse before the long work what would fail after it. Raises CommandError."""
     if missing := [path for path in (*texts, *([corpus] if corpus else [])) if not path.exists()]:
         raise CommandError(f"There is no file or folder {missing[0]}.", Exit.REFUSED)
+    size = sum(path.stat().st_size for text in texts for path in [text, *text.rglob("*")] if path.is_file())
+    if size < LEAST_BYTES:
+        raise CommandError(
+            f"Your text has {size} bytes. Some 4,000 characters are needed, 20,000 are better: add more with "
+            "--text.",
+            Exit.REFUSED,
+        )
     if not out.parent.is_dir():
         raise CommandError(f"The folder {out.parent} of --out does not exist. Make it first.", Exit.REFUSED)
     if out.exists():
@@ -215,6 +242,20 @@ def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None) -> No
             magic = file.read(4)
         if magic != b"GGUF":
             raise CommandError(f"{model} is no GGUF file: it begins with {magic!r}.", Exit.REFUSED)
+
+
+def _check_numbers(density: float, minutes: float | None, steps: int | None) -> None:
+    """Refuse numbers that the build or the training would refuse later. Raises CommandError."""
+    if not 0 < density <= 1:
+        raise CommandError(f"--density must be above 0 and at most 1, got {density}.", Exit.USAGE)
+    if minutes is not None and steps is not None:
+        raise CommandError("Give either --steps or --minutes.", Exit.USAGE)
+    if minutes is not None and not 0 < minutes <= MOST_MINUTES:
+        raise CommandError(
+            f"--minutes must be above 0 and at most {MOST_MINUTES:,}, got {minutes}.", Exit.USAGE
+        )
+    if steps is not None and not 1 <= steps <= MOST_STEPS:
+        raise CommandError(f"--steps must be 1 to {MOST_STEPS:,}, got {steps}.", Exit.USAGE)
 
 
 def _scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
