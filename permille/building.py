@@ -124,6 +124,7 @@ def sensitivity_mask(
     Raises:
         InputError: the text is too short, or a number is out of range.
     """
+    _check_model(model)
     from permille.corpora.sequences import token_sequences
     from permille.models import loading
     from permille.sensitivity.fisher import fisher_scores
@@ -169,6 +170,7 @@ def build_package(
         InputError: the model's family is not supported, or the scheme does not fit the model.
         OSError: a file cannot be written.
     """
+    _check_model(model)
     blobs = BlobFolder(Path(folder).expanduser())
     blobs.root.mkdir(parents=True, exist_ok=True)
     digest = pack_model(
@@ -210,6 +212,11 @@ def _saved(model: Any, tokenizer: Any) -> Model:
         part.save_pretrained(kept.name)
     Checkpoint(Path(kept.name))
     return Model(Path(kept.name), kept)
+
+
+def _check_model(model: Model) -> None:
+    if not isinstance(model, Model):
+        raise InputError(f"Give a model of `permille.load_model`, not {type(model).__name__}.")
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:

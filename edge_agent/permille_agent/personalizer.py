@@ -65,15 +65,27 @@ class Personalizer:
             threads: the number of threads. None uses all cores.
 
         Raises:
+            InputError: the folder has another package, or `package` is none.
             OperatorError: the folder cannot be used.
             PackageError: the package cannot be opened.
         """
+        if not isinstance(package, Package):
+            raise InputError(
+                f"Give a package of `permille.build_package`, not {type(package).__name__}. To open a folder "
+                "again, use Personalizer.load(folder)."
+            )
         self._temporary = tempfile.TemporaryDirectory(prefix="permille-") if folder is None else None
         root = Path(self._temporary.name if self._temporary else folder or "").expanduser().absolute()
         self._home = open_home(root)
         self._engine = EngineChoice(name=engine, threads=threads)
-        self._package = package.digest
-        if not self._is_installed():
+        known = installed_release(self._home)
+        if known is not None and known.manifest_digest != package.digest:
+            # Its personal model stays in use until a training on the new package is adopted.
+            raise InputError(
+                f"{root} has another package, {known.manifest_digest}. Choose another folder, or open that "
+                "one with Personalizer.load(folder)."
+            )
+        if known is None:
             with hold_lock(self._home, "install"):
                 install_package(self._home, package)
 
@@ -125,18 +137,13 @@ class Personalizer:
             The outcome, with a `message` for people and a `decision` with the numbers.
 
         Raises:
-            InputError: the text or the options cannot be used, or the folder has another package by now.
+            InputError: the text or the options cannot be used.
             LockedError: another `fit` works in the folder.
         """
         if minutes is None and steps is None:
             minutes = 10.0
         told = TrainOptions(minutes=minutes, steps=steps, **options)
         with hold_lock(self._home, "fit"):
-            if not self._is_installed():
-                raise InputError(
-                    f"Another package was installed in {self.folder}. Make a Personalizer of that one, or of "
-                    "another folder."
-                )
             # The file stays: a run reads its text again when it goes on.
             paths = [texts] if isinstance(texts, Path) else _written(self.folder / "fit.jsonl", texts)
             return run_training(self._home, paths, told, replace(context, engine_of=self._engine))
@@ -245,10 +252,6 @@ class Personalizer:
             shutil.copytree(self.folder, whole, ignore=shutil.ignore_patterns("*.lock", "*.holder"))
             whole.rename(target)
         return target
-
-    def _is_installed(self) -> bool:
-        known = installed_release(self._home)
-        return known is not None and known.manifest_digest == self._package
 
 
 def _written(path: Path, texts: Iterable[Text]) -> list[Path]:

@@ -95,6 +95,9 @@ class Package:
             check_indices(tensor.name, self.mask(tensor.name), tensor.shape[0] * tensor.shape[1])
         self.reference_rows()
 
+    def __repr__(self) -> str:
+        return f"Package({self.digest}, k={self.k}, size_bytes={self.size_bytes})"
+
     @classmethod
     def open(cls, blobs: BlobFolder, digest: str) -> "Package":
         """Open the package of this digest.

@@ -102,6 +102,7 @@ def test_a_model_of_transformers_passes_in_and_out(tmp_path: Path, texts: list[s
             lambda: permille.sensitivity_mask(permille.load_model(MODEL), ["short"]),
             "Ask for fewer, or",
         ),
+        (lambda: permille.sensitivity_mask(str(MODEL), ["a text"]), "Give a model of"),  # type: ignore[arg-type]
         (lambda: permille.Personalizer.load("/no/such/folder"), "has no package"),
     ],
 )
@@ -112,6 +113,7 @@ def test_mistakes_are_told(call: object, words: str) -> None:
 
 def test_mistakes_with_a_package_are_told(package: Package, tmp_path: Path) -> None:
     personal = permille.Personalizer(package, tmp_path / "home")
+    assert repr(package) == f"Package({package.digest}, k={package.k}, size_bytes={package.size_bytes})"
     with pytest.raises(InputError, match="a list of texts"):
         personal.fit("one text", steps=1)
     with pytest.raises(InputError, match="not int"):

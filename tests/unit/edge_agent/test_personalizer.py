@@ -29,13 +29,18 @@ def test_a_second_fit_leaves_the_text_of_the_first_alone(
     assert (personal.folder / "fit.jsonl").read_bytes() == written
 
 
-def test_fit_refuses_a_folder_with_another_package(
-    package: Package, tmp_path: Path, notes: list[str]
-) -> None:
+def test_a_folder_with_another_package_is_refused(package: Package, tmp_path: Path) -> None:
     personal = Personalizer(package, tmp_path / "home", threads=1)
-    Personalizer(tiny_package(tmp_path / "other", chat_template=CHATML), personal.folder, threads=1)
-    with pytest.raises(InputError, match="Another package was installed"):
-        personal.fit(notes, steps=1)
+    other = tiny_package(tmp_path / "other", chat_template=CHATML)
+    with pytest.raises(InputError, match=f"has another package, {package.digest}"):
+        Personalizer(other, personal.folder, threads=1)
+    Personalizer(package, personal.folder, threads=1)
+
+
+def test_something_else_than_a_package_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not PosixPath"):
+        Personalizer(tmp_path, tmp_path / "home")  # type: ignore[arg-type]
+    assert not (tmp_path / "home").exists()
 
 
 def test_load_leaves_a_folder_of_something_else_as_it_is(tmp_path: Path) -> None:
