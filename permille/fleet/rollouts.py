@@ -15,7 +15,7 @@ that the operator demands.
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Final
@@ -72,6 +72,7 @@ class Rules:
             that has not ended yet counts as no success.
         failure_percent, worse_percent: limits of the shares of failures and of worse models.
         deadline_s: the time after which a device that began without reporting counts as silent.
+        approval: waves after the first also wait until an operator, or a program, approves them.
     """
 
     waves: tuple[int, ...] = (1, 10, 50, 100)
@@ -81,6 +82,7 @@ class Rules:
     failure_percent: float = 2.0
     worse_percent: float = 10.0
     deadline_s: int = 3 * 86_400
+    approval: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,22 +140,34 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Position of a running rollout: the wave (from 0), its opening time, and the looks taken."""
+    """Position of a running rollout.
+
+    Attributes:
+        wave: the open wave, from 0.
+        opened_at: its opening time.
+        looks: the looks taken.
+        approved: the number of waves that may open.
+    """
 
     wave: int
     opened_at: datetime
     looks: int = 0
+    approved: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The next state and wave. After a stop, also the reason and the numbers for the audit log."""
+    """The next state and wave. After a stop, also the reason and the numbers for the audit log.
+
+    `awaits_approval` says that nothing else holds the next wave back.
+    """
 
     state: RolloutState
     wave: int
     looks: int
     reason: Reason | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
+    awaits_approval: bool = False
 
 
 def look_at(looks: int) -> int:
@@ -219,6 +233,8 @@ def _gate(standing: Standing, rules: Rules, tally: Tally, now: datetime, looks: 
         return _halt(standing, Reason.SUCCESS, numbers, looks)
     if standing.wave + 1 == len(rules.waves):
         return Step(state=RolloutState.DONE, wave=standing.wave, looks=looks)
+    if rules.approval and standing.approved < standing.wave + 2:
+        return replace(here, awaits_approval=True)
     return Step(state=RolloutState.RUNNING, wave=standing.wave + 1, looks=looks)
 
 

@@ -620,6 +620,8 @@ class Rollout(Named):
     state: Mapped[str] = mapped_column(index=True)
     wave: Mapped[int]  # from 0
     wave_devices: Mapped[int]  # of the open wave
+    approved: Mapped[int]  # waves that may open, where the rules ask for an approval
+    awaits_approval: Mapped[bool]  # nothing else holds the next wave back
     opened_at: Mapped[datetime | None]  # the wave
     counted_from: Mapped[datetime | None]  # reports from before are acknowledged
     looks: Mapped[int]  # since then

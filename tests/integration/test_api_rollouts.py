@@ -255,6 +255,33 @@ def test_a_rise_of_the_general_loss_stops_it(api: Api, moments: list[datetime]) 
     assert found["numbers"]["mean"] == pytest.approx(0.0815)
 
 
+def test_a_wave_opens_when_it_is_approved_and_no_request_approves_two(
+    api: Api, moments: list[datetime]
+) -> None:
+    devices = fleet(api)
+    made = start(api, rules={**RULES, "approval": True})
+    path = f"/v1/rollouts/{made['id']}"
+    for token in in_wave(made["id"], devices, 50):
+        report(api, made["id"], token, installed=True, code="ok")
+    sweep(api, moments)
+    found = show(api, made["id"])
+    assert (found["wave"], found["awaits_approval"]) == (1, True)
+    for wave, status in ((1, 422), (3, 409), (2, 200), (2, 200)):
+        assert api.post(f"{path}/approve", {"wave": wave}).status_code == status
+    sweep(api, moments, 1)
+    found = show(api, made["id"])
+    assert (found["wave"], found["awaits_approval"]) == (2, False)
+    entry = api.get("/v1/audit", params={"after": 0, "limit": 200}).json()[-1]
+    assert (entry["action"], entry["request"]) == ("approve_rollout", {"wave": 2})
+
+
+def test_a_rollout_without_approval_refuses_one(api: Api) -> None:
+    fleet(api, 1)
+    made = start(api)
+    answer = api.post(f"/v1/rollouts/{made['id']}/approve", {"wave": 2})
+    assert (answer.status_code, "needs no approval" in answer.text) == (409, True)
+
+
 def test_operators_pause_resume_stop_and_revert(api: Api) -> None:
     device, token = fleet(api, 1)[0]
     made = start(api, draft=True)

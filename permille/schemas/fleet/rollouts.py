@@ -51,6 +51,9 @@ class RolloutRules(Closed):
     deadline_s: Seconds = Field(
         default=_DEFAULT.deadline_s, description="seconds after which a device that began is silent"
     )
+    approval: bool = Field(
+        default=_DEFAULT.approval, description="waves after the first also wait for `rollouts approve`"
+    )
 
     @model_validator(mode="after")
     def _check_waves(self) -> "RolloutRules":
@@ -73,6 +76,14 @@ class RolloutCreate(Closed):
     rules: RolloutRules = RolloutRules()
     on_stop: OnStop = Field(default=OnStop.HOLD, description="what follows when it stops itself")
     draft: bool = Field(default=False, description="open no wave before `resume`")
+
+
+class RolloutApproval(Closed):
+    """Permission to open the next wave of a rollout."""
+
+    wave: Annotated[int, Field(strict=True, ge=2, le=MAX_WAVES), WholeNumber] = Field(
+        description="the wave that may open: the one after the open wave"
+    )
 
 
 class WaveFunnel(Closed):
@@ -100,6 +111,7 @@ class Rollout(Closed):
     state: RolloutState
     wave: Positive = Field(description="the open wave, from 1")
     wave_devices: Count = Field(description="devices of that wave alone")
+    awaits_approval: bool = Field(description="only an approval is missing to open the next wave")
     rules: RolloutRules
     on_stop: OnStop
     reason: Reason | None = Field(description="why it stopped itself")

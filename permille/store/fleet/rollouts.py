@@ -71,6 +71,8 @@ def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCrea
         state=RolloutState.DRAFT.value,
         wave=0,
         wave_devices=0,
+        approved=1,
+        awaits_approval=False,
         looks=0,
         reverting=False,
         revision=0,
@@ -131,6 +133,25 @@ def pause(row: Rollout) -> None:
     _require(row, RolloutState.RUNNING, RolloutState.PAUSED)
     if row.state == RolloutState.RUNNING:
         _move(row, RolloutState.PAUSED)
+
+
+def approve(row: Rollout, wave: int) -> None:
+    """Let the next wave open, as soon as its other conditions hold. Idempotent.
+
+    Args:
+        wave: the wave after the open one, from 2. It says which, so that a request that is sent again
+            cannot approve another.
+
+    Raises:
+        ConflictError: the rollout has ended, needs no approval, or that is not its next wave.
+    """
+    _require(row, *UNENDED)
+    rules = _rules(row)
+    if not rules.approval:
+        raise ConflictError("The rollout needs no approval: it was made without `approval`.")
+    if not 2 <= wave <= min(row.wave + 2, len(rules.waves)):
+        raise ConflictError(f"Wave {row.wave + 1} of {len(rules.waves)} is open: approve the one after it.")
+    row.approved = max(row.approved, wave)
 
 
 def stop(session: Session, row: Rollout) -> None:
@@ -273,7 +294,7 @@ def _advance(session: Session, row: Rollout) -> None:
     rules, at = _rules(row), now(session)
     _mark_silent(session, row, rules)
     step = advance(
-        Standing(wave=row.wave, opened_at=row.opened_at or at, looks=row.looks),
+        Standing(wave=row.wave, opened_at=row.opened_at or at, looks=row.looks, approved=row.approved),
         rules,
         tally(session, row),
         at,
@@ -281,7 +302,7 @@ def _advance(session: Session, row: Rollout) -> None:
     release = releases.get(session, tenant_id=row.tenant_id, name=row.release, version=row.version)
     if release.yanked_at is not None:
         step = Step(state=RolloutState.STOPPED, wave=row.wave, looks=row.looks, reason=Reason.YANKED)
-    row.looks = step.looks
+    row.looks, row.awaits_approval = step.looks, step.awaits_approval
     if step.reason is not None:
         _halt(session, row, step)
     elif step.state is RolloutState.DONE:

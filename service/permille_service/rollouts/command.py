@@ -112,6 +112,22 @@ def watch_rollout(
         raise CommandError(f"the rollout is {found['state']}: {found['reason'] or 'by hand'}", Exit.FAILED)
 
 
+@command(rollouts, "approve")
+def approve_rollout(
+    session: Session,
+    rollout: RolloutArgument,
+    wave: Annotated[int, typer.Argument(min=2, help="The wave that may open: the one after the open wave.")],
+) -> Any:
+    """Let the next wave open, where the rollout was made with --approval.
+
+    Example:
+
+      permille rollouts approve rollout_01jd 2
+    """
+    path = f"/v1/rollouts/{session.id_of('rollouts', rollout)}/approve"
+    return session.client.post(path, {"wave": wave})
+
+
 add_action(rollouts, "rollouts", "pause", "Let no other device begin for now.")
 add_action(rollouts, "rollouts", "resume", "Start a draft, or go on: failures so far are acknowledged.")
 add_action(rollouts, "rollouts", "stop", "End it where it stands: devices keep what they have.")

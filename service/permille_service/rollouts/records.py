@@ -38,6 +38,7 @@ def present(session: Session, row: tables.Rollout) -> Rollout:
             "state": row.state,
             "wave": row.wave + 1,
             "wave_devices": row.wave_devices,
+            "awaits_approval": row.awaits_approval,
             "rules": rules,
             "on_stop": row.on_stop,
             "reason": row.reason,

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from permille.schemas.fields import Page
 from permille.schemas.fleet.groups import DeviceGroup, DeviceTags, GroupCreate, TagsPut
-from permille.schemas.fleet.rollouts import Rollout, RolloutCreate
+from permille.schemas.fleet.rollouts import Rollout, RolloutApproval, RolloutCreate
 from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
 from permille.store.fleet import groups, rollouts
@@ -126,6 +127,17 @@ def pause_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Ro
     return _change(service, operator, rollout_id, lambda _session, _repository, row: rollouts.pause(row))
 
 
+@router.post("/rollouts/{rollout_id}/approve", responses=documented(ProblemType.CONFLICT))
+def approve_rollout(
+    rollout_id: RolloutId, body: RolloutApproval, service: Served, operator: Maker
+) -> Rollout:
+    """Let the next wave open, where the rules ask for an approval. A program may call this after a check of
+    its own."""
+    return _change(
+        service, operator, rollout_id, lambda _session, _, row: rollouts.approve(row, body.wave), body
+    )
+
+
 @router.post("/rollouts/{rollout_id}/stop", responses=documented(ProblemType.CONFLICT))
 def stop_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
     """End a rollout where it stands. Devices that have the version keep it; no other device gets it."""
@@ -150,6 +162,7 @@ def _change(
     operator: Operator,
     rollout_id: str,
     change: Callable[[Session, Repository, tables.Rollout], None],
+    body: BaseModel | None = None,
 ) -> Rollout:
     """Change a rollout and sign it, in one transaction with its entry in the audit log."""
 
@@ -160,4 +173,4 @@ def _change(
             sign(service, session, repository, row)
         return present(session, row)
 
-    return repositories.change_by(service, operator, run)
+    return repositories.change_by(service, operator, run, body)

@@ -76,6 +76,16 @@ def test_a_wave_opens_after_its_soak_time_with_enough_reports() -> None:
     assert advance(standing(1), RULES, WELL, SOAKED).state is RolloutState.DONE
 
 
+def test_a_wave_that_needs_approval_waits_for_it_alone() -> None:
+    rules = replace(RULES, approval=True)
+    early = advance(standing(), rules, WELL, SOAKED - timedelta(seconds=1))
+    assert (early.wave, early.awaits_approval) == (0, False)
+    waits = advance(standing(), rules, WELL, SOAKED)
+    assert (waits.state, waits.wave, waits.awaits_approval) == (RolloutState.RUNNING, 0, True)
+    assert advance(replace(standing(), approved=2), rules, WELL, SOAKED).wave == 1
+    assert advance(standing(1), rules, WELL, SOAKED).state is RolloutState.DONE, "no wave is left"
+
+
 def test_devices_that_have_not_ended_hold_a_wave_until_they_do() -> None:
     waiting = replace(WELL, wave_began=110)
     step = advance(standing(), RULES, waiting, SOAKED)

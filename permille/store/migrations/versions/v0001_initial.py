@@ -378,6 +378,8 @@ def upgrade() -> None:
         _column("state", TEXT, index=True),
         _column("wave", sa.Integer()),
         _column("wave_devices", sa.Integer()),
+        _column("approved", sa.Integer()),
+        _column("awaits_approval", sa.Boolean()),
         sa.Column("opened_at", BIG),
         sa.Column("counted_from", BIG),
         _column("looks", sa.Integer()),
