@@ -58,6 +58,7 @@ class Architecture:
     activation: Activation
     attention_scale: float
     names: BlockNames
+    stacked: bool
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -97,14 +98,16 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         embedding_scale = settings.number("embedding_multiplier", 1.0)
         residual_scale = settings.number("residual_multiplier", 1.0)
         logits_scale = 1 / settings.number("logits_scaling", 1.0)
+    layers = _layers(settings, shape, positions)
+    limits = [layer.rope.longest for layer in layers if layer.rope is not None and layer.rope.longest]
     found = Architecture(
         family=shape.family,
         prefix=about.prefix,
-        layers=_layers(settings, shape, positions),
+        layers=layers,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head=shape.head,
-        positions=positions,
+        positions=min([positions, *limits]),
         block=_block(settings, shape),
         norm=about.norm,
         norm_epsilon=1e-5 if learned else settings.number(*about.norm_epsilon),
@@ -117,6 +120,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         logits_scale=logits_scale,
         learned_positions=2 if learned else None,
         names=about.names,
+        stacked=about.stacked,
         embedding=about.embedding,
         final_norm=about.final_norm if shape.normed_last else None,
         tied=shape.tied,
@@ -196,6 +200,13 @@ def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
         }
         return rope_of(parameters | given | scaling, head=shape.head, positions=positions)
     parameters = scaling or given
+    if shape.about.rotation is Rotation.SHARE:
+        parameters.setdefault("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
+        context = settings.size("original_max_position_embeddings", 4096)
+        if "long_factor" in parameters:  # transformers lets the config's own key win
+            parameters["original_max_position_embeddings"] = context
+        parameters.setdefault("rope_theta", settings.number("rope_theta", shape.about.theta))
+        return rope_of(parameters, head=shape.head, positions=positions)
     settings.require("partial_rotary_factor", 1.0)
     if parameters.get("partial_rotary_factor") not in (None, 1.0):
         raise unsupported("rotation of whole heads in this family", parameters)
@@ -232,7 +243,7 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
             settings.require("use_sliding_window", False)
             settings.passed_over(("sliding_window", "layer_types"))
         return (None,) * count
-    window = settings.optional_size("sliding_window", 4096)
+    window = settings.optional_size("sliding_window", None if shape.family is Family.PHI3 else 4096)
     if kind is Windows.ALL:
         return (window,) * count
     if kind is Windows.UPPER:

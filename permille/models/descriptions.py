@@ -28,6 +28,7 @@ class Family(StrEnum):
     OLMO2 = "olmo2"
     OLMO3 = "olmo3"
     EXAONE4 = "exaone4"
+    PHI3 = "phi3"
 
 
 class NormKind(StrEnum):
@@ -66,14 +67,16 @@ class Windows(StrEnum):
 class Rotation(StrEnum):
     """Encoding of positions.
 
-    LEARNED: by a table. WHOLE: heads are rotated; PART: the first numbers of them. BY_LAYER: layers with a
-    window have frequencies of their own. SOME: `no_rope_layers` says which layers are rotated. WINDOWED: only
-    layers with a window are rotated, where there are any.
+    LEARNED: by a table. WHOLE: heads are rotated; PART: the first numbers of them, by `rotary_pct`. SHARE:
+    the same by `partial_rotary_factor`. BY_LAYER: layers with a window have frequencies of their own. SOME:
+    `no_rope_layers` says which layers are rotated. WINDOWED: only layers with a window are rotated, where
+    there are any.
     """
 
     LEARNED = "learned"
     WHOLE = "whole"
     PART = "part"
+    SHARE = "share"
     BY_LAYER = "by_layer"
     SOME = "some"
     WINDOWED = "windowed"
@@ -81,7 +84,10 @@ class Rotation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNames:
-    """Names inside a block, without `.weight`; None: the family has no such tensor."""
+    """Names inside a block, without `.weight`; None: the family has no such tensor.
+
+    `fused` has queries, keys and values in one matrix: head by head, or `Description.stacked`.
+    """
 
     query: str | None = "self_attn.q_proj"
     key: str | None = "self_attn.k_proj"
@@ -105,6 +111,7 @@ class Description:
 
     Attributes:
         final_norm: None in a config may still say that there is none (OPT).
+        stacked: `fused` has all queries, then all keys, then all values; `up` has the gate's rows first.
         head: numbers of a head where the config is silent; None: hidden size by heads.
         silent_kv_heads: a config that names no key-value heads has as many as heads.
         always_biased: parts with a bias whatever the config says.
@@ -121,6 +128,7 @@ class Description:
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     names: BlockNames = BlockNames()
+    stacked: bool = False
     inner: str = "intermediate_size"
     head: int | None = None
     tied: bool = False
@@ -276,5 +284,21 @@ DESCRIPTIONS: Mapping[Family, Description] = {
         windows=Windows.PATTERN,
         window_pattern=4,
         rotation=Rotation.WINDOWED,
+    ),
+    Family.PHI3: Description(
+        silent_kv_heads=True,
+        names=BlockNames(
+            query=None,
+            key=None,
+            value=None,
+            fused="self_attn.qkv_proj",
+            gate=None,
+            up="mlp.gate_up_proj",
+        ),
+        stacked=True,
+        mlp_bias=("mlp_bias", False),
+        norm_epsilon=("rms_norm_eps", 1e-5),
+        windows=Windows.ALL,
+        rotation=Rotation.SHARE,
     ),
 }

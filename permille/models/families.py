@@ -64,7 +64,6 @@ _MISSING_LAYERS = {
     "mamba2": "state-space layers (Mamba)",
     "ministral3": "attention scaled by position",
     "mistral3": "vision",
-    "phi3": "layers whose queries, keys and values are one matrix",
     "qwen3_5": "linear attention",
     "qwen3_next": "linear attention",
 }
@@ -143,7 +142,7 @@ class ModelShape:
             "fused": (query + 2 * key, self.hidden),
             "output": (self.hidden, query),
             "gate": (self.inner, self.hidden),
-            "up": (self.inner, self.hidden),
+            "up": (self.inner * (2 if self.about.stacked else 1), self.hidden),
             "down": (self.hidden, self.inner),
         }
         found = {}
@@ -182,7 +181,7 @@ def shape_of(config: Config) -> ModelShape:
     family = family_of(config)
     about, read = DESCRIPTIONS[family], _Reader(config)
     learned = about.rotation is Rotation.LEARNED
-    own_heads = not learned and about.names.fused is None
+    own_heads = not learned and (about.names.fused is None or about.stacked)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     if about.head is None and (not own_heads or config.get("head_dim") is None) and hidden % heads:
         raise InputError(f"hidden_size in config.json must be a multiple of {heads} heads, got {hidden}")

@@ -5,8 +5,9 @@
 for the two halves x1, x2 of the rotated part of a head at position p. Frequencies are computed in float64
 and rounded once; angles, as in transformers, are float32 products.
 
-Known types: default, linear, dynamic, llama3 (Llama 3.1), yarn (YaRN, section 3.2 and 3.4). "dynamic" changes
-nothing up to the model's last position, and no sequence is longer.
+Known types: default, linear, dynamic, llama3 (Llama 3.1), yarn (YaRN, section 3.2 and 3.4), longrope
+(LongRoPE, section 3.2). "dynamic" changes nothing up to the model's last position, and no sequence is longer.
+"longrope" has other frequencies beyond the original context; only those within it are read.
 """
 
 import math
@@ -23,6 +24,9 @@ _KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "dynamic": frozenset({"factor"}),
+    "longrope": frozenset(
+        {"factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings"}
+    ),
     "llama3": frozenset(
         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     ),
@@ -49,10 +53,12 @@ class Rope:
     Attributes:
         frequency_E: float32 [rotated / 2].
         scaling: factor of cosine and sine.
+        longest: the longest sequence that has these frequencies; None: any.
     """
 
     frequency_E: NDArray[np.float32]
     scaling: float
+    longest: int | None = None
 
     @property
     def rotated(self) -> int:
@@ -89,18 +95,46 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
     if width % 2 or not 2 <= width <= head:
         raise unsupported(f"an even number from 2 to {head} of rotated numbers in a head", width)
     exponent_E = np.arange(0, width, 2, dtype=np.float64) / width
-    frequency_E, scaling = theta**-exponent_E, 1.0
+    frequency_E, scaling, longest = theta**-exponent_E, 1.0, None
     if kind == "linear":
         frequency_E = frequency_E / positive("factor", given.get("factor"))
     elif kind == "llama3":
         frequency_E = _llama3(frequency_E, given, positions)
     elif kind == "yarn":
         frequency_E, scaling = _yarn(frequency_E, given, theta, width, positions)
+    elif kind == "longrope":
+        longest = int(_context(given, positions))
+        frequency_E = frequency_E / _short_factors(given, width // 2)
+        scaling = _long_scaling(given, positions, longest)
     with np.errstate(over="ignore"):
         rounded_E = frequency_E.astype(np.float32)
     if not np.isfinite(rounded_E).all():
         raise unsupported("rope_theta and its scaling to give frequencies that float32 holds", dict(given))
-    return Rope(frequency_E=rounded_E, scaling=scaling)
+    return Rope(frequency_E=rounded_E, scaling=scaling, longest=longest)
+
+
+def _context(given: Mapping[str, Any], positions: int) -> float:
+    return positive(
+        "original_max_position_embeddings", given.get("original_max_position_embeddings", positions)
+    )
+
+
+def _short_factors(given: Mapping[str, Any], count: int) -> NDArray[np.float64]:
+    factors = given.get("short_factor")
+    if not isinstance(factors, list) or len(factors) != count:
+        raise unsupported(f"short_factor of rope type longrope to be {count} numbers", factors)
+    return np.array([positive("short_factor", factor) for factor in factors], np.float64)
+
+
+def _long_scaling(given: Mapping[str, Any], positions: int, context: int) -> float:
+    if "attention_factor" in given:
+        return positive("attention_factor", given["attention_factor"])
+    factor = positive("factor", given.get("factor", positions / context))
+    if factor <= 1:
+        return 1.0
+    if context == 1:
+        raise unsupported("original_max_position_embeddings above 1 for rope type longrope", context)
+    return math.sqrt(1 + math.log(factor) / math.log(context))
 
 
 def _llama3(
@@ -111,9 +145,7 @@ def _llama3(
     high = positive("high_freq_factor", given.get("high_freq_factor"))
     if low == high:
         raise unsupported("low_freq_factor and high_freq_factor to differ", low)
-    context = positive(
-        "original_max_position_embeddings", given.get("original_max_position_embeddings", positions)
-    )
+    context = _context(given, positions)
     wavelength_E = 2 * math.pi / frequency_E
     slow_E = np.where(wavelength_E > context / low, frequency_E / factor, frequency_E)
     smooth_E = (context / wavelength_E - low) / (high - low)
@@ -125,9 +157,7 @@ def _llama3(
 def _yarn(
     frequency_E: NDArray[np.float64], given: Mapping[str, Any], theta: float, width: int, positions: int
 ) -> tuple[NDArray[np.float64], float]:
-    context = positive(
-        "original_max_position_embeddings", given.get("original_max_position_embeddings", positions)
-    )
+    context = _context(given, positions)
     factor = positive("factor", given.get("factor", positive("max_position_embeddings", positions) / context))
     if theta == 1:
         raise unsupported("rope_theta other than 1 for rope type yarn", theta)

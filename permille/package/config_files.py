@@ -30,6 +30,7 @@ activation_dropout activation_function do_layer_norm_before dropout enable_bias 
 layer_norm_elementwise_affine layerdrop prefix word_embed_proj_dim _remove_final_layer_norm classifier_dropout
 hidden_dropout layer_norm_eps rotary_emb_base rotary_pct use_parallel_residual attention_multiplier
 embedding_multiplier logits_scaling no_rope_layer_interval no_rope_layers residual_multiplier
+original_max_position_embeddings
 """
 CONFIG_KEYS = frozenset(_SHARED.split())
 

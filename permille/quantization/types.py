@@ -104,6 +104,33 @@ class SparseTensor:
 Coded = QuantizedTensor | SparseTensor
 
 
+def rows_of(weight: QuantizedTensor, first: int, last: int) -> QuantizedTensor:
+    """Return some rows of a weight, as a view of its codes and scales.
+
+    Args:
+        weight: [N, K].
+        first: the first row.
+        last: the row after the last.
+
+    Raises:
+        ValueError: a byte or, of NF4, a block begins before these rows.
+    """
+    columns = weight.shape[1]
+    begin, end = (row * columns for row in (first, last))
+    size = weight.group_size
+    if begin * weight.bits % 8 or end * weight.bits % 8 or (weight.scheme is Scheme.NF4 and begin % size):
+        raise ValueError(f"rows {first} to {last} of {columns} weights share a byte or a block with others")
+    blocks = slice(begin // size, -(-end // size)) if weight.scheme is Scheme.NF4 else slice(first, last)
+    return QuantizedTensor(
+        scheme=weight.scheme,
+        shape=(last - first, columns),
+        group_size=size,
+        packed=weight.packed[begin * weight.bits // 8 : end * weight.bits // 8],
+        scales=weight.scales[blocks],
+        minima=None if weight.minima is None else weight.minima[blocks],
+    )
+
+
 def pattern_shape(sparsity: Sparsity, shape: tuple[int, int]) -> tuple[int, int]:
     """Shape of a pattern: three rows' groups of four in one byte, or a bit for each weight of a row."""
     rows, columns = shape

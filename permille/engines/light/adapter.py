@@ -39,14 +39,16 @@ class LightAdapter:
     """The adapter of one linear layer."""
 
     def __init__(
-        self, shape: tuple[int, int], rank: int, scale: float, start: int, frozen_RK: Array | None
+        self, rows: slice, columns: int, rank: int, scale: float, start: int, frozen_RK: Array | None
     ) -> None:
-        """`start` is the offset in the package's values; `frozen` is A where it is not trained."""
-        self._rows, self._columns = shape
+        """`rows` are the adapter's own; `start` is the offset in the package's values; `frozen` is A where it
+        is not trained."""
+        self._rows, self._columns = rows.stop - rows.start, columns
         self._rank, self._scale = rank, np.float32(scale)
         self._frozen_RK = frozen_RK
         middle = start + (0 if frozen_RK is not None else rank * self._columns)
-        self._span_a, self._span_b = slice(start, middle), slice(middle, middle + rank * self._rows)
+        self._span_a = slice(start, middle)
+        self._span_b = slice(middle + rank * rows.start, middle + rank * rows.stop)
 
     def of_variants(self, blas: Blas, threads: Threads, x_GMK: Array, values_GK: Array) -> LowRank:
         """`scale A x` of each group, with the values of each."""

@@ -5,6 +5,7 @@ those that it asks for, which `Package.open` has checked.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,13 @@ from permille.engines.light.adapter import LightAdapter
 from permille.engines.light.head import LightHead, StoredMatrix
 from permille.engines.light.layers import AttentionScores
 from permille.engines.light.linear import LightLinear, Tools
+from permille.errors import InputError
 from permille.models.architecture import Architecture, LayerSettings, architecture_of
 from permille.models.descriptions import NormKind
 from permille.models.families import layer_of
 from permille.native.sparse import coded_rows
 from permille.package.reader import Package
+from permille.quantization.types import Coded, SparseTensor, rows_of
 
 Array = NDArray[np.float32]
 
@@ -149,16 +152,22 @@ def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
         return None if leaf is None else parts.linear(prefix + leaf)
 
     about = parts.architecture
+    fused, query, key, value = (optional(name) for name in (names.fused, names.query, names.key, names.value))
+    gate, up = optional(names.gate), parts.linear(prefix + names.up)
+    if about.stacked:
+        query, key, value = parts.stacked(f"{prefix}{names.fused}", (about.heads, *[about.kv_heads] * 2))
+        gate, up = parts.stacked(prefix + names.up, (1, 1))
+        fused = None
     return LightLayer(
         settings=settings,
         scores=AttentionScores(about.attention_scale, settings.window, about.attention_softcap),
-        fused=optional(names.fused),
-        query=optional(names.query),
-        key=optional(names.key),
-        value=optional(names.value),
+        fused=fused,
+        query=query,
+        key=key,
+        value=value,
         output=parts.linear(prefix + names.output),
-        gate=optional(names.gate),
-        up=parts.linear(prefix + names.up),
+        gate=gate,
+        up=up,
         down=parts.linear(prefix + names.down),
         norm_attention=parts.norm(prefix, names.norm_attention),
         norm_attention_out=parts.norm(prefix, names.norm_attention_out),
@@ -184,20 +193,46 @@ class _Parts:
         }
 
     def linear(self, path: str) -> LightLinear:
+        """Return a linear layer."""
+        return self.stacked(path, (1,))[0]
+
+    def stacked(self, path: str, shares: tuple[int, ...]) -> list[LightLinear]:
+        """Return the linear layers whose rows one matrix has, as views of it.
+
+        Args:
+            shares: how its rows are shared among them.
+
+        Raises:
+            InputError: its codes cannot be divided there.
+        """
         name = f"{path}.weight"
-        weight = coded_rows(self._package.quantized(name))
-        bias_N, start, adapter = (
-            self._vector(f"{path}.bias"),
-            self._start[name],
-            self._package.manifest.adapter,
-        )
+        weight, bias_N = self._package.quantized(name), self._vector(f"{path}.bias")
+        total, ends = weight.shape[0], list(accumulate(shares, initial=0))
+        return [
+            self._rows(name, weight, bias_N, slice(total * first // ends[-1], total * last // ends[-1]))
+            for first, last in pairwise(ends)
+        ]
+
+    def _rows(self, name: str, weight: Coded, bias_N: Array | None, rows: slice) -> LightLinear:
+        start, adapter, columns = self._start[name], self._package.manifest.adapter, weight.shape[1]
+        if rows.stop - rows.start < weight.shape[0]:
+            if isinstance(weight, SparseTensor):
+                raise InputError(f"{name} is sparse and holds several layers. Use --engine torch.")
+            try:
+                weight = rows_of(weight, rows.start, rows.stop)
+            except ValueError as exc:
+                raise InputError(f"{name} cannot be divided: {exc}. Use --engine torch.") from exc
+        coded, bias_N = coded_rows(weight), None if bias_N is None else bias_N[rows]
         if adapter is None:
-            return LightLinear(weight, self._package.mask(name), start, bias_N)
+            mask = self._package.mask(name)
+            first, last = np.searchsorted(mask, (rows.start * columns, rows.stop * columns)).tolist()
+            indices = mask[first:last] - np.uint32(rows.start * columns)
+            return LightLinear(coded, indices, start + first, bias_N)
         beside = None
         if name in self._adapted:
             frozen_RK = self._package.adapter_matrix(name) if adapter.kind is AdapterKind.LORA_FA else None
-            beside = LightAdapter(weight.shape, adapter.rank, adapter.scale, start, frozen_RK)
-        return LightLinear(weight, np.empty(0, np.uint32), start, bias_N, beside)
+            beside = LightAdapter(rows, columns, adapter.rank, adapter.scale, start, frozen_RK)
+        return LightLinear(coded, np.empty(0, np.uint32), start, bias_N, beside)
 
     def spans(self, layers: int) -> tuple[tuple[slice, ...], ...]:
         """Find where each layer's values are."""

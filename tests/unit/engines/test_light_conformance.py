@@ -86,6 +86,8 @@ def test_it_conforms_in_parts_and_with_one_thread(tmp_path: Path) -> None:
         ("gemma2", AdapterKind.LORA_FA, "attention"),
         ("opt", AdapterKind.LORA, "layers:1"),
         ("gpt_neox", AdapterKind.LORA_FA, "all"),
+        ("phi3", AdapterKind.LORA, "all"),
+        ("phi3", AdapterKind.LORA_FA, "all"),
     ],
 )
 def test_adapters_conform(family: str, kind: AdapterKind, scope: str, tmp_path: Path) -> None:

@@ -77,6 +77,51 @@ def test_rope_types_are_those_of_the_reference(
     Conformance(engine=make(tiny.package), tiny=tiny).token_losses_are_those_of_the_reference()
 
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 2.0, 4.0],
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 4.0}, {"attention_factor": 1.2}])
+def test_a_long_rope_is_that_of_the_reference_up_to_the_original_context(
+    changes: dict[str, float], tmp_path: Path
+) -> None:
+    rope = LONG_ROPE | changes
+    tiny = _tiny(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=40)
+    engine = LightEngine(tiny.package)
+    Conformance(engine=engine, tiny=tiny).token_losses_are_those_of_the_reference()
+    with pytest.raises(InputError, match="40"):
+        list(engine.generate(tiny.package.values(), np.ones(41, np.int64), TokenSampling(max_new_tokens=1)))
+
+
+@pytest.mark.parametrize("factors", [None, [1.0, 2.0], [1.0, 2.0, 0.0], "1"])
+def test_a_long_rope_without_its_factors_is_refused(factors: object) -> None:
+    with pytest.raises(InputError, match="short_factor"):
+        rope_of(LONG_ROPE | {"short_factor": factors}, head=8, positions=64)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "scheme", "words"),
+    [
+        ({"intermediate_size": 43}, Scheme.NF4, "cannot be divided: rows 43 to 86 .*--engine torch"),
+        ({"intermediate_size": 43, "hidden_size": 36}, Scheme.INT4, None),
+    ],
+)
+def test_stacked_matrices_are_divided_where_their_blocks_are(
+    sizes: dict[str, int], scheme: Scheme, words: str | None, tmp_path: Path
+) -> None:
+    tiny = tiny_package(tmp_path, "phi3", scheme, sizes=sizes)
+    if words is None:
+        Conformance(engine=LightEngine(tiny.package), tiny=tiny).token_losses_are_those_of_the_reference()
+        return
+    with pytest.raises(InputError, match=words):
+        LightEngine(tiny.package)
+
+
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4}
 BOTH_KINDS = ["full_attention", "sliding_attention"]
 VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {

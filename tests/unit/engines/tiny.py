@@ -36,8 +36,8 @@ _SHARED = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, 
 _LLAMA = {"intermediate_size": 44, "num_key_value_heads": 2}
 
 # What is special in each: grouped heads, windows, biases, norms of q and k, scaled embeddings, soft caps,
-# parallel blocks, learned positions and a projected embedding. 44 columns make short tail groups and blocks
-# across rows.
+# parallel blocks, stacked matrices, learned positions and a projected embedding. 44 columns make short tail
+# groups and blocks across rows.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA | {"tie_word_embeddings": True, "attention_bias": True},
     "mistral": _LLAMA | {"sliding_window": 5},
@@ -59,6 +59,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2": _LLAMA | {"attention_bias": True},
     "olmo3": _LLAMA | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "exaone4": _LLAMA | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": _LLAMA
+    | {
+        "sliding_window": 5,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    },
 }
 
 

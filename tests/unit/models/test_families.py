@@ -41,6 +41,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("olmo2", {"attention_bias": True}),
     ("olmo3", {}),
     ("exaone4", {}),
+    ("phi3", {}),
+    ("phi3", {"head_dim": 16}),
     ("opt", _OPT),
     ("opt", _OPT | {"word_embed_proj_dim": 16}),
     ("opt", _OPT | {"do_layer_norm_before": False, "tie_word_embeddings": False}),
@@ -126,7 +128,7 @@ def test_scope_of_another_form_is_refused(scope: str) -> None:
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "", None, 7])
 def test_unknown_family_is_refused_with_the_list(model_type: Any) -> None:
     with pytest.raises(
-        InputError, match=r"llama, mistral, qwen2, .*gpt_neox, smollm3, granite, olmo2, olmo3, exaone4"
+        InputError, match=r"llama, mistral, qwen2, .*gpt_neox, smollm3, granite, olmo2, olmo3, exaone4, phi3"
     ):
         family_of({"model_type": model_type})
 
