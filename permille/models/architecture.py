@@ -235,6 +235,9 @@ def _ropes_by_layer(settings: Settings, shape: ModelShape, positions: int) -> li
     return [rope_of(parameters, head=shape.head, positions=positions) for parameters in (full, near)]
 
 
+_NO_WINDOW = (Family.PHI3, Family.MINISTRAL3)  # where the config is silent
+
+
 def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
     """Return each layer's attention window in tokens, itself included. None means no limit."""
     kind, count = shape.about.windows, shape.layers
@@ -243,7 +246,7 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
             settings.require("use_sliding_window", False)
             settings.passed_over(("sliding_window", "layer_types"))
         return (None,) * count
-    window = settings.optional_size("sliding_window", None if shape.family is Family.PHI3 else 4096)
+    window = settings.optional_size("sliding_window", None if shape.family in _NO_WINDOW else 4096)
     if kind is Windows.ALL:
         return (window,) * count
     if kind is Windows.UPPER:

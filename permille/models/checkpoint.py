@@ -20,7 +20,7 @@ from permille.digests import canonical_json, digest_of, digest_of_file, finite_n
 from permille.errors import InputError
 from permille.files import follow_inside
 from permille.models.descriptions import Family
-from permille.models.families import canonical_name, expected_tensors, family_of, scoped_tensors
+from permille.models.families import canonical_name, expected_tensors, family_of, scoped_tensors, text_config
 from permille.tensors import RawTensor, release
 
 CONFIG_FILE = "config.json"
@@ -63,7 +63,7 @@ class Checkpoint:
     """A checked model folder. Its tensors have canonical names, in the order of `expected_tensors`."""
 
     def __init__(self, folder: Path) -> None:
-        """Read config and headers.
+        """Read config and headers; of a model with vision, those of its text model.
 
         Raises:
             InputError: a file is missing, foreign, malformed or leads out of the folder; the family is not
@@ -72,7 +72,7 @@ class Checkpoint:
         """
         self.folder = folder
         _check_folder(folder)
-        self.config: dict[str, Any] = _read_json(folder, CONFIG_FILE)
+        self.config = dict(text_config(_read_json(folder, CONFIG_FILE)))
         self.family: Family = family_of(self.config)
         self._maps: dict[str, NDArray[np.uint8]] = {}
         found = self._headers()

@@ -29,6 +29,7 @@ class Family(StrEnum):
     OLMO3 = "olmo3"
     EXAONE4 = "exaone4"
     PHI3 = "phi3"
+    MINISTRAL3 = "ministral3"
 
 
 class NormKind(StrEnum):
@@ -301,4 +302,14 @@ DESCRIPTIONS: Mapping[Family, Description] = {
         windows=Windows.ALL,
         rotation=Rotation.SHARE,
     ),
+    Family.MINISTRAL3: Description(
+        head=128,
+        attention_bias=None,
+        norm_epsilon=("rms_norm_eps", 1e-5),
+        windows=Windows.ALL,
+        theta=1e6,
+    ),
 }
+
+TEXT_MODELS: Mapping[str, Family] = {"gemma3": Family.GEMMA3_TEXT, "mistral3": Family.MISTRAL}
+"""Models with vision whose text model is a family here, and that family where `text_config` names none."""

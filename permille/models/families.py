@@ -6,6 +6,7 @@ A config is foreign input here: every number is checked before it becomes a shap
 Shapes of tensors are those of the weight itself: a linear layer is (N, K) = (out_features, in_features).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +14,7 @@ from typing import Any
 
 from permille.choices import choice_of
 from permille.errors import InputError
-from permille.models.descriptions import DESCRIPTIONS, Description, Family, NormKind, Rotation
+from permille.models.descriptions import DESCRIPTIONS, TEXT_MODELS, Description, Family, NormKind, Rotation
 
 Config = Mapping[str, Any]
 TensorShape = tuple[int, ...]
@@ -57,13 +58,10 @@ _EXPERT_TYPES = (
 # What a family needs that no engine here has.
 _MISSING_LAYERS = {
     "falcon_h1": "state-space layers (Mamba)",
-    "gemma3": "vision; its text model alone is gemma3_text",
     "jamba": "state-space layers (Mamba)",
     "lfm2": "short convolutions",
     "mamba": "state-space layers (Mamba)",
     "mamba2": "state-space layers (Mamba)",
-    "ministral3": "attention scaled by position",
-    "mistral3": "vision",
     "qwen3_5": "linear attention",
     "qwen3_next": "linear attention",
 }
@@ -71,6 +69,32 @@ _MISSING_LAYERS = {
 # Bounds far above any published model and far below an overflow of the sizes computed from them.
 _LARGEST_LAYERS = 4096
 _LARGEST_WIDTH = 1 << 24
+
+
+# Keys of a model with vision that hold for its text model, whatever that says: the head is the whole's.
+_SHARED_KEYS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "quantization_config",
+    "tie_word_embeddings",
+)
+
+
+def text_config(config: Config) -> Config:
+    """Return the config of the text model, where a model sees pictures, too; else the config itself.
+
+    Raises:
+        InputError: it has no `text_config`.
+    """
+    model_type = str(config.get("model_type"))
+    if model_type not in TEXT_MODELS:
+        return config
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise InputError(f"config.json of a {model_type} model has no text_config. Download it again.")
+    shared = {key: config[key] for key in _SHARED_KEYS if config.get(key) is not None}
+    return {"model_type": TEXT_MODELS[model_type].value, **inner, **shared}
 
 
 def family_of(config: Config) -> Family:
@@ -285,9 +309,13 @@ def is_tied(config: Config) -> bool:
 def canonical_name(config: Config, name: str) -> str | None:
     """Return the canonical name of a checkpoint's tensor, or None if the model does not use it.
 
-    Dropped: rotary and causal-mask buffers of old checkpoints, and a stored copy of a tied head.
+    Dropped: rotary and causal-mask buffers of old checkpoints, a stored copy of a tied head, and what a model
+    with vision has beside its text model.
     """
     family = family_of(config)
+    if _VISION.match(name):
+        return None
+    name = _TEXT_MODEL.sub("model.", name).removeprefix("language_model.")
     if name.endswith((".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")):
         return None
     if family is Family.GPT_NEOX and name == "embed_out.weight":
@@ -295,6 +323,10 @@ def canonical_name(config: Config, name: str) -> str | None:
     if family is Family.OPT and name.startswith("decoder."):
         name = f"model.{name}"
     return None if name == "lm_head.weight" and is_tied(config) else name
+
+
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model)\.")
 
 
 class _Reader:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint, inside
+from permille.models.families import canonical_name
 from permille.sandbox.process import MAX_TOKENS_A_CHARACTER, Sandbox, SandboxError
 from permille.tokenizer_files import MAX_TEMPLATE_CHARACTERS, TokenizerFiles
 
@@ -29,17 +30,23 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
     Raises:
         InputError: as `Checkpoint`, or transformers finds tensors that do not fit its model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    Checkpoint(folder)
+    config = Checkpoint(folder).config
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
+        config=AutoConfig.for_model(**config),
+        # The text model of one with vision, by the names of older and newer checkpoints.
+        key_mapping={r"^(model\.language_model|language_model\.model)\.": "model."},
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=False,
         local_files_only=True,
         output_loading_info=True,
     )
+    info["unexpected_keys"] = {
+        name for name in info["unexpected_keys"] if canonical_name(config, str(name)) is not None
+    }
     wrong = {key: sorted(map(str, names)) for key, names in info.items() if names}
     if wrong:
         raise InputError(f"The checkpoint does not match the model: {wrong}")

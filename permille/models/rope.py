@@ -7,7 +7,8 @@ and rounded once; angles, as in transformers, are float32 products.
 
 Known types: default, linear, dynamic, llama3 (Llama 3.1), yarn (YaRN, section 3.2 and 3.4), longrope
 (LongRoPE, section 3.2). "dynamic" changes nothing up to the model's last position, and no sequence is longer.
-"longrope" has other frequencies beyond the original context; only those within it are read.
+"longrope" has other frequencies beyond the original context, and "yarn" with `llama_4_scaling_beta`
+(Ministral 3) scales scores there; only what holds within that context is read.
 """
 
 import math
@@ -36,6 +37,7 @@ _KEYS: dict[str, frozenset[str]] = {
             "attention_factor",
             "beta_fast",
             "beta_slow",
+            "llama_4_scaling_beta",
             "mscale",
             "mscale_all_dim",
             "original_max_position_embeddings",
@@ -102,6 +104,8 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
         frequency_E = _llama3(frequency_E, given, positions)
     elif kind == "yarn":
         frequency_E, scaling = _yarn(frequency_E, given, theta, width, positions)
+        if "llama_4_scaling_beta" in given:  # scores are scaled, too, beyond the original context
+            longest = int(_context(given, positions))
     elif kind == "longrope":
         longest = int(_context(given, positions))
         frequency_E = frequency_E / _short_factors(given, width // 2)

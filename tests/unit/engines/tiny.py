@@ -59,6 +59,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2": _LLAMA | {"attention_bias": True},
     "olmo3": _LLAMA | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "exaone4": _LLAMA | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral3": _LLAMA
+    | {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 2.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 32,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "phi3": _LLAMA
     | {
         "sliding_window": 5,

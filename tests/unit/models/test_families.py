@@ -41,6 +41,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("olmo2", {"attention_bias": True}),
     ("olmo3", {}),
     ("exaone4", {}),
+    ("ministral3", {"head_dim": 8}),
     ("phi3", {}),
     ("phi3", {"head_dim": 16}),
     ("opt", _OPT),
@@ -128,7 +129,8 @@ def test_scope_of_another_form_is_refused(scope: str) -> None:
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "", None, 7])
 def test_unknown_family_is_refused_with_the_list(model_type: Any) -> None:
     with pytest.raises(
-        InputError, match=r"llama, mistral, qwen2, .*gpt_neox, smollm3, granite, olmo2, olmo3, exaone4, phi3"
+        InputError,
+        match=r"llama, mistral, qwen2, .*gpt_neox, smollm3, granite, olmo2, olmo3, exaone4, phi3, ministral3",
     ):
         family_of({"model_type": model_type})
 
@@ -145,7 +147,6 @@ def test_unknown_family_is_refused_with_the_list(model_type: Any) -> None:
         ),
         ({"model_type": "own", "auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
         ({"model_type": "lfm2"}, "convolutions"),
-        ({"model_type": "gemma3"}, "vision"),
     ],
 )
 def test_models_of_another_kind_are_refused_by_name(config: dict[str, Any], message: str) -> None:
