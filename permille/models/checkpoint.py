@@ -187,12 +187,25 @@ def inside(folder: Path, name: str) -> Path:
     """
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise InputError(f"expected a bare file name, got {name!r:.200}")
-    path = follow_inside(folder, name)
+    path = _followed(folder, name)
     if path is None:
         raise InputError(f"{name} in {folder.name} is a link that leads out of it. Copy the file itself.")
     if not path.is_file():
         raise InputError(f"{folder.name} has no file {name}.")
     return path
+
+
+def _followed(folder: Path, name: str) -> Path | None:
+    """The real path of a file in `folder`; None where a link leads out.
+
+    In the hub's cache, a snapshot's files are links to the folder `blobs` of the same repository.
+    """
+    path = follow_inside(folder, name)
+    if path is not None or folder.parent.name != "snapshots":
+        return path
+    cache = folder.resolve().parent.parent
+    found = follow_inside(cache, f"snapshots/{folder.name}/{name}")
+    return found if found is not None and found.parent == cache / "blobs" else None
 
 
 def _check_folder(folder: Path) -> None:
@@ -202,7 +215,7 @@ def _check_folder(folder: Path) -> None:
         InputError: a link that leads out, whatever is there; an adapter, which names a base model of its own.
     """
     for path in sorted(folder.iterdir()):
-        if path.is_symlink() and follow_inside(folder, path.name) is None:
+        if path.is_symlink() and _followed(folder, path.name) is None:
             raise InputError(
                 f"{path.name} in {folder.name} is a link that leads out of it. Copy the file itself."
             )

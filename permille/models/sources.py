@@ -98,7 +98,13 @@ def _download(ref: HubRef, root: Path) -> Path:
 
 def _fetch(ref: HubRef, folder: Path) -> None:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
         snapshot_download(
@@ -106,9 +112,20 @@ def _fetch(ref: HubRef, folder: Path) -> None:
             revision=ref.commit,
             local_dir=folder,
             allow_patterns=[*TEXT_FILES, "*.safetensors"],
+            # Copies of the weights for other programs.
+            ignore_patterns=["*/*", "consolidated*"],
         )
+    except GatedRepoError as exc:
+        raise InputError(
+            f"{ref.repository} is gated: accept its licence on its page, and set HF_TOKEN to a token of that "
+            "account."
+        ) from exc
     except RepositoryNotFoundError as exc:
-        raise InputError(f"The hub knows no repository {ref.repository}.") from exc
+        raise InputError(
+            f"The hub knows no repository {ref.repository}. Check the name; for a private one, set HF_TOKEN."
+        ) from exc
+    except RevisionNotFoundError as exc:
+        raise InputError(f"{ref.repository} has no commit {ref.commit}. Copy it from its history.") from exc
     except HfHubHTTPError as exc:
         status = exc.response.status_code
         if status in (401, 403, 404):

@@ -119,6 +119,24 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(folder: Path, tmp_path: 
         Checkpoint(folder)
 
 
+def test_a_snapshot_of_the_hubs_cache_is_a_model_and_its_links_lead_to_its_blobs_alone(
+    folder: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "models--owner--name"
+    snapshot, blobs = cache / "snapshots" / "abc", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in folder.iterdir():
+        (blobs / f"digest-of-{path.name}").write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/digest-of-{path.name}")
+    assert Checkpoint(snapshot).digest() == Checkpoint(folder).digest()
+    for target in ("../../refs/main", "../../../secret", "../../blobs/../secret"):
+        (snapshot / "tokenizer.json").unlink()
+        (snapshot / "tokenizer.json").symlink_to(target)
+        with pytest.raises(InputError, match="leads out of it"):
+            Checkpoint(snapshot)
+
+
 def test_a_folder_with_pickles_only_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"pytorch_model\.bin: pickles are never opened"):

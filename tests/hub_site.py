@@ -1,0 +1,146 @@
+"""A local server that speaks the hub's routes for one repository: what `HF_ENDPOINT` may name in a test.
+
+    with hub_site(Path("model"), {"modeling.py": b"..."}) as site:
+        run_with_environment(HF_ENDPOINT=site.url)
+        site.asked          # paths of files that were downloaded
+
+Errors have the headers by which the hub tells them apart.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+REPOSITORY, COMMIT = "owner/name", "0123456789abcdef0123456789abcdef01234567"
+GATED = "owner/gated"
+
+
+@dataclass(slots=True, kw_only=True)
+class HubSite:
+    """The server's files, and what clients did.
+
+    Attributes:
+        url: without a slash at the end.
+        files: of the repository.
+        asked: files whose content was asked for, in order.
+        ranges: the `Range` headers of these requests.
+        stall_after: bytes of a file after which the server sends nothing more, until `go_on` is set.
+        stalled: set when it stopped.
+    """
+
+    url: str = ""
+    files: Mapping[str, bytes]
+    asked: list[str] = field(default_factory=list)
+    ranges: list[str] = field(default_factory=list)
+    stall_after: int | None = None
+    stalled: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+
+@contextmanager
+def hub_site(model: Path, others: Mapping[str, bytes]) -> Iterator[HubSite]:
+    """Serve the files of a folder, and some others, on loopback."""
+    files = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+    site = HubSite(files=files | dict(others))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(site))
+    site.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield site
+    finally:
+        site.go_on.set()
+        server.shutdown()
+        server.server_close()
+
+
+def _handler(site: HubSite) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            _answer(self, site)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    return Handler
+
+
+def _answer(request: BaseHTTPRequestHandler, site: HubSite) -> None:
+    path = unquote(urlsplit(request.path).path)
+    repository, _, rest = path.removeprefix("/api/models").removeprefix("/").partition("/")
+    name, _, rest = rest.partition("/")
+    repository = f"{repository}/{name}"
+    if repository == GATED:
+        _refuse(request, 401, "GatedRepo")
+    elif repository != REPOSITORY:
+        _refuse(request, 401, "RepoNotFound")
+    elif COMMIT not in rest:
+        _refuse(request, 404, "RevisionNotFound")
+    elif path.startswith("/api/models/"):
+        listed: Any = [
+            {"type": "file", "path": name, "rfilename": name, "oid": _digest(data)[:40], "size": len(data)}
+            for name, data in site.files.items()
+        ]
+        if "/tree/" not in path:
+            listed = {"id": REPOSITORY, "sha": COMMIT, "siblings": listed, "private": False, "tags": []}
+        _send(request, json.dumps(listed).encode(), "application/json")
+    elif (file := rest.removeprefix(f"resolve/{COMMIT}/")) in site.files:
+        _send_file(request, site, file)
+    else:
+        _refuse(request, 404, "EntryNotFound")
+
+
+def _refuse(request: BaseHTTPRequestHandler, status: int, code: str) -> None:
+    request.send_response(status)
+    request.send_header("X-Error-Code", code)
+    request.send_header("X-Error-Message", code)
+    request.send_header("Content-Length", "0")
+    request.end_headers()
+
+
+def _send(request: BaseHTTPRequestHandler, data: bytes, kind: str) -> None:
+    request.send_response(200)
+    request.send_header("Content-Type", kind)
+    request.send_header("Content-Length", str(len(data)))
+    request.end_headers()
+    if request.command == "GET":
+        request.wfile.write(data)
+
+
+def _send_file(request: BaseHTTPRequestHandler, site: HubSite, file: str) -> None:
+    data, ranged = site.files[file], request.headers.get("Range", "")
+    first = int(ranged.removeprefix("bytes=").partition("-")[0]) if ranged else 0
+    request.send_response(206 if ranged else 200)
+    request.send_header("X-Repo-Commit", COMMIT)
+    request.send_header("ETag", f'"{_digest(data)}"')
+    request.send_header("Accept-Ranges", "bytes")
+    if ranged:
+        request.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")
+    request.send_header("Content-Length", str(len(data) - first))
+    request.end_headers()
+    if request.command != "GET":
+        return
+    site.asked.append(file)
+    site.ranges += [ranged] if ranged else []
+    if site.stall_after is not None and len(data) > site.stall_after:
+        request.wfile.write(data[first : site.stall_after])
+        request.wfile.flush()
+        site.stalled.set()
+        site.go_on.wait(60)
+        request.close_connection = True
+        return
+    request.wfile.write(data[first:])
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
