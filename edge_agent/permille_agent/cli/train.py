@@ -95,6 +95,14 @@ def train(
             help="Rows of text in a step. Default: 4 with the gradient, else 2.", rich_help_panel=METHOD
         ),
     ] = None,
+    row_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Longest row, in tokens, up to the model's context. Longer rows learn from more context and "
+            "take more memory.",
+            rich_help_panel=METHOD,
+        ),
+    ] = 128,
     start: Annotated[
         str,
         typer.Option(
@@ -202,6 +210,7 @@ def train(
         estimator_of(method, estimator, engine=engine),
         queries=queries,
         rows=rows,
+        row_tokens=row_tokens,
         seed=seed,
         steps=steps,
         minutes=DEFAULT_MINUTES if minutes is None and steps is None else minutes,

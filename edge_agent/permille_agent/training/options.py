@@ -108,7 +108,7 @@ class TrainOptions:
         if self.estimator is EstimatorKind.SPLIT and self.queries % SPLIT_QUERIES:
             raise InputError(f"--queries must be a multiple of {SPLIT_QUERIES} for split, got {self.queries}")
         if not 8 <= self.row_tokens <= 8192:
-            raise InputError(f"rows must have 8 to 8,192 tokens, got {self.row_tokens}")
+            raise InputError(f"--row-tokens must be 8 to 8,192, got {self.row_tokens}")
         if not 0 < self.rate_scale <= 16:
             raise InputError(f"--rate-scale must be above 0 and at most 16, got {self.rate_scale}")
         if not 0 <= self.first_layer <= 1000:

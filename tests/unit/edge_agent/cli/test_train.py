@@ -129,15 +129,28 @@ def test_queries_rows_and_dtype_reach_the_run(
         return BigramEngine(package)
 
     monkeypatch.setattr(permille.engines.factory, "open_engine", open_engine)
-    chosen = ("--estimator", "spsa", "--queries", "3", "--rows", "5", "--dtype", "bfloat16")
+    chosen = (
+        "--estimator",
+        "spsa",
+        "--queries",
+        "3",
+        "--rows",
+        "5",
+        "--dtype",
+        "bfloat16",
+        "--row-tokens",
+        "24",
+    )
     assert _run(home, "train", text, "--steps", "4", *chosen) in (0, 7)
     (report,) = read_reports(home)
     assert report.metrics is not None
     assert report.metrics.queries == 3
     (definition,) = home.runs.glob("*/run.json")
-    assert json.loads(definition.read_text())["definition"]["options"]["batch_rows"] == 5
+    options = json.loads(definition.read_text())["definition"]["options"]
+    assert (options["batch_rows"], options["row_tokens"]) == (5, 24)
     assert set(asked) == {"bfloat16"}
     assert _run(home, "train", text, "--steps", "4", "--queries", "9999999") == 3
+    assert _run(home, "train", text, "--steps", "4", "--row-tokens", "7") == 3
 
 
 def test_the_log_is_shared_only_where_the_user_says_so(home: Home, tmp_path: Path) -> None:
