@@ -15,9 +15,10 @@ Its rules:
 
 import json
 import secrets
+import select
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -255,11 +256,20 @@ class _Handler(BaseHTTPRequestHandler):
                     "/api/version.",
                 )
             case Reply(form, generated, pieces, stream=False):
-                self._send_json(HTTPStatus.OK, form.whole("".join(pieces), generated))
+                text = "".join(self._while_connected(pieces))
+                self._send_json(HTTPStatus.OK, form.whole(text, generated))
             case Reply():
                 self._send_stream(found)
             case _:
                 self._send_json(HTTPStatus.OK, found)
+
+    def _while_connected(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Stop generating for a client that has hung up: others wait for the model."""
+        for piece in pieces:
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionResetError
+            yield piece
 
     def _send_stream(self, reply: Reply) -> None:
         self.send_response(HTTPStatus.OK)

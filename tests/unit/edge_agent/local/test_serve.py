@@ -332,6 +332,33 @@ def test_a_malformed_address_is_answered(server: LocalServer) -> None:
     assert status == 400 and b"no address" in answer
 
 
+def test_generation_ends_where_its_client_has_hung_up(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, left, ended = (threading.Event() for _ in range(3))
+
+    def endless(_messages: object, _variant: object, _sampling: object) -> tuple[Generated, Iterator[str]]:
+        def pieces() -> Iterator[str]:
+            try:
+                begun.set()
+                assert left.wait(30)
+                while True:
+                    yield "more"
+            finally:
+                ended.set()
+
+        return Generated(prompt_tokens=1), pieces()
+
+    monkeypatch.setattr(server.model, "reply", endless)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]})
+    connection.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {TOKEN}"})
+    assert begun.wait(30)
+    connection.close()
+    left.set()
+    assert ended.wait(30)
+
+
 def test_too_many_requests_at_a_time_are_turned_away(server: LocalServer) -> None:
     for _ in range(serve.MAX_REQUESTS):
         assert server.requests.acquire(blocking=False)
