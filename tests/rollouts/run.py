@@ -189,14 +189,20 @@ def roll_out(
         device.is_gone = False
         device.fate = kind if bad is not None and number % bad[0] < bad[1] else "good"
     found: dict[str, Any] = rollout
-    for _ in range(MOST_PASSES):
+
+    def poll_all() -> None:
         order = devices[:]
         rng.shuffle(order)
         list(pool.map(lambda one: one.visit(site.url, digest, random.Random(f"{seed} {one.id}")), order))
+
+    for _ in range(MOST_PASSES):
+        poll_all()
         found = site.call("GET", path).json()
         if found["state"] != "running":
             break
         time.sleep(5)
+    if found["state"] == "done":
+        poll_all()  # who polled before the end takes the version with its next poll
     has = [one for one in devices if _version(one) == made["version"]]
     return Outcome(
         state=found["state"],
