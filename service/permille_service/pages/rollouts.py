@@ -10,6 +10,19 @@ from permille_service.rollouts.records import present
 from permille_service.rollouts.routes import RolloutId
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
+_PAUSE, _STOP, _REVERT = (
+    ("pause", "Pause", "quiet"),
+    ("stop", "Stop", "danger"),
+    ("revert", "Revert", "danger"),
+)
+MOVES = {
+    RolloutState.DRAFT: (("resume", "Start", ""), _STOP),
+    RolloutState.RUNNING: (_PAUSE, _STOP, _REVERT),
+    RolloutState.PAUSED: (("resume", "Resume", ""), _STOP, _REVERT),
+    RolloutState.STOPPED: (_REVERT,),
+    RolloutState.DONE: (_REVERT,),
+}
+"""The buttons that make sense in a state; the rules are the store's."""
 STAGES = ("offered", "installed", "trained", "better", "worse", "failed", "silent")
 
 
@@ -30,4 +43,5 @@ def show_rollout(rollout_id: RolloutId, page: ViewerPage) -> Response:
         rollout = present(session, row)
     live = rollout.state in (RolloutState.RUNNING, RolloutState.PAUSED)
     most = max((wave.offered for wave in rollout.funnel), default=0) or 1
-    return page.render("rollout", rollout=rollout, stages=STAGES, live=live, most=most)
+    moves = MOVES.get(rollout.state, ())
+    return page.render("rollout", rollout=rollout, stages=STAGES, live=live, most=most, moves=moves)

@@ -1,7 +1,6 @@
 """The page's own routes: its two files, signing in and out, and jobs."""
 
 import re
-from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
@@ -17,7 +16,7 @@ from permille_service.access.principals import PUBLIC, Operator, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs import routes as job_routes
-from permille_service.pages import assets, fleet, rollouts, sign_in, work
+from permille_service.pages import actions, assets, fleet, rollouts, sign_in, work
 from permille_service.pages.rendering import (
     HEADERS,
     MakerPage,
@@ -63,7 +62,7 @@ def get_asset(name: str, request: Request) -> Response:
 def show_first(page: WatcherPage) -> Response:
     """The first page that the operator may see."""
     first = "jobs" if page.may(Role.VIEWER) else "fleet"
-    return RedirectResponse(f"{sign_in.PATH}/{first}", status_code=303, headers=HEADERS)
+    return page.go_to(first)
 
 
 @router.get("/sign-in", dependencies=[PUBLIC])
@@ -72,7 +71,7 @@ def show_sign_in(request: Request, to: Next = "") -> Response:
     return render(request, "sign_in", {"to": sign_in.own_path(to), "refusal": None})
 
 
-@router.post("/sign-in", dependencies=[PUBLIC, Depends(sign_in.check_origin)])
+@router.post("/sign-in", dependencies=[PUBLIC])
 def do_sign_in(
     request: Request, service: Served, form: Annotated[dict[str, str], Depends(sign_in.form_of)]
 ) -> Response:
@@ -87,7 +86,7 @@ def do_sign_in(
     return answer
 
 
-@router.post("/sign-out", dependencies=[PUBLIC, Depends(sign_in.check_origin)])
+@router.post("/sign-out", dependencies=[PUBLIC])
 def do_sign_out(request: Request, service: Served) -> Response:
     """End the session."""
     answer = RedirectResponse(f"{sign_in.PATH}/sign-in", status_code=303, headers=HEADERS)
@@ -113,31 +112,26 @@ def show_job(job_id: JobId, page: ViewerPage) -> Response:
     return _job(page, job_id)
 
 
-@router.post("/jobs/{job_id}/cancel", dependencies=[Depends(sign_in.check_origin)])
+@router.post("/jobs/{job_id}/cancel")
 def cancel(job_id: JobId, page: MakerPage) -> Response:
     """Ask a job to stop."""
-    operator = _acting(page.operator, "cancel_job", f"/v1/jobs/{job_id}/cancel")
+    operator = page.acting("cancel_job", f"/v1/jobs/{job_id}/cancel")
     job_routes.cancel_job(job_id, page.service, operator)
     return _after(page, job_id)
 
 
-@router.post("/jobs/{job_id}/retry", dependencies=[Depends(sign_in.check_origin)])
+@router.post("/jobs/{job_id}/retry")
 def retry(job_id: JobId, page: MakerPage) -> Response:
     """Queue a job again."""
-    operator = _acting(page.operator, "retry_job", f"/v1/jobs/{job_id}/retry")
+    operator = page.acting("retry_job", f"/v1/jobs/{job_id}/retry")
     job_routes.retry_job(job_id, page.service, operator)
     return _after(page, job_id)
-
-
-def _acting(operator: Operator, action: str, path: str) -> Operator:
-    """The operator as the audit log has it: a click is the same change as a call."""
-    return replace(operator, action=action, path=path)
 
 
 def _after(page: Page, job_id: str) -> Response:
     if page.is_part:
         return _job(page, job_id)
-    return RedirectResponse(f"{sign_in.PATH}/jobs/{job_id}", status_code=303, headers=HEADERS)
+    return page.go_to(f"jobs/{job_id}")
 
 
 def _job(page: Page, job_id: str) -> Response:
@@ -187,4 +181,4 @@ def show_nothing(path: str) -> Response:
     raise ApiError(ProblemType.NOT_FOUND, f"there is no page {path[:80]!r}")
 
 
-ROUTERS = (router, work.router, fleet.router, rollouts.router, nothing)
+ROUTERS = (router, actions.router, work.router, fleet.router, rollouts.router, nothing)
