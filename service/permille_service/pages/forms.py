@@ -42,8 +42,10 @@ class Field:
     @property
     def default(self) -> str:
         """The value that an empty field stands for."""
-        value = self.option.default
-        return "" if value in (None, False) else " ".join(map(str, value if self.option.many else (value,)))
+        value: Any = self.option.default
+        if self.option.many:
+            return " ".join(map(str, value))
+        return "" if value in (None, False) else str(value)
 
 
 def parse(form: Form, request: Any, typed: Typed) -> Any:

@@ -1,7 +1,8 @@
 """Names of what pages and forms mention by id: models, corpora, groups, devices, tokens, packages."""
 
-from collections.abc import Iterable
-from typing import Final
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -13,7 +14,7 @@ from permille.store.rows import Window
 
 Choice = tuple[str, str]
 """A value of a list to choose from, and the words for it."""
-_NAMED: Final = {
+_NAMED: Final[Mapping[str, Any]] = {
     Prefix.MODEL: tables.Model,
     Prefix.CORPUS: tables.Corpus,
     Prefix.GROUP: tables.DeviceGroup,
@@ -21,7 +22,14 @@ _NAMED: Final = {
     Prefix.OPERATOR: tables.OperatorToken,
     Prefix.FEDERATION: tables.Federation,
 }
-_LISTED: Final = {"models": tables.Model, "corpora": tables.Corpus, "groups": tables.DeviceGroup}
+_LISTED: Final[Mapping[str, Any]] = {
+    "models": tables.Model,
+    "corpora": tables.Corpus,
+    "groups": tables.DeviceGroup,
+}
+_SHOWN: Final = re.compile(
+    r"/v1/(builds|federations|jobs|masks|packages|releases|rollouts|sparsifications)/([^/]+)"
+)
 _NEWEST: Final = Window(limit=rows.MAX_LIMIT)
 
 
@@ -32,13 +40,29 @@ def names_of(session: Session, tenant_id: str, texts: Iterable[object]) -> dict[
         ids = {text for text in wanted if text.startswith(f"{prefix}_")}
         if ids:
             query = select(table.id, table.name).where(table.tenant_id == tenant_id, table.id.in_(ids))
-            found |= dict(session.execute(query).tuples().all())
+            found |= {row.id: row.name for row in session.execute(query)}
     digests = {text for text in wanted if text.startswith("sha256:")}
     if digests:
         found |= {
             digest: ", ".join(names) for digest, names in _versions(session, tenant_id, digests).items()
         }
     return found
+
+
+def lines_of(payload: object, place: str = "") -> Iterator[tuple[str, object]]:
+    """Iterate over a request as lines of a name and a value."""
+    if not isinstance(payload, dict):
+        yield place, payload
+        return
+    for name, value in payload.items():
+        if value is not None:
+            yield from lines_of(value, f"{place}.{name}" if place else name)
+
+
+def page_at(path: str | None) -> str | None:
+    """Return the page that shows what a path of the API names, or None if no page does."""
+    found = _SHOWN.match(path or "")
+    return None if found is None else f"/ui/{found[1].replace('builds', 'jobs')}/{found[2]}"
 
 
 def choices_of(session: Session, tenant_id: str, collection: str) -> list[Choice]:

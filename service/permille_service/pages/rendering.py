@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
+from urllib.parse import urlencode
 
 from anyio import from_thread
 from fastapi import Depends, Request, Response
@@ -48,7 +49,7 @@ def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals |= {"styles": styles.name, "scripts": scripts.name}
+    made.globals |= {"styles": styles.name, "scripts": scripts.name, "link": link}
     made.filters |= {
         "ago": ago,
         "span": span,
@@ -175,6 +176,12 @@ def _error(request: Request, answer: Response) -> Response:
 
 def _read_problem(answer: Response) -> Problem:
     return Problem.model_validate_json(bytes(answer.body))
+
+
+def link(request: Request, **changes: object) -> str:
+    """The address of the same page with some parameters of its query changed; None takes one out."""
+    kept = {**request.query_params, **changes}
+    return f"?{urlencode({name: value for name, value in kept.items() if value not in (None, '')})}"
 
 
 def ago(then: datetime | None) -> str:

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Response
 
 from permille.fleet.offer import RolloutState
 from permille.store import rows, tables
+from permille_service.pages.names import names_of
 from permille_service.pages.rendering import PageRoute, ViewerPage
 from permille_service.parameters import Paging, page_of
 from permille_service.rollouts.records import present
@@ -41,7 +42,10 @@ def show_rollout(rollout_id: RolloutId, page: ViewerPage) -> Response:
     with page.service.database.read() as session:
         row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
         rollout = present(session, row)
+        names = names_of(session, page.tenant_id, [row.group_id])
     live = rollout.state in (RolloutState.RUNNING, RolloutState.PAUSED)
     most = max((wave.offered for wave in rollout.funnel), default=0) or 1
     moves = MOVES.get(rollout.state, ())
-    return page.render("rollout", rollout=rollout, stages=STAGES, live=live, most=most, moves=moves)
+    return page.render(
+        "rollout", rollout=rollout, stages=STAGES, live=live, most=most, moves=moves, names=names
+    )

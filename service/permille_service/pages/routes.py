@@ -1,4 +1,4 @@
-"""The page's own routes: its two files, signing in and out, and jobs."""
+"""The page's own routes: its two files, signing in and out, and one job."""
 
 import re
 from typing import Annotated
@@ -8,7 +8,7 @@ from fastapi.responses import RedirectResponse
 
 from permille.addresses import address_key
 from permille.schemas.access import Role
-from permille.schemas.jobs import ENDED, JobKind, JobState
+from permille.schemas.jobs import ENDED
 from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
 from permille.store.jobs import queue
@@ -16,7 +16,8 @@ from permille_service.access.principals import PUBLIC, Operator, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs import routes as job_routes
-from permille_service.pages import actions, assets, fleet, rollouts, sign_in, work
+from permille_service.pages import actions, assets, fleet, history, rollouts, sign_in, work
+from permille_service.pages.names import lines_of, names_of, page_at
 from permille_service.pages.rendering import (
     HEADERS,
     MakerPage,
@@ -27,7 +28,7 @@ from permille_service.pages.rendering import (
     make_environment,
     render,
 )
-from permille_service.parameters import JobId, Paging, page_of
+from permille_service.parameters import JobId
 from permille_service.problems import ApiError
 
 router = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
@@ -94,18 +95,6 @@ def do_sign_out(request: Request, service: Served) -> Response:
     return answer
 
 
-@router.get("/jobs")
-def show_jobs(
-    page: ViewerPage, window: Paging, kind: JobKind | None = None, state: JobState | None = None
-) -> Response:
-    """Jobs, newest first, as they are now."""
-    with page.service.database.read() as session:
-        found = queue.list_jobs(session, tenant_id=page.tenant_id, kind=kind, state=state, window=window)
-        jobs = page_of(found, lambda row: records.present(session, row))
-    live = any(job.state not in ENDED for job in jobs.items)
-    return page.render("jobs", jobs=jobs, kind=kind, state=state, live=live, cursor=window.cursor)
-
-
 @router.get("/jobs/{job_id}")
 def show_job(job_id: JobId, page: ViewerPage) -> Response:
     """One job with its story."""
@@ -142,34 +131,18 @@ def _job(page: Page, job_id: str) -> Response:
         newest = max(0, row.event_seq - _EVENTS)
         events = queue.events_after(session, tenant_id=page.tenant_id, job_id=job_id, seq=newest)
         told = [records.present_event(event) for event in reversed(events)]
+        payload = list(lines_of(row.payload))
+        names = names_of(session, page.tenant_id, [job.result_id, *(value for _, value in payload)])
     return page.render(
         "job",
         job=job,
         children=parts,
         events=told,
-        payload=list(_lines(row.payload)),
+        payload=payload,
+        names=names,
         live=job.state not in ENDED,
-        made=_page_of_result(job.result),
+        made=page_at(job.result),
     )
-
-
-def _page_of_result(result: str | None) -> str | None:
-    """Return the path of the page that shows a job's result, or None."""
-    collection = (result or "").split("/")[2:3]
-    shown = {"sparsifications", "masks", "packages", "federations"}
-    return None if result is None or not shown & set(collection) else result.replace("/v1", sign_in.PATH, 1)
-
-
-def _lines(payload: object, place: str = "") -> list[tuple[str, object]]:
-    """A request as lines of a name and a value."""
-    if not isinstance(payload, dict):
-        return [(place, payload)]
-    return [
-        line
-        for name, value in payload.items()
-        if value is not None
-        for line in _lines(value, f"{place}.{name}" if place else name)
-    ]
 
 
 nothing = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
@@ -181,4 +154,4 @@ def show_nothing(path: str) -> Response:
     raise ApiError(ProblemType.NOT_FOUND, f"there is no page {path[:80]!r}")
 
 
-ROUTERS = (router, actions.router, work.router, fleet.router, rollouts.router, nothing)
+ROUTERS = (router, actions.router, history.router, work.router, fleet.router, rollouts.router, nothing)

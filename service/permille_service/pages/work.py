@@ -5,13 +5,14 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
+from permille.schemas.fields import DIGEST_PATTERN
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK
 from permille.store import artifacts, rows, tables
@@ -124,7 +125,7 @@ def show_sparsification(sparsification_id: SparsificationId, page: ViewerPage) -
         "sparsification",
         made=present_artifact(WORK[JobKind.SPARSIFICATION], row),
         names=names,
-        report=_report(page.service.blobs, row, SparseReport),
+        report=report_of(page.service.blobs, row, SparseReport),
     )
 
 
@@ -144,7 +145,7 @@ def show_mask(mask_id: MaskId, page: ViewerPage) -> Response:
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.MASK, key=mask_id)
         names = _model_names(session, page.tenant_id)
-    report = _report(page.service.blobs, row, MaskEvidence)
+    report = report_of(page.service.blobs, row, MaskEvidence)
     return page.render(
         "mask",
         mask=present_artifact(WORK[JobKind.MASK], row),
@@ -155,8 +156,10 @@ def show_mask(mask_id: MaskId, page: ViewerPage) -> Response:
 
 
 @router.get("/packages")
-def show_packages(page: ViewerPage, window: Paging) -> Response:
-    """Packages, newest first, and which releases name them."""
+def show_packages(
+    page: ViewerPage, window: Paging, against: Annotated[str | None, Query(pattern=DIGEST_PATTERN)] = None
+) -> Response:
+    """Packages, newest first, and which releases name them; one to compare another with, if it is named."""
     with page.service.database.read() as session:
         found = artifacts.list_artifacts(
             session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, window=window
@@ -164,7 +167,7 @@ def show_packages(page: ViewerPage, window: Paging) -> Response:
         names = _model_names(session, page.tenant_id)
         released = {row.digest: _releases_of(session, row) for row in found.items}
     packages = page_of(found, lambda row: present_artifact(WORK[JobKind.PACKAGE], row))
-    return page.render("packages", packages=packages, names=names, released=released)
+    return page.render("packages", packages=packages, names=names, released=released, against=against)
 
 
 @router.get("/packages/{digest}")
@@ -205,7 +208,7 @@ def _fraction(power: int) -> str:
     return f"{100 * 10.0**power:g} %"
 
 
-def _report(blobs: BlobFolder, made: tables.Artifact, kind: type[AnyReport]) -> AnyReport | None:
+def report_of(blobs: BlobFolder, made: tables.Artifact, kind: type[AnyReport]) -> AnyReport | None:
     """The report of what a job has made; None where it has none, or its blob is gone."""
     blob = artifacts.blob_of(made, REPORT)
     if blob is None:

@@ -108,8 +108,8 @@ def test_list_filters_by_state_and_kind(db: Database, tenant_id: str) -> None:
     submit(db, tenant_id)
     take(db)
     with db.read() as session:
-        running = queue.list_jobs(session, tenant_id=tenant_id, state=JobState.RUNNING).items
-        builds = queue.list_jobs(session, tenant_id=tenant_id, kind=JobKind.BUILD).items
+        wanted = (queue.JobFilter(state=JobState.RUNNING), queue.JobFilter(kind=JobKind.BUILD))
+        running, builds = (queue.list_jobs(session, tenant_id=tenant_id, wanted=one).items for one in wanted)
     assert [job.id for job in running] == [first.id]
     assert builds == ()
 
