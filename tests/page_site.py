@@ -47,6 +47,7 @@ class Stocked:
     mask_id: str
     package_digest: str
     rollout_id: str
+    failed_id: str
 
     def progress(self, fraction: float, message: str) -> None:
         with self.database.write() as session:
@@ -116,6 +117,7 @@ def stock(data_dir: Path, database: Database, *, devices: int, runs: int, words:
         mask_id=mask.id,
         package_digest=package.digest,
         rollout_id=rollout_id,
+        failed_id=failed.id,
     )
     stocked.progress(0.42, "scoring sequence 42 of 100")
     return stocked
@@ -186,6 +188,13 @@ def views(stocked: Stocked) -> dict[str, str]:
         "rollout": f"/ui/rollouts/{stocked.rollout_id}",
         "fleet": "/ui/fleet",
         "federations": "/ui/federations",
+        "audit": "/ui/audit",
+        "build": "/ui/new/build",
+        "publish": "/ui/new/release",
+        "roll out": "/ui/new/rollout",
+        "invite": "/ui/new/invitation",
+        "resume": f"/ui/rollouts/{stocked.rollout_id}/resume",
+        "compare": f"/ui/compare/jobs?a={stocked.failed_id}&b={stocked.held.job_id}",
     }
 
 

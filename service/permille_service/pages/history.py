@@ -20,6 +20,7 @@ from permille.store.fleet.versions import results
 from permille.store.jobs import queue
 from permille_service.jobs import records
 from permille_service.pages import work
+from permille_service.pages.masks import MaskEvidence
 from permille_service.pages.names import choices_of, known_names, lines_of, names_of, page_at
 from permille_service.pages.rendering import (
     AdminPage,
@@ -232,7 +233,7 @@ def _evidence(blobs: BlobFolder, made: tables.Artifact) -> Facts:
     facts = {f"{made.kind} size": size(made.size_bytes)}
     if made.k is not None:
         facts[f"{made.kind} trained numbers"] = number(made.k)
-    if made.kind == JobKind.MASK and (mask := work.report_of(blobs, made, work.MaskEvidence)):
+    if made.kind == JobKind.MASK and (mask := work.report_of(blobs, made, MaskEvidence)):
         facts["mask share of the score"] = percent(mask.coverage)
     if made.kind == JobKind.QUANTIZATION and (cost := work.report_of(blobs, made, Cost)):
         facts["quantization relative error"] = percent(cost.relative_error)

@@ -213,9 +213,9 @@ def size(value: float | None) -> str:
     return f"{value / 1000**power:.3g} {_UNITS[power]}"
 
 
-def percent(value: float | None) -> str:
+def percent(value: float | None, digits: int = 1) -> str:
     """A share."""
-    return "–" if value is None else f"{100 * value:.1f} %"
+    return "–" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def points(value: float | None) -> str:
