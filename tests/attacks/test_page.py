@@ -157,7 +157,15 @@ def test_refused_tokens_are_counted_by_address(api: Api) -> None:
 @pytest.mark.attack(14, "a link to the form that goes on to another site")
 @pytest.mark.parametrize(
     "to",
-    ["//evil.example/ui/", "https://evil.example/ui/", "/ui/../..//evil.example", "/\\evil.example", "x"],
+    [
+        "//evil.example/ui/",
+        "https://evil.example/ui/",
+        "/ui/../..//evil.example",
+        "/\\evil.example",
+        "/ui/jobs?//evil.example",
+        "/ui/jobs?x=\r\nLocation: //evil.example",
+        "x",
+    ],
 )
 def test_signing_in_goes_on_to_this_page_alone(api: Api, to: str) -> None:
     location = signed_in(api, to=to)[1].headers["location"]

@@ -95,6 +95,16 @@ def test_jobs_are_found_by_kind_state_model_release_and_alias(api: Api) -> None:
     assert client.get("/ui/jobs?kind=none").status_code == 422
 
 
+def test_a_link_with_filters_is_followed_after_signing_in(api: Api) -> None:
+    client = TestClient(api.client.app, base_url=URL, follow_redirects=False)
+    asked = client.get("/ui/jobs?kind=mask&state=failed").headers["location"]
+    shown = client.get(asked).text
+    to = re.search(r'name="next" value="([^"]+)"', shown)
+    assert to is not None
+    answer = client.post("/ui/sign-in", data={"token": api.token, "next": unescape(to[1])}, headers=OWN)
+    assert answer.headers["location"] == "/ui/jobs?kind=mask&state=failed"
+
+
 def test_two_jobs_are_chosen_by_links_and_shown_side_by_side(api: Api) -> None:
     _, (one, other) = add_masks(api)
     client = signed_in(api)

@@ -167,8 +167,9 @@ def _form(page: Page, action: Action, typed: forms.Typed, exc: Exception | None)
     problem = None if exc is None else page.problem_of(exc)
     with page.service.database.read() as session:
         fields, others = forms.fields_of(session, page.tenant_id, action.form, typed, problem)
-    first = [one for one in fields if one.option.parameter in action.first]
-    more = [one for one in fields if one.option.parameter not in action.first]
+    by_name = {one.option.parameter: one for one in fields}
+    first = [by_name.pop(name) for name in action.first]
+    more = list(by_name.values())
     return page.render(
         "form",
         status=200 if problem is None else problem.status,

@@ -3,6 +3,7 @@
 Filters are in the address, so that a list can be kept and passed on.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -44,6 +45,7 @@ JobToCompare = Annotated[str, Query(pattern=_JOB)]
 PackageToCompare = Annotated[str, Query(pattern=DIGEST_PATTERN)]
 Text = Annotated[str, Query(max_length=200)]
 Facts = dict[str, str]
+_ID: Final = re.compile(rf"[a-z]+_{ULID_PATTERN}|sha256:[0-9a-f]{{64}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +138,12 @@ def show_audit(
     with page.service.database.read() as session:
         found = audit.list_entries(session, tenant_id=page.tenant_id, wanted=wanted, window=window)
         lines = [(one, page_at(one.subject), list(lines_of(one.request or {}))) for one in found.items]
-        ids = [one.token_id for one in found.items]
+        ids = [text for one in found.items for text in (one.token_id, *_ID.findall(one.subject))]
         values = [value for _, _, request in lines for _, value in request]
         names = names_of(session, page.tenant_id, [*ids, *values])
+        paths = {
+            one.seq: _ID.sub(lambda at: names.get(at[0]) or short(at[0]), one.subject) for one in found.items
+        }
         tokens = rows.list_all(session, tables.OperatorToken, tenant_id=page.tenant_id).items
         actions = audit.actions_of(session, tenant_id=page.tenant_id)
     fields = {
@@ -146,7 +151,9 @@ def show_audit(
         "token_id": ("Token", [(token.id, token.name) for token in tokens]),
         "subject": ("Path has", None),
     }
-    return page.render("audit", lines=lines, names=names, fields=fields, next_cursor=found.next_cursor)
+    return page.render(
+        "audit", lines=lines, names=names, paths=paths, fields=fields, next_cursor=found.next_cursor
+    )
 
 
 def _same(values: Any) -> list[tuple[str, str]]:

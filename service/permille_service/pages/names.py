@@ -51,12 +51,11 @@ def names_of(session: Session, tenant_id: str, texts: Iterable[object]) -> dict[
 
 def lines_of(payload: object, place: str = "") -> Iterator[tuple[str, object]]:
     """Iterate over a request as lines of a name and a value."""
-    if not isinstance(payload, dict):
-        yield place, payload
-        return
-    for name, value in payload.items():
-        if value is not None:
+    if isinstance(payload, dict):
+        for name, value in payload.items():
             yield from lines_of(value, f"{place}.{name}" if place else name)
+    elif payload not in (None, []):
+        yield place, ", ".join(map(str, payload)) if isinstance(payload, list) else payload
 
 
 def page_at(path: str | None) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from anyio import from_thread
 from fastapi import Depends, Request, Response
@@ -158,7 +158,9 @@ def _to_sign_in(request: Request) -> Response:
     if request.headers.get("hx-request") == "true":
         return Response(status_code=200, headers={**HEADERS, "HX-Redirect": f"{sign_in.PATH}/sign-in"})
     wanted = request.url.path if request.method == "GET" else ""
-    where = f"{sign_in.PATH}/sign-in" + (f"?next={wanted}" if wanted != sign_in.PATH else "")
+    if request.url.query:
+        wanted += f"?{request.url.query}"
+    where = f"{sign_in.PATH}/sign-in" + (f"?next={quote(wanted)}" if wanted != sign_in.PATH else "")
     return RedirectResponse(where, status_code=303, headers=HEADERS)
 
 

@@ -35,7 +35,7 @@ PATH: Final = "/ui"
 _CONTEXT: Final = "page session"
 _LONGEST: Final = 1000
 _MOST_FIELDS: Final = 50
-_OWN_PATH: Final = re.compile(r"/ui(/[A-Za-z0-9][A-Za-z0-9_:.-]*)+", re.ASCII)
+_OWN_PATH: Final = re.compile(r"/ui(/[A-Za-z0-9][A-Za-z0-9_:.-]*)+(\?[A-Za-z0-9_:.=&%+-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ async def form_of(request: Request) -> dict[str, str]:
 
 
 def own_path(text: str) -> str:
-    """A path of this page to go on to; the first page where the text is none."""
+    """A path of this page to go on to, with its filters; the first page where the text is none."""
     return text if _OWN_PATH.fullmatch(text) else f"{PATH}/jobs"
 
 
