@@ -157,9 +157,7 @@ class PageRoute(APIRoute):
 def _to_sign_in(request: Request) -> Response:
     if request.headers.get("hx-request") == "true":
         return Response(status_code=200, headers={**HEADERS, "HX-Redirect": f"{sign_in.PATH}/sign-in"})
-    wanted = request.url.path if request.method == "GET" else ""
-    if request.url.query:
-        wanted += f"?{request.url.query}"
+    wanted = f"{request.url.path}?{request.url.query}".rstrip("?") if request.method == "GET" else ""
     where = f"{sign_in.PATH}/sign-in" + (f"?next={quote(wanted)}" if wanted != sign_in.PATH else "")
     return RedirectResponse(where, status_code=303, headers=HEADERS)
 
