@@ -17,7 +17,7 @@ from tests.api_service import URL, Api, running_api
 from tests.artifacts import some_model
 
 OWN = {"Sec-Fetch-Site": "same-origin"}
-MOVES = ("pause", "resume", "stop", "revert")
+MOVES = ("approve", "pause", "resume", "stop", "revert")
 
 
 @pytest.fixture
@@ -123,6 +123,23 @@ def test_a_rollout_is_started_paused_resumed_and_stopped(api: Api) -> None:
     assert "4 devices take the package of version 1 again" in shown(client.get(f"{made}/revert"))
 
 
+def test_a_wave_that_waits_for_an_approval_is_approved_by_its_number(api: Api) -> None:
+    _, other = stock(api, devices=4)
+    api.post("/v1/releases", {"name": "tiny", "package_digest": other})
+    client = signed_in(api)
+    typed = {"release": "tiny", "rules_waves": "50 100", "rules_approval": "true"}
+    made = send(client, "/ui/new/rollout", "confirmed", **typed).headers["location"]
+    assert "Approve wave 2" in client.get(made).text
+    asked = client.get(f"{made}/approve")
+    assert "Wave 2 may open to 100 % of 4 devices" in shown(asked)
+    assert '<input type="hidden" name="wave" value="2">' in asked.text
+    assert send(client, f"{made}/approve").status_code == 422, "which wave is part of the request"
+    assert send(client, f"{made}/approve", wave="2").headers["location"] == made
+    last = api.get("/v1/audit?limit=200").json()[-1]
+    assert (last["action"], last["request"]) == ("approve_rollout", {"wave": 2})
+    assert send(client, f"{made}/approve", wave="3").status_code == 409
+
+
 def test_an_invitation_is_shown_once_and_admits_a_device(api: Api) -> None:
     stock(api, devices=0)
     client = signed_in(api)
@@ -202,6 +219,7 @@ def test_actions_are_refused_to_wrong_callers(api: Api) -> None:
 
 @pytest.mark.attack(14, "a route of the page that forgets to ask where a request comes from")
 def test_every_post_below_ui_asks_where_it_comes_from(api: Api) -> None:
-    routes = [one for one in iter_route_contexts(api.client.app.routes) if one.path.startswith("/ui")]  # type: ignore[attr-defined]
+    found = iter_route_contexts(api.client.app.routes)  # type: ignore[attr-defined]
+    routes = [one for one in found if (one.path or "").startswith("/ui")]
     assert len(routes) > 20
     assert all(isinstance(one.original_route, PageRoute) for one in routes)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from permille.schemas.devices import Invitation, InvitationCreate
-from permille.schemas.fleet.rollouts import Rollout, RolloutCreate
+from permille.schemas.fleet.rollouts import Rollout, RolloutApproval, RolloutCreate
 from permille.schemas.jobs import JobKind
 from permille.schemas.packages import BuildCreate
 from permille.schemas.problems import ProblemType
@@ -23,8 +23,6 @@ from permille.schemas.releases import ReleaseCreate
 from permille.store import releases, rows, tables
 from permille.store.fleet import groups
 from permille.store.ids import new_code
-from permille_service.access.principals import Operator
-from permille_service.context import Service
 from permille_service.creation import Creation
 from permille_service.devices import routes as device_routes
 from permille_service.forms import Form, form_of
@@ -71,11 +69,16 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A thing that operators do with a rollout: the function of the API's route, and what devices see."""
+    """A thing that operators do with a rollout: the function of the API's route, and what devices see.
+
+    Attributes:
+        request: the body that the route takes, if it takes one.
+    """
 
     button: str
-    call: Callable[[str, Service, Operator], Rollout]
+    call: Callable[..., Rollout]
     words: str
+    request: type[BaseModel] | None = None
 
 
 @router.get("/new/{name}")
@@ -119,11 +122,14 @@ def show_move(rollout_id: RolloutId, move: str, page: MakerPage) -> Response:
 
 
 @router.post("/rollouts/{rollout_id}/{move}")
-def move_rollout(rollout_id: RolloutId, move: str, page: MakerPage) -> Response:
+def move_rollout(rollout_id: RolloutId, move: str, page: MakerPage, typed: TypedForm) -> Response:
     """Move a rollout."""
     operator = page.acting(f"{move}_rollout", f"/v1/rollouts/{rollout_id}/{move}")
+    known = _MOVES[_known(move, _MOVES)]
     try:
-        _MOVES[_known(move, _MOVES)].call(rollout_id, page.service, operator)
+        asked = known.request
+        body = () if asked is None else (forms.parse(form_of(asked), asked, typed),)
+        known.call(rollout_id, *body, page.service, operator)
     except Exception as exc:  # noqa: BLE001 - as above
         return _move(page, rollout_id, move, exc)
     return page.go_to(f"rollouts/{rollout_id}")
@@ -148,6 +154,8 @@ def _move(page: Page, rollout_id: str, move: str, exc: Exception | None) -> Resp
         version=f"{rollout.release} {rollout.version}",
         before=rollout.before,
         wave=f"Wave {rollout.wave} of {len(rollout.funnel)}",
+        following=rollout.wave + 1,
+        following_percent=rollout.funnel[min(rollout.wave, len(rollout.funnel) - 1)].percent,
         percent=rollout.funnel[rollout.wave - 1].percent,
     )
     problem = None if exc is None else page.problem_of(exc)
@@ -157,7 +165,7 @@ def _move(page: Page, rollout_id: str, move: str, exc: Exception | None) -> Resp
         title=f"{known.button} of {rollout.release} {rollout.version}",
         button=known.button,
         words=words,
-        typed={},
+        typed={} if known.request is None else {"wave": rollout.wave + 1},
         problem=problem,
         back=f"/ui/rollouts/{rollout_id}",
     )
@@ -289,6 +297,13 @@ _MOVES: Final[dict[str, Move]] = {
         call=rollout_routes.resume_rollout,
         words="{wave} is open to {percent} % of {all}, which then get {version}. Failures so far are "
         "acknowledged and counted no more.",
+    ),
+    "approve": Move(
+        button="Approve the next wave",
+        call=rollout_routes.approve_rollout,
+        words="{wave} is open. Wave {following} may open to {following_percent} % of {all}, which then get "
+        "{version}, as soon as its other conditions hold.",
+        request=RolloutApproval,
     ),
     "pause": Move(
         button="Pause the rollout",

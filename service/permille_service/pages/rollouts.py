@@ -16,7 +16,7 @@ _PAUSE, _STOP, _REVERT = (
     ("stop", "Stop", "danger"),
     ("revert", "Revert", "danger"),
 )
-MOVES = {
+MOVES: dict[RolloutState, tuple[tuple[str, str, str], ...]] = {
     RolloutState.DRAFT: (("resume", "Start", ""), _STOP),
     RolloutState.RUNNING: (_PAUSE, _STOP, _REVERT),
     RolloutState.PAUSED: (("resume", "Resume", ""), _STOP, _REVERT),
@@ -46,6 +46,8 @@ def show_rollout(rollout_id: RolloutId, page: ViewerPage) -> Response:
     live = rollout.state in (RolloutState.RUNNING, RolloutState.PAUSED)
     most = max((wave.offered for wave in rollout.funnel), default=0) or 1
     moves = MOVES.get(rollout.state, ())
+    if rollout.rules.approval and live and rollout.wave < len(rollout.funnel):
+        moves = (("approve", f"Approve wave {rollout.wave + 1}", ""), *moves)
     return page.render(
         "rollout", rollout=rollout, stages=STAGES, live=live, most=most, moves=moves, names=names
     )
