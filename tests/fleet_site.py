@@ -81,6 +81,8 @@ def add_rollout(session: Session, *, tenant_id: str, seed: int = 0) -> str:
             state="paused",
             wave=1,
             wave_devices=len(ids) // 5,
+            approved=1,
+            awaits_approval=False,
             opened_at=at - timedelta(hours=9),
             looks=4,
             reason="worse",

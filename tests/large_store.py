@@ -171,6 +171,10 @@ def _begin_upload(session: Session) -> None:
     uploads.check_runs(session, device_id="dev_8", quota=QUOTA)
 
 
+def _list_jobs(session: Session, wanted: queue.JobFilter) -> None:
+    queue.list_jobs(session, tenant_id=TENANT, wanted=wanted)
+
+
 def _list_runs(session: Session) -> None:
     """Read a page in the middle of all."""
     page = runs.list_runs(session, tenant_id=TENANT)
@@ -199,10 +203,12 @@ CASES: Final[dict[str, Case]] = {
     ),
     "jobs": _reading(lambda session: queue.list_jobs(session, tenant_id=TENANT), "ix_jobs_tenant_id_id"),
     "jobs-of-kind": _reading(
-        lambda session: queue.list_jobs(session, tenant_id=TENANT, kind=JobKind.POOLING), "ix_jobs_kind"
+        lambda session: _list_jobs(session, queue.JobFilter(kind=JobKind.POOLING)),
+        "ix_jobs_kind",
     ),
     "jobs-in-state": _reading(
-        lambda session: queue.list_jobs(session, tenant_id=TENANT, state=JobState.DEAD), "ix_jobs_state"
+        lambda session: _list_jobs(session, queue.JobFilter(state=JobState.DEAD)),
+        "ix_jobs_state",
     ),
     "runs": _reading(_list_runs, "ix_runs_ended_at"),
     "runs-of-device": _reading(

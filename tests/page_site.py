@@ -11,9 +11,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from permille.package.blobs import BlobFolder
@@ -35,6 +38,21 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 HOSTILE = "</td><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 WORDS = "the file stories.jsonl has 12,204 tokens, expected 51,200: ask for fewer or shorter sequences"
 LEASE_S = 3600.0
+BOTH = "light dark"
+PICTURES = {
+    "job": "dark",
+    "release": "light",
+    "fleet": "dark",
+    "rollout": "light",
+    "jobs": BOTH,
+    "mask": BOTH,
+    "build": BOTH,
+    "publish": BOTH,
+    "compare": BOTH,
+    "audit": BOTH,
+}
+"""The views of the guide, and the themes of their pictures; those in both are also taken at 390 pixels."""
+WIDE, NARROW = {"width": 1280, "height": 720}, {"width": 390, "height": 720}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +65,7 @@ class Stocked:
     mask_id: str
     package_digest: str
     rollout_id: str
+    failed_id: str
 
     def progress(self, fraction: float, message: str) -> None:
         with self.database.write() as session:
@@ -116,6 +135,7 @@ def stock(data_dir: Path, database: Database, *, devices: int, runs: int, words:
         mask_id=mask.id,
         package_digest=package.digest,
         rollout_id=rollout_id,
+        failed_id=failed.id,
     )
     stocked.progress(0.42, "scoring sequence 42 of 100")
     return stocked
@@ -186,6 +206,13 @@ def views(stocked: Stocked) -> dict[str, str]:
         "rollout": f"/ui/rollouts/{stocked.rollout_id}",
         "fleet": "/ui/fleet",
         "federations": "/ui/federations",
+        "audit": "/ui/audit",
+        "build": "/ui/new/build",
+        "publish": "/ui/new/release",
+        "roll out": "/ui/new/rollout",
+        "invite": "/ui/new/invitation",
+        "resume": f"/ui/rollouts/{stocked.rollout_id}/resume",
+        "compare": f"/ui/compare/jobs?a={stocked.failed_id}&b={stocked.held.job_id}",
     }
 
 
@@ -214,20 +241,53 @@ def sign_in(context: BrowserContext, running: Running, *, token: str | None = No
 
 
 def main() -> None:
-    """Write the pictures."""
+    """Write the pictures: wide ones in one theme or in both, and narrow ones as a telephone has them."""
     target = Path(sys.argv[1])
-    pictures = {"jobs": "light", "job": "dark", "mask": "light", "release": "light", "fleet": "dark"}
-    pictures["rollout"] = "light"
     with (
         tempfile.TemporaryDirectory() as folder,
         site(Path(folder), devices=3000, runs=12_000, words=WORDS) as (running, stocked),
         chromium() as browser,
     ):
-        for name, scheme in pictures.items():
-            shape = {"width": 1280, "height": 720}
-            page = sign_in(browser.new_context(color_scheme=scheme, viewport=shape), running)  # type: ignore[arg-type]
-            page.goto(running.url + views(stocked)[name])
-            page.screenshot(path=target / f"page-{name}.png", full_page=name == "fleet")
+        _change_something(running)
+        for scheme in ("light", "dark"):
+            wide, narrow = (_signed_in(browser, running, scheme, shape) for shape in (WIDE, NARROW))
+            for name, schemes in PICTURES.items():
+                if scheme in schemes:
+                    _show(wide, running, views(stocked)[name], name)
+                    _shoot(wide, target / f"page-{name}{'' if schemes == scheme else f'-{scheme}'}.png", name)
+                if scheme == "light" and schemes == BOTH:
+                    _show(narrow, running, views(stocked)[name], name)
+                    _shoot(narrow, target / f"page-{name}-390.png", name)
+
+
+def _change_something(running: Running) -> None:
+    """Leave entries in the audit log."""
+    with running.client() as client:
+        client.post("/v1/tokens", json={"name": "ci", "role": "operator"})
+        client.post("/v1/groups", json={"name": "canaries", "rule": {"tags": ["canary"]}})
+        client.put("/v1/retention", json={"result_days": 90, "keep_newest": 5})
+        client.post("/v1/invitations", json={"release": "notes"})
+
+
+def _signed_in(browser: Browser, running: Running, scheme: Any, shape: Any) -> Page:
+    return sign_in(browser.new_context(color_scheme=scheme, viewport=shape), running)
+
+
+def _show(page: Page, running: Running, path: str, name: str) -> None:
+    """Go to a view; of a release, to the page that asks whether it shall be published."""
+    page.goto(running.url + path)
+    if name == "publish":
+        page.fill("#name", "notes")
+        page.select_option("#package_digest", index=1)
+        page.fill("#alias", "stable")
+        page.click("main button")
+    page.mouse.move(0, 0)
+
+
+def _shoot(page: Page, path: Path, name: str) -> None:
+    """Save a picture with few colours, which are all that the page has."""
+    shot = Image.open(BytesIO(page.screenshot(full_page=name in ("fleet", "mask"))))
+    shot.convert("RGB").quantize(128).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from permille.schemas.access import FIRST_DIGEST
 from permille.schemas.access import AuditEntry as Record
 from permille.store.database import now
+from permille.store.rows import Page, Window
 from permille.store.tables import AuditEntry, Tenant
 
 
@@ -56,6 +57,36 @@ def entries_after(session: Session, *, tenant_id: str, seq: int, limit: int) -> 
     """A tenant's entries from `seq + 1` on, oldest first."""
     query = select(AuditEntry).where(AuditEntry.tenant_id == tenant_id, AuditEntry.seq > seq)
     return [present(row) for row in session.scalars(query.order_by(AuditEntry.seq).limit(limit))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFilter:
+    """Conditions of a list of entries; None asks for nothing. `subject` is a part of it."""
+
+    action: str | None = None
+    token_id: str | None = None
+    subject: str | None = None
+
+
+def list_entries(session: Session, *, tenant_id: str, wanted: AuditFilter, window: Window) -> Page[Record]:
+    """A tenant's entries, newest first; the cursor is the `seq` of a page's last one."""
+    query = select(AuditEntry).where(AuditEntry.tenant_id == tenant_id)
+    for column, value in ((AuditEntry.action, wanted.action), (AuditEntry.token_id, wanted.token_id)):
+        if value is not None:
+            query = query.where(column == value)
+    if wanted.subject is not None:
+        query = query.where(AuditEntry.subject.contains(wanted.subject, autoescape=True))
+    if window.cursor is not None:
+        query = query.where(AuditEntry.seq < int(window.cursor))
+    found = session.scalars(query.order_by(AuditEntry.seq.desc()).limit(window.limit + 1)).all()
+    items = tuple(present(row) for row in found[: window.limit])
+    return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > window.limit else None)
+
+
+def actions_of(session: Session, *, tenant_id: str) -> list[str]:
+    """Return the names of all actions in a tenant's log."""
+    query = select(AuditEntry.action).where(AuditEntry.tenant_id == tenant_id).distinct()
+    return sorted(session.scalars(query))
 
 
 def present(row: AuditEntry) -> Record:

@@ -85,7 +85,7 @@ Paging = Annotated[Window, Depends(_window)]
 MomentPaging = Annotated[Window, Depends(_moment_window)]
 """Page of lists by time, whose cursors begin with microseconds."""
 NumberPaging = Annotated[Window, Depends(_number_window)]
-"""Page of the rounds of a federation."""
+"""Page of lists by number: the rounds of a federation, the entries of the audit log."""
 
 
 async def check_given_once(request: Request) -> None:

@@ -110,6 +110,44 @@ def test_what_goes_wrong_is_told_on_the_page_that_stays(looking: tuple[Running, 
     expect(page.locator("h1")).to_have_text("It does not exist, or not for you")
 
 
+def test_every_view_fits_a_telephone(looking: tuple[Running, Stocked, Browser]) -> None:
+    running, stocked, browser = looking
+    page = sign_in(browser.new_context(viewport={"width": 390, "height": 844}), running)
+    for name, path in views(stocked).items():
+        page.goto(running.url + path)
+        wide = page.evaluate("document.scrollingElement.scrollWidth")
+        assert wide <= 390, f"{name}: {wide} pixels"
+
+
+def test_an_operator_publishes_rolls_back_and_is_told_what_is_wrong_without_scripts(
+    looking: tuple[Running, Stocked, Browser],
+) -> None:
+    running, stocked, browser = looking
+    page = sign_in(browser.new_context(java_script_enabled=False), running)
+    page.goto(f"{running.url}/ui/packages/{stocked.package_digest}")
+    page.click("text=Publish")
+    page.fill("#name", "Not A Name")
+    page.click("button:has-text('Publish')")
+    expect(page.locator(".wrong")).to_contain_text("should match pattern")
+    expect(page.locator("#name")).to_have_value("Not A Name")
+    page.fill("#name", "notes")
+    page.fill("#alias", "stable")
+    page.click("button:has-text('Publish')")
+    expect(page.locator("main")).to_contain_text("300 devices that follow stable")
+    page.click("text=Change it")
+    expect(page.locator("#alias")).to_have_value("stable")
+    page.click("button:has-text('Publish')")
+    page.click("button:has-text('Publish')")
+    expect(page.locator("h1")).to_have_text("notes")
+    assert page.url.endswith("/ui/releases/notes?version=5")
+    page.locator("a:has-text('Roll back to it')").first.click()
+    page.click("button:has-text('Roll back')")
+    page.click("button:has-text('Roll back')")
+    assert page.url.endswith("/ui/releases/notes?version=6")
+    page.goto(f"{running.url}/ui/audit?action=create_release")
+    expect(page.locator("table.rows tbody tr")).to_have_count(2)
+
+
 def test_styles_and_scripts_are_small() -> None:
     loaded = assets.load()
     assert sum(len(asset.body) for asset in loaded) <= MOST_ASSET_BYTES

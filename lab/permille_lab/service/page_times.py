@@ -25,7 +25,12 @@ from tests.page_site import site, views
 from tests.unit.store.postgres import postgres_server
 
 ROUTES = ("/v1/fleet", "/v1/releases/notes/comparison", "/v1/runs", "/v1/jobs?state=failed")
-MORE = ("/ui/jobs?state=failed", "/ui/jobs?state=running")
+MORE = (
+    "/ui/jobs?state=failed",
+    "/ui/jobs?state=running",
+    "/ui/jobs?release=notes",
+    "/ui/jobs?model_id=model_none",
+)
 TICK = os.sysconf("SC_CLK_TCK")
 
 

@@ -6,9 +6,10 @@ commit; a lost message is re-sent by the sweeper.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
-from sqlalchemy import bindparam, delete, func, select
+from sqlalchemy import Select, and_, bindparam, delete, func, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -19,7 +20,7 @@ from permille.store.errors import ConflictError, NotFoundError, QuotaError
 from permille.store.jobs import parents, transitions
 from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
-from permille.store.tables import Artifact, Job, JobEvent
+from permille.store.tables import Alias, Artifact, Job, JobEvent, Release
 
 MAX_EVENTS = 1000
 _PART_IDS = select(Job.id).where(Job.parent_id == bindparam("parent_id")).order_by(Job.id)
@@ -101,20 +102,52 @@ def find_equal(session: Session, *, tenant_id: str, request_digest: str) -> Job 
     return session.scalar(query.order_by(Job.id.desc()).limit(1))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFilter:
+    """Conditions of a list of jobs; None asks for nothing.
+
+    Attributes:
+        model_id: the model that the request names, or that the result is made of.
+        release, alias: the name under which the package that the job made was published, and where an alias
+            of it points now.
+    """
+
+    kind: JobKind | None = None
+    state: JobState | None = None
+    model_id: str | None = None
+    release: str | None = None
+    alias: str | None = None
+
+
+ALL = JobFilter()
+
+
 def list_jobs(
-    session: Session,
-    *,
-    tenant_id: str,
-    kind: JobKind | None = None,
-    state: JobState | None = None,
-    window: Window = FIRST,
+    session: Session, *, tenant_id: str, wanted: JobFilter = ALL, window: Window = FIRST
 ) -> Page[Job]:
     """List jobs, newest first, parts of others included. Raises InputError for a bad limit."""
     query = select(Job).where(Job.tenant_id == tenant_id)
-    for column, value in ((Job.kind, kind), (Job.state, state)):
+    for column, value in ((Job.kind, wanted.kind), (Job.state, wanted.state)):
         if value is not None:
             query = query.where(column == value)
+    if wanted.model_id is not None:
+        made = select(Artifact.job_id).where(Artifact.model_id == wanted.model_id)
+        asked = Job.payload["model_id"].as_string() == wanted.model_id
+        query = query.where(or_(asked, Job.id.in_(made)))
+    if wanted.release is not None or wanted.alias is not None:
+        query = query.where(Job.result_id.in_(_published(tenant_id, wanted)))
     return fetch_page(session, query, window, Job.id)
+
+
+def _published(tenant_id: str, wanted: JobFilter) -> Select[str]:
+    """Return the query of the digests of packages that have a name, or that an alias points at."""
+    query = select(Release.package_digest).where(Release.tenant_id == tenant_id)
+    if wanted.release is not None:
+        query = query.where(Release.name == wanted.release)
+    if wanted.alias is not None:
+        same = (getattr(Alias, name) == getattr(Release, name) for name in ("tenant_id", "name", "version"))
+        query = query.join(Alias, and_(*same)).where(Alias.alias == wanted.alias)
+    return query
 
 
 def parts_of(session: Session, job: Job) -> Sequence[Job]:

@@ -16,7 +16,7 @@ from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, PA
 from permille.schemas.inputs import COMMIT_PATTERN, REPOSITORY_PATTERN
 from permille.schemas.jobs import ENDED
 from permille_service.cli.exits import CommandError, Exit, exit_of_status
-from permille_service.cli.forms import flag_of
+from permille_service.forms import flag_of
 
 _PATTERN = re.compile(r"should match pattern '(.*)'")
 _FORMS = {

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from permille_service.cli.forms import Form
+from permille_service.cli.forms import parameters_of
 from permille_service.cli.references import singular
 from permille_service.cli.session import Session, connect
+from permille_service.forms import Form
 
 # Panels of commands in `--help`.
 START, INPUTS, PACKAGES = "Start here", "Models, texts and jobs", "Packages"
@@ -46,7 +47,7 @@ def command(
     def register(run: _Run) -> _Run:
         def called(context: typer.Context, as_json: AsJson, **given: Any) -> None:
             with connect(context, as_json=as_json) as session:
-                filled = {} if form is None else {"body": form.body(session, given)}
+                filled = {} if form is None else {"body": form.body(given, session.id_of)}
                 answer = run(session, **filled, **given)
                 if answer is not None:
                     session.output.show(answer)
@@ -55,7 +56,7 @@ def command(
         own = [
             one for one in inspect.signature(run).parameters.values() if one.name not in ("session", "body")
         ]
-        options = [] if form is None else form.parameters()
+        options = [] if form is None else parameters_of(form)
         made = (context, *options, *own, as_json.replace(default=False))
         signature = inspect.Signature([one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in made])
         called.__signature__ = signature  # type: ignore[attr-defined]

@@ -6,8 +6,8 @@ import typer
 
 from permille.schemas.federations import AdoptionCreate, FederationCreate
 from permille_service.cli.commands import Key, Rows, add_action, add_list, add_show, command
-from permille_service.cli.forms import form_of
 from permille_service.cli.session import Session
+from permille_service.forms import form_of
 
 federations = typer.Typer(no_args_is_help=True, help="Run rounds, in which many devices improve one state.")
 

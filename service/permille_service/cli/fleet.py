@@ -21,8 +21,8 @@ from permille_service.cli.commands import (
     command,
 )
 from permille_service.cli.exits import CommandError, Exit
-from permille_service.cli.forms import form_of
 from permille_service.cli.session import Session
+from permille_service.forms import form_of
 
 releases = typer.Typer(no_args_is_help=True, help="Publish packages as signed versions.")
 invitations = typer.Typer(no_args_is_help=True, help="Invite devices, by one-time codes.")

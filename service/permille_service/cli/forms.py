@@ -1,111 +1,40 @@
-"""A request as the options of the command that sends it: one flat option for each value of the request.
-
-A request may be a union of models (the methods of a mask) and hold other models (the parts of a build). An
-option is named after its field, helped by the field's description, and takes names for ids.
-"""
+"""The options of a request as parameters of the command that sends it."""
 
 import inspect
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal
 
 import typer
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from permille.schemas.fields import Flag
-from permille_service.cli.session import Session
+from permille_service.forms import Form, RequestOption
 
-_WIDEST_CHOICES = 12
+_WIDEST_CHOICES: Final = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOption:
-    """A value of a request.
-
-    Attributes:
-        flag: such as `--density`; an id's flag names the thing, `--corpus`.
-        place: names of the nested fields that lead to it.
-        value_type: `str`, `int`, `float`, `bool`.
-        choices: the only values, where they are few.
-        default: None where the service decides, or the value may be left out.
-        required: in every form of the request.
-        names: of an id, the collection that it is of; else None.
-        optional: it leads into a part that is absent where nothing of it is given.
-        many: it may be repeated; `value_type` is of one.
-    """
-
-    flag: str
-    place: tuple[str, ...]
-    value_type: type
-    choices: tuple[str, ...]
-    default: object
-    required: bool
-    help: str
-    names: str | None
-    optional: bool = False
-    many: bool = False
-
-    @property
-    def parameter(self) -> str:
-        """Name of the parameter of a command."""
-        return "_".join(self.place)
+def parameters_of(form: Form) -> list[inspect.Parameter]:
+    """Return the parameters of a command for typer; an option that is not given is None."""
+    return [_parameter(option, form.arguments) for option in form.options]
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """The options of a request; those named in `arguments` need no flag."""
-
-    options: tuple[RequestOption, ...]
-    arguments: tuple[str, ...] = ()
-
-    def parameters(self) -> list[inspect.Parameter]:
-        """Return the parameters of a command for typer; an option that is not given is None."""
-        return [self._parameter(option) for option in self.options]
-
-    def body(self, session: Session, given: dict[str, object]) -> dict[str, Any]:
-        """Take the request out of what was given, with ids for names.
-
-        Choices are always in it, since one may say which form the rest has.
-        """
-        body: dict[str, Any] = {}
-        values = {option.place: given.pop(option.parameter) for option in self.options}
-        named = {place[0] for place, value in values.items() if value is not None}
-        for option in self.options:
-            value = values[option.place]
-            if value is None and option.choices and (not option.optional or option.place[0] in named):
-                value = option.default
-            if value is not None and option.names is not None:
-                value = session.id_of(option.names, str(value))
-            if value is not None:
-                part = body
-                for name in option.place[:-1]:
-                    part = part.setdefault(name, {})
-                part[option.place[-1]] = value
-        return body
-
-    def _parameter(self, option: RequestOption) -> inspect.Parameter:
-        # Defaults are the service's, and only told.
-        told = "" if option.default is None or option.default is False else f" Default: {option.default}."
-        text = f"{option.help[:1].upper()}{option.help[1:]}".strip().removesuffix(".") + f".{told}"
-        chosen: Any = (
-            Literal[option.choices] if option.choices and option.value_type is str else option.value_type
-        )
-        panel = f"{option.place[0].capitalize()} options" if option.place[1:] else None
-        if option.many:
-            chosen = list[chosen]
-        marker: Any = typer.Option(option.flag, help=text, metavar=_folded(option), rich_help_panel=panel)
-        if option.parameter in self.arguments:
-            marker = typer.Argument(help=text)
-        return inspect.Parameter(
-            option.parameter,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if option.required else None,
-            annotation=Annotated[chosen if option.required else chosen | None, marker],
-        )
+def _parameter(option: RequestOption, arguments: tuple[str, ...]) -> inspect.Parameter:
+    # Defaults are the service's, and only told.
+    told = "" if option.default is None or option.default is False else f" Default: {option.default}."
+    text = f"{option.help[:1].upper()}{option.help[1:]}".strip().removesuffix(".") + f".{told}"
+    chosen: Any = (
+        Literal[option.choices] if option.choices and option.value_type is str else option.value_type
+    )
+    panel = f"{option.place[0].capitalize()} options" if option.place[1:] else None
+    if option.many:
+        chosen = list[chosen]
+    marker: Any = typer.Option(option.flag, help=text, metavar=_folded(option), rich_help_panel=panel)
+    if option.parameter in arguments:
+        marker = typer.Argument(help=text)
+    return inspect.Parameter(
+        option.parameter,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if option.required else None,
+        annotation=Annotated[chosen if option.required else chosen | None, marker],
+    )
 
 
 def _folded(option: RequestOption) -> str | None:
@@ -114,79 +43,3 @@ def _folded(option: RequestOption) -> str | None:
         return None
     lines = textwrap.wrap(f"<{'| '.join(option.choices)}>", _WIDEST_CHOICES, break_on_hyphens=False)
     return "\n".join(lines).replace("| ", "|")
-
-
-def flag_of(field: str) -> str:
-    """The option that most commands have for a field of a request."""
-    return "--" + field.removesuffix("_id").removesuffix("_digest").replace("_", "-")
-
-
-def form_of(request: Any, *arguments: str) -> Form:
-    """The options of a request in the order of its fields; those of a union's members once each."""
-    found: dict[tuple[str, ...], RequestOption] = {}
-    for option in _options(request, (), required=True):
-        earlier = found.get(option.place, option)
-        found[option.place] = replace(
-            option,
-            choices=tuple(dict.fromkeys((*earlier.choices, *option.choices))),
-            default=earlier.default if option.default in (earlier.default, *option.choices) else None,
-            required=earlier.required and option.required,
-            help=earlier.help or option.help,
-        )
-    return Form(tuple(found.values()), arguments)
-
-
-def _options(form: Any, place: tuple[str, ...], *, required: bool) -> Iterator[RequestOption]:
-    models = _models(form)
-    for model in models:
-        for name, info in model.model_fields.items():
-            needed = required and info.is_required() and all(name in other.model_fields for other in models)
-            if _models(info.annotation):
-                absent = not info.is_required() and info.default is None
-                for option in _options(info.annotation, (*place, name), required=needed):
-                    yield replace(option, optional=option.optional or absent)
-            else:
-                yield _option(info, (*place, name), required=needed)
-
-
-def _option(info: FieldInfo, place: tuple[str, ...], *, required: bool) -> RequestOption:
-    kind, choices = _value(info.annotation)
-    thing, _, suffix = place[-1].rpartition("_")
-    of = thing.rpartition("_")[2] if suffix in ("id", "digest") else None
-    flag = next((marker.name for marker in info.metadata if isinstance(marker, Flag)), None)
-    # Which form of a request it is: the first one unless told.
-    first = choices[0] if get_origin(info.annotation) is Literal else None
-    default = first if info.is_required() else info.default
-    return RequestOption(
-        flag=flag or flag_of(place[-1]),
-        place=place,
-        value_type=kind,
-        choices=choices,
-        default=default.value if isinstance(default, StrEnum) else default,
-        required=required and default is None,
-        help=info.description or "",
-        names=None if of is None else {"corpus": "corpora"}.get(of, f"{of}s"),
-        many=get_origin(info.annotation) is list,
-    )
-
-
-def _models(form: Any) -> tuple[type[BaseModel], ...]:
-    """The models that an annotation may be; none where it is a plain value."""
-    if isinstance(form, type):
-        return (form,) if issubclass(form, BaseModel) else ()
-    return tuple(model for part in _parts(form) for model in _models(part))
-
-
-def _value(form: Any) -> tuple[type, tuple[str, ...]]:
-    """The type of a plain value, and its choices."""
-    if get_origin(form) is Literal:
-        values = get_args(form)
-        return (str if isinstance(values[0], str) else type(values[0])), tuple(map(str, values))
-    if isinstance(form, type):
-        return (str, tuple(form)) if issubclass(form, StrEnum) else (form, ())
-    return next(_value(part) for part in _parts(form) if part is not NoneType)
-
-
-def _parts(form: Any) -> tuple[Any, ...]:
-    """Return the inner types of an `Annotated` or a union."""
-    return get_args(form) if get_origin(form) in (Union, UnionType) else get_args(form)[:1]

@@ -22,11 +22,11 @@ from permille_service.cli.commands import (
     command,
 )
 from permille_service.cli.exits import CommandError, Exit
-from permille_service.cli.forms import form_of
 from permille_service.cli.output import watch
 from permille_service.cli.references import singular
 from permille_service.cli.session import Session
 from permille_service.cli.tables import figures_of, short
+from permille_service.forms import form_of
 
 jobs = typer.Typer(no_args_is_help=True, help="Follow, cancel and retry jobs.")
 

@@ -43,7 +43,8 @@ def list_jobs(
 ) -> Page[Job]:
     """List jobs, newest first; the parts of builds are in the list."""
     with service.database.read() as session:
-        page = queue.list_jobs(session, tenant_id=operator.tenant_id, kind=kind, state=state, window=window)
+        wanted = queue.JobFilter(kind=kind, state=state)
+        page = queue.list_jobs(session, tenant_id=operator.tenant_id, wanted=wanted, window=window)
         return page_of(page, lambda row: records.present(session, row))
 
 

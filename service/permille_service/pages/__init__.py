@@ -1,1 +1,1 @@
-"""The page below `/ui`, on which operators watch jobs and fleet: readable without scripts."""
+"""The page below `/ui`, on which operators work and watch: usable without scripts."""

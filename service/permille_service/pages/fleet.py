@@ -93,6 +93,7 @@ def show_release(
         bands=band_lines(versions),
         comparison=comparison,
         version=version,
+        digests={row.version: row.package_digest for row in found.items},
     )
 
 

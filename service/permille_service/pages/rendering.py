@@ -6,10 +6,12 @@ A request of htmx gets the part that changes, without the page around it; its er
 import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
+from urllib.parse import quote, urlencode
 
+from anyio import from_thread
 from fastapi import Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
@@ -47,7 +49,7 @@ def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals |= {"styles": styles.name, "scripts": scripts.name}
+    made.globals |= {"styles": styles.name, "scripts": scripts.name, "link": link}
     made.filters |= {
         "ago": ago,
         "span": span,
@@ -83,10 +85,22 @@ class Page:
         """Return whether the operator has at least this role."""
         return RANK[self.operator.role] >= RANK[role]
 
-    def render(self, template: str, **values: object) -> Response:
+    def acting(self, action: str, path: str) -> Operator:
+        """The operator as the audit log has it: a click is the same change as a call."""
+        return replace(self.operator, action=action, path=path)
+
+    def problem_of(self, exc: Exception) -> Problem:
+        """The problem by which the API would answer an error; for endpoints, which run in threads."""
+        return _read_problem(from_thread.run(problems.answer, self.request, exc))
+
+    def render(self, template: str, *, status: int = 200, **values: object) -> Response:
         """The page; the part alone, whose file has an underscore, where it is asked for and there is one."""
         part = f"_{template}" if self.is_part and template in _PARTS else template
-        return render(self.request, part, {"page": self, **values})
+        return render(self.request, part, {"page": self, **values}, status=status)
+
+    def go_to(self, path: str) -> Response:
+        """Send the browser on to another page, whose path is below that of all pages."""
+        return RedirectResponse(f"{sign_in.PATH}/{path}", status_code=303, headers=HEADERS)
 
 
 def render(
@@ -113,10 +127,15 @@ class SignedIn(Authentication):
 WatcherPage = Annotated[Page, Depends(SignedIn(Role.WATCHER))]
 ViewerPage = Annotated[Page, Depends(SignedIn(Role.VIEWER))]
 MakerPage = Annotated[Page, Depends(SignedIn(Role.OPERATOR))]
+AdminPage = Annotated[Page, Depends(SignedIn(Role.ADMIN))]
 
 
 class PageRoute(APIRoute):
-    """A route whose errors are pages too, and which sends whom it does not know to sign in."""
+    """A route whose errors are pages too, and which sends whom it does not know to sign in.
+
+    What changes something is refused before anything else where it does not come from the page itself: no
+    route can leave that out.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As the base class."""
@@ -124,6 +143,8 @@ class PageRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             try:
+                if request.method not in ("GET", "HEAD"):
+                    sign_in.check_origin(request)
                 return await handler(request)
             except sign_in.SignInNeededError:
                 return _to_sign_in(request)
@@ -136,13 +157,13 @@ class PageRoute(APIRoute):
 def _to_sign_in(request: Request) -> Response:
     if request.headers.get("hx-request") == "true":
         return Response(status_code=200, headers={**HEADERS, "HX-Redirect": f"{sign_in.PATH}/sign-in"})
-    wanted = request.url.path if request.method == "GET" else ""
-    where = f"{sign_in.PATH}/sign-in" + (f"?next={wanted}" if wanted != sign_in.PATH else "")
+    wanted = f"{request.url.path}?{request.url.query}".rstrip("?") if request.method == "GET" else ""
+    where = f"{sign_in.PATH}/sign-in" + (f"?next={quote(wanted)}" if wanted != sign_in.PATH else "")
     return RedirectResponse(where, status_code=303, headers=HEADERS)
 
 
 def _error(request: Request, answer: Response) -> Response:
-    problem = Problem.model_validate_json(bytes(answer.body))
+    problem = _read_problem(answer)
     part = request.headers.get("hx-request") == "true"
     values = {"problem": problem, "at": datetime.now(UTC)}
     page = render(request, "_error" if part else "error", values, status=problem.status)
@@ -151,6 +172,16 @@ def _error(request: Request, answer: Response) -> Response:
     if "Retry-After" in answer.headers:
         page.headers["Retry-After"] = answer.headers["Retry-After"]
     return page
+
+
+def _read_problem(answer: Response) -> Problem:
+    return Problem.model_validate_json(bytes(answer.body))
+
+
+def link(request: Request, **changes: object) -> str:
+    """The address of the same page with some parameters of its query changed; None takes one out."""
+    kept = {**request.query_params, **changes}
+    return f"?{urlencode({name: value for name, value in kept.items() if value not in (None, '')})}"
 
 
 def ago(then: datetime | None) -> str:
@@ -182,9 +213,9 @@ def size(value: float | None) -> str:
     return f"{value / 1000**power:.3g} {_UNITS[power]}"
 
 
-def percent(value: float | None) -> str:
+def percent(value: float | None, digits: int = 1) -> str:
     """A share."""
-    return "–" if value is None else f"{100 * value:.1f} %"
+    return "–" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def points(value: float | None) -> str:

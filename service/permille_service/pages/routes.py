@@ -1,7 +1,6 @@
-"""The page's own routes: its two files, signing in and out, and jobs."""
+"""The page's own routes: its two files, signing in and out, and one job."""
 
 import re
-from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
@@ -9,7 +8,7 @@ from fastapi.responses import RedirectResponse
 
 from permille.addresses import address_key
 from permille.schemas.access import Role
-from permille.schemas.jobs import ENDED, JobKind, JobState
+from permille.schemas.jobs import ENDED
 from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
 from permille.store.jobs import queue
@@ -17,7 +16,8 @@ from permille_service.access.principals import PUBLIC, Operator, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs import routes as job_routes
-from permille_service.pages import assets, fleet, rollouts, sign_in, work
+from permille_service.pages import actions, assets, fleet, history, rollouts, sign_in, work
+from permille_service.pages.names import lines_of, names_of, page_at
 from permille_service.pages.rendering import (
     HEADERS,
     MakerPage,
@@ -28,7 +28,7 @@ from permille_service.pages.rendering import (
     make_environment,
     render,
 )
-from permille_service.parameters import JobId, Paging, page_of
+from permille_service.parameters import JobId
 from permille_service.problems import ApiError
 
 router = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
@@ -63,7 +63,7 @@ def get_asset(name: str, request: Request) -> Response:
 def show_first(page: WatcherPage) -> Response:
     """The first page that the operator may see."""
     first = "jobs" if page.may(Role.VIEWER) else "fleet"
-    return RedirectResponse(f"{sign_in.PATH}/{first}", status_code=303, headers=HEADERS)
+    return page.go_to(first)
 
 
 @router.get("/sign-in", dependencies=[PUBLIC])
@@ -72,7 +72,7 @@ def show_sign_in(request: Request, to: Next = "") -> Response:
     return render(request, "sign_in", {"to": sign_in.own_path(to), "refusal": None})
 
 
-@router.post("/sign-in", dependencies=[PUBLIC, Depends(sign_in.check_origin)])
+@router.post("/sign-in", dependencies=[PUBLIC])
 def do_sign_in(
     request: Request, service: Served, form: Annotated[dict[str, str], Depends(sign_in.form_of)]
 ) -> Response:
@@ -87,24 +87,12 @@ def do_sign_in(
     return answer
 
 
-@router.post("/sign-out", dependencies=[PUBLIC, Depends(sign_in.check_origin)])
+@router.post("/sign-out", dependencies=[PUBLIC])
 def do_sign_out(request: Request, service: Served) -> Response:
     """End the session."""
     answer = RedirectResponse(f"{sign_in.PATH}/sign-in", status_code=303, headers=HEADERS)
     sign_in.forget(request, answer, service)
     return answer
-
-
-@router.get("/jobs")
-def show_jobs(
-    page: ViewerPage, window: Paging, kind: JobKind | None = None, state: JobState | None = None
-) -> Response:
-    """Jobs, newest first, as they are now."""
-    with page.service.database.read() as session:
-        found = queue.list_jobs(session, tenant_id=page.tenant_id, kind=kind, state=state, window=window)
-        jobs = page_of(found, lambda row: records.present(session, row))
-    live = any(job.state not in ENDED for job in jobs.items)
-    return page.render("jobs", jobs=jobs, kind=kind, state=state, live=live, cursor=window.cursor)
 
 
 @router.get("/jobs/{job_id}")
@@ -113,31 +101,26 @@ def show_job(job_id: JobId, page: ViewerPage) -> Response:
     return _job(page, job_id)
 
 
-@router.post("/jobs/{job_id}/cancel", dependencies=[Depends(sign_in.check_origin)])
+@router.post("/jobs/{job_id}/cancel")
 def cancel(job_id: JobId, page: MakerPage) -> Response:
     """Ask a job to stop."""
-    operator = _acting(page.operator, "cancel_job", f"/v1/jobs/{job_id}/cancel")
+    operator = page.acting("cancel_job", f"/v1/jobs/{job_id}/cancel")
     job_routes.cancel_job(job_id, page.service, operator)
     return _after(page, job_id)
 
 
-@router.post("/jobs/{job_id}/retry", dependencies=[Depends(sign_in.check_origin)])
+@router.post("/jobs/{job_id}/retry")
 def retry(job_id: JobId, page: MakerPage) -> Response:
     """Queue a job again."""
-    operator = _acting(page.operator, "retry_job", f"/v1/jobs/{job_id}/retry")
+    operator = page.acting("retry_job", f"/v1/jobs/{job_id}/retry")
     job_routes.retry_job(job_id, page.service, operator)
     return _after(page, job_id)
-
-
-def _acting(operator: Operator, action: str, path: str) -> Operator:
-    """The operator as the audit log has it: a click is the same change as a call."""
-    return replace(operator, action=action, path=path)
 
 
 def _after(page: Page, job_id: str) -> Response:
     if page.is_part:
         return _job(page, job_id)
-    return RedirectResponse(f"{sign_in.PATH}/jobs/{job_id}", status_code=303, headers=HEADERS)
+    return page.go_to(f"jobs/{job_id}")
 
 
 def _job(page: Page, job_id: str) -> Response:
@@ -148,34 +131,18 @@ def _job(page: Page, job_id: str) -> Response:
         newest = max(0, row.event_seq - _EVENTS)
         events = queue.events_after(session, tenant_id=page.tenant_id, job_id=job_id, seq=newest)
         told = [records.present_event(event) for event in reversed(events)]
+        payload = list(lines_of(row.payload))
+        names = names_of(session, page.tenant_id, [job.result_id, *(value for _, value in payload)])
     return page.render(
         "job",
         job=job,
         children=parts,
         events=told,
-        payload=list(_lines(row.payload)),
+        payload=payload,
+        names=names,
         live=job.state not in ENDED,
-        made=_page_of_result(job.result),
+        made=page_at(job.result),
     )
-
-
-def _page_of_result(result: str | None) -> str | None:
-    """Return the path of the page that shows a job's result, or None."""
-    collection = (result or "").split("/")[2:3]
-    shown = {"sparsifications", "masks", "packages", "federations"}
-    return None if result is None or not shown & set(collection) else result.replace("/v1", sign_in.PATH, 1)
-
-
-def _lines(payload: object, place: str = "") -> list[tuple[str, object]]:
-    """A request as lines of a name and a value."""
-    if not isinstance(payload, dict):
-        return [(place, payload)]
-    return [
-        line
-        for name, value in payload.items()
-        if value is not None
-        for line in _lines(value, f"{place}.{name}" if place else name)
-    ]
 
 
 nothing = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
@@ -187,4 +154,4 @@ def show_nothing(path: str) -> Response:
     raise ApiError(ProblemType.NOT_FOUND, f"there is no page {path[:80]!r}")
 
 
-ROUTERS = (router, work.router, fleet.router, rollouts.router, nothing)
+ROUTERS = (router, actions.router, history.router, work.router, fleet.router, rollouts.router, nothing)

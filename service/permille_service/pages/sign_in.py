@@ -4,7 +4,7 @@ The cookie is out of scripts' reach (HttpOnly), sent by no other site (SameSite=
 and below `/ui` alone. Token and session are looked up at every request: a token that was revoked and a
 session that was ended by signing out are refused at the next.
 What changes something must come from the page itself: browsers say where a request comes from, and one that
-does not is refused.
+does not is refused. `PageRoute` asks this of every such request.
 """
 
 import base64
@@ -34,7 +34,8 @@ LIFE_S: Final = 12 * 3600
 PATH: Final = "/ui"
 _CONTEXT: Final = "page session"
 _LONGEST: Final = 1000
-_OWN_PATH: Final = re.compile(r"/ui(/[A-Za-z0-9][A-Za-z0-9_:.-]*)+", re.ASCII)
+_MOST_FIELDS: Final = 50
+_OWN_PATH: Final = re.compile(r"/ui(/[A-Za-z0-9][A-Za-z0-9_:.-]*)+(\?[A-Za-z0-9_:.=&%+-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ def forget(request: Request, response: Response, service: Service) -> None:
     response.delete_cookie(COOKIE, path=PATH, httponly=True, samesite="strict")
 
 
-async def check_origin(request: Request) -> None:
+def check_origin(request: Request) -> None:
     """Refuse what another site, or no page at all, has sent. Raises ApiError (`forbidden`)."""
     site = request.headers.get("sec-fetch-site")
     _, _, origin = request.headers.get("origin", "").partition("://")
@@ -89,14 +90,14 @@ async def form_of(request: Request) -> dict[str, str]:
     """The fields of a form; of each name the last one. Raises ApiError (`bad-request`): it has too many."""
     body = (await read_body(request)).decode("ascii", errors="replace")
     try:
-        found = parse_qs(body, max_num_fields=20)
+        found = parse_qs(body, max_num_fields=_MOST_FIELDS)
     except ValueError as exc:
-        raise ApiError(ProblemType.BAD_REQUEST, "The form has more than 20 fields.") from exc
+        raise ApiError(ProblemType.BAD_REQUEST, f"The form has more than {_MOST_FIELDS} fields.") from exc
     return {name: values[-1] for name, values in found.items()}
 
 
 def own_path(text: str) -> str:
-    """A path of this page to go on to; the first page where the text is none."""
+    """A path of this page to go on to, with its filters; the first page where the text is none."""
     return text if _OWN_PATH.fullmatch(text) else f"{PATH}/jobs"
 
 

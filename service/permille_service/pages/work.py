@@ -1,22 +1,22 @@
 """Pages of what work starts from and makes: models and corpora, what sparse ones cost, masks with their
 coverage, packages."""
 
-import math
-from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
+from permille.schemas.fields import DIGEST_PATTERN
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK
 from permille.store import artifacts, rows, tables
 from permille.store.artifacts import REPORT
 from permille_service.inputs import corpora, models
+from permille_service.pages.masks import MaskEvidence, MaskOrder, curve_at_density, curve_of, parts_of
 from permille_service.pages.rendering import PageRoute, ViewerPage
 from permille_service.parameters import PackageDigest, Paging, key_of, page_of
 from permille_service.work.routes import present_artifact
@@ -24,36 +24,8 @@ from permille_service.work.routes import present_artifact
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
 MaskId = Annotated[str, key_of("mask")]
 SparsificationId = Annotated[str, key_of("sparse")]
-WIDTH, HEIGHT = 640, 260
-LEFT, TOP, RIGHT, BOTTOM = 44, 10, 26, 30
 _LARGEST_REPORT: Final = 32 << 20
 AnyReport = TypeVar("AnyReport", bound=BaseModel)
-
-
-class CurvePoint(BaseModel):
-    """The share of the score that the best fraction of the weights holds."""
-
-    fraction: float
-    coverage: float
-
-
-class TensorRow(BaseModel):
-    """A tensor's part of a mask."""
-
-    name: str
-    count: int
-    density: float
-    coverage: float
-
-
-class MaskEvidence(BaseModel):
-    """The evidence behind a mask, as its job has written it."""
-
-    k: int
-    numel: int
-    coverage: float
-    curve: list[CurvePoint]
-    tensors: list[TensorRow]
 
 
 class ZerosRow(BaseModel):
@@ -83,20 +55,6 @@ class SparseReport(BaseModel):
     tensors: list[ZerosRow]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """A curve as lines of an SVG: share of the score by fraction of the weights, on a logarithmic axis.
-
-    Attributes:
-        marks: places of powers of ten, with their words.
-        density_x: where the mask's own density is.
-    """
-
-    points: str
-    marks: tuple[tuple[float, str], ...]
-    density_x: float
-
-
 @router.get("/models")
 def show_models(page: ViewerPage, window: Paging) -> Response:
     """Models and corpora."""
@@ -124,7 +82,7 @@ def show_sparsification(sparsification_id: SparsificationId, page: ViewerPage) -
         "sparsification",
         made=present_artifact(WORK[JobKind.SPARSIFICATION], row),
         names=names,
-        report=_report(page.service.blobs, row, SparseReport),
+        report=report_of(page.service.blobs, row, SparseReport),
     )
 
 
@@ -139,24 +97,29 @@ def show_masks(page: ViewerPage, window: Paging) -> Response:
 
 
 @router.get("/masks/{mask_id}")
-def show_mask(mask_id: MaskId, page: ViewerPage) -> Response:
-    """One mask: how much of the score it holds, in all and by tensor."""
+def show_mask(mask_id: MaskId, page: ViewerPage, sort: MaskOrder = MaskOrder.LAYER) -> Response:
+    """One mask: how much of the score it holds, in all, by kind of linear, by layer and by tensor."""
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.MASK, key=mask_id)
         names = _model_names(session, page.tenant_id)
-    report = _report(page.service.blobs, row, MaskEvidence)
+    report = report_of(page.service.blobs, row, MaskEvidence)
     return page.render(
         "mask",
         mask=present_artifact(WORK[JobKind.MASK], row),
         name=names.get(row.model_id),
         report=report,
         curve=None if report is None else curve_of(report),
+        reach=None if report is None else curve_at_density(report),
+        groups=[] if report is None else parts_of(report, sort),
+        sort=sort,
     )
 
 
 @router.get("/packages")
-def show_packages(page: ViewerPage, window: Paging) -> Response:
-    """Packages, newest first, and which releases name them."""
+def show_packages(
+    page: ViewerPage, window: Paging, against: Annotated[str | None, Query(pattern=DIGEST_PATTERN)] = None
+) -> Response:
+    """Packages, newest first, and which releases name them; one to compare another with, if it is named."""
     with page.service.database.read() as session:
         found = artifacts.list_artifacts(
             session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, window=window
@@ -164,7 +127,7 @@ def show_packages(page: ViewerPage, window: Paging) -> Response:
         names = _model_names(session, page.tenant_id)
         released = {row.digest: _releases_of(session, row) for row in found.items}
     packages = page_of(found, lambda row: present_artifact(WORK[JobKind.PACKAGE], row))
-    return page.render("packages", packages=packages, names=names, released=released)
+    return page.render("packages", packages=packages, names=names, released=released, against=against)
 
 
 @router.get("/packages/{digest}")
@@ -181,31 +144,7 @@ def show_package(digest: PackageDigest, page: ViewerPage) -> Response:
     )
 
 
-def curve_of(report: MaskEvidence) -> Curve | None:
-    """The coverage curve of a report as an SVG has it; None where there is nothing to draw."""
-    points = [point for point in report.curve if point.fraction > 0]
-    if not points or not report.numel:
-        return None
-    lowest = math.log10(points[0].fraction)
-    reach = -lowest or 1.0
-
-    def x_of(fraction: float) -> float:
-        return round(LEFT + (math.log10(fraction) - lowest) / reach * (WIDTH - LEFT - RIGHT), 1)
-
-    drawn = (
-        f"{x_of(point.fraction)},{round(TOP + (1 - point.coverage) * (HEIGHT - TOP - BOTTOM), 1)}"
-        for point in points
-    )
-    marks = tuple((x_of(10.0**power), _fraction(power)) for power in range(math.ceil(lowest), 1))
-    density = min(1.0, max(report.k / report.numel, points[0].fraction))
-    return Curve(points=" ".join(drawn), marks=marks, density_x=x_of(density))
-
-
-def _fraction(power: int) -> str:
-    return f"{100 * 10.0**power:g} %"
-
-
-def _report(blobs: BlobFolder, made: tables.Artifact, kind: type[AnyReport]) -> AnyReport | None:
+def report_of(blobs: BlobFolder, made: tables.Artifact, kind: type[AnyReport]) -> AnyReport | None:
     """The report of what a job has made; None where it has none, or its blob is gone."""
     blob = artifacts.blob_of(made, REPORT)
     if blob is None:

@@ -8,8 +8,8 @@ import typer
 from permille.schemas.fleet.rollouts import RolloutCreate
 from permille_service.cli.commands import Key, add_action, add_deletion, add_list, add_show, command
 from permille_service.cli.exits import CommandError, Exit
-from permille_service.cli.forms import form_of
 from permille_service.cli.session import Session
+from permille_service.forms import form_of
 
 groups = typer.Typer(no_args_is_help=True, help="Groups of devices, by name, tag or rule.")
 rollouts = typer.Typer(no_args_is_help=True, help="Versions that reach devices wave by wave.")

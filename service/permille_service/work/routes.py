@@ -104,7 +104,8 @@ def _add_jobs(router: APIRouter, work: WorkKind) -> None:
 
     def list_rows(service: Served, operator: Viewer, window: Paging) -> Page[Closed]:
         with service.database.read() as session:
-            page = queue.list_jobs(session, tenant_id=operator.tenant_id, kind=work.kind, window=window)
+            wanted = queue.JobFilter(kind=work.kind)
+            page = queue.list_jobs(session, tenant_id=operator.tenant_id, wanted=wanted, window=window)
             return page_of(page, lambda row: present(session, row))
 
     def read_row(

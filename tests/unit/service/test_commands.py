@@ -24,11 +24,12 @@ from permille_service.cli import client as client_module
 from permille_service.cli import commands, main
 from permille_service.cli.client import FLAGS, Client, in_words
 from permille_service.cli.exits import CommandError, Exit
-from permille_service.cli.forms import flag_of, form_of
+from permille_service.cli.forms import parameters_of
 from permille_service.cli.output import Output, watch
 from permille_service.cli.references import resolve
 from permille_service.cli.session import Session
 from permille_service.cli.tables import fields_of, table_of
+from permille_service.forms import flag_of, form_of
 
 TEXT = "[a-z0-9]{1,63} [bold]not bold[/bold] [/]"
 NOW = datetime(2026, 5, 4, 12, tzinfo=UTC)
@@ -135,7 +136,8 @@ def given(kind: JobKind, **options: object) -> tuple[Session, dict[str, object]]
 
 
 def body(kind: JobKind, **options: object) -> Mapping[str, Any]:
-    return form_of(WORK[kind].request).body(*given(kind, **options))
+    session, values = given(kind, **options)
+    return form_of(WORK[kind].request).body(values, session.id_of)
 
 
 def test_a_form_makes_the_request_with_ids_for_names_and_no_defaults_of_its_own() -> None:
@@ -188,7 +190,7 @@ def test_options_are_named_after_fields_and_required_where_every_form_is() -> No
         assert option.flag in {*known, flag_of(field), flag_of(above[-1]) if field == "path" else None}, (
             option
         )
-    told = {one.name: one.annotation.__metadata__[0].help for one in asked["builds"].parameters()}
+    told = {one.name: one.annotation.__metadata__[0].help for one in parameters_of(asked["builds"])}
     assert told["mask_seed"].endswith(" Default: 0.")
 
 

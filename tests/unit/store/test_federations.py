@@ -95,7 +95,9 @@ class Site:
 
     def jobs(self) -> Sequence[Job]:
         with self.db.read() as session:
-            return queue.list_jobs(session, tenant_id=self.tenant_id, kind=JobKind.ROUND).items
+            return queue.list_jobs(
+                session, tenant_id=self.tenant_id, wanted=queue.JobFilter(kind=JobKind.ROUND)
+            ).items
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:

@@ -4,7 +4,8 @@ import pytest
 
 from permille.errors import InputError
 from permille.schemas.jobs import JobKind, JobState
-from permille.store import rows
+from permille.store import audit, releases, rows
+from permille.store.artifacts import Made
 from permille.store.database import Database
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
@@ -13,6 +14,7 @@ from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
 from permille.store.rows import Window
 from permille.store.tables import Job
+from tests.artifacts import PARTS, add_artifact, some_model
 from tests.unit.store.conftest import Clock
 
 PAYLOAD = {"model_id": "model_1", "density": 0.001}
@@ -108,10 +110,64 @@ def test_list_filters_by_state_and_kind(db: Database, tenant_id: str) -> None:
     submit(db, tenant_id)
     take(db)
     with db.read() as session:
-        running = queue.list_jobs(session, tenant_id=tenant_id, state=JobState.RUNNING).items
-        builds = queue.list_jobs(session, tenant_id=tenant_id, kind=JobKind.BUILD).items
+        wanted = (queue.JobFilter(state=JobState.RUNNING), queue.JobFilter(kind=JobKind.BUILD))
+        running, builds = (queue.list_jobs(session, tenant_id=tenant_id, wanted=one).items for one in wanted)
     assert [job.id for job in running] == [first.id]
     assert builds == ()
+
+
+def test_list_filters_by_model_release_and_alias(db: Database, tenant_id: str, other_tenant_id: str) -> None:
+    mask = submit(db, tenant_id)
+    made = []
+    with db.write() as session:
+        for tenant in (tenant_id, other_tenant_id):
+            model_id = some_model(session, tenant)
+            result = Made(model_id=model_id, digest=f"sha256:{'1' * 64}", k=1, provenance={}, blobs=())
+            package = add_artifact(
+                session, tenant_id=tenant, kind=JobKind.PACKAGE, request=PARTS, made=result
+            )
+            releases.publish(session, name="notes", package=package)
+            made.append((package.job_id, model_id))
+        releases.set_alias(session, tenant_id=tenant_id, name="notes", alias="stable", version=1)
+    job_id, model_id = made[0]
+    for wanted, found in (
+        (queue.JobFilter(model_id="model_1"), [mask.id]),
+        (queue.JobFilter(model_id=model_id), [job_id]),
+        (queue.JobFilter(model_id=made[1][1]), []),
+        (queue.JobFilter(release="notes"), [job_id]),
+        (queue.JobFilter(release="notes", alias="stable"), [job_id]),
+        (queue.JobFilter(release="other", alias="stable"), []),
+        (queue.JobFilter(alias="canary"), []),
+    ):
+        with db.read() as session:
+            page = queue.list_jobs(session, tenant_id=tenant_id, wanted=wanted)
+        assert [job.id for job in page.items] == found, wanted
+
+
+def test_audit_entries_are_listed_by_action_token_and_subject(
+    db: Database, tenant_id: str, other_tenant_id: str
+) -> None:
+    tokens = {action: new_id(Prefix.OPERATOR) for action in "ab"}
+    with db.write() as session:
+        for tenant, action in ((tenant_id, "a"), (tenant_id, "b"), (other_tenant_id, "a"), (tenant_id, "a")):
+            change = audit.Change(token_id=tokens[action], action=action, subject=f"/v1/100%/{action}")
+            audit.append(session, tenant_id=tenant, change=change)
+    for wanted, limit, found, after in (
+        (audit.AuditFilter(), 2, [3, 2], "2"),
+        (audit.AuditFilter(action="a"), 50, [3, 1], None),
+        (audit.AuditFilter(token_id=tokens["b"]), 50, [2], None),
+        (audit.AuditFilter(subject="0%/b"), 50, [2], None),
+        (audit.AuditFilter(subject="_"), 50, [], None),
+    ):
+        with db.read() as session:
+            page = audit.list_entries(session, tenant_id=tenant_id, wanted=wanted, window=Window(limit=limit))
+        assert ([entry.seq for entry in page.items], page.next_cursor) == (found, after)
+    with db.read() as session:
+        rest = audit.list_entries(
+            session, tenant_id=tenant_id, wanted=audit.AuditFilter(), window=Window(cursor="2")
+        )
+        assert [entry.seq for entry in rest.items] == [1]
+        assert audit.actions_of(session, tenant_id=tenant_id) == ["a", "b"]
 
 
 @pytest.mark.parametrize("limit", [0, 201])

@@ -1,0 +1,324 @@
+"""What operators start from the page: builds, releases, rollouts and invitations.
+
+Each form is made of the request that the API takes, and sent to the function of the API's route: rights,
+rules, errors and the audit log are the same. What devices will see is confirmed on a page that says how many
+devices that is.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel
+from sqlalchemy.orm import Session
+
+from permille.schemas.devices import Invitation, InvitationCreate
+from permille.schemas.fleet.rollouts import Rollout, RolloutApproval, RolloutCreate
+from permille.schemas.jobs import JobKind
+from permille.schemas.packages import BuildCreate
+from permille.schemas.problems import ProblemType
+from permille.schemas.releases import ReleaseCreate
+from permille.store import releases, rows, tables
+from permille.store.fleet import groups
+from permille.store.ids import new_code
+from permille_service.creation import Creation
+from permille_service.devices import routes as device_routes
+from permille_service.forms import Form, form_of
+from permille_service.pages import forms, sign_in
+from permille_service.pages.names import names_of
+from permille_service.pages.rendering import MakerPage, Page, PageRoute
+from permille_service.problems import ApiError
+from permille_service.releases import routes as release_routes
+from permille_service.rollouts import routes as rollout_routes
+from permille_service.rollouts.records import present
+from permille_service.rollouts.routes import RolloutId
+
+router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
+TypedForm = Annotated[dict[str, str], Depends(sign_in.form_of)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """A thing that operators make from a form.
+
+    Attributes:
+        path, operation: of the API's route, for the audit log.
+        first: fields that are always shown; the others are folded.
+        call: the function of the API's route.
+        after: the answer once it is made.
+        effect: what devices will see, in words; None where they see nothing, so that nothing is confirmed.
+    """
+
+    title: str
+    button: str
+    path: str
+    operation: str
+    request: type[BaseModel]
+    first: tuple[str, ...]
+    call: Callable[[Any, Creation], Any]
+    after: Callable[[Page, Any], Response]
+    effect: Callable[[Session, str, Any], str | None] = lambda _session, _tenant_id, _body: None
+
+    @property
+    def form(self) -> Form:
+        """The options of the request."""
+        return form_of(self.request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A thing that operators do with a rollout: the function of the API's route, and what devices see.
+
+    Attributes:
+        request: the body that the route takes, if it takes one.
+    """
+
+    button: str
+    call: Callable[..., Rollout]
+    words: str
+    request: type[BaseModel] | None = None
+
+
+@router.get("/new/{name}")
+def show_form(name: str, request: Request, page: MakerPage) -> Response:
+    """The form, filled with what the address says."""
+    return _form(page, ACTIONS[_known(name, ACTIONS)], dict(request.query_params), None)
+
+
+@router.post("/new/{name}")
+def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
+    """Make it, once what devices see is confirmed; where it is refused, the form again as it was typed."""
+    action = ACTIONS[_known(name, ACTIONS)]
+    if typed.get("step") == "edit":
+        return _form(page, action, typed, None)
+    try:
+        body = forms.parse(action.form, action.request, typed)
+        with page.service.database.read() as session:
+            words = action.effect(session, page.tenant_id, body)
+        if words is not None and typed.get("step") != "confirmed":
+            return page.render(
+                "confirm",
+                title=action.title,
+                button=action.button,
+                words=words,
+                typed=typed,
+                problem=None,
+                back=None,
+            )
+        # The same form sent twice makes one thing; another text in it makes another.
+        key = hashlib.sha256(f"{typed.get('form', '')}\0{body.model_dump_json()}".encode()).hexdigest()
+        made = action.call(body, _creation(page, action, key))
+    except Exception as exc:  # noqa: BLE001 - whatever happens, the reader keeps what was typed
+        return _form(page, action, typed, exc)
+    return action.after(page, made)
+
+
+@router.get("/rollouts/{rollout_id}/{move}")
+def show_move(rollout_id: RolloutId, move: str, page: MakerPage) -> Response:
+    """Ask whether a rollout shall be moved, and say what devices will see."""
+    return _move(page, rollout_id, move, None)
+
+
+@router.post("/rollouts/{rollout_id}/{move}")
+def move_rollout(rollout_id: RolloutId, move: str, page: MakerPage, typed: TypedForm) -> Response:
+    """Move a rollout."""
+    operator = page.acting(f"{move}_rollout", f"/v1/rollouts/{rollout_id}/{move}")
+    known = _MOVES[_known(move, _MOVES)]
+    try:
+        asked = known.request
+        body = () if asked is None else (forms.parse(form_of(asked), asked, typed),)
+        known.call(rollout_id, *body, page.service, operator)
+    except Exception as exc:  # noqa: BLE001 - as above
+        return _move(page, rollout_id, move, exc)
+    return page.go_to(f"rollouts/{rollout_id}")
+
+
+def _known(name: str, of: Mapping[str, object]) -> str:
+    """Return a name that is one of these. Raises ApiError (`not-found`)."""
+    if name not in of:
+        raise ApiError(ProblemType.NOT_FOUND, f"there is no page {name[:80]!r}")
+    return name
+
+
+def _move(page: Page, rollout_id: str, move: str, exc: Exception | None) -> Response:
+    known = _MOVES[_known(move, _MOVES)]
+    with page.service.database.read() as session:
+        row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
+        found = _followers(session, page.tenant_id, row.release, row.alias, row.group_id)
+        rollout = present(session, row)
+    words = known.words.format(
+        all=_count(found),
+        begun=_count(sum(wave.offered for wave in rollout.funnel)),
+        version=f"{rollout.release} {rollout.version}",
+        before=rollout.before,
+        wave=f"Wave {rollout.wave} of {len(rollout.funnel)}",
+        following=rollout.wave + 1,
+        following_percent=rollout.funnel[min(rollout.wave, len(rollout.funnel) - 1)].percent,
+        percent=rollout.funnel[rollout.wave - 1].percent,
+    )
+    problem = None if exc is None else page.problem_of(exc)
+    return page.render(
+        "confirm",
+        status=200 if problem is None else problem.status,
+        title=f"{known.button} of {rollout.release} {rollout.version}",
+        button=known.button,
+        words=words,
+        typed={} if known.request is None else {"wave": rollout.wave + 1},
+        problem=problem,
+        back=f"/ui/rollouts/{rollout_id}",
+    )
+
+
+def _form(page: Page, action: Action, typed: forms.Typed, exc: Exception | None) -> Response:
+    problem = None if exc is None else page.problem_of(exc)
+    with page.service.database.read() as session:
+        fields, others = forms.fields_of(session, page.tenant_id, action.form, typed, problem)
+    by_name = {one.option.parameter: one for one in fields}
+    first = [by_name.pop(name) for name in action.first]
+    more = list(by_name.values())
+    return page.render(
+        "form",
+        status=200 if problem is None else problem.status,
+        action=action,
+        first=first,
+        more=more,
+        is_open=any(one.text or one.error for one in more),
+        problem=problem,
+        others=others,
+        form_id=typed.get("form") or new_code(),
+    )
+
+
+def _creation(page: Page, action: Action, key: str) -> Creation:
+    operator = page.acting(action.operation, action.path)
+    return Creation(
+        service=page.service, operation=action.operation, operator=operator, key=key, response=Response()
+    )
+
+
+def _show_invitation(page: Page, made: Invitation) -> Response:
+    return page.render("invitation", made=made, url=str(page.request.base_url).rstrip("/"))
+
+
+def _release_effect(session: Session, tenant_id: str, body: ReleaseCreate) -> str | None:
+    if body.alias is None:
+        return None
+    version = releases.latest_version(session, tenant_id=tenant_id, name=body.name) + 1
+    earlier = names_of(session, tenant_id, [body.package_digest]).get(body.package_digest)
+    same = "a package that no release has yet" if earlier is None else f"the package of {earlier}"
+    count = _count(_followers(session, tenant_id, body.name, body.alias))
+    return (
+        f"{body.name} {version} gets {same}, and {body.alias} points at it. {count} that follow {body.alias} "
+        "of it will install it when they next ask."
+    )
+
+
+def _rollout_effect(session: Session, tenant_id: str, body: RolloutCreate) -> str | None:
+    if body.draft:
+        return None
+    found = _followers(session, tenant_id, body.release, body.alias, body.group_id)
+    version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
+    return _opening(found, f"{body.release} {version}", body.rules.waves[0])
+
+
+def _opening(found: int, version: str, percent: int) -> str:
+    return (
+        f"{_count(found)} may get {version}. The first wave opens at once, to {percent} % of them; the "
+        "others follow wave by wave while all goes well."
+    )
+
+
+def _followers(
+    session: Session, tenant_id: str, release: str, alias: str, group_id: str | None = None
+) -> int:
+    """Count the devices that follow an alias, and are in the group if there is one."""
+    group = None
+    if group_id is not None:
+        group = rows.get(session, tables.DeviceGroup, tenant_id=tenant_id, row_id=group_id)
+    found = groups.candidates(session, tenant_id=tenant_id, release=release, alias=alias)
+    return len(groups.chosen(groups.rule_of(group), found))
+
+
+def _count(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices:,} devices".replace(",", " ")
+
+
+_PUBLISH: Final = Action(
+    title="Publish a release",
+    button="Publish",
+    path="/v1/releases",
+    operation="create_release",
+    request=ReleaseCreate,
+    first=("name", "package_digest", "alias"),
+    call=release_routes.create_release,
+    after=lambda page, made: page.go_to(f"releases/{made.name}?version={made.version}"),
+    effect=_release_effect,
+)
+ACTIONS: Final[dict[str, Action]] = {
+    "build": Action(
+        title="Build a package",
+        button="Start the build",
+        path="/v1/builds",
+        operation="create_build",
+        request=BuildCreate,
+        first=("model_id", "mask_corpus_id", "mask_density", "quantization_scheme", "evaluation_corpus_id"),
+        call=lambda body, creation: creation.start(JobKind.BUILD, body, again=False),
+        after=lambda page, made: page.go_to(f"jobs/{made.id}"),
+    ),
+    "release": _PUBLISH,
+    "rollback": replace(_PUBLISH, title="Roll back", button="Roll back"),
+    "rollout": Action(
+        title="Roll out a version in waves",
+        button="Roll out",
+        path="/v1/rollouts",
+        operation="create_rollout",
+        request=RolloutCreate,
+        first=("release", "version", "alias", "group_id", "rules_waves", "on_stop", "draft"),
+        call=rollout_routes.create_rollout,
+        after=lambda page, made: page.go_to(f"rollouts/{made.id}"),
+        effect=_rollout_effect,
+    ),
+    "invitation": Action(
+        title="Invite a device",
+        button="Invite",
+        path="/v1/invitations",
+        operation="create_invitation",
+        request=InvitationCreate,
+        first=("release", "alias"),
+        call=device_routes.create_invitation,
+        after=_show_invitation,
+    ),
+}
+_MOVES: Final[dict[str, Move]] = {
+    "resume": Move(
+        button="Resume the rollout",
+        call=rollout_routes.resume_rollout,
+        words="{wave} is open to {percent} % of {all}, which then get {version}. Failures so far are "
+        "acknowledged and counted no more.",
+    ),
+    "approve": Move(
+        button="Approve the next wave",
+        call=rollout_routes.approve_rollout,
+        words="{wave} is open. Wave {following} may open to {following_percent} % of {all}, which then get "
+        "{version}, as soon as its other conditions hold.",
+        request=RolloutApproval,
+    ),
+    "pause": Move(
+        button="Pause the rollout",
+        call=rollout_routes.pause_rollout,
+        words="Of {all}, no other begins with {version} until you resume. {begun} began and go on.",
+    ),
+    "stop": Move(
+        button="Stop the rollout",
+        call=rollout_routes.stop_rollout,
+        words="{begun} of {all} began with {version} and keep it. No other device gets it, for good.",
+    ),
+    "revert": Move(
+        button="Revert the rollout",
+        call=rollout_routes.revert_rollout,
+        words="{all} take the package of version {before} again, published as a new version. {begun} of them "
+        "began with {version}.",
+    ),
+}

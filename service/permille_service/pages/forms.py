@@ -1,0 +1,125 @@
+"""Forms of the page: the options of a request as fields, with what was typed and what is wrong with it.
+
+A field left empty is left out of the request, so that defaults are the service's. The request model alone
+checks what was typed: its errors are shown beside the fields, in the words of the API.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter, ValidationError
+from sqlalchemy.orm import Session
+
+from permille.schemas.problems import Problem
+from permille_service.forms import Form, RequestOption
+from permille_service.pages.names import Choice, choices_of, known_names
+
+Typed = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """An option on the page.
+
+    Attributes:
+        choices: values to choose from; empty where text is typed.
+        known: names that the browser suggests.
+    """
+
+    option: RequestOption
+    text: str
+    choices: Sequence[Choice]
+    known: Sequence[str]
+    error: str | None
+
+    @property
+    def label(self) -> str:
+        """The command line's word for it."""
+        return self.option.flag.removeprefix("--").replace("-", " ").capitalize()
+
+    @property
+    def default(self) -> str:
+        """The value that an empty field stands for."""
+        value: Any = self.option.default
+        if self.option.many:
+            return " ".join(map(str, value))
+        return "" if value in (None, False) else str(value)
+
+
+def parse(form: Form, request: Any, typed: Typed) -> Any:
+    """Return the request that was typed. Raises RequestValidationError."""
+    given: dict[str, object] = {
+        option.parameter: _value(option, typed.get(option.parameter, "").strip()) for option in form.options
+    }
+    try:
+        return TypeAdapter(request).validate_python(form.body(given, lambda _, text: text))
+    except ValidationError as exc:
+        raise RequestValidationError(exc.errors()) from exc
+
+
+def fields_of(
+    session: Session, tenant_id: str, form: Form, typed: Typed, problem: Problem | None
+) -> tuple[list[Field], list[str]]:
+    """Return the fields of a form, and those errors that belong to none of them."""
+    errors, others = _sort_errors(form, problem)
+    releases, aliases = known_names(session, tenant_id)
+    known = {"release": releases, "name": releases, "alias": aliases}
+    fields = [
+        Field(
+            option=option,
+            text=typed.get(option.parameter, ""),
+            choices=_choices(session, tenant_id, option, typed.get(option.parameter, "")),
+            known=known.get(option.parameter, ()),
+            error=errors.get(option.parameter),
+        )
+        for option in form.options
+    ]
+    return fields, others
+
+
+def _choices(session: Session, tenant_id: str, option: RequestOption, text: str) -> Sequence[Choice]:
+    found = [(value, value) for value in option.choices]
+    if option.names is not None:
+        found = choices_of(session, tenant_id, option.names)
+    if found and text and text not in dict(found):  # not among the newest: what was asked for stays
+        found.append((text, text))
+    return found
+
+
+def _value(option: RequestOption, text: str) -> object:
+    """Return a typed text as its option has it; text of another form stays, for the model to refuse."""
+    if not text:
+        return None
+    if option.many:
+        return [_number(option.value_type, one) for one in text.replace(",", " ").split()]
+    return text == "true" if option.value_type is bool else _number(option.value_type, text)
+
+
+def _number(kind: type, text: str) -> object:
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
+
+
+def _sort_errors(form: Form, problem: Problem | None) -> tuple[dict[str, str], list[str]]:
+    """Return errors by the field that they belong to, and those of none."""
+    if problem is None:
+        return {}, []
+    errors, others = dict[str, str](), list[str]()
+    for error in problem.errors or ():
+        parts = error.location.split(".")  # with the names of a union's members and places in lists
+        fitting = [one for one in form.options if _leads(one.place, parts)]
+        if fitting:
+            errors.setdefault(max(fitting, key=lambda one: len(one.place)).parameter, error.message)
+        else:
+            others.append(f"{error.location}: {error.message}".removeprefix(": "))
+    return errors, others if problem.errors else [problem.detail]
+
+
+def _leads(place: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether the names of a place are among these parts, in this order."""
+    rest = iter(parts)
+    return all(name in rest for name in place)
