@@ -196,6 +196,15 @@ def test_failures_are_tried_again_later_and_end_with_the_version_of_before(devic
     assert (device.pull(), len(device.told)) == (1, 2)
 
 
+@pytest.mark.parametrize("jump_s", [-3600, 3600, -31_536_000])
+def test_a_clock_that_jumps_delays_the_next_attempt_by_an_hour_at_most(device: Device, jump_s: int) -> None:
+    device.service.offer(OFFER)
+    with trials_fail("package-trial"), pytest.raises(PackageError):
+        device.pull()
+    device.now_s += jump_s + FIRST_PAUSE_S + 3601
+    assert device.pull() == 2
+
+
 @pytest.mark.parametrize(
     ("code", "word"), [("package-trial", "crash"), ("blob-digest", "integrity"), ("layer-role", "refused")]
 )
