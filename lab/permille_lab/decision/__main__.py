@@ -1,11 +1,11 @@
-"""How often is a useless model adopted, and a useful one not? `make bench-decision`.
+"""Measure how often useless and useful models are adopted: `make bench-decision`.
 
-A simulation of the agent's rule beside the interval of a bootstrap (percentiles, 95 %, above 0): so many
-groups of a person's held-out documents, each with a gain a token that is drawn with the true mean. Most of
-the distributions are skewed: what hurts few groups much is what an interval of groups that were seen does not
-know.
+The simulation compares the agent's rule with the interval of a bootstrap (percentiles, 95 %, above 0). Each
+trial draws groups of a person's held-out documents. Every group has a gain a token, drawn with the true mean.
+Most of the distributions are skewed: a few groups lose much. An interval of the groups that were seen knows
+nothing of such losses.
 
-Little text is judged part by part: groups of few tokens, one after the other, whose neighbours are alike.
+Little text is judged part by part. Its groups hold few tokens and follow each other, so neighbours are alike.
 """
 
 from collections.abc import Callable, Mapping

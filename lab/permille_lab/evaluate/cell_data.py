@@ -39,7 +39,7 @@ class Encoder:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def token_bytes(self, text: str) -> NDArray[np.int64]:
-        """How many bytes of the text each of its tokens stands for, int64 [T]."""
+        """Return the bytes of the text that each of its tokens stands for, int64 [T]."""
         ends = [end for _, end in self._tokenizer.encode(text, add_special_tokens=False).offsets]
         return token_bytes(text, np.array(ends, dtype=np.int64))
 
@@ -88,7 +88,7 @@ class CellData:
 
     @cached_property
     def tested(self) -> list[Example]:
-        """What `test` holds in tokens."""
+        """The test items in tokens."""
         return [example for example, _ in self._test]
 
     @cached_property

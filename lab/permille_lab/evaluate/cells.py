@@ -69,7 +69,7 @@ class Bench:
         return Outcome(cell, data, trained, tested, time.perf_counter() - begin)
 
     def trial(self, cell: Cell, order: Order, seed: int, step_factor: float) -> Trial:
-        """What tuning compares: one run, never scored on test items."""
+        """Return the outcome that tuning compares: one run, never scored on test items."""
         recipe = self._recipe(order, seed, step_factor)
         trained = self._trained(cell, self.data(cell, seed), recipe, train)[1]
         return Trial(loss=trained.loss, rose=trained.rose and cell.method.trained not in IN_SEGMENTS)

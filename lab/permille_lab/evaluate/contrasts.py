@@ -29,14 +29,14 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """How much better the first method is: accuracy, or loss with its sign turned.
+    """The advantage of the first method: in accuracy, or in loss with its sign turned.
 
     Attributes:
         effect: mean difference; positive where the first is better.
-        error: its standard error; 0 where no cluster and no seed differs from another.
+        error: its standard error; 0 if all clusters and all seeds agree.
         freedom: degrees of freedom; at least 1.
-        clusters: of test items of all tasks together: those of one passage or text are one.
-        seeds: that every task has.
+        clusters: test items of all tasks, where items of one passage or text are one cluster.
+        seeds: number of seeds that every task has.
     """
 
     effect: float

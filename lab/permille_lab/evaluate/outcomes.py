@@ -1,6 +1,6 @@
-"""What a cell of a sweep is, and what came of it: a record of plain numbers.
+"""A cell of a sweep and its outcome: a record of plain numbers.
 
-The outcome of each test item is in the record, so that any two methods can be compared in pairs later.
+The record holds the outcome of each test item, so that any two methods can be compared in pairs later.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _SPLIT_NAMES = ("train", "validation", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What is trained and tested once."""
+    """One model and method that is trained and tested once."""
 
     model: Path
     base: Base
@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a cell gave."""
+    """The result of a cell."""
 
     cell: Cell
     data: CellData

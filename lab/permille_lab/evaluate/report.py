@@ -92,7 +92,7 @@ def _ranks(rows: Rows, methods: Sequence[str], tasks: Sequence[str], key: str, s
 
 
 def countable(rows: Rows, task: str) -> bool | None:
-    """Whether accuracies on the task say anything at this size (see the module); None: it is not known."""
+    """Return True if accuracies on the task say anything at this size (see the module); None: not known."""
     if task == Task.TEXT:
         return False
     first_order = [method for method, name in rows if name == task and method.startswith("fo:")]
@@ -145,7 +145,7 @@ def _by_item(records: Sequence[Json]) -> dict[str, float]:
 
 
 def _notes(rows: Rows, method: str) -> str:
-    """What a reader must know of a method's cells: demonstrations that did not fit, a grid left too early."""
+    """Return the notes that a reader needs: demonstrations that did not fit, a grid left too early."""
     notes = []
     for task, records in ((task, found) for (name, task), found in rows.items() if name == method):
         if method.startswith("icl:"):
@@ -162,7 +162,7 @@ def _mean(records: Sequence[Json], key: str) -> float:
 
 
 def loss_and_bits(records: Sequence[Json]) -> str:
-    """What a table says of language modelling: nats a token, mean and deviation over seeds; bits per byte."""
+    """Return the cells of language modelling: nats a token, mean and deviation over seeds; bits per byte."""
     losses = [record["loss"] for record in records]
     deviation = f" ± {np.std(losses, ddof=1):.3f}" if len(losses) > 1 else ""
     # Results of before bits were measured have none.

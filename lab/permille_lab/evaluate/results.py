@@ -100,10 +100,10 @@ def open_results(sweep: Sweep, path: Path) -> "Results":
 
 
 def read_results(path: Path) -> "Results":
-    """What a file holds, whatever sweep it is of; a torn last line is left out.
+    """Read a file of results, whatever its sweep. A torn last line is left out.
 
     Raises:
-        InputError: it is damaged before that.
+        InputError: the file is damaged before its last line.
     """
     return Results(path, _parsed(path.read_bytes().rpartition(b"\n")[0], path))
 

@@ -40,7 +40,7 @@ from permille_lab.tasks.splits import PAPER_SIZES
 
 
 class Base(StrEnum):
-    """What the frozen weights are stored as; products are float32 in all of them."""
+    """The format in which the frozen weights are stored; products are float32 in all of them."""
 
     FLOAT32 = "float32"
     BF16 = "bf16"
@@ -91,17 +91,17 @@ class TaskFiles(BaseModel):
 
 
 class Sweep(BaseModel):
-    """What is compared, and how much of it.
+    """The choices and the size of a comparison.
 
     Attributes:
         trials: step factors that every trained method tries first (odd).
-        tuning_seeds: seeds that choose among the best step factor of the first one and its neighbours, going
-            on while a neighbour is better (odd).
+        tuning_seeds: seeds that choose among the best step factor of the first seed and its neighbours; the
+            search goes on while a neighbour is better (odd).
         sizes: examples of train, validation and test.
         max_tokens: longest example; the prompt's front is cut.
-        estimator: `forward` takes exact directional derivatives, all queries from one gradient: on models of
-            this size several times cheaper than the two forward passes a query of `spsa`.
-        refresh_steps: how often dynamic masks are selected again.
+        estimator: `forward` takes exact directional derivatives, all queries from one gradient. On models of
+            this size this is several times cheaper than `spsa`, which makes two forward passes a query.
+        refresh_steps: steps between two selections of a dynamic mask.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,7 +1,7 @@
-"""Which differences between methods are more than luck.
+"""Statistical tests of the differences between methods.
 
-Items (examples, users) are the unit, always in pairs: two methods are compared on the same items. Tests come
-from scipy; this module says which test answers which question.
+The units are items (examples, users), always in pairs: two methods are compared on the same items. The tests
+come from scipy. This module says which test answers which question.
 
 # Legend: N items, G clusters, M methods, T tasks.
 """

@@ -40,14 +40,14 @@ _PROBE_STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How one run trains; the step size is relative, so that one grid serves every method.
+    """The settings of one run. The step size is relative, so that one grid serves every method.
 
     Attributes:
         step_factor: multiplies the method's natural step size: for zeroth order the one of norm `STEP_NORM`,
             for first order AdamW's 1e-3.
         queries: directions a step; zeroth order only.
-        evaluations: how often validation is looked at, evenly, the end included.
-        first_step: where the run stands in the schedule of a longer one, whose steps are `total_steps`.
+        evaluations: number of evaluations on validation, evenly spaced, the end included.
+        first_step: position of the run in the schedule of a longer one, whose steps are `total_steps`.
     """
 
     order: Order
@@ -62,7 +62,7 @@ class Recipe:
 
     @property
     def schedule_steps(self) -> int:
-        """Where the linear schedule ends."""
+        """The step at which the linear schedule ends."""
         return self.steps if self.total_steps is None else self.total_steps
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Trained:
 
     @property
     def rose(self) -> bool:
-        """Whether some evaluation was not finite or above the base's: the steps were too long."""
+        """True if some evaluation was not finite or above the base's: the steps were too long."""
         base = self.curve[0][1]
         return any(not loss <= base for _, loss in self.curve[1:])
 

@@ -1,24 +1,27 @@
-"""What the papers claim, and what the records of sweeps say to it: holds, fails, or undecided.
+"""Verdicts on the papers' claims from the records of sweeps: holds, fails, or undecided.
 
-- BETTER: holds where the advantage is above 0 at 5%, two-sided; fails where an advantage of the margin is
-  excluded, and the 95% interval does not lie wholly above 0.
-- AT LEAST: holds where more than the margin behind is excluded at 5%; fails where less than that is,
-  two-sided.
-- WITHIN: two one-sided tests: holds where the 90% interval lies within the margin; fails where it is beyond
-  it on either side, two-sided.
+- BETTER holds where the advantage is above 0 at 5%, two-sided. It fails where an advantage of the margin is
+  excluded and the 95% interval does not lie wholly above 0.
+- AT LEAST holds where more than the margin behind is excluded at 5%. It fails where less than the margin
+  behind is excluded, two-sided.
+- WITHIN consists of two one-sided tests. It holds where the 90% interval lies within the margin. It fails
+  where the interval is beyond the margin on either side, two-sided.
 
-What holds and what fails are each judged at 5% after Holm over all rows of the claim. Where seeds were added
-after a look at the outcome, p is first multiplied by the number of looks (Bonferroni).
+"Holds" and "fails" are each judged at 5% after Holm over all rows of the claim. If seeds were added after a
+look at the outcome, p is first multiplied by the number of looks (Bonferroni).
 
 A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
-(`report.countable`); on the others the losses of the right answers are compared, in a row
-of their own, and those of language modelling in another. Nothing is decided on fewer than `MIN_SEEDS` seeds
-(`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN) or `MIN_CLUSTERS` clusters of items (one of each passage or
-text). Tasks with `EQUIVALENCE_SEEDS` seeds are not pooled with tasks that have fewer, whose seeds would be
-all that count: these have a row of their own, and where it has too few for the claim's relation, beside a row
-that has enough, it is shown and does not count for the claim. And two methods that learned nothing are no
-equals: AT LEAST and WITHIN are decided only where the second method is better than the base it began from, at
-5% (or the first one better than it).
+(`report.countable`). On the other tasks the losses of the right answers are compared, in a row of their own.
+Language modelling has a row of its own, too.
+
+Nothing is decided on fewer than `MIN_SEEDS` seeds (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN). Nothing is
+decided on fewer than `MIN_CLUSTERS` clusters of items (one for each passage or text) either. Tasks with
+`EQUIVALENCE_SEEDS` seeds are not pooled with tasks that have fewer: only the seeds of the latter would count.
+They have a row of their own. Where that row has too few seeds for the claim's relation, and a row beside it
+has enough, it is shown but does not count for the claim.
+
+Two methods that learned nothing are not equal. So AT LEAST and WITHIN are decided only where the second
+method is better at 5% than the base it began from, or the first method is better than the second.
 """
 
 import math
@@ -51,7 +54,7 @@ _UNBOUND = ("fo:lora-", "fo:full")
 
 
 class Verdict(StrEnum):
-    """What is known."""
+    """The verdict on a claim."""
 
     HOLDS = "holds"
     FAILS = "fails"
@@ -116,11 +119,12 @@ def verdicts(
 
 
 def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
-    """Whether a task's accuracies say something of a model, on a base that has both references: a 16- or
-    32-bit one if there is one.
+    """Return True if a task's accuracies say something of a model, on a base that has both references. A base
+    of 16 or 32 bits is preferred.
 
-    A task without references (zero-shot and first-order training) is left out: nothing is known of it. So is
-    one that only first-order training of a few weights failed at. Language modelling has no accuracies.
+    A task without references (zero-shot and first-order training) is left out: nothing is known of it. A task
+    that only first-order training of a few weights failed at is left out, too. Language modelling has no
+    accuracies.
     """
     own = [record for record in records if record["model"] == model]
     found: dict[str, bool] = {}
@@ -341,7 +345,7 @@ def _nearest_decision(row: Row) -> tuple[str, float]:
 
 
 def _learned(second: Sequence[Record], records: Sequence[Record], by_loss: bool) -> bool:
-    """Whether the second method beat its own base's zero-shot."""
+    """Return True if the second method beat its own base's zero-shot."""
     bases = {record["base"] for record in second}
     untrained = [record for record in records if record["method"] == "zero-shot" and record["base"] in bases]
     one = {record["task"]: record for record in untrained}

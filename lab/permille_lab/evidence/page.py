@@ -58,7 +58,7 @@ def tables(results: Path) -> dict[str, str]:
 
 
 def claims_table(folder: Path) -> str:
-    """What is known of every claim from the results of a folder."""
+    """Return the table of verdicts on every claim, from the results of a folder."""
     return _claims(_verdicts(read_records(folder))) or "Nothing can be compared yet."
 
 

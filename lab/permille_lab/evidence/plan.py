@@ -1,13 +1,13 @@
-"""What the evidence consists of: sweeps, each a file of results that `permille evaluate` could have made.
+"""The sweeps of the evidence: each is a file of results that `permille evaluate` could have made.
 
-A sweep is one model, one task and one setting, so that what is finished stays finished when models or tasks
-are added. Sizes follow the model: the evidence is to be had in hours, not days. The first task (SST-2) and
-people's text have every stage; of other tasks the references are measured, since no method is shown to learn
-these at such sizes (docs/results/evidence.md).
+A sweep is one model, one task and one setting. So finished sweeps stay finished when models or tasks are
+added. Sizes follow the model, so that the evidence takes hours and not days. The first task (SST-2) and
+people's text have every stage. Of other tasks only the references are measured, since no method is shown to
+learn these at such sizes (docs/results/evidence.md).
 
-Zeroth-order methods take `QUERIES` exact directional derivatives a step (estimator "forward"): on models of
-this size all of them cost one gradient, and they are what finite differences approach. Both gave the same
-curve on SST-2 with stories260K (0.749 and 0.747 after 200 steps of four queries).
+Zeroth-order methods take `QUERIES` exact directional derivatives a step (estimator "forward"). On models of
+this size all of them cost one gradient, and finite differences approach them. Both gave the same curve on
+SST-2 with stories260K (0.749 and 0.747 after 200 steps of four queries).
 """
 
 import json
@@ -77,7 +77,7 @@ no method learns it: what was looked at stays in the family of tests."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Materials:
-    """What the evidence is made from.
+    """The models and texts of the evidence.
 
     Attributes:
         models: transformers folders.
@@ -92,10 +92,10 @@ class Materials:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much a cell computes.
+    """The amount of computation in a cell.
 
     Attributes:
-        tuning_seeds: but for `fractions` and `longer`, whose one seed shows how curves run (ADR 35).
+        tuning_seeds: but for `fractions` and `longer`, where one seed shows how curves run (ADR 35).
     """
 
     zo_steps: int
@@ -164,7 +164,7 @@ class Unit:
     choices: Mapping[str, Any]
 
     def sweep(self, materials: Materials) -> Sweep:
-        """What `permille evaluate` would run."""
+        """Return the sweep that `permille evaluate` would run."""
         files = {part: str(path.absolute()) for part, path in materials.tasks[self.task].items()}
         found = {
             "models": [str(self.model.absolute())],
@@ -280,7 +280,7 @@ def _masked_share(model: Path, density: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What the sweeps of a stage for one model and task have in common."""
+    """The values that the sweeps of a stage share for one model and task."""
 
     stage: str
     model: Path

@@ -1,7 +1,7 @@
-"""What is finished of the evidence: cells with what their sweeps chose, and how many are still planned.
+"""The finished part of the evidence: cells, the choices of their sweeps, and how many are still planned.
 
-`units.json` beside the results says of each file what its sweep chose, so that the page is made from this
-folder alone, without models and texts.
+`units.json` beside the results records the choice of each file's sweep. So the page is made from this folder
+alone, without models and texts.
 """
 
 import json

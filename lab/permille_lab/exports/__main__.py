@@ -1,14 +1,14 @@
-"""What is left of a person's gain in llama.cpp, by type of file? `make bench-exports`.
+"""Measure how much of a person's gain is left in llama.cpp, by type of file: `make bench-exports`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.exports      (needs llama-cpp-python)
 
-A package of each scheme is trained as the agent trains, on one speaker of Shakespeare's plays; its base and
+A package of each scheme is trained as the agent trains, on one speaker of Shakespeare's plays. Its base and
 its personal model are exported in every type. Rows of the select split then go through llama.cpp.
 
     divergence = mean over tokens of KL(ours || theirs)
     share = (loss of our base - loss of their personal) / (loss of our base - loss of our personal)
 
-Ours is what unmodified transformers computes of the float32 export, to 1e-5 the light engine.
+"Ours" is what unmodified transformers computes of the float32 export. The light engine agrees to 1e-5.
 """
 
 import tempfile

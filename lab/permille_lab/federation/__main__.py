@@ -55,7 +55,7 @@ _OWN_STEPS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What all figures are measured with."""
+    """The inputs of all measurements."""
 
     world: World
     sources: Sources
@@ -190,7 +190,7 @@ def ours(
 def own_values(
     bench: Bench, client: Client, start_W: NDArray[np.float32], *, steps: int, rate: float = RATE
 ) -> NDArray[np.float32]:
-    """What Adam makes of a device's own text, as the agent's steps do; the last state."""
+    """Train with Adam on a device's own text, as the agent's steps do, and return the last state."""
     first = learning_rate(bench.world.package) * rate / RATE
     exponent, k = unit_exponent(first), len(start_W)
     moments = Moments.first(k, np.zeros(k, np.int64))

@@ -43,7 +43,7 @@ _LEAST_CHARACTERS = 4_000
 
 
 class Division(StrEnum):
-    """How text is divided between devices."""
+    """The division of text between devices."""
 
     SST2_IID = "SST-2, IID"
     SST2_DIRICHLET = "SST-2, Dirichlet 0.1"

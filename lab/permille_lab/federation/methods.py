@@ -29,7 +29,7 @@ _ADAM_RATES = (0.1, 0.2, 0.4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """How devices step and what they share.
+    """The way that devices step, and the values that they share.
 
     Attributes:
         queries: of one device's step; for `SPLIT` of both blocks.

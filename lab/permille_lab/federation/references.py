@@ -32,7 +32,7 @@ RATES = {VALUES: (0.1, 0.2, 0.4), DENSE: (1e-3, 3e-3, 1e-2), LORA: (1e-3, 3e-3, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Where an averaging ends: the gain of each device's test part."""
+    """The end of an averaging: the gain of each device's test part."""
 
     gains: list[float]
     traffic: Traffic

@@ -36,7 +36,7 @@ Attack = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What all runs on one package work with."""
+    """The data that all runs on one package share."""
 
     package: Package
     engine: Engine
@@ -47,7 +47,7 @@ class World:
         return cast("GradientEngine", self.engine).gradient(values_W, batch)
 
     def gains(self, values_W: NDArray[np.float32], clients: Sequence[Client]) -> list[float]:
-        """What values take off the package's loss, nats a token of each device's test part."""
+        """Return the gain over the package in nats a token, for each device's test part."""
         base_W = self.package.values()
         return [
             mean_loss(self.engine, base_W, client.test) - mean_loss(self.engine, values_W, client.test)
@@ -65,7 +65,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Where a federation ends; seconds are the processor's, of all devices and the service."""
+    """The end of a federation. Seconds are processor time, of all devices and the service."""
 
     history: History
     values_W: NDArray[np.float32]
@@ -75,13 +75,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How devices come.
+    """The rounds of a federation and the devices that take part.
 
     Attributes:
         cohort: devices of a round, drawn without replacement.
-        rounds: how many are run, of those that the definition allows.
+        rounds: number of rounds that are run, of those that the definition allows.
         seed: of the draw and of batches.
-        attack: what a device sends in place of its integers.
+        attack: integers that a device sends in place of its own.
         own: each device of a cohort has directions of its own.
     """
 

@@ -1,14 +1,17 @@
-"""How fast does a person's model learn? The agent beside first order and MeZO: `make bench-learning`.
+"""Compare the agent with first order and MeZO: how fast a person's model learns. `make bench-learning`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.learning.compare --people 1 --seeds 0
 
-One speaker of Shakespeare's plays and people with tweets, who wrote too little for the agent's own division;
-held-out is the select split. The agent's contenders are those of `OURS`, on the NF4 package. MeZO and LoRA
-(r = 8, peft) train a dense float32 model, LoRA the one that the package's codes decode to; `the same values,
-AdamW` takes the engine's gradient of the masked weights. Their step sizes are the best on the same held-out
-text, which favours them. Every run is a process of its own, with one thread: seconds are the processor's,
-evaluations left out, and the peak of memory is the process's. Contenders of `TRAINED` differ in what their
-package trains.
+The texts are one speaker of Shakespeare's plays and people with tweets. The latter wrote too little for the
+agent's own division. The held-out text is the select split.
+
+The agent's contenders are those of `OURS`, on the NF4 package. MeZO and LoRA (r = 8, peft) train a dense
+float32 model. For LoRA it is the model that the package's codes decode to. `the same values, AdamW` takes the
+engine's gradient of the masked weights. The step sizes of these methods are the best on the same held-out
+text, which favours them. Contenders of `TRAINED` differ in the numbers that their package trains.
+
+Every run is a process of its own with one thread. Seconds are processor time without evaluations. The peak of
+memory is the process's.
 """
 
 import argparse

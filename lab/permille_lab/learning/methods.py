@@ -1,7 +1,7 @@
-"""What the agent's training is compared with: MeZO and first order, each on the same rows of a text.
+"""The methods beside the agent's training: MeZO and first order, each on the same rows of a text.
 
-First order has as many rows a step as the agent, MeZO 16 as published, and each a step size from a grid that
-grows while its best is on an edge.
+First order has as many rows a step as the agent. MeZO has 16, as published. The step size of each comes from
+a grid that grows while its best value is on an edge.
 """
 
 import math
@@ -29,7 +29,7 @@ _EVALUATED_ROWS = 16
 
 
 class Method(Protocol):
-    """What trains a model of its own."""
+    """A method that trains a model of its own."""
 
     def step(self, batch: Batch, number: int) -> None:
         """Make one step."""
@@ -98,7 +98,7 @@ class SparseValues:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """How a method is made, the grid of its step sizes, and its rows a step."""
+    """The maker of a method, the grid of its step sizes, and its rows a step."""
 
     make: Callable[[TextRun, Path, float], Method]
     grid: tuple[float, ...]
@@ -153,7 +153,7 @@ def best_rate(tried: Callable[[float], float], grid: tuple[float, ...]) -> float
 
 
 def final_loss(contender: Contender, run: TextRun, model: Path, rate: float, *, steps: int) -> float:
-    """What a trial with a step size comes to; infinite where it diverged."""
+    """Return the final loss of a trial with a step size; infinite where it diverged."""
     loss = float(
         descend(contender.make(run, model, rate), run, steps=steps, every=steps, rows=contender.rows)[-1][
             "loss"

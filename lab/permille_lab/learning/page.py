@@ -36,7 +36,7 @@ def loss_at(points: Points, axis: str, place: float) -> float:
 
 
 def estimator_tables(results: Path) -> dict[str, str]:
-    """How much further each contender's loss falls than the baseline's, in the runs that both have."""
+    """Return the gain of each contender's loss over the baseline's, in the runs that both have."""
     groups: dict[tuple[str, str, int], dict[str, Points]] = defaultdict(dict)
     for settings, result in Cells(results / "estimators.jsonl").of("estimators"):
         if "points" in result:
@@ -131,7 +131,7 @@ def _trained(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
 
 
 def _targets(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
-    """What was asked of the training along the gradient, over the texts and seeds that were measured."""
+    """Return the targets of training along the gradient, over the texts and seeds that were measured."""
     own = [(found[STATE], found) for found in groups.values() if STATE in found]
     gaps = [_lowest(state) - _lowest(found[SAME]) for state, found in own if SAME in found]
     falls = [_fall(state) / _fall(found[SAME]) for state, found in own if SAME in found]
@@ -191,7 +191,7 @@ def _reached(points: Points, loss: float) -> str:
 
 
 def _seconds(points: Points, loss: float) -> float:
-    """When a loss was reached, on the line between the looks around it; infinite where it was not."""
+    """Return the seconds until a loss was reached, interpolated; infinite where it was not."""
     for before, point in pairwise([points[0], *points]):
         if point["loss"] <= loss:
             share = (before["loss"] - loss) / max(1e-12, before["loss"] - point["loss"])

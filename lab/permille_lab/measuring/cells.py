@@ -51,7 +51,7 @@ class Cells:
         return [(settings, result) for name, settings, result in self if name == figure]
 
     def has(self, figure: str, settings: Settings) -> bool:
-        """Whether the cell is finished."""
+        """Return True if the cell is finished."""
         return _key(figure, settings) in self._results
 
     def once(self, figure: str, settings: Settings, measure: Callable[[], Result]) -> Result:

@@ -1,4 +1,4 @@
-"""What a measurement ran on, how long it took and what it kept in memory: the system's own accounts."""
+"""The machine, time and memory of a measurement, as the system accounts for them."""
 
 import importlib.metadata
 import os

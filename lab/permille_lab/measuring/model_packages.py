@@ -21,7 +21,7 @@ _SEQUENCES, _LENGTH = 64, 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Where models and texts are.
+    """The places of models and texts.
 
     Attributes:
         models: transformers folders by name.

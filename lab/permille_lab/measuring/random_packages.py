@@ -149,7 +149,7 @@ def random_package(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """What a random package is of; see `random_package`."""
+    """The description of a random package; see `random_package`."""
 
     shape: Shape
     density: float

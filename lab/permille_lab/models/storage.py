@@ -86,7 +86,7 @@ def stored(
 def calibrated(
     folder: Path, base: Base, sequences_NT: NDArray[np.int64], *, iterations: int = rounding.ITERATIONS
 ) -> Decoded:
-    """What the linear weights of a model decode to under a base that needs text, for `stored`.
+    """Decode the linear weights of a model under a base that needs text, for `stored`.
 
     Args:
         folder: the model.

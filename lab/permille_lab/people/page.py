@@ -19,7 +19,7 @@ from permille_lab.measuring.tables import markdown
 
 
 class State(StrEnum):
-    """Whose steps the sparse values come from."""
+    """The origin of the sparse values."""
 
     BASE = "base"
     OWN = "own"

@@ -54,7 +54,7 @@ class Person:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What every run of one model works with; `folder` holds what is durable."""
+    """The data that all runs of one model share; `folder` holds what is durable."""
 
     package: Package
     engine: Engine

@@ -26,7 +26,7 @@ Document = Mapping[str, str]
 
 
 class Collection(StrEnum):
-    """Where people are from."""
+    """The origin of people's texts."""
 
     SHAKESPEARE = "shakespeare"
     LAMP7 = "lamp7"
@@ -60,7 +60,7 @@ class Users:
 
 
 def own_words(document: Document) -> str:
-    """What the person wrote of a document."""
+    """Return the person's own words of a document."""
     return document["text"] if "text" in document else document["completion"]
 
 

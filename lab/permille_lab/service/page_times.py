@@ -1,9 +1,10 @@
-"""How long do the page's views and the fleet's routes take on a large fleet?
+"""Measure the time of the page's views and the fleet's routes on a large fleet.
 
     python -m permille_lab.service.page_times --devices 10000 --runs 100000 --database postgresql
 
-Each line: median and 95th percentile of the time until the answer is here, by the clock, and the processor
-time of service and database an answer, which a busy machine does not stretch. There are as many jobs as runs.
+Each line shows the median and 95th percentile of the time to the answer, by the clock. It also shows the
+processor time of service and database an answer, which a busy machine does not stretch. There are as many
+jobs as runs.
 """
 
 import argparse

@@ -51,7 +51,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Whom to ask what, and whose processor time that is."""
+    """A server, a request to it, and the processes whose processor time counts."""
 
     url: str
     lines: Path
@@ -85,7 +85,7 @@ def database_url(name: str) -> Iterator[str | None]:
 
 
 def _statements(folder: Path, url: str | None) -> dict[str, Any]:
-    """How many statements each request of a poll takes, and some reads."""
+    """Count the statements of each request of a poll, and of some reads."""
     named: dict[str, Any] = {} if url is None else {"database_url": url}
     with running_api(folder, **named) as api:
         package = api.package()

@@ -1,11 +1,11 @@
-"""What does a sparse model lose, by the way it became sparse? `make bench-sparse`.
+"""Measure the loss of a sparse model, by the way it became sparse: `make bench-sparse`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.sparse
 
-A cell is a model, a target, a way and a seed: the loss on texts that neither pruned nor trained, before
-recovery where the way is one-shot, and after. The seed draws the rows of calibration and recovery. Adam's
-rates were searched once a model and kind of adapter, at 60 % with a seed of their own, on windows that judge
-nothing else. A cell that is done is not made again; cells are in the order of what they tell.
+A cell is a model, a target, a way and a seed. It holds the loss before recovery (where the way is one-shot)
+and after, on texts that neither pruned nor trained. The seed draws the rows of calibration and recovery.
+Adam's rates were searched once for each model and kind of adapter, at 60 % with a seed of its own, on windows
+that judge nothing else. A finished cell is not made again. The most telling cells come first.
 """
 
 import shutil
@@ -188,7 +188,7 @@ def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
 
 
 def settings_of(case: Case, target: str, way: Way, seed: int) -> Settings:
-    """What names a cell."""
+    """Return the settings that name a cell."""
     return {
         "model": case.model,
         "target": target,
@@ -214,7 +214,7 @@ def planned() -> Iterator[tuple[Case, int, str, Way]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What cells are made of and written to."""
+    """The inputs of cells, and the file that they are written to."""
 
     cells: Cells
     sources: Sources

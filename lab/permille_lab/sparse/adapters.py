@@ -1,12 +1,12 @@
-"""What is trained to recover a pruned model: a small adapter beside each linear, merged at the end.
+"""Adapters that recover a pruned model: a small one beside each linear, merged at the end.
 
     LoRA       dW = B A                        A [r, K], B [N, r]            r (N + K) numbers
     pooling    dW[i, j] = G[i // n, j // k] / k   G [g, g]                   g^2 numbers   (equations 9 to 12)
 
 Pooling takes the mean of `k` neighbouring inputs, multiplies by G and gives each of `n` neighbouring outputs
-the same; sides that g does not divide are padded with zeros (equation 23). Both begin with dW = 0.
+the same value. Sides that g does not divide are padded with zeros (equation 23). Both begin with dW = 0.
 
-The linear computes with `keep * (W + dW)`, or, as long as a dense adapter trains, with `W + dW`: `keep` is
+The linear computes with `keep * (W + dW)`. While a dense adapter trains, it computes with `W + dW`. `keep` is
 where W is not 0. Merging writes the former, so a pruned place is 0 for ever.
 
 # Legend: N outputs, K inputs of a linear; r rank, g groups of a side.
@@ -24,7 +24,7 @@ from permille.pruning.recovery import LoraAdapter
 
 
 class AdapterKind(StrEnum):
-    """What stands beside a linear."""
+    """The kind of adapter beside a linear."""
 
     LORA = "lora"
     POOLING = "pooling"
@@ -55,7 +55,7 @@ class Adapted(nn.Module):
         self.masked = masked
 
     def forward(self, w_NK: Tensor) -> Tensor:
-        """What the linear computes with."""
+        """Return the weights that the linear computes with."""
         changed_NK = w_NK + self.adapter().to(w_NK.dtype)
         return torch.where(w_NK != 0, changed_NK, 0) if self.masked else changed_NK
 

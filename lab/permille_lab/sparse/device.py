@@ -1,10 +1,10 @@
-"""What a 2:4 model in 4 bits is worth to a device: its loss, and what people gain on it.
+"""Measure a 2:4 model in 4 bits on a device: its loss, and people's gains on it.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.sparse.device
 
-The model is pruned to 2:4 by SparseGPT and recovered by masked LoRA, in more steps and numbers than those of
-the comparison of ways. Its mask is chosen among the weights that are kept, as a job chooses it. People's
-gains are of the agent's default training, on the dense model and on the sparse one, on the same text.
+The model is pruned to 2:4 by SparseGPT and recovered by masked LoRA. This takes more steps and numbers than
+the comparison of ways. The mask is chosen among the weights that are kept, as a job chooses it. People's
+gains come from the agent's default training, on the dense model and on the sparse one, on the same text.
 """
 
 import time

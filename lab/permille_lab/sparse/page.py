@@ -25,7 +25,7 @@ RECOVERED = "recovered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What is measured: a state of a way, and the text that judges it."""
+    """A place of the measurement: a state of a way, and the text that judges it."""
 
     model: str
     target: str
@@ -273,7 +273,7 @@ def _rounds(cells: Cells) -> pd.DataFrame:
 
 
 def _merging(cells: Cells) -> pd.DataFrame:
-    """What a dense adapter's last merge costs, and how much of its change stands at pruned places."""
+    """Return the cost of a dense adapter's last merge, and the share of its change at pruned places."""
     kept: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     for settings, result in cells.of("sparse"):
         for last in result["rounds"][-1:] if settings["way"] in _MERGED else ():
@@ -341,7 +341,7 @@ def _bytes(cells: Cells) -> pd.DataFrame:
 
 
 def _people(cells: Cells) -> pd.DataFrame:
-    """What people gain on the sparse model less what they gain on the dense one, paired."""
+    """Return people's gains on the sparse model less their gains on the dense one, paired."""
     rows = []
     for settings, result in cells.of("device people"):
         losses = {name: np.array(result[name]["losses"]) for name in ("dense", "sparse")}

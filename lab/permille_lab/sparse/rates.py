@@ -1,12 +1,12 @@
-"""How much of each decoder layer is pruned, and when: rates by CKA, a cubic schedule over the rounds.
+"""Pruning rates of decoder layers: by CKA, with a cubic schedule over the rounds.
 
     CKA(X, Y) = |Y'X|^2 / (|X'X| |Y'Y|)                 columns centred, Frobenius norms       (equation 20)
     I_l       = exp(-beta * sum over i != l of CKA(X_l, X_i))                                  (equation 21)
     max sum_l I_l n_l (1 - s_l)   with   sum_l n_l s_l = rate * sum_l n_l,   lower <= s <= upper
     rate_t    = rate * (1 - (1 - t / T)^3)              t = 1 ... T                            (equation 24)
 
-Equations are those of "Mitigating gradient interference for efficient sparse fine-tuning". Where we read them
-otherwise than they are printed, and why: docs/adr/0008.
+Equations are those of "Mitigating gradient interference for efficient sparse fine-tuning". docs/adr/0008 says
+where we read them otherwise than they are printed, and why.
 
 # Legend: T tokens, D and E features, L decoder layers.
 """
@@ -29,9 +29,10 @@ def cubic_rate(final: float, round_: int, rounds: int) -> float:
 
 
 def linear_cka(x_TD: NDArray[np.float32], y_TE: NDArray[np.float32]) -> float:
-    """How similar two layers' features of the same tokens are: 0 to 1, whatever their rotation and scale.
+    """Return the similarity of two layers' features of the same tokens, 0 to 1.
 
-    A feature that is the same for all tokens is similar to nothing: 0.
+    Rotation and scale of the features do not matter.
+    A feature that is the same for all tokens has similarity 0 to everything.
     """
     x_TD = x_TD - x_TD.mean(axis=0, dtype=np.float64)
     y_TE = y_TE - y_TE.mean(axis=0, dtype=np.float64)
@@ -50,7 +51,7 @@ def similarities(features: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]
 
 
 def importance(similarity_LL: NDArray[np.float64], beta: float = 1.0) -> NDArray[np.float64]:
-    """What each layer holds that the others do not, float64 [L]: 1 where it is like none of them."""
+    """Return the importance of each layer, float64 [L]: 1 where no other layer is like it."""
     others_L = similarity_LL.sum(axis=1) - np.diagonal(similarity_LL)
     found_L: NDArray[np.float64] = np.exp(-beta * others_L)
     return found_L

@@ -67,20 +67,20 @@ class IterativeText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterativePlan:
-    """How a model becomes sparse.
+    """The plan of iterative pruning.
 
     Attributes:
         rate: the share of zeros at the end.
         rounds: 1 is one-shot pruning and one fine-tuning.
         rank: the adapters have as many numbers as LoRA's of this rank, in all.
-        by_loss: whether pooling adapters' sizes follow what pruning lost, or are equal.
-        masked: whether pruned places count while adapters train.
-        spread: how far layers' rates may be from the mean; 0 makes them equal. A pattern's always are.
+        by_loss: if True, sizes of pooling adapters follow the loss from pruning; else they are equal.
+        masked: if True, pruned places do not count while adapters train.
+        spread: largest distance of a layer's rate from the mean; 0 makes them equal. A pattern's always are.
         beta: of `importance`; its sign alone matters, and below 0 the rates are those of (21) as printed.
         recovery: the steps of a round; `seed` is of the first one.
         l2: weight of the squared trained numbers in the loss, halved (norm control, 4.2).
-        longer: how many times as many steps the last round has.
-        device: where torch computes.
+        longer: factor on the number of steps of the last round.
+        device: the device of torch's computations.
     """
 
     rate: float
@@ -177,7 +177,7 @@ def iterate(
 
 
 class _Round:
-    """What one round knows."""
+    """The state of one round."""
 
     def __init__(
         self, source: Checkpoint, folder: Path, text: IterativeText, plan: IterativePlan, number: int

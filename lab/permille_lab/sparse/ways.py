@@ -20,7 +20,7 @@ ABLATED = "0.6"
 
 
 class Way(StrEnum):
-    """How a model becomes sparse; what follows the method's name is what it does otherwise."""
+    """The way that a model becomes sparse; the name gives the method, then its variation."""
 
     WANDA = "Wanda"
     SPARSEGPT = "SparseGPT"
@@ -75,7 +75,10 @@ def target_of(text: str) -> tuple[float, Pattern | None]:
 
 
 def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
-    """What a way does in steps of one row; one-shot: one round, equal rates and adapters, no norm control."""
+    """Return the plan of a way in steps of one row.
+
+    A one-shot way has one round, equal rates and adapters, and no norm control.
+    """
     share, pattern = target_of(target)
     plan = IterativePlan(
         rate=share,

@@ -35,12 +35,12 @@ Row = Mapping[str, Any]
 
 
 class _BadRowError(ValueError):
-    """Why a row is no example."""
+    """The reason that a row is no example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """How rows of a task are read.
+    """The form of a task's rows.
 
     Attributes:
         texts: fields that must hold text.

@@ -1,8 +1,8 @@
-"""What a model answers: candidates ranked by their tokens' log-likelihood.
+"""A model's answers: candidates ranked by their tokens' log-likelihood.
 
-A candidate's score is the mean log-likelihood of its own tokens after the prompt, over the whole vocabulary
-(MeZO and P-RGE: the loss of the prediction is not restricted to the label words); for label words of one
-token mean and sum are the same. The training loss is the mean negative log-likelihood of the right
+A candidate's score is the mean log-likelihood of its own tokens after the prompt, over the whole vocabulary.
+MeZO and P-RGE do not restrict the loss of the prediction to the label words, either. For label words of one
+token, mean and sum are the same. The training loss is the mean negative log-likelihood of the right
 candidate's tokens.
 
 # Legend: B sequences, T tokens.
