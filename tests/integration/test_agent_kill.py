@@ -44,7 +44,7 @@ def kill_on_the_way(site: AgentSite, service: DeviceService, rng: random.Random,
 
 
 def check_state(home_folder: Path, digest: str) -> None:
-    """Check the state after a kill: the whole package is installed or nothing, and blobs match their names."""
+    """Check the state after a kill: the package is whole or absent, and blobs match their names."""
     home = open_home(home_folder)
     installed = installed_release(home)
     blobs = BlobFolder(home.blobs)
