@@ -40,19 +40,19 @@ def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.floa
 
 
 def _exponential(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-    """Few groups lose much."""
+    """Draw gains of which few groups lose much."""
     return 1.0 - rng.standard_exponential(shape)
 
 
 def _lognormal(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-    """Fewer lose more."""
+    """Draw gains of which fewer groups lose more."""
     drawn = np.exp(rng.standard_normal(shape))
     found: NDArray[np.float64] = (np.exp(0.5) - drawn) / np.sqrt((np.e - 1) * np.e)
     return found
 
 
 def _hurt(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-    """One group in twenty is badly hurt, the others gain a little, all alike."""
+    """Draw gains of which one group in twenty is badly hurt, and the others gain a little, all alike."""
     hurt = rng.random(shape) < HURT
     found: NDArray[np.float64] = np.where(hurt, HURT - 1.0, HURT) / np.sqrt(HURT * (1 - HURT))
     return found

@@ -114,10 +114,10 @@ def countable(rows: Rows, task: str) -> bool | None:
 def paired(
     first: Sequence[Json], second: Sequence[Json]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.str_]]:
-    """Outcomes of two methods on the items that both were tested on: of each item its mean over seeds, and
-    its cluster.
+    """Return the mean outcome over seeds of each item that both methods were tested on, and its cluster.
 
-    Seeds share test items, and an item that is easy is so with every seed: clusters of items are independent.
+    Seeds share test items, and an easy item is easy with every seed. So only clusters of items are
+    independent.
 
     Raises:
         InputError: a record names an item twice.

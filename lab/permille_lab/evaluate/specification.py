@@ -82,7 +82,7 @@ _Once = BeforeValidator(_each_once)
 
 
 class TaskFiles(BaseModel):
-    """Files of one task; `test` None: the train file is divided into all three parts."""
+    """Files of one task. If `test` is None, the train file is divided into all three parts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -151,7 +151,7 @@ class Sweep(BaseModel):
                 yield f'expected {library}, which is not installed: pip install "permille[lab]"'
 
     def _problems_of(self, model: Path) -> Iterator[str]:
-        """Losses at positions that a model was not trained on would say nothing."""
+        """Yield the problems of a model. Losses at positions that it was not trained on would say nothing."""
         if missing := [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]:
             yield f"expected {' and '.join(missing)} in {model}, got none"
             return

@@ -87,12 +87,12 @@ class Row:
 
     @property
     def margin(self) -> float:
-        """In the row's unit."""
+        """The margin in the row's unit."""
         return LOSS_MARGIN if self.by_loss else EQUIVALENCE_MARGIN
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95%, or 90% for two one-sided tests."""
+        """The interval: 95%, or 90% for two one-sided tests."""
         if self.found is None:
             return None
         return self.found.interval(0.9 if self.claim.relation is Relation.WITHIN else 0.95)
@@ -189,11 +189,10 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str], look
 def _matched(
     claim: Claim, records: Sequence[Record], stages: Collection[str]
 ) -> list[tuple[float, list[Record], list[Record]]]:
-    """(density, first, second): a setting and a density that both sides have, on one base unless the claim
-    compares bases.
+    """Yield (density, first, second): a setting and a density that both sides have.
 
-    Sets without a mask have the density of their sweep, which says nothing of them: they stand beside every
-    density.
+    Both sides have one base, unless the claim compares bases. Sets without a mask carry the density of their
+    sweep, which says nothing of them. So they stand beside every density.
     """
     wanted = stages if claim.stage is None else {claim.stage}
     kept = [record for record in records if record["stage"] in wanted]
@@ -218,7 +217,7 @@ def _matched(
 
 
 def _once(records: Sequence[Record]) -> list[Record]:
-    """One record of a task and seed: of the setting with the most seeds. Test items choose nothing."""
+    """Return one record of a task and seed: of the setting with the most seeds. Test items choose nothing."""
     settings: dict[str, dict[tuple[str, int, str], list[Record]]] = {}
     for record in records:
         setting = (record["stage"], record["queries"], record["base"])
@@ -230,7 +229,7 @@ def _once(records: Sequence[Record]) -> list[Record]:
 
 
 def _tested(blank: Row, first: Sequence[Record], second: Sequence[Record], records: Sequence[Record]) -> Row:
-    """The row with its contrast and p, or with what is missing.
+    """Return the row with its contrast and p, or with what is missing.
 
     Args:
         records: of the model, the references among them.
@@ -254,8 +253,11 @@ def _tested(blank: Row, first: Sequence[Record], second: Sequence[Record], recor
 def _by_seeds(
     claim: Claim, first: list[Record], second: list[Record]
 ) -> list[tuple[list[Record], list[Record], bool]]:
-    """Both sides of each row, and whether it counts: of the tasks with many common seeds, and of those with
-    few; of all tasks where none has enough."""
+    """Return both sides of each row, and whether the row counts.
+
+    Tasks with many common seeds are one row, and those with few another. If no task has enough, all tasks are
+    one row.
+    """
     common = {task: len(seeds) for task, seeds in _common_seeds(first, second).items()}
     many = {task for task, count in common.items() if count >= EQUIVALENCE_SEEDS}
     few = {task for task, count in common.items() if MIN_SEEDS <= count < EQUIVALENCE_SEEDS}
@@ -290,7 +292,7 @@ def _p_value(claim: Claim, found: Contrast, margin: float) -> float:
 
 
 def _p_failing(row: Row) -> float:
-    """Of what would make the claim fail."""
+    """Return the p-value of what would make the claim fail."""
     found = row.found
     assert found is not None  # it was tested
     match row.claim.relation:
@@ -332,7 +334,7 @@ def _judged(row: Row) -> Row:
 
 
 def _nearest_decision(row: Row) -> tuple[str, float]:
-    """On which side of the border the effect lies, and how far from it."""
+    """Return the side of the border on which the effect lies, and its distance."""
     assert row.found is not None
     effect = row.found.effect
     match row.claim.relation:

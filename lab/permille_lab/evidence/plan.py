@@ -115,10 +115,10 @@ class Size:
     equivalence_seeds: tuple[int, ...] = EQUIVALENCE_SEEDS
 
     def longer(self, *, first_order: bool) -> "Size":
-        """For longer runs, with a search of one seed.
+        """Return the size of longer runs, with a search of one seed.
 
         Args:
-            first_order: of these, too.
+            first_order: also lengthen first-order runs.
         """
         return replace(
             self,
@@ -129,7 +129,7 @@ class Size:
         )
 
     def halved(self) -> "Size":
-        """For tasks with passages."""
+        """Return the size for tasks with passages."""
         train, validation, test = self.sizes
         return replace(
             self,
@@ -176,7 +176,7 @@ class Unit:
 
 
 def planned(materials: Materials, size: Size | None = None) -> list[Unit]:
-    """Every sweep, in the order in which they say most soonest.
+    """Return every sweep. The most telling come first.
 
     Args:
         size: of every model; by default by its weights.
@@ -261,8 +261,11 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
 
 
 def _distinct(model: Path, fractions: Sequence[float]) -> list[float]:
-    """Densities with masks of their own, the first one of each size: of a small model 0.01 % and 0.001 % both
-    are one weight of each tensor. One that has the table's masks has its cells there."""
+    """Return the densities with masks of their own, the first one of each size.
+
+    Of a small model, 0.01 % and 0.001 % are both one weight of each tensor. A density with the table's masks
+    has its cells there.
+    """
     shares = {_masked_share(model, DENSITY)}
     found = []
     for density in fractions:

@@ -27,7 +27,7 @@ _CHOSEN = ("methods", "seeds", "density", "queries", "zo_steps", "fo_steps", "tu
 
 
 def describe(folder: Path, units: Iterable[Unit]) -> None:
-    """Write what sweeps chose, beside what is there of others."""
+    """Write the choices of sweeps, and keep what is there of others."""
     found = _read(folder)
     for unit in units:
         own = {name: unit.choices[name] for name in _CHOSEN}
@@ -38,7 +38,7 @@ def describe(folder: Path, units: Iterable[Unit]) -> None:
 
 
 def read_records(folder: Path) -> list[Json]:
-    """Every finished cell, with its sweep's choices, `stage` and `unit`.
+    """Read every finished cell, with its sweep's choices, `stage` and `unit`.
 
     Raises:
         InputError: a file is damaged before its last line.

@@ -73,7 +73,7 @@ METHODS: Mapping[str, Method] = {
 
 
 def definition_of(world: World, method: Method, *, rounds: int, rate: float) -> Definition:
-    """The federation of a method; further rules are the caller's, by `dataclasses.replace`.
+    """Return the federation of a method. Callers add further rules by `dataclasses.replace`.
 
     Args:
         rate: of the first step; along the gradient a share of the weights' root mean square.

@@ -1,7 +1,7 @@
-"""A federation in one process: definition, contributions, rule and history as the service uses them, exactly.
+"""A federation in one process, with exactly the service's definition, contributions, rule and history.
 
-Devices take their steps by `permille.federation.local` one after the other; what they would send and fetch is
-encoded and counted, and what is combined is what is decoded again. Only the sockets are missing.
+Devices take their steps by `permille.federation.local`, one after the other. Their messages are encoded,
+counted, decoded and then combined. Only the sockets are missing.
 
 Shapes: W = masked weights, T = steps done, Q = queries.
 """
@@ -43,7 +43,7 @@ class World:
     key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
 
     def gradient(self, values_W: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """The loss of a batch and its gradient."""
+        """Return the loss of a batch and its gradient."""
         return cast("GradientEngine", self.engine).gradient(values_W, batch)
 
     def gains(self, values_W: NDArray[np.float32], clients: Sequence[Client]) -> list[float]:
@@ -133,7 +133,7 @@ def federate(world: World, definition: Definition, clients: Sequence[Client], pl
 
 
 def closed(definition: Definition, number: int, received: Sequence[Contribution]) -> Round:
-    """The round of these contributions, with fresh noise where the definition has privacy."""
+    """Return the round of these contributions, with fresh noise if the definition has privacy."""
     if definition.privacy is None:
         return combine(definition, number, received)
     noised_V = noised_sum(definition, number, received, draw_round_noise(definition))
@@ -179,6 +179,6 @@ def _contribution(part: LocalRound, c_TQ: NDArray[np.int64], history: History) -
 
 
 def _memory() -> Path | None:
-    """A folder in memory, where there is one: each step of a device is made durable."""
+    """Return a folder in memory, if there is one: each step of a device is made durable."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else None

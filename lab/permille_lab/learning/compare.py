@@ -61,7 +61,7 @@ _LEAST_CHARACTERS = 8_000
 
 
 def texts(sources: Sources, people: int) -> dict[str, tuple[Document, ...]]:
-    """The speaker, and the first people of those with many tweets."""
+    """Return the speaker, and the first people of those with many tweets."""
     speakers = {user.name: user for user in read_users(sources.data, Collection.SHAKESPEARE).users}
     tweets = cohort(read_users(sources.data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
     found = {SPEAKER: speakers[SPEAKER].documents}
@@ -69,7 +69,7 @@ def texts(sources: Sources, people: int) -> dict[str, tuple[Document, ...]]:
 
 
 def measure(folder: Path, settings: Settings, documents: Sequence[Document]) -> Result:
-    """One contender on one text, in a child process.
+    """Measure one contender on one text, in a child process.
 
     Raises:
         InputError: it failed.
@@ -89,7 +89,7 @@ def measure(folder: Path, settings: Settings, documents: Sequence[Document]) -> 
 def measured(
     sources: Sources, folder: Path, settings: Settings, documents: Sequence[Document], name: Path
 ) -> Result:
-    """The same in this process."""
+    """Measure one contender on one text, in this process."""
     method, seed, steps = settings["method"], settings["seed"], settings["steps"]
     package = model_package(sources, settings["model"], folder, trained=TRAINED.get(method))
     opened = text_run if settings["text"] == SPEAKER else person_run
@@ -119,7 +119,7 @@ def measured(
 
 
 def _kept_bytes(run: Path) -> int:
-    """Of what a run's result is made of: the journal of its steps, or its state."""
+    """Return the bytes of a run's result: of the journal of its steps, or of its state."""
     kept = [path for kind in ("journal", "state") for path in run.glob(f"descent-*.{kind}")]
     return max((path.stat().st_size for path in kept), default=0)
 

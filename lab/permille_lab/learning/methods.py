@@ -35,7 +35,7 @@ class Method(Protocol):
         """Make one step."""
 
     def loss(self) -> float:
-        """Of the select split."""
+        """Return the loss of the select split."""
 
 
 class DenseMezo:
@@ -113,7 +113,7 @@ METHODS: Mapping[str, Contender] = {
 
 
 def rows_loss(model: Any, run: TextRun) -> float:
-    """Mean loss of a target token of the select split, as the agent's own."""
+    """Return the mean loss of a target token of the select split, as the agent computes it."""
     rows = run.prepared.select
     total, targets = 0.0, 0
     for first in range(0, len(rows), _EVALUATED_ROWS):
@@ -125,7 +125,7 @@ def rows_loss(model: Any, run: TextRun) -> float:
 
 
 def descend(method: Method, run: TextRun, *, steps: int, every: int, rows: int) -> list[dict[str, Any]]:
-    """Make steps and evaluate before the first and after every `every`; ends where the loss is not finite."""
+    """Take steps, and evaluate before the first and after every `every`. End if the loss is not finite."""
     batches = TrainingBatches(run.prepared.train, batch_rows=rows, seed=run.seed)
     points = [{"step": 0, "loss": method.loss(), "seconds": 0.0}]
     spent = 0.0
@@ -141,7 +141,7 @@ def descend(method: Method, run: TextRun, *, steps: int, every: int, rows: int) 
 
 
 def best_rate(tried: Callable[[float], float], grid: tuple[float, ...]) -> float:
-    """The rate of the lowest loss; the grid goes on, by `_EXTENSIONS` at most, while that is on its edge."""
+    """Return the rate of the lowest loss. The grid grows by up to `_EXTENSIONS` at its edges."""
     losses = {rate: tried(rate) for rate in grid}
     for _ in range(_EXTENSIONS):
         best = min(losses, key=lambda rate: losses[rate])

@@ -29,7 +29,7 @@ def label(settings: Settings) -> str:
 
 
 def loss_at(points: Points, axis: str, place: float) -> float:
-    """The loss at a number of passes or seconds, on the line between the points around it."""
+    """Return the loss at a number of passes or seconds, interpolated between the points around it."""
     finite = [(point[axis], math.nan if point["loss"] is None else point["loss"]) for point in points]
     places, losses = zip(*finite, strict=True)
     return float(np.interp(place, places, losses))
@@ -73,7 +73,7 @@ def estimator_tables(results: Path) -> dict[str, str]:
 
 
 def learning_tables(results: Path) -> dict[str, str]:
-    """Seconds of each method to shares of the fall along the gradient, its end, memory, bytes; counts."""
+    """Return tables of seconds to shares of the fall along the gradient, ends, memory, bytes and counts."""
     cells = Cells(results / "learning.jsonl").of("learning")
     groups: dict[tuple[str, str, int], dict[str, Result]] = defaultdict(dict)
     for settings, result in cells:
@@ -158,7 +158,7 @@ def _targets(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
 
 
 def _spread(values: list[float], form: str) -> str:
-    """Mean and range; empty where nothing was measured."""
+    """Return mean and range as text; empty where nothing was measured."""
     if not values:
         return ""
     mean, least, most = (format(f(values), form) for f in (np.mean, min, max))
@@ -166,7 +166,7 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def _goals(state: Result | None, shares: tuple[float, ...] = SHARES) -> dict[float, float]:
-    """Losses at shares of the fall along the gradient on the same text; none where that was not run."""
+    """Return losses at shares of the fall along the gradient on the same text; none if it was not run."""
     if state is None:
         return {}
     base = state["points"][0]["loss"]

@@ -1,11 +1,11 @@
-"""Finished measurements, one JSON line each: a benchmark that was stopped goes on where it was.
+"""Finished measurements, one JSON line each: a stopped benchmark continues where it was.
 
 They are kept in `lab/results`, from which the pages are made.
 
 A cell is a measurement whose contenders ran interleaved in one process (or in child processes, one after the
-other): its ratios hold within it. It is written once, whole, when all of it is done; half a line that a kill
-left behind is cut off. A cell is known by its figure and its settings, not by the machine: one file is one
-machine's, but for what it took up with `keep`.
+other). Its ratios hold within it. It is written once, whole, when all of it is done. Half a line that a kill
+left behind is cut off. A cell is known by its figure and its settings, not by the machine. One file is one
+machine's, except for cells that `keep` added.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Cells:
         return _key(figure, settings) in self._results
 
     def once(self, figure: str, settings: Settings, measure: Callable[[], Result]) -> Result:
-        """The cell's result; measured and written if it is not there."""
+        """Return the cell's result. If it is not there, measure and write it."""
         key = _key(figure, settings)
         if key not in self._results:
             sys.stderr.write(f"{figure} {json.dumps(settings)}\n")

@@ -65,12 +65,13 @@ def model_package(
     trained: float | ChosenAdapter | None = None,
     embeddings: Embeddings = Embeddings.SOURCE,
 ) -> Package:
-    """The package of a model with the mask that Fisher scores on C4 select, or an adapter; made once in
-    `folder`.
+    """Return the package of a model with an adapter, or with the mask that Fisher scores on C4 select.
+
+    It is made once in `folder`.
 
     Args:
         trained: share of the weights that is masked, by default by the model's name; or an adapter.
-        embeddings: how the embedding and the head are stored.
+        embeddings: form in which the embedding and the head are stored.
     """
     trained = DENSITIES.get(model, _OTHER_DENSITY) if trained is None else trained
     blobs = BlobFolder(folder / "blobs")

@@ -36,7 +36,7 @@ class RowPart:
 
 
 def padded_parts(batch: Batch, max_tokens: int) -> Iterator[RowPart]:
-    """Parts of the batch's rows as they are, each of at most `max_tokens` (rows times longest)."""
+    """Yield parts of the batch's rows as they are, each of at most `max_tokens` (rows times longest)."""
     rows = max(1, max_tokens // batch.input_ids_BT.shape[1])
     for first in range(0, len(batch.input_ids_BT), rows):
         some = slice(first, first + rows)

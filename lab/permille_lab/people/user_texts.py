@@ -47,7 +47,7 @@ class User:
 
     @property
     def characters(self) -> int:
-        """Of the person's own words."""
+        """The number of characters of the person's own words."""
         return sum(len(own_words(document)) for document in self.documents)
 
 
@@ -65,7 +65,7 @@ def own_words(document: Document) -> str:
 
 
 def read_users(data: Path, collection: Collection) -> Users:
-    """Everybody of a collection.
+    """Read everybody of a collection.
 
     Args:
         data: holds `users/`.
@@ -96,7 +96,10 @@ def read_users(data: Path, collection: Collection) -> Users:
 
 
 def cohort(users: Sequence[User], *, least_characters: int) -> list[User]:
-    """Those who wrote enough, in an order that only their names decide: the first n are no choice of ours."""
+    """Return the people who wrote enough, in an order that only their names decide.
+
+    So the first n of them are no choice of ours.
+    """
     eligible = [user for user in users if user.characters >= least_characters]
     return sorted(
         eligible, key=lambda user: hashlib.sha256(f"permille-users-1\0{user.name}".encode()).digest()

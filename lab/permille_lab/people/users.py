@@ -70,7 +70,7 @@ def open_study(sources: Sources, model: str, folder: Path, *, seed: int) -> Stud
 
 
 def agent_run(study: Study, documents: Sequence[str], folder: Path) -> AgentRun:
-    """The agent's own command on a fresh home.
+    """Run the agent's own command on a fresh home.
 
     Raises:
         InputError: it came to no judgement.
@@ -95,7 +95,7 @@ def agent_run(study: Study, documents: Sequence[str], folder: Path) -> AgentRun:
 
 
 def measured(study: Study, user: User, others: Sequence[User], forward_steps: int) -> Result:
-    """Four states of one person, each on the part that was put away."""
+    """Measure four states of one person, each on the part that was put away."""
     person = study.person(user)
     own_text = [words for words in map(own_words, user.documents) if words not in person.test_words]
     whole = replace(person, train=[*person.train, *person.select])

@@ -32,7 +32,7 @@ _DELTA_EXPONENT = 6
 
 
 def measure(dp_epsilon: float | None, devices: int, *, knows_others: bool, trials: int) -> Result:
-    """The attacker's AUC, and the largest that the promise allows."""
+    """Return the attacker's AUC, and the largest AUC that the promise allows."""
     rng = np.random.default_rng([devices, int(knows_others), int(10 * (dp_epsilon or 0))])
     noise = 0 if dp_epsilon is None else noise_for(dp_epsilon, 10.0**-_DELTA_EXPONENT, ROUNDS)
     scores: dict[bool, list[float]] = {True: [], False: []}

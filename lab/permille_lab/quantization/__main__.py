@@ -43,7 +43,7 @@ WINDOW = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, what calibrates it, and what it is measured on."""
+    """A model, its calibration text, and the texts that measure it."""
 
     model: str
     windows: int
@@ -76,7 +76,7 @@ class HeldOut:
 
 
 def texts(data: Path, name: str) -> Iterator[str]:
-    """A public text, document by document; WikiText-2's test part as one."""
+    """Return a public text, document by document. WikiText-2's test part is one document."""
     files = {
         "wikitext-2": "text/wikitext-2/wiki.test.raw",
         "tinystories": "text/tinystories_2MiB/tinystories_sample.txt",
@@ -142,7 +142,7 @@ def measure(
 
 
 def measured(sources: Sources, case: Case, base: Base) -> Result:
-    """One base of one model on all texts of its case."""
+    """Measure one base of one model on all texts of its case."""
     folder = sources.models / case.model
     tokenizer = FileTokenizer(folder)
     begun = time.process_time()

@@ -62,7 +62,7 @@ def _stock(site: Site) -> tuple[str, str]:
 
 
 def _measure(root: Path, workers: int, split_flops: float, sequences: int, length: int) -> tuple[float, str]:
-    """Seconds from the request to the mask, and the mask's digest."""
+    """Return the seconds from the request to the mask, and the mask's digest."""
     root.mkdir()
     with job_site(root) as site:
         site.settings.update(FISHER_SPLIT_FLOPS=str(split_flops), THREADS="1", POLL_S="0.2", SWEEP_S="1")

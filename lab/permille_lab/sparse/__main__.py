@@ -130,14 +130,14 @@ def material(sources: Sources, case: Case, seed: int) -> Material:
 
 
 def losses(model: Any, judged: Mapping[str, NDArray[np.int64]]) -> dict[str, float]:
-    """Nats a token of each text."""
+    """Return the loss of each text, in nats a token."""
     return {name: round(perplexity(model, rows_NT)["loss"], 6) for name, rows_NT in judged.items()}
 
 
 def measured(
     source: Checkpoint, work: Path, found: Material, plan: IterativePlan, *, one_shot: bool
 ) -> Result:
-    """A cell: `pruned` where nothing came before, `recovered`, and what the rounds reported."""
+    """Measure a cell: `pruned` if nothing came before, `recovered`, and the reports of the rounds."""
     begun = time.process_time()
     shutil.rmtree(work, ignore_errors=True)
     result: Result = {}
@@ -168,7 +168,7 @@ def measured(
 
 
 def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
-    """The best of the rates tried for each kind of adapter, by the loss of the selection windows."""
+    """Return the best of the rates tried for each kind of adapter, by the loss of the selection windows."""
     best = {}
     for kind, way in ((AdapterKind.LORA, Way.WANDA), (AdapterKind.POOLING, Way.WANDA_POOLING)):
         found: dict[float, float] = {}
@@ -199,7 +199,7 @@ def settings_of(case: Case, target: str, way: Way, seed: int) -> Settings:
 
 
 def planned() -> Iterator[tuple[Case, int, str, Way]]:
-    """Cells in the order of what they tell: 60 % and 2:4 of every seed, then the rest."""
+    """Return the cells, the most telling first: 60 % and 2:4 of every seed, then the rest."""
     for first in (True, False):
         for seed in SEEDS:
             for case in CASES:
@@ -221,7 +221,7 @@ class Bench:
     work: Path
 
     def cell(self, case: Case, seed: int, target: str, way: Way) -> None:
-        """Measure one if it is missing, with what it is compared with."""
+        """Measure a cell if it is missing, together with the cells that it is compared with."""
         rates = tuned(self.cells, self.sources, case, self.work)
         source = Checkpoint(self.sources.models / case.model)
 

@@ -39,7 +39,7 @@ class PoolingAdapter(nn.Module):
         self.g = nn.Parameter(torch.zeros(groups, groups))
 
     def forward(self) -> Tensor:
-        """The change [N, K]."""
+        """Return the change, [N, K]."""
         rows, columns = self._shape
         n, k = (-(-side // len(self.g)) for side in self._shape)
         blocks = (self.g / k).repeat_interleave(n, dim=0)[:rows]
@@ -83,11 +83,13 @@ def allocate(
 def attach(
     model: nn.Module, sizes: Mapping[str, int], kind: AdapterKind, *, masked: bool, seed: int
 ) -> list[nn.Parameter]:
-    """Put an adapter beside each of these weights; everything else is frozen. The trained numbers, in order.
+    """Put an adapter beside each of these weights and freeze everything else.
+
+    Returns the trained numbers, in order.
 
     Args:
         sizes: rank or groups, by name of the weight.
-        masked: whether pruned places count while the adapter trains.
+        masked: if True, pruned places stay zero while the adapter trains.
         seed: of LoRA's beginning.
     """
     model.requires_grad_(False)
@@ -105,14 +107,14 @@ def attach(
 
 
 def merge(model: nn.Module) -> None:
-    """Write `keep * (W + dW)` as the weights; the adapters are gone. Zeros of W are zeros of the result."""
+    """Write `keep * (W + dW)` as the weights and remove the adapters. Zeros of W are zeros of the result."""
     for module, adapted in list(_adapted(model)):
         adapted.masked = True
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
 
 
 def change_norms(model: nn.Module) -> tuple[float, float]:
-    """Euclidean norms of all adapters' changes at kept places, and at pruned ones."""
+    """Return Euclidean norms of all adapters' changes at kept places, and at pruned ones."""
     kept = pruned = 0.0
     with torch.no_grad():
         for module, adapted in _adapted(model):

@@ -24,7 +24,7 @@ SPREAD = 0.1
 
 
 def cubic_rate(final: float, round_: int, rounds: int) -> float:
-    """The rate after a round, counted from 1; the last one's is `final`."""
+    """Return the rate after a round, counted from 1. The last round's rate is `final`."""
     return final if round_ == rounds else final * (1 - (1 - round_ / rounds) ** 3)
 
 
@@ -41,7 +41,7 @@ def linear_cka(x_TD: NDArray[np.float32], y_TE: NDArray[np.float32]) -> float:
 
 
 def similarities(features: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """CKA of each pair of layers, float64 [L, L]; the features have as many rows, their widths may differ."""
+    """Return the CKA of each pair of layers, float64 [L, L]. Features have equal rows; widths may differ."""
     found_LL = np.eye(len(features))
     for first in range(len(features)):
         for second in range(first):
@@ -65,7 +65,7 @@ def layer_rates(
     *,
     spread: float = SPREAD,
 ) -> NDArray[np.float64]:
-    """The rates that keep most of what is important, their mean over the weights being `rate`: float64 [L].
+    """Return the rates that keep most of the importance, with mean `rate` over the weights, float64 [L].
 
     Args:
         weights_L: number of weights that may be pruned in each layer.
