@@ -76,7 +76,7 @@ def measure(draw: str, groups: int, *, gain: float, trials: int) -> Result:
     adopted = [
         compare_losses(gain_G, tokens_G).better for gain_G, tokens_G in zip(gain_TG, tokens_TG, strict=True)
     ]
-    # The same resamples for all trials: how often each group was drawn.
+    # All trials share these resamples: the number of times that each group was drawn.
     drawn_RG = rng.multinomial(groups, np.full(groups, 1 / groups), _RESAMPLES).astype(np.float64)
     rate_TR = (nats_TG @ drawn_RG.T) / (tokens_TG @ drawn_RG.T)
     bootstrap = np.quantile(rate_TR, 0.025, axis=1) > 0
@@ -88,12 +88,12 @@ def measure_little(draw: str, alike: float, *, gain: float, trials: int) -> Resu
     rng = np.random.default_rng(
         [LITTLE_GROUPS, round(1000 * gain), round(10 * alike), list(DRAWS).index(draw)]
     )
-    # A group copies the one before so often: neighbours are so much alike, and each has the same law.
+    # A group copies the one before with this chance. So neighbours are alike, and all have the same law.
     own_TG = DRAWS[draw](rng, (trials, LITTLE_GROUPS))
     copies_TG = rng.random((trials, LITTLE_GROUPS)) < alike
     for group in range(1, LITTLE_GROUPS):
         own_TG[:, group] = np.where(copies_TG[:, group], own_TG[:, group - 1], own_TG[:, group])
-    # A gain of the margin or less is no better in any part; a larger one grows with what was learned.
+    # A gain of the margin or less is the same in every part. A larger gain grows with the text learned.
     parts_G = np.repeat(_PART_GAINS, [11, 10, 10]) if gain > 0.01 else np.ones(LITTLE_GROUPS)
     gain_TG = gain * parts_G + SPREAD * own_TG
     tokens_G = np.full(LITTLE_GROUPS, 24)

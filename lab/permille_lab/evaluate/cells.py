@@ -40,7 +40,7 @@ from permille_lab.tasks.scoring import (
 from permille_lab.tasks.splits import Splits, split
 
 _MASK_EXAMPLES = 64
-# Directions of one segment are no other segment's.
+# No two segments share directions.
 _SEGMENT_SEEDS = 1_000_003
 
 

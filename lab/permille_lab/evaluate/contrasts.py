@@ -59,7 +59,7 @@ class Contrast:
         from scipy import stats
 
         if self.error == 0:
-            # All clusters say one number. Others may differ; how many is not known from these.
+            # All clusters have one number. Others may differ, and these do not say how many.
             return _hidden(self) if self.effect > bound else 1.0
         return float(stats.t.sf((self.effect - bound) / self.error, self.freedom))
 

@@ -80,7 +80,7 @@ def open_results(sweep: Sweep, path: Path) -> "Results":
         return results
     lines = list(_parsed(whole, path))
     if len(lines) == 1 and not torn and lines[0].get("kind") == "sweep" and lines[0] not in headers:
-        # A sweep that was refused before its first cell: nothing is lost, and the mended one may begin.
+        # The sweep was refused before its first cell. Nothing is lost, and the corrected one may begin.
         path.write_bytes(_line(headers[0]))
         return Results(path, [headers[0]])
     if lines[0].get("procedure") != PROCEDURE:

@@ -124,7 +124,7 @@ def beats_by(
     mean = float(difference_N.mean())
     variance, freedom = clustered_variance(difference_N, cluster_N)
     if variance < TINY_VARIANCE:
-        # No cluster differs from another: what so many of them would hide, with this chance.
+        # No cluster differs from another. Take the difference that so many would hide with this chance.
         return mean, ((1 + margin) / 2) ** (freedom + 1) if mean > margin else 1.0
     return mean, float(stats.t.sf((mean - margin) / math.sqrt(variance), freedom))
 

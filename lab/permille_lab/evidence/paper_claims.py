@@ -116,7 +116,7 @@ CLAIMS = (
     ),
     Claim(
         key="static",
-        # Segments train better by themselves (docs/adr/0035): both sides have them.
+        # Segments alone train better (docs/adr/0035), so both sides have them.
         sentence="A static mask is at least equal to one that is selected again while training",
         relation=Relation.AT_LEAST,
         first=Side(method="zo:sensitive-task-segments"),

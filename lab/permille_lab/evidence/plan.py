@@ -203,7 +203,7 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
     match stage:
         case "table":
             pairs = (*STATIC, DYNAMIC[0])
-            # The references first: without them nothing is decided.
+            # References come first: without them nothing is decided.
             return [
                 of.unit("references", REFERENCES),
                 of.unit("pairs", pairs, seeds=many),
@@ -231,7 +231,7 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
                 ),
             ]  # fmt: skip
         case "fractions":
-            # Static ones first: where claims turn. The table's density has these cells in the table.
+            # Static masks come first: claims depend on them. The table has the cells of its own density.
             parts = {"static-": BY_DENSITY[: -len(DYNAMIC)], "dynamic-": DYNAMIC}
             fractions: Sequence[float] = FRACTIONS
             if task == Task.TEXT:
@@ -243,7 +243,7 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
             ]
         case "longer":
             named = LONGER_METHODS if task == Task.TEXT else LONGER_REFERENCES
-            # Text has no first order here, whose steps would be those of the table.
+            # Text has no first order here: its steps would be those of the table.
             of = replace(of, size=size.longer(first_order=task != Task.TEXT))
             return [of.unit(part, methods) for part, methods in named.items()]
         case "queries":
@@ -313,7 +313,7 @@ class _Place:
             "refresh_steps": max(1, choices["zo_steps"] // 4),
         }
         if set(methods) & {SEGMENTS, *DYNAMIC}:
-            # A new mask at each evaluation: a state is chosen from as many as where the mask stays.
+            # A new mask comes at each evaluation. So a state is chosen from as many as with a fixed mask.
             choices["refresh_steps"] = max(1, choices["zo_steps"] // choices["evaluations"])
         name = f"{self.stage}-{self.model.name}-{self.task}-{part}"
         return Unit(stage=self.stage, model=self.model, task=self.task, name=name, choices=choices)

@@ -209,7 +209,7 @@ def person_states(bench: Bench) -> Result:
     plan = Plan(cohort=COHORT, rounds=2 * ROUNDS)
     pooled_W = ours(bench, Division.TWEETS_PERSON, plan, clients).values_W
     everyone = Client(name="all", train=[row for client in clients for row in client.train], test=[])
-    # As many batches as all devices of all rounds together.
+    # It takes as many batches as all devices of all rounds together.
     steps = plan.cohort * plan.rounds * METHODS[OURS].local_steps
     first_order_W = own_values(bench, everyone, base_W, steps=steps, rate=RATE / 3)
     states = {
@@ -261,7 +261,7 @@ def attackers(bench: Bench) -> None:
                 clients = bench.clients(Division.TWEETS_PERSON, DEVICES)
                 plan = Plan(cohort=10, rounds=4, attack=sent)
                 found = ours(bench, Division.TWEETS_PERSON, plan, clients, local_steps=4, **changes)
-                # Attackers' own text counts too: it is nobody's fault but theirs that trains it less.
+                # Attackers' own text counts too.
                 return {"gains": bench.world.gains(found.values_W, clients)}
 
             bench.cells.once("attackers", settings, run)

@@ -158,7 +158,7 @@ def _sentences(
     for index in range(devices):
         share = 0.5 if rng is None else float(rng.dirichlet([CONCENTRATION, CONCENTRATION])[0])
         labels = np.arange(size) < round(share * size)
-        # By the same shares in both parts: a device is judged by text of its own kind.
+        # Both parts have the same shares, so that a device is judged by text of its own kind.
         order = np.random.default_rng([turn, index]).permutation(size)
         documents = [next(pools[int(labels[place])]) for place in order]
         clients.append(_client(f"{index}", documents[TEST_SENTENCES:], documents[:TEST_SENTENCES]))

@@ -143,7 +143,7 @@ def main() -> None:
     cells = Cells(options.cells)
     of_text = texts(sources, options.people)
     for method in options.method or [*OURS, *THEIRS, *TRAINED]:
-        # Here, so that no child makes it.
+        # Make the package here, so that no child does.
         model_package(sources, options.model, options.folder, trained=TRAINED.get(method))
         for seed in options.seeds:
             for text, documents in of_text.items():

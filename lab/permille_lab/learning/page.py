@@ -24,7 +24,7 @@ Points = list[dict[str, Any]]
 def label(settings: Settings) -> str:
     """An estimator's name in tables: its kind, queries x rows."""
     name = f"{settings['estimator']} {settings['queries']} x {settings['batch_rows']}"
-    # Cells from before their removal know directions that were scaled by the Fisher score.
+    # Older cells have directions that were scaled by the Fisher score.
     return f"{name}, scaled" if settings.get("scaling") else name
 
 

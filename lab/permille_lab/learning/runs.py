@@ -50,7 +50,7 @@ class TextRun:
         passes = self.engine.layer_passes
         wall, cpu = time.perf_counter(), time.process_time()
         found = personalise(self.package, self.engine, self.prepared, options, folder=folder)
-        # Processor seconds a second of the clock: others may use the machine meanwhile.
+        # Convert to processor seconds, since others may use the machine meanwhile.
         begun = found.curve[0].seconds
         pace = (time.process_time() - cpu) / (time.perf_counter() - wall)
         spent = [pace * (at.seconds - begun - number * evaluation_s) for number, at in enumerate(found.curve)]

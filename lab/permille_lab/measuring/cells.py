@@ -65,7 +65,7 @@ class Cells:
     def keep(self, figure: str, settings: Settings, result: Result) -> None:
         """Write a cell that was measured, here or elsewhere."""
         self._append({"figure": figure, "settings": settings, "result": result})
-        # As it will be read again: what JSON cannot hold must not live only until the next start.
+        # Keep the form that a restart will read. A value that JSON cannot hold would change then.
         self._results[_key(figure, settings)] = json.loads(json.dumps(result))
 
     def _read(self) -> None:

@@ -104,7 +104,7 @@ def _written(
             group_size=group_size,
             embeddings=embeddings,
         )
-    # Here, so that who finds the package made needs no torch: its memory is measured.
+    # Imported here, so that a process that finds the package needs no torch: its memory is measured.
     from permille.choices import MaskMethod
     from permille.corpora.files import ReadReport
     from permille.corpora.sequences import token_sequences

@@ -50,7 +50,7 @@ from permille.quantization.types import (
 )
 from permille.tensors import RawTensor
 
-# Root mean square of a code that is drawn evenly, in units of its scale.
+# Root mean square of an evenly drawn code, in units of its scale.
 _CODE_RMS = {Scheme.NF4: 0.55, Scheme.INT4: 4.3, Scheme.INT8: 73.6, Scheme.SQUEEZELLM: 1.0}
 _CODE_RMS |= {Scheme.SOURCE: 4.6}
 

@@ -142,7 +142,7 @@ class Trainable:
         """
         loss, gradient_K = self.gradient(values_K, batch)
         wide_K = gradient_K.astype(np.float64)
-        # One by one: all directions of all weights at float64 would be gigabytes.
+        # Take them one by one: all directions of all weights in float64 would be gigabytes.
         return loss, np.array([direction_K.astype(np.float64) @ wide_K for direction_K in directions_QK])
 
     def _install(self, values_K: NDArray[np.float32]) -> None:

@@ -135,7 +135,7 @@ def _persona(row: Any) -> tuple[str, list[Document]]:
 
 
 def _listed(value: Any) -> list[Any]:
-    # A string can be walked through, too: letter by letter.
+    # A string is iterable, too: letter by letter.
     if not isinstance(value, list):
         raise TypeError(f"expected a list, got {type(value).__name__}")
     return value

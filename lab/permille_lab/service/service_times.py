@@ -135,7 +135,7 @@ def _polls(folder: Path, url: str | None) -> dict[str, Any]:
         own = (running.api_pid,)
         begun, used = time.monotonic(), _processor_s(own)
         for number in range(MOST_POLLS):
-            # Each polls once at least: who was not seen is asked for again.
+            # Each device polls at least once: a device that was not seen polls again.
             lines = _lines(folder, f"polls-{number}", [f"{token} {ALIAS}" for token in left])
             loads.append(_wrk(running.url, lines, POLL_CONNECTIONS, POLL_S, PAUSE_MS))
             left = left[loads[-1]["requests"] :] or tokens

@@ -74,7 +74,7 @@ def allocate(
     mean = math.fsum(losses.values()) / len(losses)
     shares = {name: loss / mean if mean else 1.0 for name, loss in losses.items()}
     return {
-        # A mean is rounded: what is a square but for that is one.
+        # A mean is rounded, so allow for that before taking the root.
         name: min(max(1, math.isqrt(int(average * share * (1 + 1e-12)))), *shapes[name])
         for name, share in shares.items()
     }

@@ -346,7 +346,7 @@ def _people(cells: Cells) -> pd.DataFrame:
     for settings, result in cells.of("device people"):
         losses = {name: np.array(result[name]["losses"]) for name in ("dense", "sparse")}
         gains = {name: loss_P2[:, 0] - loss_P2[:, 1] for name, loss_P2 in losses.items()}
-        # A gain is minus a loss: positive where the sparse model gains more.
+        # A gain is a negative loss, so the difference is positive where the sparse model gains more.
         test = user_test("sparse less dense", -gains["sparse"], -gains["dense"])
         rows.append(
             {

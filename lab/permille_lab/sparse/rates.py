@@ -79,7 +79,7 @@ def layer_rates(
 
     lower_L = np.maximum(pruned_L, max(0.0, rate - spread))
     upper_L = np.maximum(lower_L, min(max(LARGEST_RATE, rate), rate + spread))
-    # HiGHS calls coefficients that differ by less than 1e-7 equal, and an exponential of many layers is tiny.
+    # Scale first: HiGHS treats differences below 1e-7 as 0, and an exponential of many layers is tiny.
     worth_L = importance_L / importance_L.max()
     share_L = weights_L / weights_L.sum()
     found = linprog(

@@ -325,7 +325,7 @@ def _check_text(row: Row, key: str) -> None:
 
 
 def _label(known: Mapping[Any, int], value: object) -> int:
-    # True equals 1 in Python: a boolean task must not take numbers, nor the other way round.
+    # True equals 1 in Python. A boolean task must not take numbers, nor a number task booleans.
     for label, index in known.items():
         if type(value) is type(label) and value == label:
             return index

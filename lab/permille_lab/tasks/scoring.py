@@ -187,7 +187,7 @@ def score(token_losses: TokenLosses, choices: Sequence[Choices], *, max_batch_to
         raise InputError("expected examples to score, got none")
     answers = [answer for item in choices for answer in item.answers]
     mean_A = np.empty(len(answers))
-    # By length: sequences of one call are nearly equally long, so little is padding.
+    # Sort by length. Then sequences of one call are nearly equally long, and little is padding.
     order = sorted(range(len(answers)), key=lambda index: len(answers[index].ids))
     for part in _parts(order, answers, max_batch_tokens):
         losses_R = token_losses(_batch([answers[index] for index in part])).astype(np.float64)
