@@ -67,7 +67,7 @@ class Api:
         return tenant.id
 
     def statements(self, path: str, token: str | None = None) -> int:
-        """How many statements the answer to a GET takes; the borders of transactions do not count."""
+        """Count the statements that a GET takes, without those that begin or end a transaction."""
         told: list[str] = []
 
         def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:

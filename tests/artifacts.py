@@ -42,7 +42,7 @@ def some_model(session: Session, tenant_id: str) -> str:
 def add_artifact(
     session: Session, *, tenant_id: str, kind: JobKind, request: Mapping[str, object], made: Made
 ) -> Artifact:
-    """What a job with this request has made."""
+    """Add the artifact that a job with this request makes."""
     job = queue.submit(session, NewJob(tenant_id=tenant_id, kind=kind, payload=request))
     claim = claims.claim(session, worker="w", lease_s=60, job_id=job.id)
     assert claim is not None

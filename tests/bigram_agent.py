@@ -18,7 +18,7 @@ from tests.bigram_engine import bigram_engine
 
 
 def main(arguments: list[str]) -> int:
-    """What `permille-agent train` does, with another engine and short rows."""
+    """Run `permille-agent train` with another engine and short rows."""
     home = open_home(Path(arguments[0]))
     queries = int(arguments[3])
     estimator = EstimatorKind.ONE_SIDED if queries else EstimatorKind.GRADIENT

@@ -1,4 +1,4 @@
-"""What bitsandbytes decodes a 4-bit layer to, with AVX-512 and without."""
+"""Decoding of a 4-bit layer by bitsandbytes, with AVX-512 and without."""
 
 import copy
 

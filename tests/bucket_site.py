@@ -26,7 +26,7 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "secret-
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests `METHOD /path?query` that match.
+    """The fault of the next `times` requests `METHOD /path?query` that match.
 
     Attributes:
         status: answer with this and an S3 error.
@@ -75,7 +75,7 @@ class Gate:
 
     @property
     def address(self) -> str:
-        """What settings call it."""
+        """Return the bucket's address, as settings write it."""
         return f"s3://{self.bucket}/permille?endpoint={self.endpoint}&region=us-east-1"
 
     def open(self, **options: Any) -> Bucket:
@@ -207,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _is_signed(request: Request, late_s: float) -> bool:
-    """Whether the query has a signature of ours (AWS Signature Version 4) that is still good."""
+    """Return True if the query has a valid signature of ours (AWS Signature Version 4)."""
     method, target = request.line.split(" ", 1)
     path, _, query = target.partition("?")
     given = dict(parse_qsl(query, keep_blank_values=True))

@@ -45,7 +45,7 @@ def new_id(prefix: str, text: str | None = None) -> str:
 
 @dataclass
 class Fault:
-    """What happens instead of the answer to the next `times` requests whose path matches `path`.
+    """The fault in place of the answer to the next `times` requests whose path matches `path`.
 
     Attributes:
         status: answer with this status and `headers`.
@@ -137,7 +137,7 @@ class DeviceService:
 
     @property
     def invitation(self) -> str:
-        """What the operator hands over: a code, and the digits of the newest root."""
+        """Return an invitation, as the operator hands it over: a code, and the digits of the newest root."""
         return f"{CODE}.{self.repository.root_digest}"
 
     def take_fault(self, path: str) -> Fault | None:

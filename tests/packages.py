@@ -148,7 +148,7 @@ def pooled_package(package: Package, s_K: NDArray[np.int64], step_unit_exponent:
 
 
 def program_bytes(rest: bytes = b"not a program") -> bytes:
-    """What a reader takes for a program, and no runtime (FORMAT 4.11)."""
+    """Return bytes that a reader takes for a program and no runtime does (FORMAT 4.11)."""
     return struct.pack("<I8sIQQQ", 40, b"ET12eh00", 32, 40, 40, len(rest)) + rest
 
 

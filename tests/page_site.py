@@ -57,7 +57,7 @@ WIDE, NARROW = {"width": 1280, "height": 720}, {"width": 390, "height": 720}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stocked:
-    """What was put in: its running job, held by its claim, and its mask."""
+    """The data that was put in: the running job, held by its claim, and its mask."""
 
     database: Database
     held: Claim

@@ -118,7 +118,7 @@ class Agent:
         join_federation(self.home, name)
 
     def command(self, *arguments: str, code: int = 0) -> Any:
-        """What a command prints as JSON."""
+        """Return the JSON that a command prints."""
         printed, errors = io.StringIO(), io.StringIO()
         with redirect_stdout(printed), redirect_stderr(errors):
             got = main(["--home", str(self.home.root), *arguments, "--json"])

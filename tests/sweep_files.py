@@ -1,4 +1,4 @@
-"""What the sweeps of the tests are made of."""
+"""Files for the sweeps of the tests."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""What permille is measured with: evaluation of methods, benchmarks and the reference model."""
+"""Tools that measure permille: evaluation of methods, benchmarks and the reference model."""

@@ -1,9 +1,9 @@
-"""Are the mask and the package of a 7B model made in the memory of a small machine? `make bench-large`.
+"""Check that the mask and the package of a 7B model fit a small machine's memory: `make bench-large`.
 
 A checkpoint of random float16 weights is written tensor by tensor. Then each part of a build runs in a fresh
 process, told to use `--memory` bytes at most: scores (the model is read one decoder layer at a time), the
-mask and its report, the codes, the package. Its peak is `ru_maxrss`: pages of mapped files count. The times
-are of few and short sequences; scoring takes as long again for each further pass over the model.
+mask and its report, the codes, the package. Its peak is `ru_maxrss`, which counts pages of mapped files. The
+times are of few and short sequences. Scoring takes as long again for each further pass over the model.
 
     python -m permille_lab.large --layers 8        # an eighth of the disk
 
@@ -44,7 +44,7 @@ _GIB = 1 << 30
 
 
 def write_checkpoint(folder: Path, config: dict[str, JSON]) -> None:
-    """A model folder of random float16 weights: numbers of one pool, from another place for each tensor."""
+    """Write a model folder of random float16 weights, cut from one pool at another place for each tensor."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     shapes = expected_tensors(config)

@@ -1,7 +1,7 @@
-"""Writes docs/results from lab/results: `make results`, or `python -m permille_lab.pages`.
+"""Write docs/results from lab/results: `make results`, or `python -m permille_lab.pages`.
 
 A page is a template: its first paragraph is the answer, in words, and its tables come from the finished
-cells. Whoever measures again reads the words again, too.
+cells. After a new measurement, read the words of its page again.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
 
 
 def written(results: Path) -> dict[Path, str]:
-    """Every file that is made from results, by its place in a checkout."""
+    """Return every file that is made from results, by its place in a checkout."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=StrictUndefined,

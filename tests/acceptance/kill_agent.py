@@ -49,7 +49,7 @@ PHASES = (
 
 @dataclass(slots=True)
 class KillReport:
-    """What was killed, where, and which runs ended otherwise than the unkilled one."""
+    """The kills, their places, and the runs that ended otherwise than the unkilled one."""
 
     kills: int = 0
     cuts: int = 0

@@ -1,4 +1,4 @@
-"""What stands in deploy/ is what its own tools accept, and names settings and numbers that exist."""
+"""The files in deploy/ pass their own tools, and name settings and numbers that exist."""
 
 import json
 import os

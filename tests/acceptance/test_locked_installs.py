@@ -1,6 +1,6 @@
-"""What the Dockerfile does for the API, and what a device does, in folders: environments made of the locks.
+"""Install from the locks into folders, as the Dockerfile does for the API and as a device does.
 
-Needs a package index. Without one, `tests/architecture/test_locks.py` checks as much as can be.
+This needs a package index. Without one, `tests/architecture/test_locks.py` checks as much as it can.
 """
 
 import json

@@ -24,7 +24,7 @@ def looking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running,
 
 
 def watch(page: Page) -> tuple[list[str], list[str]]:
-    """What the page asks for, and what goes wrong on it, a breach of its own policy included."""
+    """Collect the page's requests and its errors, breaches of its own policy included."""
     asked, errors = list[str](), list[str]()
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))

@@ -24,7 +24,7 @@ class Device:
         self._capsys = capsys
 
     def __call__(self, *arguments: str) -> Any:
-        """What a command that succeeds prints."""
+        """Return the output of a command that succeeds."""
         self._capsys.readouterr()
         code = main(["--home", str(self._home), *arguments, "--json"])
         printed = self._capsys.readouterr()
@@ -33,14 +33,14 @@ class Device:
 
 
 def own_text(folder: Path) -> Path:
-    """What a user wrote who says everything the other way round."""
+    """Return the text of a user who says everything the other way round."""
     path = folder / "user.txt"
     path.write_text("\n\n".join(" ".join(reversed(text.split())) for text in sentences(900, seed=3)))
     return path
 
 
 def checked(up: Running, run_id: str) -> dict[str, Any]:
-    """What the service knows of the log of a run, once it has looked at it."""
+    """Return the service's record of a run's log, once the service has checked it."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         log: dict[str, Any] = up.answer("runs", "show", run_id)["log"]

@@ -1,7 +1,7 @@
-"""How many modules of the project stand behind a module: `python -m tests.architecture.reach [MODULE ...]`.
+"""Count the modules of the project behind a module: `python -m tests.architecture.reach [MODULE ...]`.
 
-Counts what its imports reach, those within functions included, by reading sources: nothing is imported.
-Imports for types alone do not count.
+The count holds all that its imports reach, those within functions included. It comes from the sources:
+nothing is imported. Imports for types alone do not count.
 Without a name it prints the two figures of `docs/explanation/architecture.md`.
 """
 

@@ -41,11 +41,11 @@ _SWEPT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-        accepted: how many jobs were promised.
-        kinds: how many jobs ended how, by kind and state, parts included.
+        accepted: number of jobs that were promised.
+        kinds: number of jobs by kind and final state, parts included.
         complete: everything was sent, and has ended.
     """
 
@@ -168,7 +168,7 @@ class Run:
 
 
 def _unfinished(site: Site) -> int | None:
-    """How many jobs have not ended; None while the database is away."""
+    """Count the jobs that have not ended; None while the database is away."""
     try:
         with site.connect() as connection:
             query = "SELECT count(*) FROM jobs WHERE state != ALL(%s)"
@@ -179,7 +179,7 @@ def _unfinished(site: Site) -> int | None:
 
 
 def _print_kinds(kinds: Counter[tuple[str, str]]) -> None:
-    """How many jobs of each kind ended how, parts of others included."""
+    """Print the number of jobs by kind and final state, parts of others included."""
     states = ("succeeded", "failed", "cancelled")
     print(f"{'kind':16}" + "".join(f"{state:>11}" for state in states))
     for kind in JobKind:

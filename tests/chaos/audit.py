@@ -1,6 +1,6 @@
-"""What is left once everything has healed, counted from the tables and the files alone.
+"""Audit the tables and files once everything has healed.
 
-Nothing of the product is called; what it says of itself is not asked.
+The audit calls nothing of the product and does not ask it about itself.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _INPUT_ERRORS = ("InputError", "PartFailed")
 
 @dataclass(slots=True)
 class Findings:
-    """What should not be, one line each."""
+    """The faults that were found, one line each."""
 
     lost: list[str] = field(default_factory=list)
     published_twice: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ def _is_of_input(error: Any) -> bool:
 
 
 def _made(tables: _Tables) -> set[tuple[str, str]]:
-    """What there is, by the kind of job that makes it and its name."""
+    """Return the artifacts that exist, by the kind of job that makes them and their name."""
     made: set[tuple[str, str]] = set()
     for row in tables.rows("SELECT id, kind, digest FROM artifacts"):
         if row.kind == "package":

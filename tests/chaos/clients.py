@@ -121,7 +121,7 @@ class Accepted:
 
 @dataclass(slots=True)
 class World:
-    """What jobs are made of: a model, corpora, a mask and a quantization, a package that is published."""
+    """The inputs of jobs: a model, corpora, a mask and a quantization, a package that is published."""
 
     api: Api
     model_id: str
@@ -354,7 +354,7 @@ class Clients:
 
 
 def request_of(world: World, kind: str, key: str) -> tuple[str, dict[str, object]]:
-    """Where a job of this kind is asked for, and how."""
+    """Return the route and the request for a job of this kind."""
     seed = int(key.rpartition("-")[2])
     model, corpus = {"model_id": world.model_id}, {"corpus_id": world.corpus_id}
     fisher = {**model, **corpus, "method": "fisher", "density": 0.05, "length": 16, "seed": seed}

@@ -1,4 +1,4 @@
-"""What goes wrong, when: a seeded list, one fault for every few jobs that were accepted."""
+"""A seeded list of faults, one for every few jobs that were accepted."""
 
 import random
 import signal

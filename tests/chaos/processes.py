@@ -63,7 +63,7 @@ _held: Claim | None = None
 
 
 def reached(step: str) -> bool:
-    """Whether a fault waits at this step; it is taken."""
+    """Return True if a fault waits at this step, and take it."""
     if _held is not None and _held.attempt >= _held.max_attempts:
         return False
     with suppress(FileNotFoundError):

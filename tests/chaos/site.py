@@ -89,7 +89,7 @@ class Site:
 
     @property
     def urls(self) -> list[str]:
-        """Where the APIs are."""
+        """Return the addresses of the APIs."""
         return [f"http://127.0.0.1:{port}" for port in self.ports.values()]
 
     @property

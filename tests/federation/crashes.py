@@ -57,7 +57,7 @@ class Crash(BaseException):
 
 @dataclass(slots=True)
 class Tally:
-    """What so many trials showed."""
+    """The counts of a number of trials."""
 
     trials: int = 0
     killed: int = 0
@@ -69,7 +69,7 @@ class Tally:
     beyond: int = 0
 
     def line(self) -> str:
-        """What a log keeps."""
+        """Return the line for the log."""
         return (
             f"privacy-ledger: trials={self.trials} killed={self.killed} after_commit={self.after_commit} "
             f"rounds={self.rounds} void={self.void} charged_twice={self.charged_twice} lost={self.lost} "

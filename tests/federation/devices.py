@@ -192,12 +192,12 @@ class Device:
         return ""
 
     def read(self, data: bytes, rules: Definition) -> Contribution:
-        """What bytes of this device say."""
+        """Read the bytes of this device."""
         _, identity = require_enrolment(self.home)
         return decode_contribution(data, rules, decode_key(identity.public_key))
 
     def forgeries(self, part: RoundPart) -> dict[str, bytes]:
-        """What an honest device never sends, by what is wrong with it."""
+        """Return messages that no honest device sends, by their fault."""
         honest = part.contribution.read_bytes()
         rules = part.membership.definition()
         _, identity = require_enrolment(self.home)

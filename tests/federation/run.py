@@ -59,7 +59,7 @@ _WAIT_S, _POLL_S = 120.0, 0.1
 
 @dataclass(slots=True)
 class Tally:
-    """What happened, over all rounds."""
+    """The counts over all rounds."""
 
     counted: int = 0
     void: int = 0
@@ -278,7 +278,7 @@ def wait_for_end(run: Run, number: int) -> dict[str, Any]:
 
 
 def compare(run: Run, number: int, ended: dict[str, Any]) -> None:
-    """Whether the published bytes are those of exactly the contributions that the service took."""
+    """Tally a round as wrong unless exactly the contributions that the service took give its bytes."""
     taken: list[Contribution] = []
     shut_out: list[Contribution] = []
     for device in run.devices:
@@ -311,7 +311,7 @@ def compare(run: Run, number: int, ended: dict[str, Any]) -> None:
 
 
 def orders(run: Run, count: int) -> int:
-    """How many of so many shuffled orders give other bytes than the published ones."""
+    """Count the shuffled orders that give other bytes than the published ones."""
     rng, differing = random.Random(run.seed), 0
     published = {number: taken for number, taken in run.ranked.items() if taken}
     for _ in range(count):
@@ -322,7 +322,7 @@ def orders(run: Run, count: int) -> int:
 
 
 def audit(run: Run, folder: Path) -> tuple[int, float]:
-    """How many of three auditors come to another end than the service says, and a device's catching up."""
+    """Count how many of three auditors disagree with the service, and time a device that catches up."""
     said = run.read()
     expected = (said["chain"], said["state_digest"])
     segment, definition = folder / "segment", folder / "definition"

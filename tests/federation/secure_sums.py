@@ -30,7 +30,7 @@ WORST_DEVIATIONS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What so many rounds showed."""
+    """The counts of a number of rounds."""
 
     rounds: int
     exact: int
@@ -39,7 +39,7 @@ class Outcome:
     noise_over_promise: float
 
     def line(self, devices: int, dropped: int) -> str:
-        """What a log keeps."""
+        """Return the line for the log."""
         return (
             f"secure-sum: rounds={self.rounds} devices={devices} dropped={dropped} exact={self.exact} "
             f"upload_bytes={self.upload_bytes} keeper_ms={self.keeper_ms:.1f} "

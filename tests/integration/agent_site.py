@@ -33,7 +33,7 @@ socket.socket.connect, socket.socket.connect_ex, socket.getaddrinfo = connect, c
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, and all that it printed."""
+    """The exit of a command, with all that it printed."""
 
     code: int
     output: str
@@ -76,12 +76,12 @@ class AgentSite:
         return Ended(process.returncode, output, errors)
 
     def json(self, *arguments: str) -> dict[str, Any]:
-        """What a command that succeeds prints."""
+        """Return the output of a command that succeeds."""
         ended = self.run(*arguments, "--json")
         assert ended.code == 0, ended.errors
         document: dict[str, Any] = json.loads(ended.output)
         return document
 
     def connections(self) -> set[str]:
-        """Where sockets connected to and which names were looked up, as text."""
+        """Return as text the addresses that sockets connected to and the names that were looked up."""
         return set(self._spy.read_text().splitlines()) if self._spy.exists() else set()

@@ -87,13 +87,13 @@ class Site:
             queue.request_cancel(session, tenant_id=self.tenant_id, job_id=job.id)
 
     def results(self) -> list[Artifact]:
-        """What the jobs have published."""
+        """Return the results that the jobs have published."""
         with self.db.read() as session:
             return list(session.query(Artifact).order_by(Artifact.id))
 
     @property
     def trace(self) -> Path:
-        """Where attempts leave their lines."""
+        """The file to which attempts append their lines."""
         return self.root / "trace"
 
     def attempts(self) -> list[list[str]]:
@@ -143,7 +143,7 @@ class Site:
         worker.send_signal(signal.SIGCONT)
 
     def explain(self) -> str:
-        """What to show when a wait is in vain."""
+        """Return the message of a wait that was in vain."""
         log = self.root / "worker.log"
         return log.read_text(errors="replace")[-6000:] if log.exists() else "no worker was started"
 
@@ -176,7 +176,7 @@ def wait_until(condition: Callable[[], bool], explain: Callable[[], str]) -> Non
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
+    """Return True if the process runs; a zombie does not."""
     return _state(pid) not in {"Z", ""}
 
 

@@ -44,7 +44,7 @@ def kill_on_the_way(site: AgentSite, service: DeviceService, rng: random.Random,
 
 
 def check_state(home_folder: Path, digest: str) -> None:
-    """What every kill leaves: nothing installed or the whole package, and blobs that match their names."""
+    """Check the state after a kill: the package is whole or absent, and blobs match their names."""
     home = open_home(home_folder)
     installed = installed_release(home)
     blobs = BlobFolder(home.blobs)

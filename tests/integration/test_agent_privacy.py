@@ -1,6 +1,6 @@
-"""What leaves the device: canaries in the user's text, all traffic and all logs searched for them.
+"""Search all traffic and all logs for canaries from the user's text.
 
-The whole way is walked with the real commands and the real engine: enroll, pull, train, report, and the
+The tests walk the whole way with the real commands and the real engine: enroll, pull, train, report, and the
 daemon. A canary counts as found in clear, in another case, URL-encoded, in hexadecimal, in base64 at any
 offset, or in pieces of `PIECE` characters spread over fields or requests.
 """
@@ -166,7 +166,7 @@ def test_nothing_is_sent_in_a_form_that_the_search_cannot_read(walk: Walk) -> No
 
 
 def has_word(traffic: bytes, word: str) -> bool:
-    """Whether a word stands in a line of text: a short one is in random bytes and tokens by chance."""
+    """Return True if a word stands in a line of text. Random bytes and tokens hold a short one by chance."""
     lines = (line.decode(errors="replace") for line in traffic.splitlines())
     words = (re.findall(r"[A-Za-z0-9_.+=-]+", line) for line in lines if "\ufffd" not in line)
     return any(word in said for said in words)

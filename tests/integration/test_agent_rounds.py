@@ -316,7 +316,7 @@ def test_an_adopted_round_is_where_training_begins_and_alone_a_candidate(
 
 
 def active_run_before(agent: Agent, result: RunResult) -> str | None:
-    """Which run was active when a run was decided."""
+    """Return the run that was active when a run was decided."""
     assert result.decision is not None
     return result.decision.incumbent.run
 

@@ -91,7 +91,7 @@ def test_a_job_asked_for_many_times_at_once_is_noted_once(api: Api) -> None:
 
 
 class Lines:
-    """What the command's session shows, and a client that asks the app."""
+    """The lines of the command's session, and a client that asks the app."""
 
     def __init__(self, api: Api) -> None:
         self.api, self.client = api, self

@@ -1,4 +1,4 @@
-"""What every route keeps to: problems, hosts, limits, headers, idempotency, pages, the OpenAPI document."""
+"""Conventions of every route: problems, hosts, limits, headers, idempotency, pages, the OpenAPI document."""
 
 import re
 from collections.abc import Callable

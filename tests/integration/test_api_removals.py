@@ -1,4 +1,4 @@
-"""What jobs made can be removed while nothing names it; yanking says who has the version."""
+"""A job's results can be removed while nothing names them; yanking says who has the version."""
 
 import os
 from datetime import timedelta

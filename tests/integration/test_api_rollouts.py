@@ -41,7 +41,7 @@ def start(api: Api, **changes: Any) -> dict[str, Any]:
 
 
 def signed(api: Api, token: str) -> Offer | None:
-    """What a device reads of `tiny` and `stable` in the newest signed metadata."""
+    """Read `tiny` and `stable` from the newest signed metadata, as a device does."""
 
     def file(name: str) -> bytes:
         content: bytes = api.get(f"/v1/trust/metadata/{name}.json", token).content

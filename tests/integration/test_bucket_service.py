@@ -40,7 +40,7 @@ def site(server: str) -> Iterator[Gate]:
 
 
 def agent(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str) -> Any:
-    """What a device's command answers."""
+    """Return the answer of a device's command."""
     capsys.readouterr()
     code = main(["--home", str(home), *arguments, "--json"])
     printed = capsys.readouterr()

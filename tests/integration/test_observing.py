@@ -1,4 +1,4 @@
-"""What the service shows of itself: numbers, logs and traces of real processes, and how it stops."""
+"""Numbers, logs and traces of real processes, and their orderly stop."""
 
 import gzip
 import json

@@ -415,7 +415,7 @@ def test_a_contrast_counts_the_spread_of_items_and_of_seeds() -> None:
 
 
 def test_tasks_share_the_luck_of_a_seed() -> None:
-    """What a seed does to both tasks is not halved by there being two."""
+    """A seed's effect on both tasks is not halved because there are two."""
 
     def differing(task: str, luck: Sequence[float]) -> tuple[list[Record], list[Record]]:
         first = [dict(r, task=task) for r in records("zo:sensitive-c4", 0.7)]

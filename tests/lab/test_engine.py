@@ -1,4 +1,4 @@
-"""What the engine benchmarks measure is what they say, and a kill loses no cell."""
+"""The engine benchmarks measure what they say, and a kill loses no cell."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""What the evidence consists of, what is finished of it, and the pages that are made of all results."""
+"""The sweeps of the evidence, the finished part, and the pages that are made of all results."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What a report concludes from records: which tasks count, and means over seeds."""
+"""Conclusions of a report from records: the tasks that count, and means over seeds."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ PLAN = IterativePlan(rate=0.6, rounds=3, rank=2, longer=2, recovery=STEPS, sprea
 
 
 class KilledError(Exception):
-    """What a test's `progress` raises."""
+    """The error that a test's `progress` raises."""
 
 
 @pytest.fixture(scope="module")

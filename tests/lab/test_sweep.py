@@ -236,7 +236,7 @@ def test_segments_keep_their_mask_and_are_plain_training_where_there_is_one(
 def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
     sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is trained, by whom and with which seed: every trial once, then the reported run."""
+    """Every trial trains once with a tuning seed, then the reported run with its own."""
     text = sweep_file.read_text().replace("trials = 1", "trials = 3\ntuning_seeds = 3")
     methods = 'methods = ["zo:sensitive-c4", "zo:random-dynamic"]\n#'
     sweep_file.write_text(text.replace("methods = [", methods))

@@ -58,7 +58,7 @@ def test_a_run_that_diverges_keeps_what_was_best() -> None:
 def _attempts(
     losses: Mapping[float, tuple[float, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Trained, list[float]]:
-    """What is chosen where a step factor's evaluations have these losses, and the factors that were tried."""
+    """Return the chosen step factor for these losses of evaluations, and the factors that were tried."""
     tried: list[float] = []
 
     def curve_of(*given: Any) -> Trained:

@@ -2,7 +2,7 @@
 
 For each model, method and pattern: in how many places of all linears both agree on what is zero, the linear
 where fewest do, how far apart the weights are that both keep. Ends with 1 below 99.9 % at one half or 2:4;
-docs/tutorial/library.md says where they do not agree, and why 4:8 is shown alone.
+docs/results/pruning.md says where they do not agree, and why 4:8 is only shown.
 """
 
 import itertools

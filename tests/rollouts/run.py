@@ -150,7 +150,7 @@ def _try_package(_blobs: Path, digest: str, *, size_bytes: int) -> None:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one version.
+    """The fate of one version.
 
     Attributes:
         touched: devices that began to install it.

@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer say, in all their forms."""
+"""The files beside a tokenizer, in all their forms."""
 
 import json
 

@@ -1,11 +1,11 @@
-"""How often is a useless model adopted, and a useful one not? `make bench-decision`.
+"""Measure how often useless and useful models are adopted: `make bench-decision`.
 
-A simulation of the agent's rule beside the interval of a bootstrap (percentiles, 95 %, above 0): so many
-groups of a person's held-out documents, each with a gain a token that is drawn with the true mean. Most of
-the distributions are skewed: what hurts few groups much is what an interval of groups that were seen does not
-know.
+The simulation compares the agent's rule with the interval of a bootstrap (percentiles, 95 %, above 0). Each
+trial draws groups of a person's held-out documents. Every group has a gain a token, drawn with the true mean.
+Most of the distributions are skewed: a few groups lose much. An interval of the groups that were seen knows
+nothing of such losses.
 
-Little text is judged part by part: groups of few tokens, one after the other, whose neighbours are alike.
+Little text is judged part by part. Its groups hold few tokens and follow each other, so neighbours are alike.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,19 +40,19 @@ def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.floa
 
 
 def _exponential(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-    """Few groups lose much."""
+    """Draw gains of which few groups lose much."""
     return 1.0 - rng.standard_exponential(shape)
 
 
 def _lognormal(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-    """Fewer lose more."""
+    """Draw gains of which fewer groups lose more."""
     drawn = np.exp(rng.standard_normal(shape))
     found: NDArray[np.float64] = (np.exp(0.5) - drawn) / np.sqrt((np.e - 1) * np.e)
     return found
 
 
 def _hurt(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-    """One group in twenty is badly hurt, the others gain a little, all alike."""
+    """Draw gains of which one group in twenty is badly hurt, and the others gain a little, all alike."""
     hurt = rng.random(shape) < HURT
     found: NDArray[np.float64] = np.where(hurt, HURT - 1.0, HURT) / np.sqrt(HURT * (1 - HURT))
     return found
@@ -76,7 +76,7 @@ def measure(draw: str, groups: int, *, gain: float, trials: int) -> Result:
     adopted = [
         compare_losses(gain_G, tokens_G).better for gain_G, tokens_G in zip(gain_TG, tokens_TG, strict=True)
     ]
-    # The same resamples for all trials: how often each group was drawn.
+    # All trials share these resamples: the number of times that each group was drawn.
     drawn_RG = rng.multinomial(groups, np.full(groups, 1 / groups), _RESAMPLES).astype(np.float64)
     rate_TR = (nats_TG @ drawn_RG.T) / (tokens_TG @ drawn_RG.T)
     bootstrap = np.quantile(rate_TR, 0.025, axis=1) > 0
@@ -88,12 +88,12 @@ def measure_little(draw: str, alike: float, *, gain: float, trials: int) -> Resu
     rng = np.random.default_rng(
         [LITTLE_GROUPS, round(1000 * gain), round(10 * alike), list(DRAWS).index(draw)]
     )
-    # A group copies the one before so often: neighbours are so much alike, and each has the same law.
+    # A group copies the one before with this chance. So neighbours are alike, and all have the same law.
     own_TG = DRAWS[draw](rng, (trials, LITTLE_GROUPS))
     copies_TG = rng.random((trials, LITTLE_GROUPS)) < alike
     for group in range(1, LITTLE_GROUPS):
         own_TG[:, group] = np.where(copies_TG[:, group], own_TG[:, group - 1], own_TG[:, group])
-    # A gain of the margin or less is no better in any part; a larger one grows with what was learned.
+    # A gain of the margin or less is the same in every part. A larger gain grows with the text learned.
     parts_G = np.repeat(_PART_GAINS, [11, 10, 10]) if gain > 0.01 else np.ones(LITTLE_GROUPS)
     gain_TG = gain * parts_G + SPREAD * own_TG
     tokens_G = np.full(LITTLE_GROUPS, 24)

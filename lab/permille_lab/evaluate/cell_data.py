@@ -39,13 +39,13 @@ class Encoder:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def token_bytes(self, text: str) -> NDArray[np.int64]:
-        """How many bytes of the text each of its tokens stands for, int64 [T]."""
+        """Return the bytes of the text that each of its tokens stands for, int64 [T]."""
         ends = [end for _, end in self._tokenizer.encode(text, add_special_tokens=False).offsets]
         return token_bytes(text, np.array(ends, dtype=np.int64))
 
 
 class CellData:
-    """Train, validation and test examples that fit; of what does not, `unfit` is told.
+    """Train, validation and test examples that fit; `unfit` is told of the others.
 
     Args:
         shots: solved examples before each prompt.
@@ -88,14 +88,14 @@ class CellData:
 
     @cached_property
     def tested(self) -> list[Example]:
-        """What `test` holds in tokens."""
+        """The test items in tokens."""
         return [example for example, _ in self._test]
 
     @cached_property
     def test_bytes(self) -> int:
-        """Bytes of UTF-8 that the scored tokens of `test` stand for, where it is documents.
+        """Bytes of UTF-8 that the scored tokens of `test` stand for, if it is documents.
 
-        A character whose tokens `max_tokens` parts has its bytes where its first token is.
+        A character may be cut by `max_tokens`. Its bytes then count where its first token is.
         """
         total = 0
         for example, item in self._test:
@@ -109,7 +109,7 @@ class CellData:
         return self._fitting(self._splits.test)
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step: drawn with the seed, without repetition within it."""
+        """Return the batch of a step: drawn with the seed, without repetition within it."""
         rng = np.random.default_rng([self.seed, step])
         size = min(self._batch_size, len(self.train))
         return training_batch(
@@ -117,15 +117,14 @@ class CellData:
         )
 
     def batches_from(self, first: int) -> Callable[[int], Batch]:
-        """Batches of a later segment."""
+        """Return the batches of a later segment."""
         return lambda step: self.batch(first + step)
 
     def _fitting(self, examples: Sequence[Example]) -> list[tuple[Example, Choices]]:
-        """Examples in tokens; one whose answer does not fit is a bad row of this model.
+        """Return examples in tokens. An example whose answer does not fit is a bad row of this model.
 
         Raises:
-            InputError: of one part more are bad than a twentieth of all parts together: `max_tokens` is too
-                small for the task.
+            InputError: more than a twentieth of a part (plus one) is bad: `max_tokens` is too small.
         """
         found: list[tuple[Example, Choices]] = []
         reason = ""

@@ -40,7 +40,7 @@ from permille_lab.tasks.scoring import (
 from permille_lab.tasks.splits import Splits, split
 
 _MASK_EXAMPLES = 64
-# Directions of one segment are no other segment's.
+# No two segments share directions.
 _SEGMENT_SEEDS = 1_000_003
 
 
@@ -69,17 +69,18 @@ class Bench:
         return Outcome(cell, data, trained, tested, time.perf_counter() - begin)
 
     def trial(self, cell: Cell, order: Order, seed: int, step_factor: float) -> Trial:
-        """What tuning compares: one run, never scored on test items."""
+        """Return the outcome that tuning compares: one run, never scored on test items."""
         recipe = self._recipe(order, seed, step_factor)
         trained = self._trained(cell, self.data(cell, seed), recipe, train)[1]
         return Trial(loss=trained.loss, rose=trained.rose and cell.method.trained not in IN_SEGMENTS)
 
     def read(self) -> None:
-        """Read all task files, see that they can be divided and that the corpus has text: rather now than
-        when a cell needs them.
+        """Read all task files, and check that they can be divided and that the corpus has text.
+
+        This happens first, so that no cell fails for it hours later.
 
         Raises:
-            InputError: one is not its task's, or has too little; or the corpus has no text.
+            InputError: a file is not its task's, or has too little; or the corpus has no text.
         """
         report = ReadReport()
         corpus = self.sweep.corpus
@@ -179,10 +180,10 @@ class Bench:
         return trainable, training(trainable, data.batch, _validation(trainable, data.validation), recipe)
 
     def _trained_in_segments(self, cell: Cell, data: CellData, recipe: Recipe) -> tuple[Trainable, Trained]:
-        """Segments of `refresh_steps`, each with a new mask where it moves; what was learned stays.
+        """Train in segments of `refresh_steps`, each with a new mask where it moves. Learned values stay.
 
-        A segment ends with its best evaluation, and the next one begins there; the schedule runs over all.
-        The step size follows from the segment's first gradients: it grows as these shrink.
+        A segment ends with its best evaluation, and the next one begins there. The schedule runs over all
+        segments. The step size follows from the segment's first gradients: it grows as these shrink.
         """
         model = self._stored(cell)
         own = storage.stored(cell.model, Base.BF16)
@@ -230,7 +231,10 @@ class Bench:
 
 
 def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDArray[np.float32]], float]:
-    """Mean loss of the right answers: one pass, the wrong candidates are not needed."""
+    """Return the mean loss of the right answers.
+
+    This takes one pass, since the wrong candidates are not needed.
+    """
     parts = [items[first : first + 32] for first in range(0, len(items), 32)]
     batches = [training_batch(part) for part in parts]
 

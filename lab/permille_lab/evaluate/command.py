@@ -1,7 +1,7 @@
-"""`permille evaluate`: runs a sweep, then prints its tables.
+"""`permille evaluate`: run a sweep, then print its tables.
 
-Whatever is done is kept, and the same command goes on. Exit status, as of all of permille's commands: 0 done,
-1 failed (a full disk), 3 refused, 5 try again (another process is at it), 130 interrupted.
+Finished work is kept, and the same command continues it. Exit status, as of all of permille's commands: 0
+done, 1 failed (a full disk), 3 refused, 5 try again (another process is at it), 130 interrupted.
 """
 
 import signal
@@ -56,7 +56,7 @@ def _evaluated(sweep: Path, results: Path, table: Path | None) -> int:
 
 
 def _check(sweep: Path, results: Path, table: Path | None) -> None:
-    """Refuse what would end badly after hours.
+    """Refuse settings that would fail after hours.
 
     Raises:
         InputError: results or table are no file, cannot have a folder, or are one of the others.
@@ -77,9 +77,9 @@ def _check(sweep: Path, results: Path, table: Path | None) -> None:
 
 
 def _table(sweep: Path, results: Path) -> tuple[str, InputError | None]:
-    """Run what is missing; the tables of all that could be measured, and why the rest could not.
+    """Run what is missing. Return the tables of all that could be measured, and why the rest could not.
 
-    Torch is imported here, where a signal has its farewell.
+    Torch is imported here, after the handler of signals is in place.
     """
     from transformers.utils import logging
 
@@ -121,7 +121,7 @@ def _tell(done: int, total: int, following: str) -> None:
 
 
 def _interrupt(number: int, _: object) -> None:
-    """Once: a second signal must not end the first one's farewell."""
+    """Interrupt once: a second signal must not end the farewell of the first one."""
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
     _told_to_end.append(number)

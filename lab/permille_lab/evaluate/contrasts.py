@@ -1,13 +1,14 @@
 """The difference of two methods, with items and seeds both taken as drawn from many.
 
-A test of items alone says what these trained models do on other items; a claim about a method is about other
-seeds too. So an item counts with every seed, `d[i, s] = mu + a_i + b_s + e_is`, and the variance of the mean
-is estimated by what item means and seed means spread, each over its own number (the error is counted twice:
-on the safe side). Items of one passage or text are a cluster: their sums are what varies
-(`statistics.clustered_variance`). Degrees of freedom after Satterthwaite. Tasks are pooled
-with equal weights; tasks that share items do not exist. They do share seeds: a random mask and the directions
-of a seed are the same for every task, so it is the seed means over all tasks that vary, and the seeds that
-all tasks have that count.
+A test of items alone says what these trained models do on other items. A claim about a method is about other
+seeds, too. So an item counts with every seed: `d[i, s] = mu + a_i + b_s + e_is`. The variance of the mean is
+estimated from the spread of item means and of seed means, each over its own number. This counts the error
+twice, which is on the safe side.
+
+Items of one passage or text are a cluster, and the sums of clusters vary (`statistics.clustered_variance`).
+Degrees of freedom are Satterthwaite's. Tasks are pooled with equal weights, since no two tasks share items.
+They do share seeds: a random mask and the directions of a seed are the same for every task. So the seed means
+over all tasks vary, and only seeds that all tasks have count.
 
 # Legend: I items, S seeds.
 """
@@ -29,14 +30,14 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """How much better the first method is: accuracy, or loss with its sign turned.
+    """The advantage of the first method: in accuracy, or in loss with its sign turned.
 
     Attributes:
         effect: mean difference; positive where the first is better.
-        error: its standard error; 0 where no cluster and no seed differs from another.
+        error: its standard error; 0 if all clusters and all seeds agree.
         freedom: degrees of freedom; at least 1.
-        clusters: of test items of all tasks together: those of one passage or text are one.
-        seeds: that every task has.
+        clusters: test items of all tasks, where items of one passage or text are one cluster.
+        seeds: number of seeds that every task has.
     """
 
     effect: float
@@ -58,7 +59,7 @@ class Contrast:
         from scipy import stats
 
         if self.error == 0:
-            # All clusters say one number. Others may differ; how many is not known from these.
+            # All clusters have one number. Others may differ, and these do not say how many.
             return _hidden(self) if self.effect > bound else 1.0
         return float(stats.t.sf((self.effect - bound) / self.error, self.freedom))
 
@@ -116,7 +117,7 @@ class _Part:
     seeds: tuple[int, ...]
 
     def of_seeds(self, seeds: Sequence[int]) -> "_Part":
-        """With some of its seeds."""
+        """Return the part with some of its seeds."""
         places = [self.seeds.index(seed) for seed in seeds]
         return replace(self, difference_IS=self.difference_IS[:, places], seeds=tuple(seeds))
 
@@ -145,9 +146,9 @@ def _pooled(parts: Sequence[_Part]) -> Contrast | None:
 
 
 def clusters(records: Iterable[Record]) -> dict[str, str]:
-    """The cluster of each item of records of one task, from any record that names it (`groups`).
+    """Return the cluster of each item of records of one task, from any record that names it (`groups`).
 
-    An item of which none does is a cluster of its own.
+    An item that no record names is a cluster of its own.
     """
     known = list(records)
     found = {item: f"item {item}" for record in known for item in record["items"]}
@@ -177,5 +178,5 @@ def _outcomes(record: Record, by_loss: bool) -> dict[str, float]:
 
 
 def _hidden(found: Contrast) -> float:
-    """The chance that a hundredth of other clusters was never met, in as many of them."""
+    """Return the chance that a hundredth of other clusters was never met among so many."""
     return float(0.99**found.clusters)

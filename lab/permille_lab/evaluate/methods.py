@@ -1,4 +1,4 @@
-"""What is compared, by name: "zo:sensitive-c4", "fo:lora-8", "icl:8", "zero-shot".
+"""The methods that are compared, by name: "zo:sensitive-c4", "fo:lora-8", "icl:8", "zero-shot".
 
     <order>:<set>     order zo or fo; set sensitive-c4, sensitive-task, random, outliers, full,
                       lora-<rank>, lora-fa-<rank>, dora-<rank>, vera-<rank>, prefix-<tokens>,
@@ -6,13 +6,14 @@
     icl:<n>           n solved examples before each question, nothing trained
     zero-shot
 
-Dynamic masks (re-selected while training) are `sensitive-task-dynamic` and `random-dynamic`: training runs in
-segments, each with a mask of its own, and a weight that leaves the mask keeps what it has learned. A segment
-takes its step size from its own first gradients and ends with its best state, which trains better by itself:
-`sensitive-task-segments` trains so with one mask, and is what a dynamic one is to be compared with.
+Dynamic masks are selected again while training: `sensitive-task-dynamic` and `random-dynamic`. Training runs
+in segments, each with its own mask. A weight that leaves the mask keeps what it has learned. A segment takes
+its step size from its own first gradients and ends with its best state. This alone trains better. Compare a
+dynamic mask therefore with `sensitive-task-segments`, which has the same segments and one mask.
 
-`prefix-<tokens>` starts at random numbers, as peft's does, which alone costs nats; `prefix-real-<tokens>` at
-the keys and values of as many random tokens, as MeZO's does (princeton-nlp/MeZO, `prefix_init_by_real_act`).
+`prefix-<tokens>` starts at random numbers, as in peft. This start alone costs nats. `prefix-real-<tokens>`
+starts at the keys and values of as many random tokens, as in MeZO (princeton-nlp/MeZO,
+`prefix_init_by_real_act`).
 """
 
 import re
@@ -23,14 +24,14 @@ from permille.errors import InputError
 
 
 class Order(StrEnum):
-    """Which derivatives train."""
+    """The derivatives that train."""
 
     ZEROTH = "zeroth"
     FIRST = "first"
 
 
 class TrainedSet(StrEnum):
-    """Which numbers are trained."""
+    """The set of numbers that are trained."""
 
     SENSITIVE_C4 = "sensitive-c4"
     SENSITIVE_TASK = "sensitive-task"

@@ -1,6 +1,6 @@
-"""What a cell of a sweep is, and what came of it: a record of plain numbers.
+"""A cell of a sweep and its outcome: a record of plain numbers.
 
-The outcome of each test item is in the record, so that any two methods can be compared in pairs later.
+The record holds the outcome of each test item, so that any two methods can be compared in pairs later.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _SPLIT_NAMES = ("train", "validation", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What is trained and tested once."""
+    """One model and method that is trained and tested once."""
 
     model: Path
     base: Base
@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a cell gave."""
+    """The result of a cell."""
 
     cell: Cell
     data: CellData
@@ -55,8 +55,10 @@ class Outcome:
     seconds: float
 
     def _bits_per_byte(self) -> float | None:
-        """Of language modelling, over the scored bytes of all documents alike: comparable between tokenizers
-        where `max_tokens` cuts none."""
+        """Return bits per byte over the scored bytes of all documents alike, for language modelling.
+
+        They can be compared between tokenizers if `max_tokens` cuts no document.
+        """
         if self.cell.task is not Task.TEXT:
             return None
         targets_N = np.array([item.answers[item.label].targets for item in self.data.test])
@@ -67,13 +69,16 @@ class Outcome:
         return None if self.cell.task is Task.TEXT else majority_share(self.data.tested)
 
     def _prior_loss(self) -> float | None:
-        """Of the best guess that is the same for every prompt; nothing where answers differ by example."""
+        """Return the loss of the best guess that is the same for every prompt; None if answers differ."""
         found = prior_losses(self.data.test)
         return None if found is None else float(found.mean())
 
     def record(self) -> Json:
-        """The line of the results file. Language modelling has nothing to be right about: no accuracy, no
-        majority, no outcome but losses."""
+        """Return the line of the results file.
+
+        Language modelling has no right answers, so it has no accuracy, no majority, and no outcome but
+        losses.
+        """
         return {
             "model": self.cell.model.name,
             "base": self.cell.base.value,
@@ -110,7 +115,7 @@ class Outcome:
 
 
 def _digest(text: str) -> str:
-    """A short name of a passage, the same in every record: 48 bits tell some thousand of them apart."""
+    """Return a short name of a passage, the same in every record. 48 bits tell some thousand apart."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

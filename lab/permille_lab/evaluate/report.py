@@ -57,7 +57,7 @@ def _table(model: str, base: str, rows: Rows) -> str:
     counted = {task: countable(rows, task) for task in tasks}
     counting = [task for task in tasks if counted[task]]
     seeds = max(len(found) for found in rows.values())
-    # A method of which a cell could not be measured has no rank: there is nothing to compare it by.
+    # A method with an unmeasured cell has no rank: there is nothing to compare it by.
     ranked = [m for m in methods if all(len(rows.get((m, task), ())) == seeds for task in tasks)]
     loss_ranks = _ranks(rows, ranked, tasks, "loss", -1)
     accuracy_ranks = _ranks(rows, ranked, counting, "accuracy", 1)
@@ -92,14 +92,14 @@ def _ranks(rows: Rows, methods: Sequence[str], tasks: Sequence[str], key: str, s
 
 
 def countable(rows: Rows, task: str) -> bool | None:
-    """Whether accuracies on the task say anything at this size (see the module); None: it is not known."""
+    """Return True if accuracies on the task say anything at this size (see the module); None: not known."""
     if task == Task.TEXT:
         return False
     first_order = [method for method, name in rows if name == task and method.startswith("fo:")]
     zero_shot = rows.get(("zero-shot", task), [])
     if not first_order or not zero_shot:
         return None
-    # By validation: the best of several on the test items themselves would be a lucky one.
+    # Choose by validation. The best of several on the test items themselves would be a lucky one.
     best = min(first_order, key=lambda method: _mean(rows[method, task], "validation_loss"))
     trained_N, base_N, cluster_N = paired(rows[best, task], zero_shot)
     if len(np.unique(cluster_N)) < MIN_CLUSTERS:
@@ -114,10 +114,10 @@ def countable(rows: Rows, task: str) -> bool | None:
 def paired(
     first: Sequence[Json], second: Sequence[Json]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.str_]]:
-    """Outcomes of two methods on the items that both were tested on: of each item its mean over seeds, and
-    its cluster.
+    """Return the mean outcome over seeds of each item that both methods were tested on, and its cluster.
 
-    Seeds share test items, and an item that is easy is so with every seed: clusters of items are independent.
+    Seeds share test items, and an easy item is easy with every seed. So only clusters of items are
+    independent.
 
     Raises:
         InputError: a record names an item twice.
@@ -145,7 +145,7 @@ def _by_item(records: Sequence[Json]) -> dict[str, float]:
 
 
 def _notes(rows: Rows, method: str) -> str:
-    """What a reader must know of a method's cells: demonstrations that did not fit, a grid left too early."""
+    """Return the notes that a reader needs: demonstrations that did not fit, a grid left too early."""
     notes = []
     for task, records in ((task, found) for (name, task), found in rows.items() if name == method):
         if method.startswith("icl:"):
@@ -162,10 +162,10 @@ def _mean(records: Sequence[Json], key: str) -> float:
 
 
 def loss_and_bits(records: Sequence[Json]) -> str:
-    """What a table says of language modelling: nats a token, mean and deviation over seeds; bits per byte."""
+    """Return the cells of language modelling: nats a token, mean and deviation over seeds; bits per byte."""
     losses = [record["loss"] for record in records]
     deviation = f" ± {np.std(losses, ddof=1):.3f}" if len(losses) > 1 else ""
-    # Results of before bits were measured have none.
+    # Older results have no bits.
     known = all(record.get("bits_per_byte") is not None for record in records)
     told = f"; {_mean(records, 'bits_per_byte'):.3f} bits per byte" if known else ""
     return f"{np.mean(losses):.3f}{deviation}{told}"
@@ -175,7 +175,7 @@ def _heading(rows: Rows, task: str, counts: bool | None) -> str:
     if task == Task.TEXT:
         return task
     own = [record for (_, name), found in rows.items() if name == task for record in found]
-    # Results of before it was measured have none.
+    # Older results do not have it.
     priors = [record["prior_loss"] for record in own if record.get("prior_loss") is not None]
     prior = f"; prior {np.mean(priors):.3f}" if priors else ""
     name = {True: task, False: f"*{task}*", None: f"{task}?"}[counts]

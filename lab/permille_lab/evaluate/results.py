@@ -1,10 +1,11 @@
-"""The results file of a sweep: what it is of, and what it holds.
+"""The results file of a sweep.
 
-JSON lines: a `sweep` line with the digest of what is compared and the procedure, then `trial` (of a search),
-`tuning` (what it chose), `cell`, `bad-row` and `list` lines. Test items and their passages are the same in
-most cells: each such list stands once, in a `list` line, and cells name its number. A torn last line is cut
-off. A file of another sweep or procedure is refused, never mixed; seeds may be added after those that a file
-was begun with.
+It has JSON lines. A `sweep` line holds the digest of the comparison and the procedure. Then follow `trial`
+(of a search), `tuning` (its choice), `cell`, `bad-row` and `list` lines. Test items and their passages are
+the same in most cells. So each such list stands once, in a `list` line, and cells name its number.
+
+A torn last line is cut off. A file of another sweep or procedure is refused, never mixed. Seeds may be added
+after those that a file was begun with.
 """
 
 import fcntl
@@ -45,7 +46,7 @@ _FIELDS: dict[str, set[str]] = {
 
 @contextmanager
 def alone(results: Path) -> Iterator[None]:
-    """Hold the file: two processes would measure each cell twice and write both.
+    """Lock the file. Two processes would measure each cell twice and write both.
 
     Raises:
         RetryableError: another process holds it.
@@ -60,7 +61,7 @@ def alone(results: Path) -> Iterator[None]:
 
 
 def open_results(sweep: Sweep, path: Path) -> "Results":
-    """Open or begin the file of a sweep; one that was begun with the first of its seeds is its own.
+    """Open or begin the file of a sweep. A file that was begun with fewer seeds of the same sweep is its own.
 
     Raises:
         InputError: the file is of another sweep or procedure, or damaged before its last line.
@@ -79,7 +80,7 @@ def open_results(sweep: Sweep, path: Path) -> "Results":
         return results
     lines = list(_parsed(whole, path))
     if len(lines) == 1 and not torn and lines[0].get("kind") == "sweep" and lines[0] not in headers:
-        # A sweep that was refused before its first cell: nothing is lost, and the mended one may begin.
+        # The sweep was refused before its first cell. Nothing is lost, and the corrected one may begin.
         path.write_bytes(_line(headers[0]))
         return Results(path, [headers[0]])
     if lines[0].get("procedure") != PROCEDURE:
@@ -100,16 +101,16 @@ def open_results(sweep: Sweep, path: Path) -> "Results":
 
 
 def read_results(path: Path) -> "Results":
-    """What a file holds, whatever sweep it is of; a torn last line is left out.
+    """Read a file of results, whatever its sweep. A torn last line is left out.
 
     Raises:
-        InputError: it is damaged before that.
+        InputError: the file is damaged before its last line.
     """
     return Results(path, _parsed(path.read_bytes().rpartition(b"\n")[0], path))
 
 
 class Results:
-    """The file of a sweep, and what it holds."""
+    """The file of a sweep, and its contents."""
 
     def __init__(self, path: Path, lines: "list[Json] | Iterator[Json]") -> None:
         self._path = path
@@ -123,7 +124,7 @@ class Results:
 
     @contextmanager
     def bad_rows_of(self, bench: Bench) -> Iterator[None]:
-        """Append what the bench meets and the file does not name, however the work ends."""
+        """Append the bad rows that the bench meets and the file does not name, however the work ends."""
         try:
             yield
         finally:
@@ -132,7 +133,7 @@ class Results:
                     self.append({"kind": "bad-row", "key": line})
 
     def append(self, line: Json) -> None:
-        """Make a line durable, then known."""
+        """Write a line durably, then add it to the records in memory."""
         short = dict(line)
         data = b""
         for name in _LISTED:
@@ -159,10 +160,10 @@ class Results:
 
 
 def digests(sweep: Sweep) -> list[str]:
-    """Of the sweep, then of the same one with ever fewer of its first seeds.
+    """Return the digest of the sweep, then of the same sweep with ever fewer of its first seeds.
 
-    A digest is of the choices, the bytes of the files, wherever these are, and our version. A choice at its
-    default is left out: what a sweep can choose may grow, and results stay its own.
+    A digest covers the choices, the bytes of the files (wherever these are) and our version. A choice at its
+    default is left out. So a new choice can be added to sweeps, and old results stay valid.
     """
     chosen = {
         name: getattr(sweep, name)
@@ -202,7 +203,7 @@ def _line(record: Json) -> bytes:
 
 
 def _parsed(whole: bytes, path: Path) -> Iterator[Json]:
-    """The lines, with their lists in place."""
+    """Parse the lines, with their lists in place."""
     lists: list[list[str]] = []
     for number, line in enumerate(whole.split(b"\n"), start=1):
         try:
@@ -234,7 +235,7 @@ _MAY_LACK = {"accuracy", "majority", "bits_per_byte", "prior_loss"}
 
 
 def _check_numbers(line: Json) -> None:
-    """Refuse what somebody edited."""
+    """Refuse numbers that somebody edited."""
     for name in _NUMBERS.get(line["kind"], ()):
         value = line.get(name)
         if value is None and (name in _MAY_LACK or line["kind"] == "trial"):

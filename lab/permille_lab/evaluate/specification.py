@@ -40,7 +40,7 @@ from permille_lab.tasks.splits import PAPER_SIZES
 
 
 class Base(StrEnum):
-    """What the frozen weights are stored as; products are float32 in all of them."""
+    """The format in which the frozen weights are stored; products are float32 in all of them."""
 
     FLOAT32 = "float32"
     BF16 = "bf16"
@@ -82,7 +82,7 @@ _Once = BeforeValidator(_each_once)
 
 
 class TaskFiles(BaseModel):
-    """Files of one task; `test` None: the train file is divided into all three parts."""
+    """Files of one task. If `test` is None, the train file is divided into all three parts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -91,17 +91,17 @@ class TaskFiles(BaseModel):
 
 
 class Sweep(BaseModel):
-    """What is compared, and how much of it.
+    """The choices and the size of a comparison.
 
     Attributes:
         trials: step factors that every trained method tries first (odd).
-        tuning_seeds: seeds that choose among the best step factor of the first one and its neighbours, going
-            on while a neighbour is better (odd).
+        tuning_seeds: seeds that choose among the best step factor of the first seed and its neighbours; the
+            search goes on while a neighbour is better (odd).
         sizes: examples of train, validation and test.
         max_tokens: longest example; the prompt's front is cut.
-        estimator: `forward` takes exact directional derivatives, all queries from one gradient: on models of
-            this size several times cheaper than the two forward passes a query of `spsa`.
-        refresh_steps: how often dynamic masks are selected again.
+        estimator: `forward` takes exact directional derivatives, all queries from one gradient. On models of
+            this size this is several times cheaper than `spsa`, which makes two forward passes a query.
+        refresh_steps: steps between two selections of a dynamic mask.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -151,7 +151,7 @@ class Sweep(BaseModel):
                 yield f'expected {library}, which is not installed: pip install "permille[lab]"'
 
     def _problems_of(self, model: Path) -> Iterator[str]:
-        """Losses at positions that a model was not trained on would say nothing."""
+        """Yield the problems of a model. Losses at positions that it was not trained on would say nothing."""
         if missing := [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]:
             yield f"expected {' and '.join(missing)} in {model}, got none"
             return

@@ -1,7 +1,7 @@
-"""Which differences between methods are more than luck.
+"""Statistical tests of the differences between methods.
 
-Items (examples, users) are the unit, always in pairs: two methods are compared on the same items. Tests come
-from scipy; this module says which test answers which question.
+The units are items (examples, users), always in pairs: two methods are compared on the same items. The tests
+come from scipy. This module says which test answers which question.
 
 # Legend: N items, G clusters, M methods, T tasks.
 """
@@ -124,7 +124,7 @@ def beats_by(
     mean = float(difference_N.mean())
     variance, freedom = clustered_variance(difference_N, cluster_N)
     if variance < TINY_VARIANCE:
-        # No cluster differs from another: what so many of them would hide, with this chance.
+        # No cluster differs from another. Take the difference that so many would hide with this chance.
         return mean, ((1 + margin) / 2) ** (freedom + 1) if mean > margin else 1.0
     return mean, float(stats.t.sf((mean - margin) / math.sqrt(variance), freedom))
 

@@ -1,7 +1,7 @@
-"""Running a sweep: cell by cell, each trial of a search and each result durable before the next begins.
+"""Run a sweep cell by cell. Each trial and each result is durable before the next begins.
 
-A sweep that is killed goes on after the last whole line of its results file (`sweep_results.py`). A cell
-whose input is wrong (a damaged model) takes nothing from the others: it is told when they are done.
+A killed sweep continues after the last whole line of its results file (`results.py`). A cell whose input is
+wrong (a damaged model) does not stop the others: its error is reported when they are done.
 """
 
 import math
@@ -52,7 +52,7 @@ stops the sweep there (an `InputError` before a trial is the cell's)."""
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:
-    """All cells, those that share a tuning together."""
+    """Return all cells, with those that share a tuning together."""
     return [
         Cell(model=model, base=base, method=method, task=task, seed=seed)
         for model in sweep.models
@@ -101,7 +101,7 @@ def _run_missing(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
 
 
 def _run(bench: Bench, cell: Cell, done: Results, tell: Callable[[str], None]) -> Json:
-    """The record of a cell; what it finds of bad rows is durable before its trials and its record are."""
+    """Return the record of a cell. Its bad rows are durable before its trials and its record are."""
     order = cell.method.order
     if order is None:
         with done.bad_rows_of(bench):
@@ -115,7 +115,7 @@ def _run(bench: Bench, cell: Cell, done: Results, tell: Callable[[str], None]) -
 
 
 def _tune(bench: Bench, cell: Cell, order: Order, done: Results, tell: Callable[[str], None]) -> None:
-    """Search a step factor for the cells of a tuning; goes on after the last trial that is known."""
+    """Search a step factor for the cells of a tuning, after the last trial that is known."""
 
     def trial(seed: int, step_factor: float) -> Trial:
         key = f"{cell.tuning_key}/{seed}/{step_factor:.6g}"

@@ -1,8 +1,8 @@
-"""Training any `Trainable` by zeroth or first order, with the checkpoint chosen on validation loss.
+"""Training of any `Trainable` by zeroth or first order, with the checkpoint chosen on validation loss.
 
-Zeroth order uses the estimators, the lattice and the update of the product itself; first order is AdamW on
-the same flat vector with a linear schedule. Both see batches that are a function of (seed, step), evaluate at
-the same cadence and return the values of the best evaluation: the papers' "checkpoint by best
+Zeroth order uses the estimators, the lattice and the update of the product itself. First order is AdamW on
+the same flat vector with a linear schedule. Both see batches that are a function of (seed, step), and
+evaluate at the same cadence. Both return the values of the best evaluation: the papers' "checkpoint by best
 validation loss".
 """
 
@@ -40,14 +40,14 @@ _PROBE_STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How one run trains; the step size is relative, so that one grid serves every method.
+    """The settings of one run. The step size is relative, so that one grid serves every method.
 
     Attributes:
         step_factor: multiplies the method's natural step size: for zeroth order the one of norm `STEP_NORM`,
             for first order AdamW's 1e-3.
         queries: directions a step; zeroth order only.
-        evaluations: how often validation is looked at, evenly, the end included.
-        first_step: where the run stands in the schedule of a longer one, whose steps are `total_steps`.
+        evaluations: number of evaluations on validation, evenly spaced, the end included.
+        first_step: position of the run in the schedule of a longer one, whose steps are `total_steps`.
     """
 
     order: Order
@@ -62,7 +62,7 @@ class Recipe:
 
     @property
     def schedule_steps(self) -> int:
-        """Where the linear schedule ends."""
+        """The step at which the linear schedule ends."""
         return self.steps if self.total_steps is None else self.total_steps
 
     def __post_init__(self) -> None:
@@ -92,13 +92,16 @@ class Trained:
 
     @property
     def rose(self) -> bool:
-        """Whether some evaluation was not finite or above the base's: the steps were too long."""
+        """True if some evaluation was not finite or above the base's: the steps were too long."""
         base = self.curve[0][1]
         return any(not loss <= base for _, loss in self.curve[1:])
 
 
 def train(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
-    """Train from the base. Stops early only where the loss is not finite: then the best before it counts."""
+    """Train from the base.
+
+    Training stops early if the loss is not finite; then the best values before it count.
+    """
     move = _zeroth_order if recipe.order is Order.ZEROTH else _first_order
     values_K = trainable.base_K
     best_K, best_step, best_loss = values_K.copy(), 0, validate(values_K)
@@ -119,11 +122,11 @@ def train(trainable: Trainable, batches: Batches, validate: Validate, recipe: Re
 
 
 def train_safely(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
-    """Train; where the loss rose above the base's, train again from the base with the next smaller step size.
+    """Train, and train again from the base with the next smaller step size if the loss rose above the base.
 
-    The best attempt on validation counts. Agents do likewise with half steps (docs/adr/0030): a step size
-    that suited the seed that chose it is too long for others now and then, and what a comparison says would
-    else be decided by whether a seed diverged.
+    The best attempt on validation counts. Agents do the same with half steps (docs/adr/0030). A step size
+    that suited the tuning seed is too long for other seeds now and then. Without new attempts, a diverged
+    seed would decide a comparison.
     """
     best = train(trainable, batches, validate, recipe)
     attempts, rose = 1, best.rose
@@ -137,7 +140,7 @@ def train_safely(trainable: Trainable, batches: Batches, validate: Validate, rec
 
 
 def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iterator[NDArray[np.float32]]:
-    """States of the lattice, step by step."""
+    """Yield states of the lattice, step by step."""
     header = _header(trainable, batches, recipe)
     s_K = np.zeros(trainable.k, dtype=np.int64)
     for step in range(recipe.steps):
@@ -197,7 +200,7 @@ def _plain_header(
 
 
 def _first_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iterator[NDArray[np.float32]]:
-    """AdamW on the flat vector; its weight decay is 0, as for the papers' references."""
+    """Run AdamW on the flat vector. Its weight decay is 0, as for the papers' references."""
     values_K = torch.from_numpy(trainable.base_K.copy()).requires_grad_(True)
     optimizer = torch.optim.AdamW([values_K], lr=recipe.step_factor * 1e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(

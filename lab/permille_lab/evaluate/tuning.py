@@ -1,15 +1,15 @@
 """Equal chances for every method: the same number of trials on a logarithmic grid, extended at its edges.
 
-Random masks want a step some hundred times larger than sensitive ones; one fixed step size would fake the
-claim that sensitive ones are better. So each method gets `trials` step factors around its natural one, and
-while the best lies on an edge the grid grows there, at most `extensions` times; what a method took is
-reported. Tuning seeds and reporting seeds never meet.
+Random masks want a step some hundred times larger than sensitive ones. One fixed step size would fake the
+claim that sensitive ones are better. So each method gets `trials` step factors around its natural one. While
+the best lies on an edge, the grid grows there, at most `extensions` times. Reports say how many trials a
+method took. Tuning seeds and reporting seeds never meet.
 
-A step size at the edge of what is stable is good or bad by the seed. With several tuning seeds the first one
-finds the best and its neighbours, and among these the lowest median over all seeds wins. What is compared
-then is what a reported run would keep: one that rose above the base begins anew with the next smaller step
-(`training.train_safely`). With one seed that makes no difference inside the grid: there the
-lowest loss of single runs is the lowest one of those that begin anew.
+A step size at the edge of stability is good or bad by the seed. With several tuning seeds, the first one
+finds the best factor and its neighbours. Among these, the lowest median over all seeds wins. The median is of
+the losses that a reported run would keep: a run that rose above the base begins anew with the next smaller
+step (`training.train_safely`). With one seed this makes no difference inside the grid, because the lowest
+loss of single runs is also the lowest of runs that begin anew.
 """
 
 import math
@@ -33,8 +33,10 @@ TUNING_SEED_OFFSET = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run from the base: its best validation loss (NaN: none), and whether a reported run would begin
-    anew after it."""
+    """One run from the base: its best validation loss (NaN if there is none).
+
+    It also says whether a reported run would begin anew after it.
+    """
 
     loss: float
     rose: bool = False
@@ -150,7 +152,7 @@ def _by_median(
 
 
 def tuning_seed(seed: int) -> int:
-    """A seed that no report uses.
+    """Return a seed that no report uses.
 
     Raises:
         InputError: the reporting seed is not below `TUNING_SEED_OFFSET`.

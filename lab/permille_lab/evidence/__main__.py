@@ -1,17 +1,18 @@
-"""Do sensitive weights train better? The papers' comparisons, repeated on small models: `make evidence`.
+"""Compare the training of sensitive weights with the papers' claims, on small models: `make evidence`.
 
     python -m permille_lab.evidence --models DIR/stories260K-hf DIR/reference-7M
     python -m permille_lab.evidence --stage table --task text --minutes 60
 
-Stop it whenever you like: each finished cell and each trial of a search is durable in lab/results/evidence,
-and the same command goes on where the results are of these very models, texts and this version. The page is
-made by `python -m permille_lab.pages`.
+You can stop it at any time. Each finished cell and each trial of a search is durable in lab/results/evidence.
+The same command continues if the results are of these very models, texts and this version. `python -m
+permille_lab.pages` makes the page.
 
-Files: PERMILLE_MODELS names a folder of models, PERMILLE_DATA one of tasks, text and people; or `--materials
-FILE`, a TOML file with `models`, `corpus` and `[tasks.<name>]` like a sweep's.
+PERMILLE_MODELS names a folder of models, PERMILLE_DATA one of tasks, text and people. `--materials FILE`
+names a TOML file instead, with `models`, `corpus` and `[tasks.<name>]` like a sweep's.
 
-Hours of one core with AVX-512: a table of the first task 1.3 (a quarter of a million weights) and 2.2 (seven
-million), of people's text 2.3 and 4.5; fractions 1.0 and 1.3; longer runs 0.7 and 1.3; the others less.
+Hours of one core with AVX-512, with a quarter of a million weights and with seven million: a table of the
+first task 1.3 and 2.2, of people's text 2.3 and 4.5; fractions 1.0 and 1.3; longer runs 0.7 and 1.3; the
+others less.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(
     materials: Materials, folder: Path, options: argparse.Namespace, progress: Callable[[int, int, str], None]
 ) -> None:
-    """Every planned sweep that the options ask for.
+    """Run every planned sweep that the options ask for.
 
     Raises:
         InputError: a model, a task's file or what a former run left is not as expected.
@@ -140,7 +141,10 @@ def _of_environment(models: Sequence[Path] | None, folder: Path) -> Materials:
 
 
 def _tweets(data: Path, path: Path) -> Path:
-    """The first tweets of everybody of LaMP-7, as rows of the task `text`; whole people on one side."""
+    """Return the first tweets of everybody of LaMP-7, as rows of the task `text`.
+
+    A person is on one side only.
+    """
     found = read_users(data, Collection.LAMP7)
     rows = [
         {"group": person.name, "text": own_words(document)}

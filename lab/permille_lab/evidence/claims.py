@@ -1,24 +1,27 @@
-"""What the papers claim, and what the records of sweeps say to it: holds, fails, or undecided.
+"""Verdicts on the papers' claims from the records of sweeps: holds, fails, or undecided.
 
-- BETTER: holds where the advantage is above 0 at 5%, two-sided; fails where an advantage of the margin is
-  excluded, and the 95% interval does not lie wholly above 0.
-- AT LEAST: holds where more than the margin behind is excluded at 5%; fails where less than that is,
-  two-sided.
-- WITHIN: two one-sided tests: holds where the 90% interval lies within the margin; fails where it is beyond
-  it on either side, two-sided.
+- BETTER holds where the advantage is above 0 at 5%, two-sided. It fails where an advantage of the margin is
+  excluded and the 95% interval does not lie wholly above 0.
+- AT LEAST holds where more than the margin behind is excluded at 5%. It fails where less than the margin
+  behind is excluded, two-sided.
+- WITHIN consists of two one-sided tests. It holds where the 90% interval lies within the margin. It fails
+  where the interval is beyond the margin on either side, two-sided.
 
-What holds and what fails are each judged at 5% after Holm over all rows of the claim. Where seeds were added
-after a look at the outcome, p is first multiplied by the number of looks (Bonferroni).
+"Holds" and "fails" are each judged at 5% after Holm over all rows of the claim. If seeds were added after a
+look at the outcome, p is first multiplied by the number of looks (Bonferroni).
 
 A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
-(`report.countable`); on the others the losses of the right answers are compared, in a row
-of their own, and those of language modelling in another. Nothing is decided on fewer than `MIN_SEEDS` seeds
-(`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN) or `MIN_CLUSTERS` clusters of items (one of each passage or
-text). Tasks with `EQUIVALENCE_SEEDS` seeds are not pooled with tasks that have fewer, whose seeds would be
-all that count: these have a row of their own, and where it has too few for the claim's relation, beside a row
-that has enough, it is shown and does not count for the claim. And two methods that learned nothing are no
-equals: AT LEAST and WITHIN are decided only where the second method is better than the base it began from, at
-5% (or the first one better than it).
+(`report.countable`). On the other tasks the losses of the right answers are compared, in a row of their own.
+Language modelling has a row of its own, too.
+
+Nothing is decided on fewer than `MIN_SEEDS` seeds (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN). Nothing is
+decided on fewer than `MIN_CLUSTERS` clusters of items (one for each passage or text) either. Tasks with
+`EQUIVALENCE_SEEDS` seeds are not pooled with tasks that have fewer: only the seeds of the latter would count.
+They have a row of their own. Where that row has too few seeds for the claim's relation, and a row beside it
+has enough, it is shown but does not count for the claim.
+
+Two methods that learned nothing are not equal. So AT LEAST and WITHIN are decided only where the second
+method is better at 5% than the base it began from, or the first method is better than the second.
 """
 
 import math
@@ -51,7 +54,7 @@ _UNBOUND = ("fo:lora-", "fo:full")
 
 
 class Verdict(StrEnum):
-    """What is known."""
+    """The verdict on a claim."""
 
     HOLDS = "holds"
     FAILS = "fails"
@@ -84,12 +87,12 @@ class Row:
 
     @property
     def margin(self) -> float:
-        """In the row's unit."""
+        """The margin in the row's unit."""
         return LOSS_MARGIN if self.by_loss else EQUIVALENCE_MARGIN
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95%, or 90% for two one-sided tests."""
+        """The interval: 95%, or 90% for two one-sided tests."""
         if self.found is None:
             return None
         return self.found.interval(0.9 if self.claim.relation is Relation.WITHIN else 0.95)
@@ -116,11 +119,12 @@ def verdicts(
 
 
 def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
-    """Whether a task's accuracies say something of a model, on a base that has both references: a 16- or
-    32-bit one if there is one.
+    """Return True if a task's accuracies say something of a model, on a base that has both references. A base
+    of 16 or 32 bits is preferred.
 
-    A task without references (zero-shot and first-order training) is left out: nothing is known of it. So is
-    one that only first-order training of a few weights failed at. Language modelling has no accuracies.
+    A task without references (zero-shot and first-order training) is left out: nothing is known of it. A task
+    that only first-order training of a few weights failed at is left out, too. Language modelling has no
+    accuracies.
     """
     own = [record for record in records if record["model"] == model]
     found: dict[str, bool] = {}
@@ -185,11 +189,10 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str], look
 def _matched(
     claim: Claim, records: Sequence[Record], stages: Collection[str]
 ) -> list[tuple[float, list[Record], list[Record]]]:
-    """(density, first, second): a setting and a density that both sides have, on one base unless the claim
-    compares bases.
+    """Yield (density, first, second): a setting and a density that both sides have.
 
-    Sets without a mask have the density of their sweep, which says nothing of them: they stand beside every
-    density.
+    Both sides have one base, unless the claim compares bases. Sets without a mask carry the density of their
+    sweep, which says nothing of them. So they stand beside every density.
     """
     wanted = stages if claim.stage is None else {claim.stage}
     kept = [record for record in records if record["stage"] in wanted]
@@ -214,7 +217,7 @@ def _matched(
 
 
 def _once(records: Sequence[Record]) -> list[Record]:
-    """One record of a task and seed: of the setting with the most seeds. Test items choose nothing."""
+    """Return one record of a task and seed: of the setting with the most seeds. Test items choose nothing."""
     settings: dict[str, dict[tuple[str, int, str], list[Record]]] = {}
     for record in records:
         setting = (record["stage"], record["queries"], record["base"])
@@ -226,7 +229,7 @@ def _once(records: Sequence[Record]) -> list[Record]:
 
 
 def _tested(blank: Row, first: Sequence[Record], second: Sequence[Record], records: Sequence[Record]) -> Row:
-    """The row with its contrast and p, or with what is missing.
+    """Return the row with its contrast and p, or with what is missing.
 
     Args:
         records: of the model, the references among them.
@@ -250,8 +253,11 @@ def _tested(blank: Row, first: Sequence[Record], second: Sequence[Record], recor
 def _by_seeds(
     claim: Claim, first: list[Record], second: list[Record]
 ) -> list[tuple[list[Record], list[Record], bool]]:
-    """Both sides of each row, and whether it counts: of the tasks with many common seeds, and of those with
-    few; of all tasks where none has enough."""
+    """Return both sides of each row, and whether the row counts.
+
+    Tasks with many common seeds are one row, and those with few another. If no task has enough, all tasks are
+    one row.
+    """
     common = {task: len(seeds) for task, seeds in _common_seeds(first, second).items()}
     many = {task for task, count in common.items() if count >= EQUIVALENCE_SEEDS}
     few = {task for task, count in common.items() if MIN_SEEDS <= count < EQUIVALENCE_SEEDS}
@@ -286,7 +292,7 @@ def _p_value(claim: Claim, found: Contrast, margin: float) -> float:
 
 
 def _p_failing(row: Row) -> float:
-    """Of what would make the claim fail."""
+    """Return the p-value of what would make the claim fail."""
     found = row.found
     assert found is not None  # it was tested
     match row.claim.relation:
@@ -328,7 +334,7 @@ def _judged(row: Row) -> Row:
 
 
 def _nearest_decision(row: Row) -> tuple[str, float]:
-    """On which side of the border the effect lies, and how far from it."""
+    """Return the side of the border on which the effect lies, and its distance."""
     assert row.found is not None
     effect = row.found.effect
     match row.claim.relation:
@@ -341,7 +347,7 @@ def _nearest_decision(row: Row) -> tuple[str, float]:
 
 
 def _learned(second: Sequence[Record], records: Sequence[Record], by_loss: bool) -> bool:
-    """Whether the second method beat its own base's zero-shot."""
+    """Return True if the second method beat its own base's zero-shot."""
     bases = {record["base"] for record in second}
     untrained = [record for record in records if record["method"] == "zero-shot" and record["base"] in bases]
     one = {record["task"]: record for record in untrained}

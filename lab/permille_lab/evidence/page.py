@@ -58,7 +58,7 @@ def tables(results: Path) -> dict[str, str]:
 
 
 def claims_table(folder: Path) -> str:
-    """What is known of every claim from the results of a folder."""
+    """Return the table of verdicts on every claim, from the results of a folder."""
     return _claims(_verdicts(read_records(folder))) or "Nothing can be compared yet."
 
 
@@ -89,7 +89,10 @@ def verdict_rows(results: Path) -> str:
 
 
 def _verdicts(records: Sequence[Json]) -> list[Row]:
-    """Of runs of the usual length: whether a task counts is said of the steps that methods have."""
+    """Return verdicts of runs of the usual length.
+
+    Whether a task counts is said of the steps that methods have.
+    """
     usual = [record for record in records if record["stage"] != "longer"]
     return [row for row in verdicts(usual, looks=LOOKS) if row.found is not None]
 

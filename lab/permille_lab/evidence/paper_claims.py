@@ -13,7 +13,7 @@ SEVERAL = 4
 
 
 class Relation(StrEnum):
-    """What a claim says of its first method."""
+    """The relation that a claim states between its two methods."""
 
     BETTER = "better than"
     AT_LEAST = "at least equal to"
@@ -29,7 +29,7 @@ class Side:
     queries: int | None = None
 
     def takes(self, record: Record) -> bool:
-        """Whether a record is of this side."""
+        """Return True if a record is of this side."""
         return (
             record["method"] == self.method
             and (record["base"] == "nf4" if self.four_bit else record["base"] in FLOATING)
@@ -116,7 +116,7 @@ CLAIMS = (
     ),
     Claim(
         key="static",
-        # Segments train better by themselves (docs/adr/0035): both sides have them.
+        # Segments alone train better (docs/adr/0035), so both sides have them.
         sentence="A static mask is at least equal to one that is selected again while training",
         relation=Relation.AT_LEAST,
         first=Side(method="zo:sensitive-task-segments"),

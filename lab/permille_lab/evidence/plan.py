@@ -1,13 +1,13 @@
-"""What the evidence consists of: sweeps, each a file of results that `permille evaluate` could have made.
+"""The sweeps of the evidence: each is a file of results that `permille evaluate` could have made.
 
-A sweep is one model, one task and one setting, so that what is finished stays finished when models or tasks
-are added. Sizes follow the model: the evidence is to be had in hours, not days. The first task (SST-2) and
-people's text have every stage; of other tasks the references are measured, since no method is shown to learn
-these at such sizes (docs/results/evidence.md).
+A sweep is one model, one task and one setting. So finished sweeps stay finished when models or tasks are
+added. Sizes follow the model, so that the evidence takes hours and not days. The first task (SST-2) and
+people's text have every stage. Of other tasks only the references are measured, since no method is shown to
+learn these at such sizes (docs/results/evidence.md).
 
-Zeroth-order methods take `QUERIES` exact directional derivatives a step (estimator "forward"): on models of
-this size all of them cost one gradient, and they are what finite differences approach. Both gave the same
-curve on SST-2 with stories260K (0.749 and 0.747 after 200 steps of four queries).
+Zeroth-order methods take `QUERIES` exact directional derivatives a step (estimator "forward"). On models of
+this size all of them cost one gradient, and finite differences approach them. Both gave the same curve on
+SST-2 with stories260K (0.749 and 0.747 after 200 steps of four queries).
 """
 
 import json
@@ -77,7 +77,7 @@ no method learns it: what was looked at stays in the family of tests."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Materials:
-    """What the evidence is made from.
+    """The models and texts of the evidence.
 
     Attributes:
         models: transformers folders.
@@ -92,10 +92,10 @@ class Materials:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much a cell computes.
+    """The amount of computation in a cell.
 
     Attributes:
-        tuning_seeds: but for `fractions` and `longer`, whose one seed shows how curves run (ADR 35).
+        tuning_seeds: but for `fractions` and `longer`, where one seed shows how curves run (ADR 35).
     """
 
     zo_steps: int
@@ -115,10 +115,10 @@ class Size:
     equivalence_seeds: tuple[int, ...] = EQUIVALENCE_SEEDS
 
     def longer(self, *, first_order: bool) -> "Size":
-        """For longer runs, with a search of one seed.
+        """Return the size of longer runs, with a search of one seed.
 
         Args:
-            first_order: of these, too.
+            first_order: also lengthen first-order runs.
         """
         return replace(
             self,
@@ -129,7 +129,7 @@ class Size:
         )
 
     def halved(self) -> "Size":
-        """For tasks with passages."""
+        """Return the size for tasks with passages."""
         train, validation, test = self.sizes
         return replace(
             self,
@@ -164,7 +164,7 @@ class Unit:
     choices: Mapping[str, Any]
 
     def sweep(self, materials: Materials) -> Sweep:
-        """What `permille evaluate` would run."""
+        """Return the sweep that `permille evaluate` would run."""
         files = {part: str(path.absolute()) for part, path in materials.tasks[self.task].items()}
         found = {
             "models": [str(self.model.absolute())],
@@ -176,7 +176,7 @@ class Unit:
 
 
 def planned(materials: Materials, size: Size | None = None) -> list[Unit]:
-    """Every sweep, in the order in which they say most soonest.
+    """Return every sweep. The most telling come first.
 
     Args:
         size: of every model; by default by its weights.
@@ -203,7 +203,7 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
     match stage:
         case "table":
             pairs = (*STATIC, DYNAMIC[0])
-            # The references first: without them nothing is decided.
+            # References come first: without them nothing is decided.
             return [
                 of.unit("references", REFERENCES),
                 of.unit("pairs", pairs, seeds=many),
@@ -231,7 +231,7 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
                 ),
             ]  # fmt: skip
         case "fractions":
-            # Static ones first: where claims turn. The table's density has these cells in the table.
+            # Static masks come first: claims depend on them. The table has the cells of its own density.
             parts = {"static-": BY_DENSITY[: -len(DYNAMIC)], "dynamic-": DYNAMIC}
             fractions: Sequence[float] = FRACTIONS
             if task == Task.TEXT:
@@ -243,7 +243,7 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
             ]
         case "longer":
             named = LONGER_METHODS if task == Task.TEXT else LONGER_REFERENCES
-            # Text has no first order here, whose steps would be those of the table.
+            # Text has no first order here: its steps would be those of the table.
             of = replace(of, size=size.longer(first_order=task != Task.TEXT))
             return [of.unit(part, methods) for part, methods in named.items()]
         case "queries":
@@ -261,8 +261,11 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
 
 
 def _distinct(model: Path, fractions: Sequence[float]) -> list[float]:
-    """Densities with masks of their own, the first one of each size: of a small model 0.01 % and 0.001 % both
-    are one weight of each tensor. One that has the table's masks has its cells there."""
+    """Return the densities with masks of their own, the first one of each size.
+
+    Of a small model, 0.01 % and 0.001 % are both one weight of each tensor. A density with the table's masks
+    has its cells there.
+    """
     shares = {_masked_share(model, DENSITY)}
     found = []
     for density in fractions:
@@ -280,7 +283,7 @@ def _masked_share(model: Path, density: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What the sweeps of a stage for one model and task have in common."""
+    """The values that the sweeps of a stage share for one model and task."""
 
     stage: str
     model: Path
@@ -310,7 +313,7 @@ class _Place:
             "refresh_steps": max(1, choices["zo_steps"] // 4),
         }
         if set(methods) & {SEGMENTS, *DYNAMIC}:
-            # A new mask at each evaluation: a state is chosen from as many as where the mask stays.
+            # A new mask comes at each evaluation. So a state is chosen from as many as with a fixed mask.
             choices["refresh_steps"] = max(1, choices["zo_steps"] // choices["evaluations"])
         name = f"{self.stage}-{self.model.name}-{self.task}-{part}"
         return Unit(stage=self.stage, model=self.model, task=self.task, name=name, choices=choices)

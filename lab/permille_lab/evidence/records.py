@@ -1,7 +1,7 @@
-"""What is finished of the evidence: cells with what their sweeps chose, and how many are still planned.
+"""The finished part of the evidence: cells, the choices of their sweeps, and how many are still planned.
 
-`units.json` beside the results says of each file what its sweep chose, so that the page is made from this
-folder alone, without models and texts.
+`units.json` beside the results records the choice of each file's sweep. So the page is made from this folder
+alone, without models and texts.
 """
 
 import json
@@ -27,7 +27,7 @@ _CHOSEN = ("methods", "seeds", "density", "queries", "zo_steps", "fo_steps", "tu
 
 
 def describe(folder: Path, units: Iterable[Unit]) -> None:
-    """Write what sweeps chose, beside what is there of others."""
+    """Write the choices of sweeps, and keep what is there of others."""
     found = _read(folder)
     for unit in units:
         own = {name: unit.choices[name] for name in _CHOSEN}
@@ -38,7 +38,7 @@ def describe(folder: Path, units: Iterable[Unit]) -> None:
 
 
 def read_records(folder: Path) -> list[Json]:
-    """Every finished cell, with its sweep's choices, `stage` and `unit`.
+    """Read every finished cell, with its sweep's choices, `stage` and `unit`.
 
     Raises:
         InputError: a file is damaged before its last line.

@@ -1,14 +1,14 @@
-"""What is left of a person's gain in llama.cpp, by type of file? `make bench-exports`.
+"""Measure how much of a person's gain is left in llama.cpp, by type of file: `make bench-exports`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.exports      (needs llama-cpp-python)
 
-A package of each scheme is trained as the agent trains, on one speaker of Shakespeare's plays; its base and
+A package of each scheme is trained as the agent trains, on one speaker of Shakespeare's plays. Its base and
 its personal model are exported in every type. Rows of the select split then go through llama.cpp.
 
     divergence = mean over tokens of KL(ours || theirs)
     share = (loss of our base - loss of their personal) / (loss of our base - loss of our personal)
 
-Ours is what unmodified transformers computes of the float32 export, to 1e-5 the light engine.
+"Ours" is what unmodified transformers computes of the float32 export. The light engine agrees to 1e-5.
 """
 
 import tempfile
@@ -58,7 +58,7 @@ class Personal:
 
 
 def measure(personal: Personal, folder: Path) -> Result:
-    """All types that the package's scheme allows."""
+    """Measure all types that the package's scheme allows."""
     package, rows = personal.package, personal.rows
     ours = {name: _ours(package, values_K, rows, folder) for name, values_K in personal.variants.items()}
     base, best = mean_loss(ours["base"], rows), mean_loss(ours["personal"], rows)
@@ -95,7 +95,7 @@ def measure(personal: Personal, folder: Path) -> Result:
 
 
 def log_probs(logit_TD: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Of the next token, float64."""
+    """Return the log-probabilities of the next token, float64."""
     logit_TD64 = logit_TD.astype(np.float64)
     logit_TD64 -= logit_TD64.max(axis=1, keepdims=True)
     found: NDArray[np.float64] = logit_TD64 - np.log(np.exp(logit_TD64).sum(axis=1, keepdims=True))
@@ -103,13 +103,13 @@ def log_probs(logit_TD: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def divergence(ours: LogProbs, theirs: LogProbs) -> float:
-    """Kullback-Leibler from ours to theirs, nats a token."""
+    """Return the Kullback-Leibler divergence from ours to theirs, nats a token."""
     parts = [(np.exp(p) * (p - q)).sum(axis=1) for p, q in zip(ours, theirs, strict=True)]
     return float(np.concatenate(parts).mean())
 
 
 def mean_loss(found: LogProbs, rows: Sequence[Row]) -> float:
-    """Of the target tokens."""
+    """Return the mean loss of the target tokens."""
     losses = []
     for own, row in zip(found, rows, strict=True):
         place = np.flatnonzero(row.target_T)

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer, by llama-cpp-python: what it makes of a GGUF file, on the processor alone.
+"""llama.cpp by llama-cpp-python: it computes a GGUF file on the processor alone.
 
 Its cache of keys and values is float32 here, so that a difference is the file's and not the cache's.
 """
@@ -42,7 +42,10 @@ class LlamaCpp:
         self._model.close()
 
     def tokens(self, text: str) -> list[int]:
-        """A text in tokens, with the beginning that the file asks for; special tokens in it are text."""
+        """Return a text in tokens, with the beginning that the file asks for.
+
+        Special tokens in the text are text.
+        """
         return [int(token) for token in self._model.tokenize(text.encode(), add_bos=True, special=False)]
 
     def chat_template(self) -> str | None:
@@ -57,7 +60,7 @@ class LlamaCpp:
         return str(found["choices"][0]["message"]["content"])
 
     def logits(self, ids_T: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Of one sequence from its beginning: float32 [T, D]."""
+        """Return the logits of one sequence from its beginning: float32 [T, D]."""
         self._model.reset()
         self._model.eval([int(token) for token in ids_T])
         return np.array(self._model.scores[: len(ids_T)], np.float32)

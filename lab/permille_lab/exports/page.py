@@ -7,7 +7,7 @@ from permille_lab.measuring.tables import markdown
 
 
 def tables(results: Path) -> dict[str, str]:
-    """By the name that the template has for it."""
+    """Return the tables by the names that the template has for them."""
     rows = [
         {
             "model, package": f"{settings['model']}, {settings['scheme']}",

@@ -1,4 +1,4 @@
-"""Federations by the exact arithmetic in one process: `make bench-federation`.
+"""Measure federations by the exact arithmetic in one process: `make bench-federation`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.federation [FIGURE ...]
 
@@ -8,8 +8,8 @@
     attackers    a fifth of the devices flips or scales what it sends, under each rule
     privacy      noise in the integers at several sizes of a cohort
 
-Rates are chosen on other people's, or other sentences', text, in a few rounds. What a device sends and
-fetches is encoded and counted; sockets are measured by `make federation`.
+Rates are chosen on text of other people, or on other sentences, in a few rounds. What a device sends and
+fetches is encoded and counted. `make federation` measures sockets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ _OWN_STEPS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What all figures are measured with."""
+    """The inputs of all measurements."""
 
     world: World
     sources: Sources
@@ -63,14 +63,14 @@ class Bench:
     known: dict[tuple[Division, int, int], list[Client]] = field(default_factory=dict)
 
     def clients(self, split: Division, devices: int, *, turn: int = 0) -> list[Client]:
-        """Devices with text of a division, read once."""
+        """Return devices with text of a division, read once."""
         key = (split, devices, turn)
         if key not in self.known:
             self.known[key] = clients_of(self.world.package, self.sources.data, split, devices, turn=turn)
         return self.known[key]
 
     def rate(self, name: str, rates: Sequence[float], split: Division, gain: Callable[..., float]) -> float:
-        """The rate of the largest gain in a few rounds on other text; kept as a cell."""
+        """Return the rate of the largest gain in a few rounds on other text. It is kept as a cell."""
         kind = _KIND[split]
         settings = {"method": name, "split": kind.value, "rates": list(rates), "rounds": TUNING.rounds}
         found = self.cells.once("rate", settings, partial(self._tried, rates, kind, gain))
@@ -83,7 +83,7 @@ class Bench:
 
 
 def tuned(bench: Bench, name: str, method: Method, split: Division) -> float:
-    """The rate of a method."""
+    """Return the method with its rate."""
 
     def gain(clients: Sequence[Client], rate: float) -> float:
         rules = definition_of(bench.world, method, rounds=TUNING.rounds, rate=rate)
@@ -94,7 +94,7 @@ def tuned(bench: Bench, name: str, method: Method, split: Division) -> float:
 
 
 def measured(bench: Bench, name: str, method: Method, split: Division, seed: int) -> Result:
-    """One method on one division."""
+    """Measure one method on one division."""
     rate = tuned(bench, name, method, split)
     clients = bench.clients(split, DEVICES)
     rules = definition_of(bench.world, method, rounds=ROUNDS, rate=rate)
@@ -117,7 +117,7 @@ def measured(bench: Bench, name: str, method: Method, split: Division, seed: int
 
 
 def averaged(bench: Bench, name: str, split: Division, seed: int) -> Result:
-    """One reference of first order on one division."""
+    """Measure one reference of first order on one division."""
 
     def gain(clients: Sequence[Client], rate: float) -> float:
         return float(np.mean(references.averaged(bench.world, name, clients, TUNING, rate).gains))
@@ -180,7 +180,7 @@ def ours(
     local_steps: int = METHODS[OURS].local_steps,
     **rules: object,
 ) -> Outcome:
-    """Our gradient with its rate, under further rules."""
+    """Return our gradient method with its rate, under further rules."""
     rate = tuned(bench, OURS, METHODS[OURS], split)
     method = replace(METHODS[OURS], local_steps=local_steps)
     found = definition_of(bench.world, method, rounds=plan.rounds, rate=rate)
@@ -190,7 +190,7 @@ def ours(
 def own_values(
     bench: Bench, client: Client, start_W: NDArray[np.float32], *, steps: int, rate: float = RATE
 ) -> NDArray[np.float32]:
-    """What Adam makes of a device's own text, as the agent's steps do; the last state."""
+    """Train with Adam on a device's own text, as the agent's steps do, and return the last state."""
     first = learning_rate(bench.world.package) * rate / RATE
     exponent, k = unit_exponent(first), len(start_W)
     moments = Moments.first(k, np.zeros(k, np.int64))
@@ -203,13 +203,13 @@ def own_values(
 
 
 def person_states(bench: Bench) -> Result:
-    """Losses of each person's test part under each state, nats a token."""
+    """Return the losses of each person's test part under each state, nats a token."""
     clients = bench.clients(Division.TWEETS_PERSON, DEVICES)
     base_W = bench.world.package.values()
     plan = Plan(cohort=COHORT, rounds=2 * ROUNDS)
     pooled_W = ours(bench, Division.TWEETS_PERSON, plan, clients).values_W
     everyone = Client(name="all", train=[row for client in clients for row in client.train], test=[])
-    # As many batches as all devices of all rounds together.
+    # It takes as many batches as all devices of all rounds together.
     steps = plan.cohort * plan.rounds * METHODS[OURS].local_steps
     first_order_W = own_values(bench, everyone, base_W, steps=steps, rate=RATE / 3)
     states = {
@@ -229,18 +229,18 @@ def person_states(bench: Bench) -> Result:
 
 
 def people(bench: Bench) -> None:
-    """Measure what pooling brings each person."""
+    """Measure the gain from pooling for each person."""
     settings: Settings = {"devices": DEVICES, "rounds": 2 * ROUNDS, "own_steps": _OWN_STEPS, "seed": 0}
     bench.cells.once("people", settings, partial(person_states, bench))
 
 
 def flipped(index: int, c_TQ: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first fifth of the devices sends the opposite."""
+    """Let the first fifth of the devices send the opposite."""
     return -c_TQ if index < DEVICES // 5 else c_TQ
 
 
 def scaled(index: int, c_TQ: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first fifth of the devices sends a hundred times the opposite, as far as the format takes it."""
+    """Let the first fifth of the devices send a hundred times the opposite, as far as the format takes it."""
     return np.clip(-100 * c_TQ, -8192, 8192) if index < DEVICES // 5 else c_TQ
 
 
@@ -261,14 +261,14 @@ def attackers(bench: Bench) -> None:
                 clients = bench.clients(Division.TWEETS_PERSON, DEVICES)
                 plan = Plan(cohort=10, rounds=4, attack=sent)
                 found = ours(bench, Division.TWEETS_PERSON, plan, clients, local_steps=4, **changes)
-                # Attackers' own text counts too: it is nobody's fault but theirs that trains it less.
+                # Attackers' own text counts too.
                 return {"gains": bench.world.gains(found.values_W, clients)}
 
             bench.cells.once("attackers", settings, run)
 
 
 def private(bench: Bench, cohort: int, hundredths: int, rounds: int) -> Result:
-    """Rounds of all devices of a cohort with noise of so many hundredths of the clip."""
+    """Run rounds of all devices of a cohort with noise of so many hundredths of the clip."""
     clients = small_clients(bench.world.package, bench.sources.data, cohort)
     rules = definition_of(bench.world, PRIVATE, rounds=rounds, rate=0.3)
     noise = Privacy(

@@ -43,7 +43,7 @@ _LEAST_CHARACTERS = 4_000
 
 
 class Division(StrEnum):
-    """How text is divided between devices."""
+    """The division of text between devices."""
 
     SST2_IID = "SST-2, IID"
     SST2_DIRICHLET = "SST-2, Dirichlet 0.1"
@@ -60,7 +60,7 @@ class Client:
 
 
 def clients_of(package: Package, data: Path, split: Division, devices: int, *, turn: int = 0) -> list[Client]:
-    """So many devices of a split.
+    """Return so many devices of a division.
 
     Args:
         data: holds `users/` and `tasks/`.
@@ -83,7 +83,7 @@ def clients_of(package: Package, data: Path, split: Division, devices: int, *, t
 
 
 def small_clients(package: Package, data: Path, devices: int) -> list[Client]:
-    """As many devices as a large cohort needs, of ten tweets of one author each; two of them judge."""
+    """Return enough devices for a large cohort, with ten tweets of one author each. Two of them judge."""
     texts, found = _Texts(package), []
     for user in cohort(read_users(data, Collection.LAMP7).users, least_characters=0):
         documents = texts.tokens(user.documents)
@@ -101,7 +101,7 @@ class _Texts:
         self._tokenizer = package_tokenizer(package)
 
     def tokens(self, rows: Sequence[Mapping[str, str]]) -> list[TokenizedDocument]:
-        """Documents as the agent reads and tokenizes them; those without a target are left out."""
+        """Return documents as the agent reads and tokenizes them. Documents without a target are left out."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "text.jsonl"
             path.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
@@ -138,7 +138,7 @@ def _client(name: str, train: Sequence[TokenizedDocument], test: Sequence[Tokeni
 def _sentences(
     texts: _Texts, data: Path, devices: int, turn: int, rng: np.random.Generator | None
 ) -> list[Client]:
-    """Devices with sentences; each with its own share of positive ones where a generator is given."""
+    """Return devices with sentences. With a generator, each has its own share of positive ones."""
     size = TRAIN_SENTENCES + TEST_SENTENCES
     examples = [
         example
@@ -158,7 +158,7 @@ def _sentences(
     for index in range(devices):
         share = 0.5 if rng is None else float(rng.dirichlet([CONCENTRATION, CONCENTRATION])[0])
         labels = np.arange(size) < round(share * size)
-        # By the same shares in both parts: a device is judged by text of its own kind.
+        # Both parts have the same shares, so that a device is judged by text of its own kind.
         order = np.random.default_rng([turn, index]).permutation(size)
         documents = [next(pools[int(labels[place])]) for place in order]
         clients.append(_client(f"{index}", documents[TEST_SENTENCES:], documents[:TEST_SENTENCES]))

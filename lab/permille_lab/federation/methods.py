@@ -29,7 +29,7 @@ _ADAM_RATES = (0.1, 0.2, 0.4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """How devices step and what they share.
+    """The way that devices step, and the values that they share.
 
     Attributes:
         queries: of one device's step; for `SPLIT` of both blocks.
@@ -73,7 +73,7 @@ METHODS: Mapping[str, Method] = {
 
 
 def definition_of(world: World, method: Method, *, rounds: int, rate: float) -> Definition:
-    """The federation of a method; further rules are the caller's, by `dataclasses.replace`.
+    """Return the federation of a method. Callers add further rules by `dataclasses.replace`.
 
     Args:
         rate: of the first step; along the gradient a share of the weights' root mean square.

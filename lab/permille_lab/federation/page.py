@@ -22,7 +22,7 @@ _PAIRS = (
 
 
 def tables(results: Path) -> dict[str, str]:
-    """By the name that the template has for them."""
+    """Return the tables by the names that the template has for them."""
     cells = Cells(results / "federation.jsonl")
     return {
         "methods": markdown(_methods(cells.of("methods"))),
@@ -34,7 +34,7 @@ def tables(results: Path) -> dict[str, str]:
 
 
 def interval(gains: Sequence[float]) -> str:
-    """Mean and its 95 % interval by Student's t over devices."""
+    """Return the mean and its 95 % interval, by Student's t over devices."""
     values = np.array(gains)
     reach = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)) if len(values) > 1 else 0.0
     return f"{values.mean():+.3f} ({values.mean() - reach:+.3f} to {values.mean() + reach:+.3f})"

@@ -1,10 +1,10 @@
-"""Federated averaging by first order, as a reference: devices take AdamW's steps and send what they changed.
+"""Federated averaging by first order, as a reference: devices take AdamW's steps and send the change.
 
     the masked values    the package's sparse values; a packed state each way
     all weights          the dense float32 model; every weight each way
     LoRA                 adapters of all linear layers, r = 8; every adapter weight each way
 
-The weights are averaged, AdamW begins anew in each round, its rate falls linearly over the rounds.
+The weights are averaged. AdamW begins anew in each round, and its rate falls linearly over the rounds.
 """
 
 import time
@@ -32,7 +32,7 @@ RATES = {VALUES: (0.1, 0.2, 0.4), DENSE: (1e-3, 3e-3, 1e-2), LORA: (1e-3, 3e-3, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Where an averaging ends: the gain of each device's test part."""
+    """The end of an averaging: the gain of each device's test part."""
 
     gains: list[float]
     traffic: Traffic
@@ -75,7 +75,7 @@ def averaged(world: World, name: str, clients: Sequence[Client], plan: Plan, rat
 
 
 def averaged_values(world: World, clients: Sequence[Client], plan: Plan, share: float) -> Reference:
-    """Average what Adam makes of every masked weight, on the lattice."""
+    """Average the values after Adam's steps on every masked weight, on the lattice."""
     base_W = world.package.values()
     rate = share * learning_rate(world.package) / RATE
     exponent = unit_exponent(rate)
@@ -110,7 +110,7 @@ def averaged_values(world: World, clients: Sequence[Client], plan: Plan, share: 
 
 
 def _model(world: World, name: str) -> tuple[Any, list[torch.Tensor]]:
-    """A dense model of the package, and those of its weights that train."""
+    """Return a dense model of the package, and its trained weights."""
     model = dense_model(world.package, prepacked=False)
     if name == DENSE:
         model.requires_grad_(True)

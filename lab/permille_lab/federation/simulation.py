@@ -1,7 +1,7 @@
-"""A federation in one process: definition, contributions, rule and history as the service uses them, exactly.
+"""A federation in one process, with exactly the service's definition, contributions, rule and history.
 
-Devices take their steps by `permille.federation.local` one after the other; what they would send and fetch is
-encoded and counted, and what is combined is what is decoded again. Only the sockets are missing.
+Devices take their steps by `permille.federation.local`, one after the other. Their messages are encoded,
+counted, decoded and then combined. Only the sockets are missing.
 
 Shapes: W = masked weights, T = steps done, Q = queries.
 """
@@ -36,18 +36,18 @@ Attack = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What all runs on one package work with."""
+    """The data that all runs on one package share."""
 
     package: Package
     engine: Engine
     key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
 
     def gradient(self, values_W: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """The loss of a batch and its gradient."""
+        """Return the loss of a batch and its gradient."""
         return cast("GradientEngine", self.engine).gradient(values_W, batch)
 
     def gains(self, values_W: NDArray[np.float32], clients: Sequence[Client]) -> list[float]:
-        """What values take off the package's loss, nats a token of each device's test part."""
+        """Return the gain over the package in nats a token, for each device's test part."""
         base_W = self.package.values()
         return [
             mean_loss(self.engine, base_W, client.test) - mean_loss(self.engine, values_W, client.test)
@@ -65,7 +65,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Where a federation ends; seconds are the processor's, of all devices and the service."""
+    """The end of a federation. Seconds are processor time, of all devices and the service."""
 
     history: History
     values_W: NDArray[np.float32]
@@ -75,13 +75,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How devices come.
+    """The rounds of a federation and the devices that take part.
 
     Attributes:
         cohort: devices of a round, drawn without replacement.
-        rounds: how many are run, of those that the definition allows.
+        rounds: number of rounds that are run, of those that the definition allows.
         seed: of the draw and of batches.
-        attack: what a device sends in place of its integers.
+        attack: integers that a device sends in place of its own.
         own: each device of a cohort has directions of its own.
     """
 
@@ -133,7 +133,7 @@ def federate(world: World, definition: Definition, clients: Sequence[Client], pl
 
 
 def closed(definition: Definition, number: int, received: Sequence[Contribution]) -> Round:
-    """The round of these contributions, with fresh noise where the definition has privacy."""
+    """Return the round of these contributions, with fresh noise if the definition has privacy."""
     if definition.privacy is None:
         return combine(definition, number, received)
     noised_V = noised_sum(definition, number, received, draw_round_noise(definition))
@@ -179,6 +179,6 @@ def _contribution(part: LocalRound, c_TQ: NDArray[np.int64], history: History) -
 
 
 def _memory() -> Path | None:
-    """A folder in memory, where there is one: each step of a device is made durable."""
+    """Return a folder in memory, if there is one: each step of a device is made durable."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else None

@@ -1,14 +1,17 @@
-"""How fast does a person's model learn? The agent beside first order and MeZO: `make bench-learning`.
+"""Compare the agent with first order and MeZO: how fast a person's model learns. `make bench-learning`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.learning.compare --people 1 --seeds 0
 
-One speaker of Shakespeare's plays and people with tweets, who wrote too little for the agent's own division;
-held-out is the select split. The agent's contenders are those of `OURS`, on the NF4 package. MeZO and LoRA
-(r = 8, peft) train a dense float32 model, LoRA the one that the package's codes decode to; `the same values,
-AdamW` takes the engine's gradient of the masked weights. Their step sizes are the best on the same held-out
-text, which favours them. Every run is a process of its own, with one thread: seconds are the processor's,
-evaluations left out, and the peak of memory is the process's. Contenders of `TRAINED` differ in what their
-package trains.
+The texts are one speaker of Shakespeare's plays and people with tweets. The latter wrote too little for the
+agent's own division. The held-out text is the select split.
+
+The agent's contenders are those of `OURS`, on the NF4 package. MeZO and LoRA (r = 8, peft) train a dense
+float32 model. For LoRA it is the model that the package's codes decode to. `the same values, AdamW` takes the
+engine's gradient of the masked weights. The step sizes of these methods are the best on the same held-out
+text, which favours them. Contenders of `TRAINED` differ in the numbers that their package trains.
+
+Every run is a process of its own with one thread. Seconds are processor time without evaluations. The peak of
+memory is the process's.
 """
 
 import argparse
@@ -58,7 +61,7 @@ _LEAST_CHARACTERS = 8_000
 
 
 def texts(sources: Sources, people: int) -> dict[str, tuple[Document, ...]]:
-    """The speaker, and the first people of those with many tweets."""
+    """Return the speaker, and the first people of those with many tweets."""
     speakers = {user.name: user for user in read_users(sources.data, Collection.SHAKESPEARE).users}
     tweets = cohort(read_users(sources.data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
     found = {SPEAKER: speakers[SPEAKER].documents}
@@ -66,7 +69,7 @@ def texts(sources: Sources, people: int) -> dict[str, tuple[Document, ...]]:
 
 
 def measure(folder: Path, settings: Settings, documents: Sequence[Document]) -> Result:
-    """One contender on one text, in a child process.
+    """Measure one contender on one text, in a child process.
 
     Raises:
         InputError: it failed.
@@ -86,7 +89,7 @@ def measure(folder: Path, settings: Settings, documents: Sequence[Document]) -> 
 def measured(
     sources: Sources, folder: Path, settings: Settings, documents: Sequence[Document], name: Path
 ) -> Result:
-    """The same in this process."""
+    """Measure one contender on one text, in this process."""
     method, seed, steps = settings["method"], settings["seed"], settings["steps"]
     package = model_package(sources, settings["model"], folder, trained=TRAINED.get(method))
     opened = text_run if settings["text"] == SPEAKER else person_run
@@ -116,7 +119,7 @@ def measured(
 
 
 def _kept_bytes(run: Path) -> int:
-    """Of what a run's result is made of: the journal of its steps, or its state."""
+    """Return the bytes of a run's result: of the journal of its steps, or of its state."""
     kept = [path for kind in ("journal", "state") for path in run.glob(f"descent-*.{kind}")]
     return max((path.stat().st_size for path in kept), default=0)
 
@@ -140,7 +143,7 @@ def main() -> None:
     cells = Cells(options.cells)
     of_text = texts(sources, options.people)
     for method in options.method or [*OURS, *THEIRS, *TRAINED]:
-        # Here, so that no child makes it.
+        # Make the package here, so that no child does.
         model_package(sources, options.model, options.folder, trained=TRAINED.get(method))
         for seed in options.seeds:
             for text, documents in of_text.items():

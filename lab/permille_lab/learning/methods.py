@@ -1,7 +1,7 @@
-"""What the agent's training is compared with: MeZO and first order, each on the same rows of a text.
+"""The methods beside the agent's training: MeZO and first order, each on the same rows of a text.
 
-First order has as many rows a step as the agent, MeZO 16 as published, and each a step size from a grid that
-grows while its best is on an edge.
+First order has as many rows a step as the agent. MeZO has 16, as published. The step size of each comes from
+a grid that grows while its best value is on an edge.
 """
 
 import math
@@ -29,13 +29,13 @@ _EVALUATED_ROWS = 16
 
 
 class Method(Protocol):
-    """What trains a model of its own."""
+    """A method that trains a model of its own."""
 
     def step(self, batch: Batch, number: int) -> None:
         """Make one step."""
 
     def loss(self) -> float:
-        """Of the select split."""
+        """Return the loss of the select split."""
 
 
 class DenseMezo:
@@ -98,7 +98,7 @@ class SparseValues:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """How a method is made, the grid of its step sizes, and its rows a step."""
+    """The maker of a method, the grid of its step sizes, and its rows a step."""
 
     make: Callable[[TextRun, Path, float], Method]
     grid: tuple[float, ...]
@@ -113,7 +113,7 @@ METHODS: Mapping[str, Contender] = {
 
 
 def rows_loss(model: Any, run: TextRun) -> float:
-    """Mean loss of a target token of the select split, as the agent's own."""
+    """Return the mean loss of a target token of the select split, as the agent computes it."""
     rows = run.prepared.select
     total, targets = 0.0, 0
     for first in range(0, len(rows), _EVALUATED_ROWS):
@@ -125,7 +125,7 @@ def rows_loss(model: Any, run: TextRun) -> float:
 
 
 def descend(method: Method, run: TextRun, *, steps: int, every: int, rows: int) -> list[dict[str, Any]]:
-    """Make steps and evaluate before the first and after every `every`; ends where the loss is not finite."""
+    """Take steps, and evaluate before the first and after every `every`. End if the loss is not finite."""
     batches = TrainingBatches(run.prepared.train, batch_rows=rows, seed=run.seed)
     points = [{"step": 0, "loss": method.loss(), "seconds": 0.0}]
     spent = 0.0
@@ -141,7 +141,7 @@ def descend(method: Method, run: TextRun, *, steps: int, every: int, rows: int) 
 
 
 def best_rate(tried: Callable[[float], float], grid: tuple[float, ...]) -> float:
-    """The rate of the lowest loss; the grid goes on, by `_EXTENSIONS` at most, while that is on its edge."""
+    """Return the rate of the lowest loss. The grid grows by up to `_EXTENSIONS` at its edges."""
     losses = {rate: tried(rate) for rate in grid}
     for _ in range(_EXTENSIONS):
         best = min(losses, key=lambda rate: losses[rate])
@@ -153,7 +153,7 @@ def best_rate(tried: Callable[[float], float], grid: tuple[float, ...]) -> float
 
 
 def final_loss(contender: Contender, run: TextRun, model: Path, rate: float, *, steps: int) -> float:
-    """What a trial with a step size comes to; infinite where it diverged."""
+    """Return the final loss of a trial with a step size; infinite where it diverged."""
     loss = float(
         descend(contender.make(run, model, rate), run, steps=steps, every=steps, rows=contender.rows)[-1][
             "loss"

@@ -24,19 +24,19 @@ Points = list[dict[str, Any]]
 def label(settings: Settings) -> str:
     """An estimator's name in tables: its kind, queries x rows."""
     name = f"{settings['estimator']} {settings['queries']} x {settings['batch_rows']}"
-    # Cells from before their removal know directions that were scaled by the Fisher score.
+    # Older cells have directions that were scaled by the Fisher score.
     return f"{name}, scaled" if settings.get("scaling") else name
 
 
 def loss_at(points: Points, axis: str, place: float) -> float:
-    """The loss at a number of passes or seconds, on the line between the points around it."""
+    """Return the loss at a number of passes or seconds, interpolated between the points around it."""
     finite = [(point[axis], math.nan if point["loss"] is None else point["loss"]) for point in points]
     places, losses = zip(*finite, strict=True)
     return float(np.interp(place, places, losses))
 
 
 def estimator_tables(results: Path) -> dict[str, str]:
-    """How much further each contender's loss falls than the baseline's, in the runs that both have."""
+    """Return the gain of each contender's loss over the baseline's, in the runs that both have."""
     groups: dict[tuple[str, str, int], dict[str, Points]] = defaultdict(dict)
     for settings, result in Cells(results / "estimators.jsonl").of("estimators"):
         if "points" in result:
@@ -73,7 +73,7 @@ def estimator_tables(results: Path) -> dict[str, str]:
 
 
 def learning_tables(results: Path) -> dict[str, str]:
-    """Seconds of each method to shares of the fall along the gradient, its end, memory, bytes; counts."""
+    """Return tables of seconds to shares of the fall along the gradient, ends, memory, bytes and counts."""
     cells = Cells(results / "learning.jsonl").of("learning")
     groups: dict[tuple[str, str, int], dict[str, Result]] = defaultdict(dict)
     for settings, result in cells:
@@ -131,7 +131,7 @@ def _trained(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
 
 
 def _targets(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
-    """What was asked of the training along the gradient, over the texts and seeds that were measured."""
+    """Return the targets of training along the gradient, over the texts and seeds that were measured."""
     own = [(found[STATE], found) for found in groups.values() if STATE in found]
     gaps = [_lowest(state) - _lowest(found[SAME]) for state, found in own if SAME in found]
     falls = [_fall(state) / _fall(found[SAME]) for state, found in own if SAME in found]
@@ -158,7 +158,7 @@ def _targets(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
 
 
 def _spread(values: list[float], form: str) -> str:
-    """Mean and range; empty where nothing was measured."""
+    """Return mean and range as text; empty where nothing was measured."""
     if not values:
         return ""
     mean, least, most = (format(f(values), form) for f in (np.mean, min, max))
@@ -166,7 +166,7 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def _goals(state: Result | None, shares: tuple[float, ...] = SHARES) -> dict[float, float]:
-    """Losses at shares of the fall along the gradient on the same text; none where that was not run."""
+    """Return losses at shares of the fall along the gradient on the same text; none if it was not run."""
     if state is None:
         return {}
     base = state["points"][0]["loss"]
@@ -191,7 +191,7 @@ def _reached(points: Points, loss: float) -> str:
 
 
 def _seconds(points: Points, loss: float) -> float:
-    """When a loss was reached, on the line between the looks around it; infinite where it was not."""
+    """Return the seconds until a loss was reached, interpolated; infinite where it was not."""
     for before, point in pairwise([points[0], *points]):
         if point["loss"] <= loss:
             share = (before["loss"] - loss) / max(1e-12, before["loss"] - point["loss"])

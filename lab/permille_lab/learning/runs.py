@@ -1,7 +1,7 @@
-"""One text of one person under one package, and what the agent's training makes of it.
+"""One text of one person under one package, and the agent's training on it.
 
 Every method is judged on the same rows, the select split of the text. Seconds are the processor's since
-training began, less what evaluations took.
+training began, without evaluations.
 """
 
 import json
@@ -39,18 +39,18 @@ class TextRun:
     seed: int
 
     def loss(self) -> float:
-        """Of the select split under the package's own values."""
+        """Return the loss of the select split under the package's own values."""
         return mean_loss(self.engine, self.package.values(), self.prepared.select)
 
     def train(self, options: TrainOptions, folder: Path) -> Result:
-        """The losses on the way of a run with these options: points, seconds of the search."""
+        """Return the losses along a run with these options: points, and the seconds of the search."""
         begin = time.perf_counter()
         self.loss()
         evaluation_s = time.perf_counter() - begin
         passes = self.engine.layer_passes
         wall, cpu = time.perf_counter(), time.process_time()
         found = personalise(self.package, self.engine, self.prepared, options, folder=folder)
-        # Processor seconds a second of the clock: others may use the machine meanwhile.
+        # Convert to processor seconds, since others may use the machine meanwhile.
         begun = found.curve[0].seconds
         pace = (time.process_time() - cpu) / (time.perf_counter() - wall)
         spent = [pace * (at.seconds - begun - number * evaluation_s) for number, at in enumerate(found.curve)]
@@ -75,7 +75,7 @@ def text_run(
     threads: int,
     engine: str = AUTO,
 ) -> TextRun:
-    """Divide a text as the agent does; it is written to `folder` for that.
+    """Divide a text as the agent does. It is written to `folder` for that.
 
     Raises:
         InputError: too little text.
@@ -96,7 +96,7 @@ def text_run(
 def person_run(
     package: Package, documents: Sequence[Document], folder: Path, *, seed: int, threads: int
 ) -> TextRun:
-    """The same for who wrote too little for the agent: divided as in the study of people.
+    """Divide the text of a person who wrote too little for the agent, as in the study of people.
 
     Raises:
         InputError: too little text for that.
@@ -114,6 +114,6 @@ def person_run(
 
 
 def options_for(package: Package, *, seed: int, steps: int) -> TrainOptions:
-    """The agent's defaults, with rows that fit the model."""
+    """Return the agent's default options, with rows that fit the model."""
     positions = int(package.config["max_position_embeddings"])
     return TrainOptions(seed=seed, steps=steps).within(positions)

@@ -1,11 +1,11 @@
-"""Finished measurements, one JSON line each: a benchmark that was stopped goes on where it was.
+"""Finished measurements, one JSON line each: a stopped benchmark continues where it was.
 
 They are kept in `lab/results`, from which the pages are made.
 
 A cell is a measurement whose contenders ran interleaved in one process (or in child processes, one after the
-other): its ratios hold within it. It is written once, whole, when all of it is done; half a line that a kill
-left behind is cut off. A cell is known by its figure and its settings, not by the machine: one file is one
-machine's, but for what it took up with `keep`.
+other). Its ratios hold within it. It is written once, whole, when all of it is done. Half a line that a kill
+left behind is cut off. A cell is known by its figure and its settings, not by the machine. One file is one
+machine's, except for cells that `keep` added.
 """
 
 import argparse
@@ -51,11 +51,11 @@ class Cells:
         return [(settings, result) for name, settings, result in self if name == figure]
 
     def has(self, figure: str, settings: Settings) -> bool:
-        """Whether the cell is finished."""
+        """Return True if the cell is finished."""
         return _key(figure, settings) in self._results
 
     def once(self, figure: str, settings: Settings, measure: Callable[[], Result]) -> Result:
-        """The cell's result; measured and written if it is not there."""
+        """Return the cell's result. If it is not there, measure and write it."""
         key = _key(figure, settings)
         if key not in self._results:
             sys.stderr.write(f"{figure} {json.dumps(settings)}\n")
@@ -65,7 +65,7 @@ class Cells:
     def keep(self, figure: str, settings: Settings, result: Result) -> None:
         """Write a cell that was measured, here or elsewhere."""
         self._append({"figure": figure, "settings": settings, "result": result})
-        # As it will be read again: what JSON cannot hold must not live only until the next start.
+        # Keep the form that a restart will read. A value that JSON cannot hold would change then.
         self._results[_key(figure, settings)] = json.loads(json.dumps(result))
 
     def _read(self) -> None:

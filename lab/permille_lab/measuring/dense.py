@@ -43,7 +43,7 @@ def dense_model(package: Package, *, prepacked: bool) -> Any:
         _place(model, name, torch.from_numpy(package.plain(name).float32().copy()), prepacked=prepacked)
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    # Frequencies are no tensors of a checkpoint: the module computes them when it is made.
+    # Frequencies are not in a checkpoint: the module computes them when it is made.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
     return model.eval().requires_grad_(False)
 

@@ -1,4 +1,4 @@
-"""What a measurement ran on, how long it took and what it kept in memory: the system's own accounts."""
+"""The machine, time and memory of a measurement, as the system accounts for them."""
 
 import importlib.metadata
 import os
@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def instructions() -> set[str]:
-    """The instruction sets that decide which kernels run; those that we know by name."""
+    """Return the known instruction sets that decide which kernels run, by name."""
     found = (_named("flags") or _named("Features") or "").split()
     return set(_FLAGS) & set(found)
 
@@ -54,7 +54,7 @@ def timed(step: Step) -> Timing:
 
 
 def interleaved(steps: Mapping[str, Step], *, rounds: int) -> dict[str, dict[str, Any]]:
-    """Each step once unmeasured, then in rounds, one after the other, so that a busy machine is busy for all.
+    """Run each step once unmeasured, then all in rounds, so that a busy machine is busy for all.
 
     Args:
         rounds: how often each is measured.
@@ -84,7 +84,7 @@ def summary(timings: list[Timing]) -> dict[str, Any]:
 
 
 def resident() -> dict[str, int]:
-    """Bytes of this process, from the kernel: now (`VmRSS`), peak (`VmHWM`), and what no file backs."""
+    """Return bytes of this process: now (`VmRSS`), peak (`VmHWM`), and those that no file backs."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -94,7 +94,7 @@ def resident() -> dict[str, int]:
 
 
 class AnonymousPeak:
-    """The largest `RssAnon` while the block runs, sampled: the kernel keeps a peak of the whole alone."""
+    """The largest sampled `RssAnon` while the block runs. The kernel keeps a peak of the total alone."""
 
     def __init__(self) -> None:
         self._done = threading.Event()

@@ -21,7 +21,7 @@ _SEQUENCES, _LENGTH = 64, 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Where models and texts are.
+    """The places of models and texts.
 
     Attributes:
         models: transformers folders by name.
@@ -65,12 +65,13 @@ def model_package(
     trained: float | ChosenAdapter | None = None,
     embeddings: Embeddings = Embeddings.SOURCE,
 ) -> Package:
-    """The package of a model with the mask that Fisher scores on C4 select, or an adapter; made once in
-    `folder`.
+    """Return the package of a model with an adapter, or with the mask that Fisher scores on C4 select.
+
+    It is made once in `folder`.
 
     Args:
         trained: share of the weights that is masked, by default by the model's name; or an adapter.
-        embeddings: how the embedding and the head are stored.
+        embeddings: form in which the embedding and the head are stored.
     """
     trained = DENSITIES.get(model, _OTHER_DENSITY) if trained is None else trained
     blobs = BlobFolder(folder / "blobs")
@@ -103,7 +104,7 @@ def _written(
             group_size=group_size,
             embeddings=embeddings,
         )
-    # Here, so that who finds the package made needs no torch: its memory is measured.
+    # Imported here, so that a process that finds the package needs no torch: its memory is measured.
     from permille.choices import MaskMethod
     from permille.corpora.files import ReadReport
     from permille.corpora.sequences import token_sequences

@@ -50,7 +50,7 @@ from permille.quantization.types import (
 )
 from permille.tensors import RawTensor
 
-# Root mean square of a code that is drawn evenly, in units of its scale.
+# Root mean square of an evenly drawn code, in units of its scale.
 _CODE_RMS = {Scheme.NF4: 0.55, Scheme.INT4: 4.3, Scheme.INT8: 73.6, Scheme.SQUEEZELLM: 1.0}
 _CODE_RMS |= {Scheme.SOURCE: 4.6}
 
@@ -86,7 +86,7 @@ class Shape:
         }
 
     def with_layers(self, layers: int | None) -> "Shape":
-        """The same widths, other depth (None: as it is)."""
+        """Return the same widths with another depth (None: as it is)."""
         return self if layers is None else replace(self, layers=layers)
 
 
@@ -149,7 +149,7 @@ def random_package(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """What a random package is of; see `random_package`."""
+    """The description of a random package; see `random_package`."""
 
     shape: Shape
     density: float
@@ -167,7 +167,7 @@ class _About:
         return Quantization(name=self.scheme, group_size=default_group_size(self.scheme), sparsity=sparsity)
 
     def pattern(self, name: str, shape: tuple[int, int]) -> Pattern | None:
-        """The same each time that it is asked for."""
+        """Return the pattern, the same at each call."""
         sparsity = self.quantization.sparsity
         if sparsity is None or self.kept is None:
             return None
@@ -219,7 +219,7 @@ def _write(blobs: BlobFolder, about: _About) -> str:
 
 
 def _mask(rng: np.random.Generator, shape: tuple[int, int], density: float) -> NDArray[np.uint32]:
-    """One index at random in each of `density * N * K` equal stretches: increasing without a sort."""
+    """Draw one index in each of `density * N * K` equal stretches: increasing without a sort."""
     weights = shape[0] * shape[1]
     count = max(1, round(density * weights))
     stretch = weights // count

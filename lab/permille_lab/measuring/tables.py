@@ -1,4 +1,4 @@
-"""Tables as the pages of results have them."""
+"""Tables in the form of the results' pages."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,7 +6,10 @@ import pandas as pd
 
 
 def markdown(rows: pd.DataFrame | Iterable[Mapping[str, object]]) -> str:
-    """Rows in Markdown: what a row lacks is empty, and an index that has names is columns. None: nothing."""
+    """Return rows as Markdown; empty text if there are none.
+
+    A missing value is an empty cell. An index with names becomes columns.
+    """
     frame = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
     if frame.index.names != [None]:
         frame = frame.rename_axis(columns=None).reset_index()

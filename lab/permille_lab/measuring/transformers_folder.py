@@ -62,7 +62,7 @@ def _quantization_config(package: Package) -> dict[str, object]:
 
 
 def _dtype(package: Package) -> str:
-    """What a silent config means: transformers would guess, from the float32 scales."""
+    """Return the dtype that a silent config means: transformers would guess, from the float32 scales."""
     found = {package.plain_dtype(name) for name in package.plain_names}
     return (
         {"BF16": "bfloat16", "F16": "float16"}.get(found.pop(), "float32") if len(found) == 1 else "float32"

@@ -1,6 +1,6 @@
-"""How the rows of a batch are taken in forward passes: end to end where the family can, else padded.
+"""Batches for forward passes: rows stand end to end where the family allows it, else they are padded.
 
-Packed rows stand end to end in one sequence. Positions begin again at 0 with every row; transformers sees
+Packed rows stand end to end in one sequence. Positions begin again at 0 with every row. Transformers sees
 that in `position_ids` (without an attention mask) and lets no row attend to another. Sentences of a task
 differ in length by a factor of ten, so more than half of a padded batch is padding.
 
@@ -22,7 +22,7 @@ PACKABLE = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPart:
-    """What one forward pass takes, and which of its tokens are asked for.
+    """The input of one forward pass, with the tokens that are asked for.
 
     Attributes:
         ids: int64, [B, T] padded or [1, L] packed.
@@ -36,7 +36,7 @@ class RowPart:
 
 
 def padded_parts(batch: Batch, max_tokens: int) -> Iterator[RowPart]:
-    """Parts of the batch's rows as they are, each of at most `max_tokens` (rows times longest)."""
+    """Yield parts of the batch's rows as they are, each of at most `max_tokens` (rows times longest)."""
     rows = max(1, max_tokens // batch.input_ids_BT.shape[1])
     for first in range(0, len(batch.input_ids_BT), rows):
         some = slice(first, first + rows)
@@ -71,7 +71,7 @@ def packed_parts(batch: Batch, max_tokens: int) -> Iterator[RowPart]:
 
 
 def can_pack(batch: Batch) -> bool:
-    """Whether every row is padded on its right alone, and none asks for its padding."""
+    """Return True if every row is padded on its right alone, and none asks for its padding."""
     attention_BT = batch.attention_BT
     right = bool((attention_BT[:, 1:] <= attention_BT[:, :-1]).all()) and bool(attention_BT[:, 0].all())
     return right and not (batch.target_BT & ~attention_BT).any()

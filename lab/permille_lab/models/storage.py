@@ -58,7 +58,7 @@ def stored(
     mask: Mapping[str, NDArray[np.uint32]] | None = None,
     decoded: Decoded | None = None,
 ) -> "PreTrainedModel":
-    """The model of a folder as its base stores it, float32 in memory.
+    """Load the model of a folder as its base stores it, float32 in memory.
 
     Args:
         mask: masked weights, which stay at bf16 whatever the base.
@@ -86,7 +86,7 @@ def stored(
 def calibrated(
     folder: Path, base: Base, sequences_NT: NDArray[np.int64], *, iterations: int = rounding.ITERATIONS
 ) -> Decoded:
-    """What the linear weights of a model decode to under a base that needs text, for `stored`.
+    """Decode the linear weights of a model under a base that needs text, for `stored`.
 
     Args:
         folder: the model.
@@ -125,7 +125,7 @@ def stored_bytes(base: Base, shapes: Iterable[tuple[int, int]]) -> int:
 def give_own_values(
     model: "PreTrainedModel", own: "PreTrainedModel", mask: Mask, learned: set[tuple[str, int]]
 ) -> None:
-    """Give the masked weights of `model` the values of `own`, but those that were trained before.
+    """Give the masked weights of `model` the values of `own`, except those that were trained before.
 
     Args:
         learned: (tensor, flat index) of every weight that was ever masked; this mask's are added.
@@ -140,12 +140,15 @@ def give_own_values(
 
 
 def linear_weights(model: "PreTrainedModel") -> list[str]:
-    """Names of the linear weights of the blocks, in the order of the model: what can be masked."""
+    """Return the names of the linear weights of the blocks, in the order of the model.
+
+    Only these can be masked.
+    """
     return [name for name, _ in scoped_tensors(model.config.to_dict(), "all")]
 
 
 def linear_shapes(model: "PreTrainedModel") -> dict[str, tuple[int, ...]]:
-    """The shapes of those."""
+    """Return the shapes of the linear weights of the blocks."""
     parameters = dict(model.named_parameters())
     return {name: tuple(parameters[name].shape) for name in linear_weights(model)}
 

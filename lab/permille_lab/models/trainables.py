@@ -136,10 +136,13 @@ class Trainable:
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
     ) -> tuple[float, NDArray[np.float64]]:
-        """The loss, and `grad f . z_i` by the gradient: the numbers of forward mode, at this model's size."""
+        """Return the loss, and `grad f . z_i` from the gradient.
+
+        At this model's size these equal forward mode's numbers.
+        """
         loss, gradient_K = self.gradient(values_K, batch)
         wide_K = gradient_K.astype(np.float64)
-        # One by one: all directions of all weights at float64 would be gigabytes.
+        # Take them one by one: all directions of all weights in float64 would be gigabytes.
         return loss, np.array([direction_K.astype(np.float64) @ wide_K for direction_K in directions_QK])
 
     def _install(self, values_K: NDArray[np.float32]) -> None:
@@ -158,7 +161,7 @@ class Trainable:
         return list(padded_parts(batch, self._max_tokens))
 
     def _part_logits(self, part: RowPart) -> Tensor:
-        """Logits before each target, [R, vocabulary]: those that predict it. No others are made."""
+        """Return the logits that predict each target, [R, vocabulary]. No others are made."""
         columns = part.target[:, 1:].any(dim=0).nonzero()[:, 0]
         before_BC = part.target[:, 1:][:, columns]
         hook = self._head.register_forward_pre_hook(lambda _, inputs: (inputs[0][before_BC], *inputs[1:]))
@@ -181,7 +184,7 @@ def _cross_entropy(logits_RD: Tensor, ids_R: Tensor | NDArray[np.int64]) -> Tens
 
 
 def masked_weights(model: "PreTrainedModel", mask: Mapping[str, NDArray[np.uint32]]) -> Trainable:
-    """The weights of a mask (sensitive, random, outliers); every other number is frozen.
+    """Return the weights of a mask (sensitive, random, outliers). Every other number is frozen.
 
     Raises:
         InputError: the mask names a tensor that the model has not.
@@ -208,11 +211,11 @@ def all_weights(model: "PreTrainedModel") -> Trainable:
 
 
 def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> Trainable:
-    """Low-rank adapters on all linear layers of the blocks, alpha = rank; LoRA-FA where `frozen_a`.
+    """Put low-rank adapters on all linear layers of the blocks, with alpha = rank; LoRA-FA where `frozen_a`.
 
-    The papers take alpha 16 with rank 8: their update of the weights is twice ours at the same adapter, for
-    which a step size that is searched for makes up at the first order only.
-    `B` starts at zero, so at `base_K` the model is the base's, and for LoRA-FA only `B` is trained.
+    The papers take alpha 16 with rank 8, so their update of the weights is twice ours at the same adapter. A
+    search of the step size makes up for that, at the first order only. `B` starts at zero, so at `base_K` the
+    model is the base. With LoRA-FA only `B` is trained.
     """
     from peft import LoraConfig
 
@@ -222,9 +225,9 @@ def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> T
 
 
 def dora(model: "PreTrainedModel", rank: int, *, seed: int) -> Trainable:
-    """LoRA's adapters for the direction of each row of a weight, and its length beside them (Liu 2024).
+    """Put LoRA's adapters on the direction of each row of a weight, and train its length (Liu 2024).
 
-    The gradient is the authors' (their section 4.3), for which the norm of a row stands still; so
+    The gradient is the authors' (their section 4.3), which holds the norm of a row fixed. So
     `directional_derivatives` are not the losses' own.
     """
     from peft import LoraConfig

@@ -1,11 +1,11 @@
-"""Is it personal? A person's untouched text under the base, their own state, a pooled and a forward-only one.
+"""Tables of people's losses: a person's untouched text under the base, their own state, and others.
 
     domain gain    = loss(base)   - loss(pooled)       what text of the same kind brings
     personal gain  = loss(pooled) - loss(own)          what only the person's own text brings
 
-The pooled state learned equally much text, of other people. People are the unit: tests are Wilcoxon's
-signed-rank test on differences within a person, means over the seeds, with Holm's correction over all that
-are reported together.
+The pooled state learned as much text, of other people. People are the unit. Tests are Wilcoxon's signed-rank
+test on differences within a person, from means over the seeds. Holm's correction covers all tests that are
+reported together.
 """
 
 from enum import StrEnum
@@ -19,7 +19,7 @@ from permille_lab.measuring.tables import markdown
 
 
 class State(StrEnum):
-    """Whose steps the sparse values come from."""
+    """The origin of the sparse values."""
 
     BASE = "base"
     OWN = "own"
@@ -44,7 +44,7 @@ COMPARISONS = (
 
 
 def tables(results: Path) -> dict[str, str]:
-    """By the name that the template has for them."""
+    """Return the tables by the names that the template has for them."""
     cells = Cells(results / "people.jsonl")
     losses = losses_of(cells)
     gains = (_gain(group, test) for group, test in personal_tests(people_of(losses)))
@@ -62,15 +62,15 @@ def losses_of(cells: Cells) -> pd.DataFrame:
 
 
 def people_of(losses: pd.DataFrame) -> pd.DataFrame:
-    """The mean of each person's seeds."""
+    """Return the mean of each person's seeds."""
     states = [state.value for state in State]
     return losses.groupby(["group", "user"], sort=False)[states].mean().reset_index()
 
 
 def personal_tests(losses: pd.DataFrame) -> list[tuple[str, UserTest]]:
-    """All comparisons of all groups of people, corrected together.
+    """Compare all groups of people, corrected together.
 
-    Of fewer people than `FEWEST` there is none.
+    A group of fewer than `FEWEST` people has no test.
     """
     found = []
     for group, people in losses.groupby("group", sort=False):
@@ -95,7 +95,7 @@ def _gain(group: str, test: UserTest) -> dict[str, str]:
 
 
 def _counts(cells: Cells, losses: pd.DataFrame) -> pd.DataFrame:
-    """Runs of the agent: what it kept and adopted, ends above the base, and forward-only runs beside."""
+    """Count runs of the agent: kept and adopted, ends above the base, and forward-only runs beside."""
     rows = []
     seconds = pd.DataFrame([result["seconds"] for _, result in cells.of("people")])
     for group, runs in losses.groupby("group", sort=False):

@@ -1,7 +1,7 @@
 """One person's text, divided, and the state that the agent's training makes of such a text.
 
-Search, steps and the choice of the state are the agent's, with its defaults. What differs is the division:
-the agent refuses people with less than 4,800 tokens, and a study of people cannot, so test and select parts
+Search, steps and the choice of the state are the agent's, with its defaults. Only the division differs. The
+agent refuses people with less than 4,800 tokens, and a study of people cannot. So test and select parts
 shrink with the text.
 
 # Legend: K masked weights.
@@ -54,7 +54,7 @@ class Person:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What every run of one model works with; `folder` holds what is durable."""
+    """The data that all runs of one model share; `folder` holds what is durable."""
 
     package: Package
     engine: Engine
@@ -93,11 +93,11 @@ class Study:
         )
 
     def pooled(self, person: Person, others: Sequence[User]) -> Person:
-        """As much text of other people to train on; documents in an order by hash.
+        """Return as much text of other people to train on, in an order by hash.
 
-        Nothing that stands in the person's test or select part, and nothing twice. Step size and state are
-        selected on the person's own select part, as for the own state: the text that trains is the only
-        difference, and a select part of strangers' few words would decide more than it.
+        Nothing in it stands in the person's test or select part, and nothing stands twice. Step size and
+        state are selected on the person's own select part, as for the own state. So the text that trains is
+        the only difference. A select part of strangers' few words would decide more than that text.
 
         Raises:
             InputError: the others wrote too little.
@@ -113,9 +113,9 @@ class Study:
     def train(
         self, person: Person, kind: str, start_K: NDArray[np.float32] | None = None
     ) -> tuple[NDArray[np.float32], Result]:
-        """The values that training chooses, float32 [K], and what is told of the run.
+        """Return the values that training chooses, float32 [K], and the notes about the run.
 
-        A run that was killed goes on where it was.
+        A killed run continues where it was.
 
         Args:
             start_K: train on from these values instead of the package's, with other directions and batches
@@ -149,7 +149,7 @@ class Study:
         )
 
     def nats(self, person: Person, values_K: NDArray[np.float32]) -> tuple[float, int, int]:
-        """Of the test part: summed loss, tokens and bytes."""
+        """Return summed loss, tokens and bytes of the test part."""
         rows = document_rows(person.test, self.options.row_tokens)
         found = document_losses(self.engine, values_K, rows, len(person.test))
         return float(found.nats_D.sum()), int(found.tokens_D.sum()), int(found.bytes_D.sum())
@@ -169,7 +169,7 @@ class Study:
         return found if found.targets else None
 
     def _filled(self, documents: Iterable[Document], wanted: int) -> list[TokenizedDocument]:
-        """Documents in this order, the last one cut: as many targets as wanted."""
+        """Return documents in this order with as many targets as wanted. The last one is cut."""
         found: list[TokenizedDocument] = []
         have = 0
         for row in documents:
@@ -183,12 +183,12 @@ class Study:
 
 
 def targets(documents: Iterable[TokenizedDocument]) -> int:
-    """Tokens that count."""
+    """Count the tokens that are targets."""
     return sum(document.targets for document in documents)
 
 
 def _cut(document: TokenizedDocument, most: int) -> TokenizedDocument:
-    """Its beginning, of at most so many targets."""
+    """Return the beginning, of at most so many targets."""
     if document.targets <= most:
         return document
     end = int(np.flatnonzero(document.target_T)[most - 1]) + 1

@@ -26,7 +26,7 @@ Document = Mapping[str, str]
 
 
 class Collection(StrEnum):
-    """Where people are from."""
+    """The origin of people's texts."""
 
     SHAKESPEARE = "shakespeare"
     LAMP7 = "lamp7"
@@ -47,7 +47,7 @@ class User:
 
     @property
     def characters(self) -> int:
-        """Of the person's own words."""
+        """The number of characters of the person's own words."""
         return sum(len(own_words(document)) for document in self.documents)
 
 
@@ -60,12 +60,12 @@ class Users:
 
 
 def own_words(document: Document) -> str:
-    """What the person wrote of a document."""
+    """Return the person's own words of a document."""
     return document["text"] if "text" in document else document["completion"]
 
 
 def read_users(data: Path, collection: Collection) -> Users:
-    """Everybody of a collection.
+    """Read everybody of a collection.
 
     Args:
         data: holds `users/`.
@@ -96,7 +96,10 @@ def read_users(data: Path, collection: Collection) -> Users:
 
 
 def cohort(users: Sequence[User], *, least_characters: int) -> list[User]:
-    """Those who wrote enough, in an order that only their names decide: the first n are no choice of ours."""
+    """Return the people who wrote enough, in an order that only their names decide.
+
+    So the first n of them are no choice of ours.
+    """
     eligible = [user for user in users if user.characters >= least_characters]
     return sorted(
         eligible, key=lambda user: hashlib.sha256(f"permille-users-1\0{user.name}".encode()).digest()
@@ -132,7 +135,7 @@ def _persona(row: Any) -> tuple[str, list[Document]]:
 
 
 def _listed(value: Any) -> list[Any]:
-    # A string can be walked through, too: letter by letter.
+    # A string is iterable, too: letter by letter.
     if not isinstance(value, list):
         raise TypeError(f"expected a list, got {type(value).__name__}")
     return value

@@ -1,13 +1,13 @@
-"""What does the agent make of a person's text? People with tweets, each on a fresh home: `make bench-people`.
+"""Train the agent on the tweets of people, each on a fresh home: `make bench-people`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.people.users --users 20 --seeds 0 1
 
 A part of each person's text is put away and judges everything. On the rest the agent trains as its command
-does (`run_training`, private), and decides for itself whether to adopt. Beside it: training by forward
-passes alone, for as many seconds of the processor and some more, its search included; and training along the
+does (`run_training`, private) and decides whether to adopt. Two trainings stand beside it. One takes forward
+passes alone, for the same seconds of the processor and some more, its search included. The other follows the
 gradient on as many tokens of other people, in as many steps.
 
-A seed is also another division of the text. Seconds are the processor's, evaluations on the way included.
+A seed is also another division of the text. Seconds are processor time, with the evaluations of a run.
 """
 
 import json
@@ -49,7 +49,7 @@ _GRADIENT_STEPS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRun:
-    """What the agent made of a text: whether it adopted, the values that it judged, and the seconds."""
+    """The agent's result on a text: the decision, the values that it judged, and the seconds."""
 
     adopted: bool
     values_K: NDArray[np.float32]
@@ -70,7 +70,7 @@ def open_study(sources: Sources, model: str, folder: Path, *, seed: int) -> Stud
 
 
 def agent_run(study: Study, documents: Sequence[str], folder: Path) -> AgentRun:
-    """The agent's own command on a fresh home.
+    """Run the agent's own command on a fresh home.
 
     Raises:
         InputError: it came to no judgement.
@@ -95,7 +95,7 @@ def agent_run(study: Study, documents: Sequence[str], folder: Path) -> AgentRun:
 
 
 def measured(study: Study, user: User, others: Sequence[User], forward_steps: int) -> Result:
-    """Four states of one person, each on the part that was put away."""
+    """Measure four states of one person, each on the part that was put away."""
     person = study.person(user)
     own_text = [words for words in map(own_words, user.documents) if words not in person.test_words]
     whole = replace(person, train=[*person.train, *person.select])

@@ -1,1 +1,1 @@
-"""What an attacker learns of one device from the published rounds, with and without noise."""
+"""Attacks on the published rounds of one device, with and without noise."""

@@ -1,14 +1,15 @@
-"""How well does an attacker tell whether a device's text was in the rounds? `make bench-privacy`.
+"""Measure how well an attacker tells if a device's text was in the rounds: `make bench-privacy`.
 
-The attacker knows the very integers that the target would send in each of its rounds (worse than knowing its
-text), and reads the published sums. In half of the trials the target sent them, in the others zeros. Knowing
-all other devices, too, is what (epsilon, delta) is promised against. Knowing only the target, and what all
-have in common, is nearer to life: there the others hide it. Without what it knows, the attacker multiplies
-what was published with what the target would send, and adds that up over the rounds: of Gaussian noise no
-test makes more.
+The attacker reads the published sums. It also knows the very integers that the target would send in each
+round, which is worse than knowing its text. In half of the trials the target sent them, in the others zeros.
 
-Devices are synthetic, the noise is drawn as the product draws it: vectors of 64 integers of the length of the
-clip, half of it in common, as the prediction of the signal has it.
+There are two attackers. One knows all other devices, too: (epsilon, delta) is promised against this one. The
+other knows only the target and the part that all devices have in common. This is nearer to life, since the
+other devices hide the target. The attacker subtracts what it knows. It multiplies the rest with what the
+target would send, and adds that up over the rounds. No test of Gaussian noise does better.
+
+Devices are synthetic. The noise is drawn as the product draws it. A device sends a vector of 64 integers of
+the length of the clip. Half of it is common to all devices, as the prediction of the signal has it.
 """
 
 import math
@@ -31,7 +32,7 @@ _DELTA_EXPONENT = 6
 
 
 def measure(dp_epsilon: float | None, devices: int, *, knows_others: bool, trials: int) -> Result:
-    """The attacker's AUC, and the largest that the promise allows."""
+    """Return the attacker's AUC, and the largest AUC that the promise allows."""
     rng = np.random.default_rng([devices, int(knows_others), int(10 * (dp_epsilon or 0))])
     noise = 0 if dp_epsilon is None else noise_for(dp_epsilon, 10.0**-_DELTA_EXPONENT, ROUNDS)
     scores: dict[bool, list[float]] = {True: [], False: []}
@@ -56,7 +57,7 @@ def measure(dp_epsilon: float | None, devices: int, *, knows_others: bool, trial
 
 
 def _vectors(rng: np.random.Generator, devices: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """What devices have in common, a direction; and their integers, [devices, V], the target's first."""
+    """Return the direction common to all devices, and their integers [devices, V], the target's first."""
     common_V = rng.standard_normal(INTEGERS)
     common_V /= np.linalg.norm(common_V)
     own_DV = rng.standard_normal((devices, INTEGERS))

@@ -1,13 +1,13 @@
-"""What does each form cost in bytes and loss, and what in time? `make bench-quantizers`.
+"""Measure the bytes, loss and time of each form of a model: `make bench-quantizers`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.quantization
 
     perplexity = exp(loss)        bits per byte = loss / ln 2 * tokens / bytes
 
-`loss` is the mean over all predictions in nats a token; tokens and bytes are those of the whole text, so
-that models with other vocabularies can be compared. auto-round calibrates on windows of C4, or of TinyStories
-for a model that knows nothing else. Windows that are measured begin after all that calibration could have
-drawn. Bytes of packages and their speed are measured side by side (`speed`). A cell that is done is not made
+`loss` is the mean over all predictions in nats a token. Tokens and bytes are those of the whole text, so that
+models with other vocabularies can be compared. auto-round calibrates on windows of C4. A model that knows
+only TinyStories is calibrated on them. The measured windows begin after all that calibration could have
+drawn. Bytes of packages and their speed are measured side by side (`speed`). A finished cell is not made
 again.
 """
 
@@ -43,7 +43,7 @@ WINDOW = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, what calibrates it, and what it is measured on."""
+    """A model, its calibration text, and the texts that measure it."""
 
     model: str
     windows: int
@@ -76,7 +76,7 @@ class HeldOut:
 
 
 def texts(data: Path, name: str) -> Iterator[str]:
-    """A public text, document by document; WikiText-2's test part as one."""
+    """Return a public text, document by document. WikiText-2's test part is one document."""
     files = {
         "wikitext-2": "text/wikitext-2/wiki.test.raw",
         "tinystories": "text/tinystories_2MiB/tinystories_sample.txt",
@@ -142,7 +142,7 @@ def measure(
 
 
 def measured(sources: Sources, case: Case, base: Base) -> Result:
-    """One base of one model on all texts of its case."""
+    """Measure one base of one model on all texts of its case."""
     folder = sources.models / case.model
     tokenizer = FileTokenizer(folder)
     begun = time.process_time()
@@ -164,7 +164,7 @@ def measured(sources: Sources, case: Case, base: Base) -> Result:
 
 
 def settings_of(case: Case, base: Base) -> Settings:
-    """What names a cell."""
+    """Return the settings that name a cell."""
     return {
         "model": case.model,
         "base": base.value,

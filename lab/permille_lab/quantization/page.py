@@ -1,6 +1,6 @@
 """The tables of the quantizers' page, from finished cells.
 
-Differences to the 16-bit model are paired by window: what two forms have in common, the text, is not in them.
+Differences to the 16-bit model are paired by window, so that the text's own difficulty cancels.
 """
 
 import math
@@ -28,7 +28,7 @@ _FORMS = {
 
 
 def tables(results: Path) -> dict[str, str]:
-    """By the name that the template has for it."""
+    """Return the tables by the names that the template has for them."""
     cells = Cells(results / "quantizers.jsonl")
     found = {(settings["model"], settings["base"]): result for settings, result in cells.of("quantizers")}
     return {"schemes": _side_by_side(cells, found), "bases": _losses(found)}

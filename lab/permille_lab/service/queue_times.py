@@ -30,7 +30,7 @@ _DEVICES = (
     f"INSERT INTO devices (id, tenant_id, public_key, name, release, alias, tags, created_at) {_NUMBERS} "
     "SELECT 'dev_' || n, 'tenant_' || (n % :tenants), n, n, 'r', 'stable', '[]', 0 FROM numbers"
 )
-# The jobs go round the tenants. Those of every second tenant are uploads, which go round its ten devices.
+# The jobs go round the tenants. Every second tenant has uploads, which go round its ten devices.
 _QUEUED = (
     f"{_JOB} {_NUMBERS} SELECT 'job_q' || n, 'tenant_' || (n % :tenants), "
     "CASE WHEN n % :tenants % 2 = 1 THEN 'dev_' || (n / :tenants % 10 * :tenants + n % :tenants) END, "

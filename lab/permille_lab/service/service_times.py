@@ -1,7 +1,7 @@
-"""Measures the service's downloads beside a plain nginx, and polls of 10,000 devices: `make bench-service`.
+"""Measure the service's downloads beside a plain nginx, and polls of 10,000 devices: `make bench-service`.
 
-All by wrk, over loopback, on one machine, contenders in turn within each round. Where other work shares
-the machine, processor time of the answering processes tells more than requests a second. Cells are in
+wrk measures all of it over loopback on one machine, with contenders in turn within each round. If other work
+shares the machine, processor time of the answering processes tells more than requests a second. Cells are in
 lab/results/service.jsonl; `make results` writes docs/results/service.md from them.
 """
 
@@ -51,7 +51,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Whom to ask what, and whose processor time that is."""
+    """A server, a request to it, and the processes whose processor time counts."""
 
     url: str
     lines: Path
@@ -85,7 +85,7 @@ def database_url(name: str) -> Iterator[str | None]:
 
 
 def _statements(folder: Path, url: str | None) -> dict[str, Any]:
-    """How many statements each request of a poll takes, and some reads."""
+    """Count the statements of each request of a poll, and of some reads."""
     named: dict[str, Any] = {} if url is None else {"database_url": url}
     with running_api(folder, **named) as api:
         package = api.package()
@@ -104,7 +104,7 @@ def _statements(folder: Path, url: str | None) -> dict[str, Any]:
 
 
 def _downloads(folder: Path) -> dict[str, Any]:
-    """A blob by nginx alone, by nginx for the API, and by the API alone."""
+    """Measure a blob by nginx alone, by nginx for the API, and by the API alone."""
     accel = {"PERMILLE_DOWNLOADS": "accel"}
     with (
         _service(folder / "serve", None) as (serving, its_rows),
@@ -127,7 +127,7 @@ def _downloads(folder: Path) -> dict[str, Any]:
 
 
 def _polls(folder: Path, url: str | None) -> dict[str, Any]:
-    """Every device asks what its alias means, with pauses at random, until all were noted."""
+    """Measure polls: every device asks what its alias means, with pauses at random, until all were noted."""
     with _service(folder, url) as (running, database):
         _stock(running, database)
         tokens = _add_devices(database, DEVICES)
@@ -135,7 +135,7 @@ def _polls(folder: Path, url: str | None) -> dict[str, Any]:
         own = (running.api_pid,)
         begun, used = time.monotonic(), _processor_s(own)
         for number in range(MOST_POLLS):
-            # Each polls once at least: who was not seen is asked for again.
+            # Each device polls at least once: a device that was not seen polls again.
             lines = _lines(folder, f"polls-{number}", [f"{token} {ALIAS}" for token in left])
             loads.append(_wrk(running.url, lines, POLL_CONNECTIONS, POLL_S, PAUSE_MS))
             left = left[loads[-1]["requests"] :] or tokens
@@ -154,7 +154,7 @@ def _polls(folder: Path, url: str | None) -> dict[str, Any]:
 
 
 def _rounds(targets: Mapping[str, Target]) -> dict[str, Any]:
-    """Medians over rounds in which each is asked in turn; the first round warms up."""
+    """Return medians over rounds in which each contender is asked in turn. The first round warms up."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
     for number in range(ROUNDS + 1):
         for name, target in targets.items():
@@ -194,7 +194,7 @@ def _lines(folder: Path, name: str, lines: list[str]) -> Path:
 
 @contextmanager
 def _service(folder: Path, url: str | None, **settings: str) -> Iterator[tuple[Running, Database]]:
-    """A service without a worker, and its database. Nobody is held back: the load has one address."""
+    """Run a service without a worker, and its database. Limits are off, since the load has one address."""
     folder.mkdir(exist_ok=True)
     if url is not None:
         settings["PERMILLE_DATABASE_URL"] = url
@@ -206,7 +206,10 @@ def _service(folder: Path, url: str | None, **settings: str) -> Iterator[tuple[R
 
 @contextmanager
 def _nginx(folder: Path, blobs: Path, api: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """nginx as deploy/nginx has it, without TLS, and the blobs for everybody: its address, its processes."""
+    """Run nginx as deploy/nginx has it, without TLS and with the blobs open to everybody.
+
+    Yields its address and its processes.
+    """
     port = free_port()
     server = re.sub(r"\n *ssl_[^\n]*", "", (DEPLOY / "nginx/permille.conf").read_text())
     server = server.replace("listen 8443 ssl", f"listen 127.0.0.1:{port}")
@@ -255,7 +258,7 @@ def _processor_s(processes: tuple[int, ...]) -> float:
 
 
 def _stock(running: Running, database: Database) -> str:
-    """A package under four versions of a release: its digest."""
+    """Put a package under four versions of a release and return its digest."""
     package = tiny_package(running.data_dir / "blobs")
     with database.write() as session:
         tenant = access.first_tenant(session)
@@ -278,7 +281,7 @@ def _stock_blob(running: Running, database: Database) -> str:
 
 
 def _add_devices(database: Database, count: int) -> list[str]:
-    """Enrolled devices that were never seen: their tokens."""
+    """Enrol devices that were never seen, and return their tokens."""
     secrets = [new_device_token() for _ in range(count)]
     with database.write() as session:
         tenant_id, at = session.scalars(select(Tenant.id).limit(1)).one(), now(session)

@@ -1,8 +1,9 @@
-"""How much sooner is a mask made by four workers than by one? `python -m permille_lab.service.shard_workers`.
+"""Compare the time of a mask on four workers and on one: `python -m permille_lab.service.shard_workers`.
 
-Real workers on SQLite, one thread each, a random Llama of some seven million weights; first whole in one job,
-then by shards on one worker, then on four. All masks must be the same. What it shows depends on the cores
-that are free: four workers on two cores gain two at most, less what starting a process a shard costs.
+Real workers run on SQLite with one thread each, on a random Llama of some seven million weights. The mask is
+made whole in one job, then by shards on one worker, then on four. All masks must be the same. The result
+depends on the free cores: four workers on two cores are at most twice as fast. The start of a process for
+each shard costs some of that.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def _stock(site: Site) -> tuple[str, str]:
 
 
 def _measure(root: Path, workers: int, split_flops: float, sequences: int, length: int) -> tuple[float, str]:
-    """Seconds from the request to the mask, and the mask's digest."""
+    """Return the seconds from the request to the mask, and the mask's digest."""
     root.mkdir()
     with job_site(root) as site:
         site.settings.update(FISHER_SPLIT_FLOPS=str(split_flops), THREADS="1", POLL_S="0.2", SWEEP_S="1")

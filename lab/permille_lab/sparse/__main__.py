@@ -1,11 +1,11 @@
-"""What does a sparse model lose, by the way it became sparse? `make bench-sparse`.
+"""Measure the loss of a sparse model, by the way it became sparse: `make bench-sparse`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.sparse
 
-A cell is a model, a target, a way and a seed: the loss on texts that neither pruned nor trained, before
-recovery where the way is one-shot, and after. The seed draws the rows of calibration and recovery. Adam's
-rates were searched once a model and kind of adapter, at 60 % with a seed of their own, on windows that judge
-nothing else. A cell that is done is not made again; cells are in the order of what they tell.
+A cell is a model, a target, a way and a seed. It holds the loss before recovery (where the way is one-shot)
+and after, on texts that neither pruned nor trained. The seed draws the rows of calibration and recovery.
+Adam's rates were searched once for each model and kind of adapter, at 60 % with a seed of its own, on windows
+that judge nothing else. A finished cell is not made again. The most telling cells come first.
 """
 
 import shutil
@@ -130,14 +130,14 @@ def material(sources: Sources, case: Case, seed: int) -> Material:
 
 
 def losses(model: Any, judged: Mapping[str, NDArray[np.int64]]) -> dict[str, float]:
-    """Nats a token of each text."""
+    """Return the loss of each text, in nats a token."""
     return {name: round(perplexity(model, rows_NT)["loss"], 6) for name, rows_NT in judged.items()}
 
 
 def measured(
     source: Checkpoint, work: Path, found: Material, plan: IterativePlan, *, one_shot: bool
 ) -> Result:
-    """A cell: `pruned` where nothing came before, `recovered`, and what the rounds reported."""
+    """Measure a cell: `pruned` if nothing came before, `recovered`, and the reports of the rounds."""
     begun = time.process_time()
     shutil.rmtree(work, ignore_errors=True)
     result: Result = {}
@@ -168,7 +168,7 @@ def measured(
 
 
 def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
-    """The best of the rates tried for each kind of adapter, by the loss of the selection windows."""
+    """Return the best of the rates tried for each kind of adapter, by the loss of the selection windows."""
     best = {}
     for kind, way in ((AdapterKind.LORA, Way.WANDA), (AdapterKind.POOLING, Way.WANDA_POOLING)):
         found: dict[float, float] = {}
@@ -188,7 +188,7 @@ def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
 
 
 def settings_of(case: Case, target: str, way: Way, seed: int) -> Settings:
-    """What names a cell."""
+    """Return the settings that name a cell."""
     return {
         "model": case.model,
         "target": target,
@@ -199,7 +199,7 @@ def settings_of(case: Case, target: str, way: Way, seed: int) -> Settings:
 
 
 def planned() -> Iterator[tuple[Case, int, str, Way]]:
-    """Cells in the order of what they tell: 60 % and 2:4 of every seed, then the rest."""
+    """Return the cells, the most telling first: 60 % and 2:4 of every seed, then the rest."""
     for first in (True, False):
         for seed in SEEDS:
             for case in CASES:
@@ -214,14 +214,14 @@ def planned() -> Iterator[tuple[Case, int, str, Way]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What cells are made of and written to."""
+    """The inputs of cells, and the file that they are written to."""
 
     cells: Cells
     sources: Sources
     work: Path
 
     def cell(self, case: Case, seed: int, target: str, way: Way) -> None:
-        """Measure one if it is missing, with what it is compared with."""
+        """Measure a cell if it is missing, together with the cells that it is compared with."""
         rates = tuned(self.cells, self.sources, case, self.work)
         source = Checkpoint(self.sources.models / case.model)
 

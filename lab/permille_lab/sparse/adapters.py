@@ -1,12 +1,12 @@
-"""What is trained to recover a pruned model: a small adapter beside each linear, merged at the end.
+"""Adapters that recover a pruned model: a small one beside each linear, merged at the end.
 
     LoRA       dW = B A                        A [r, K], B [N, r]            r (N + K) numbers
     pooling    dW[i, j] = G[i // n, j // k] / k   G [g, g]                   g^2 numbers   (equations 9 to 12)
 
 Pooling takes the mean of `k` neighbouring inputs, multiplies by G and gives each of `n` neighbouring outputs
-the same; sides that g does not divide are padded with zeros (equation 23). Both begin with dW = 0.
+the same value. Sides that g does not divide are padded with zeros (equation 23). Both begin with dW = 0.
 
-The linear computes with `keep * (W + dW)`, or, as long as a dense adapter trains, with `W + dW`: `keep` is
+The linear computes with `keep * (W + dW)`. While a dense adapter trains, it computes with `W + dW`. `keep` is
 where W is not 0. Merging writes the former, so a pruned place is 0 for ever.
 
 # Legend: N outputs, K inputs of a linear; r rank, g groups of a side.
@@ -24,7 +24,7 @@ from permille.pruning.recovery import LoraAdapter
 
 
 class AdapterKind(StrEnum):
-    """What stands beside a linear."""
+    """The kind of adapter beside a linear."""
 
     LORA = "lora"
     POOLING = "pooling"
@@ -39,7 +39,7 @@ class PoolingAdapter(nn.Module):
         self.g = nn.Parameter(torch.zeros(groups, groups))
 
     def forward(self) -> Tensor:
-        """The change [N, K]."""
+        """Return the change, [N, K]."""
         rows, columns = self._shape
         n, k = (-(-side // len(self.g)) for side in self._shape)
         blocks = (self.g / k).repeat_interleave(n, dim=0)[:rows]
@@ -55,7 +55,7 @@ class Adapted(nn.Module):
         self.masked = masked
 
     def forward(self, w_NK: Tensor) -> Tensor:
-        """What the linear computes with."""
+        """Return the weights that the linear computes with."""
         changed_NK = w_NK + self.adapter().to(w_NK.dtype)
         return torch.where(w_NK != 0, changed_NK, 0) if self.masked else changed_NK
 
@@ -74,7 +74,7 @@ def allocate(
     mean = math.fsum(losses.values()) / len(losses)
     shares = {name: loss / mean if mean else 1.0 for name, loss in losses.items()}
     return {
-        # A mean is rounded: what is a square but for that is one.
+        # A mean is rounded, so allow for that before taking the root.
         name: min(max(1, math.isqrt(int(average * share * (1 + 1e-12)))), *shapes[name])
         for name, share in shares.items()
     }
@@ -83,11 +83,13 @@ def allocate(
 def attach(
     model: nn.Module, sizes: Mapping[str, int], kind: AdapterKind, *, masked: bool, seed: int
 ) -> list[nn.Parameter]:
-    """Put an adapter beside each of these weights; everything else is frozen. The trained numbers, in order.
+    """Put an adapter beside each of these weights and freeze everything else.
+
+    Returns the trained numbers, in order.
 
     Args:
         sizes: rank or groups, by name of the weight.
-        masked: whether pruned places count while the adapter trains.
+        masked: if True, pruned places stay zero while the adapter trains.
         seed: of LoRA's beginning.
     """
     model.requires_grad_(False)
@@ -105,14 +107,14 @@ def attach(
 
 
 def merge(model: nn.Module) -> None:
-    """Write `keep * (W + dW)` as the weights; the adapters are gone. Zeros of W are zeros of the result."""
+    """Write `keep * (W + dW)` as the weights and remove the adapters. Zeros of W are zeros of the result."""
     for module, adapted in list(_adapted(model)):
         adapted.masked = True
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
 
 
 def change_norms(model: nn.Module) -> tuple[float, float]:
-    """Euclidean norms of all adapters' changes at kept places, and at pruned ones."""
+    """Return Euclidean norms of all adapters' changes at kept places, and at pruned ones."""
     kept = pruned = 0.0
     with torch.no_grad():
         for module, adapted in _adapted(model):

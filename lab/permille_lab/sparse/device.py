@@ -1,10 +1,10 @@
-"""What a 2:4 model in 4 bits is worth to a device: its loss, and what people gain on it.
+"""Measure a 2:4 model in 4 bits on a device: its loss, and people's gains on it.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.sparse.device
 
-The model is pruned to 2:4 by SparseGPT and recovered by masked LoRA, in more steps and numbers than those of
-the comparison of ways. Its mask is chosen among the weights that are kept, as a job chooses it. People's
-gains are of the agent's default training, on the dense model and on the sparse one, on the same text.
+The model is pruned to 2:4 by SparseGPT and recovered by masked LoRA. This takes more steps and numbers than
+the comparison of ways. The mask is chosen among the weights that are kept, as a job chooses it. People's
+gains come from the agent's default training, on the dense model and on the sparse one, on the same text.
 """
 
 import time
@@ -60,7 +60,7 @@ class Made:
 
 
 def made(sources: Sources, case: Case, folder: Path, rate: float) -> Made:
-    """The sparse model, made once: what a kill left is taken up."""
+    """Make the sparse model once. After a kill, the work continues."""
     source = Checkpoint(sources.models / case.model)
     named = f"{case.model}-{rate}"
     found = Made(pruned=folder / f"{case.model}-pruned", recovered=folder / f"{named}-recovered")
@@ -90,7 +90,7 @@ def made(sources: Sources, case: Case, folder: Path, rate: float) -> Made:
 
 
 def in_four_bits(folder: Path) -> Any:
-    """A model that computes with NF4's weights."""
+    """Return a model that computes with NF4's weights."""
     model, checkpoint = load_model(folder), Checkpoint(folder)
     coded = (
         (name, quantize(w_NK, Scheme.NF4, default_group_size(Scheme.NF4)))
@@ -101,7 +101,7 @@ def in_four_bits(folder: Path) -> Any:
 
 
 def measured_losses(sources: Sources, case: Case, folder: Path, rate: float) -> Result:
-    """Nats a token of the texts that judge, of three models in float32 and in NF4."""
+    """Return losses of three models in float32 and in NF4, in nats a token of the texts that judge."""
     begun = time.process_time()
     judged = material(sources, case, 0).judged
     found = made(sources, case, folder, rate)
@@ -114,7 +114,7 @@ def measured_losses(sources: Sources, case: Case, folder: Path, rate: float) -> 
 
 
 def package_of(model: Path, case: Case, sources: Sources, folder: Path) -> Package:
-    """A package whose mask is the sensitive weights among those that are not 0."""
+    """Return a package whose mask is the sensitive weights among those that are not 0."""
     checkpoint, density = Checkpoint(model), DENSITIES[case.model]
     rows_NT = token_sequences(FileTokenizer(model), texts(sources.data, "c4"), 64, LENGTH, 0)
     scores = fisher_scores(load_model(model), rows_NT)
@@ -129,7 +129,7 @@ def package_of(model: Path, case: Case, sources: Sources, folder: Path) -> Packa
 
 
 def measured_bytes(sources: Sources, case: Case, folder: Path) -> Result:
-    """Bytes of packages of both models by layer; which weights are masked does not matter."""
+    """Return the bytes of both models' packages by layer. The choice of the mask does not matter for them."""
     found = made(sources, case, folder, RATES[0])
     result: Result = {}
     for name, model in (("dense", sources.models / case.model), ("sparse", found.recovered)):

@@ -1,6 +1,6 @@
-"""The tables of the sparse models' page, from finished cells; and what they say of the paper's claims.
+"""The tables of the sparse models' page, from finished cells, and the verdicts on the paper's claims.
 
-Two ways are compared by the difference of their losses, nats a token, paired by the seed; intervals are
+Two ways are compared by the difference of their losses, in nats a token, paired by the seed. Intervals are
 Student's, 95 %, over the seeds. A claim holds or fails where the interval does not contain 0.
 """
 
@@ -25,7 +25,7 @@ RECOVERED = "recovered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What is measured: a state of a way, and the text that judges it."""
+    """A place of the measurement: a state of a way, and the text that judges it."""
 
     model: str
     target: str
@@ -116,7 +116,7 @@ CLAIMS = (
 
 
 def tables(results: Path) -> dict[str, str]:
-    """By the name that the template has for them."""
+    """Return the tables by the names that the template has for them."""
     cells = Cells(results / "sparse.jsonl")
     found, dense = losses_of(cells), dense_of(cells)
     return {
@@ -133,7 +133,7 @@ def tables(results: Path) -> dict[str, str]:
 
 
 def losses_of(cells: Cells) -> Losses:
-    """Of all finished cells."""
+    """Return the losses of all finished cells."""
     found: dict[Place, dict[int, float]] = defaultdict(dict)
     for settings, result in cells.of("sparse"):
         for state in (UNPRUNED, RECOVERED):
@@ -150,7 +150,7 @@ def losses_of(cells: Cells) -> Losses:
 
 
 def dense_of(cells: Cells) -> dict[tuple[str, str], float]:
-    """The loss of each unpruned model on each text."""
+    """Return the loss of each unpruned model on each text."""
     return {
         (settings["model"], text): loss
         for settings, result in cells.of("dense")
@@ -171,7 +171,7 @@ def difference(first: Mapping[int, float], second: Mapping[int, float]) -> tuple
 
 
 def verdict(mean: float, reach: float) -> str:
-    """Of a claim that says the difference is below 0."""
+    """Return the verdict on a claim that says the difference is below 0."""
     if mean + reach < 0:
         return "holds"
     return "fails" if mean - reach > 0 else "undecided"
@@ -201,7 +201,7 @@ def claim_rows(found: Losses, dense: Mapping[tuple[str, str], float]) -> list[di
 
 
 def _judged(first: Mapping[int, float], second: Mapping[int, float]) -> str:
-    """The difference, its interval, the verdict; of one seed the difference alone."""
+    """Return the difference, its interval and the verdict; with one seed the difference alone."""
     mean, reach, seeds = difference(first, second)
     if seeds < 2:
         return f"{mean:+.3f} (one seed)" if seeds else ""
@@ -273,7 +273,7 @@ def _rounds(cells: Cells) -> pd.DataFrame:
 
 
 def _merging(cells: Cells) -> pd.DataFrame:
-    """What a dense adapter's last merge costs, and how much of its change stands at pruned places."""
+    """Return the cost of a dense adapter's last merge, and the share of its change at pruned places."""
     kept: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     for settings, result in cells.of("sparse"):
         for last in result["rounds"][-1:] if settings["way"] in _MERGED else ():
@@ -341,12 +341,12 @@ def _bytes(cells: Cells) -> pd.DataFrame:
 
 
 def _people(cells: Cells) -> pd.DataFrame:
-    """What people gain on the sparse model less what they gain on the dense one, paired."""
+    """Return people's gains on the sparse model less their gains on the dense one, paired."""
     rows = []
     for settings, result in cells.of("device people"):
         losses = {name: np.array(result[name]["losses"]) for name in ("dense", "sparse")}
         gains = {name: loss_P2[:, 0] - loss_P2[:, 1] for name, loss_P2 in losses.items()}
-        # A gain is minus a loss: positive where the sparse model gains more.
+        # A gain is a negative loss, so the difference is positive where the sparse model gains more.
         test = user_test("sparse less dense", -gains["sparse"], -gains["dense"])
         rows.append(
             {

@@ -1,12 +1,12 @@
-"""How much of each decoder layer is pruned, and when: rates by CKA, a cubic schedule over the rounds.
+"""Pruning rates of decoder layers: by CKA, with a cubic schedule over the rounds.
 
     CKA(X, Y) = |Y'X|^2 / (|X'X| |Y'Y|)                 columns centred, Frobenius norms       (equation 20)
     I_l       = exp(-beta * sum over i != l of CKA(X_l, X_i))                                  (equation 21)
     max sum_l I_l n_l (1 - s_l)   with   sum_l n_l s_l = rate * sum_l n_l,   lower <= s <= upper
     rate_t    = rate * (1 - (1 - t / T)^3)              t = 1 ... T                            (equation 24)
 
-Equations are those of "Mitigating gradient interference for efficient sparse fine-tuning". Where we read them
-otherwise than they are printed, and why: docs/adr/0008.
+Equations are those of "Mitigating gradient interference for efficient sparse fine-tuning". docs/adr/0008 says
+where we read them otherwise than they are printed, and why.
 
 # Legend: T tokens, D and E features, L decoder layers.
 """
@@ -24,14 +24,15 @@ SPREAD = 0.1
 
 
 def cubic_rate(final: float, round_: int, rounds: int) -> float:
-    """The rate after a round, counted from 1; the last one's is `final`."""
+    """Return the rate after a round, counted from 1. The last round's rate is `final`."""
     return final if round_ == rounds else final * (1 - (1 - round_ / rounds) ** 3)
 
 
 def linear_cka(x_TD: NDArray[np.float32], y_TE: NDArray[np.float32]) -> float:
-    """How similar two layers' features of the same tokens are: 0 to 1, whatever their rotation and scale.
+    """Return the similarity of two layers' features of the same tokens, 0 to 1.
 
-    A feature that is the same for all tokens is similar to nothing: 0.
+    Rotation and scale of the features do not matter.
+    A feature that is the same for all tokens has similarity 0 to everything.
     """
     x_TD = x_TD - x_TD.mean(axis=0, dtype=np.float64)
     y_TE = y_TE - y_TE.mean(axis=0, dtype=np.float64)
@@ -40,7 +41,7 @@ def linear_cka(x_TD: NDArray[np.float32], y_TE: NDArray[np.float32]) -> float:
 
 
 def similarities(features: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """CKA of each pair of layers, float64 [L, L]; the features have as many rows, their widths may differ."""
+    """Return the CKA of each pair of layers, float64 [L, L]. Features have equal rows; widths may differ."""
     found_LL = np.eye(len(features))
     for first in range(len(features)):
         for second in range(first):
@@ -50,7 +51,7 @@ def similarities(features: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]
 
 
 def importance(similarity_LL: NDArray[np.float64], beta: float = 1.0) -> NDArray[np.float64]:
-    """What each layer holds that the others do not, float64 [L]: 1 where it is like none of them."""
+    """Return the importance of each layer, float64 [L]: 1 where no other layer is like it."""
     others_L = similarity_LL.sum(axis=1) - np.diagonal(similarity_LL)
     found_L: NDArray[np.float64] = np.exp(-beta * others_L)
     return found_L
@@ -64,7 +65,7 @@ def layer_rates(
     *,
     spread: float = SPREAD,
 ) -> NDArray[np.float64]:
-    """The rates that keep most of what is important, their mean over the weights being `rate`: float64 [L].
+    """Return the rates that keep most of the importance, with mean `rate` over the weights, float64 [L].
 
     Args:
         weights_L: number of weights that may be pruned in each layer.
@@ -78,7 +79,7 @@ def layer_rates(
 
     lower_L = np.maximum(pruned_L, max(0.0, rate - spread))
     upper_L = np.maximum(lower_L, min(max(LARGEST_RATE, rate), rate + spread))
-    # HiGHS calls coefficients that differ by less than 1e-7 equal, and an exponential of many layers is tiny.
+    # Scale first: HiGHS treats differences below 1e-7 as 0, and an exponential of many layers is tiny.
     worth_L = importance_L / importance_L.max()
     share_L = weights_L / weights_L.sum()
     found = linprog(

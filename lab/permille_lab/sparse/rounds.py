@@ -1,13 +1,17 @@
-"""Prunes and fine-tunes a model in turns, each round to a higher rate (algorithm 1 of the paper).
+"""Pruning and fine-tuning of a model in turns, each round to a higher rate (algorithm 1 of the paper).
 
     report = iterate(Checkpoint(source), folder, texts, IterativePlan(rate=0.6, method=PruningMethod.WANDA))
 
-A round: its rate by the cubic schedule; rates of the layers by CKA on the model as it is; pruning, one
-decoder layer at a time; adapters whose sizes follow what pruning lost; steps along the gradient, in the last
-round `longer` times as many; the adapters merged at kept places.
+A round has these steps:
 
-Each round has a folder whose `report.json` is written last. A call that was killed goes on there: it redoes
-at most a layer's pruning or `STEPS_A_CHECKPOINT` steps of `recover`, and ends with the same bits.
+1. Take its rate from the cubic schedule, and the rates of the layers by CKA on the model as it is.
+2. Prune, one decoder layer at a time.
+3. Attach adapters whose sizes follow the loss from pruning.
+4. Take steps along the gradient; the last round takes `longer` times as many.
+5. Merge the adapters at kept places.
+
+Each round has a folder whose `report.json` is written last. After a kill, the same call continues there. It
+repeats at most a layer's pruning or `STEPS_A_CHECKPOINT` steps of `recover`, and ends with the same bits.
 
 # Legend: N, M, E rows of calibration, recovery, evaluation; T tokens; D features; L decoder layers.
 """
@@ -58,7 +62,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IterativeText:
-    """Token ids, int64: rows that pruning looks at, that adapters train on, that the result is judged by."""
+    """Token ids, int64: rows for pruning, for training adapters, and for judging the result."""
 
     calibration_NT: NDArray[np.int64]
     recovery_MT: NDArray[np.int64]
@@ -67,20 +71,20 @@ class IterativeText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterativePlan:
-    """How a model becomes sparse.
+    """The plan of iterative pruning.
 
     Attributes:
         rate: the share of zeros at the end.
         rounds: 1 is one-shot pruning and one fine-tuning.
         rank: the adapters have as many numbers as LoRA's of this rank, in all.
-        by_loss: whether pooling adapters' sizes follow what pruning lost, or are equal.
-        masked: whether pruned places count while adapters train.
-        spread: how far layers' rates may be from the mean; 0 makes them equal. A pattern's always are.
+        by_loss: if True, sizes of pooling adapters follow the loss from pruning; else they are equal.
+        masked: if True, pruned places do not count while adapters train.
+        spread: largest distance of a layer's rate from the mean; 0 makes them equal. A pattern's always are.
         beta: of `importance`; its sign alone matters, and below 0 the rates are those of (21) as printed.
         recovery: the steps of a round; `seed` is of the first one.
         l2: weight of the squared trained numbers in the loss, halved (norm control, 4.2).
-        longer: how many times as many steps the last round has.
-        device: where torch computes.
+        longer: factor on the number of steps of the last round.
+        device: the device of torch's computations.
     """
 
     rate: float
@@ -133,9 +137,9 @@ def iterate(
     *,
     progress: Progress = lambda _share, _note: None,
 ) -> tuple[Path, list[RoundReport]]:
-    """Make the sparse model below `folder`: its folder, and a report a round.
+    """Make the sparse model below `folder`. Returns its folder, and a report for each round.
 
-    What an earlier call with the same arguments left in `folder` is used, anything else there is deleted.
+    Results of an earlier call with the same arguments are used. Anything else in `folder` is deleted.
 
     Raises:
         InputError: as `PruningPlan.check` and `recover`, no round or rank, or a source as sparse already.
@@ -177,7 +181,7 @@ def iterate(
 
 
 class _Round:
-    """What one round knows."""
+    """The state of one round."""
 
     def __init__(
         self, source: Checkpoint, folder: Path, text: IterativeText, plan: IterativePlan, number: int
@@ -230,7 +234,7 @@ class _Round:
         )
 
     def _rates(self) -> list[float]:
-        """The layers' rates. Kept, since a pruned layer's inputs are not what they were."""
+        """Return the layers' rates. They are kept, since a pruned layer's inputs change."""
         path = self.folder / "rates.json"
         if not path.exists():
             weights_L = np.array(
@@ -275,7 +279,7 @@ class _Round:
         ).linears
 
     def _sizes(self, linears: tuple[LinearReport, ...]) -> dict[str, int]:
-        """Rank or groups of each linear's adapter."""
+        """Return the rank or the groups of each linear's adapter."""
         shapes = dict(scoped_tensors(self.source.config))
         if self.plan.adapter is AdapterKind.LORA:
             return {name: min(self.plan.rank, *shape) for name, shape in shapes.items()}
@@ -292,7 +296,7 @@ def _pulled(parameter: torch.nn.Parameter, l2: float, gradient: torch.Tensor) ->
 
 
 def layer_features(source: Checkpoint, rows_NT: NDArray[np.int64], device: str) -> list[NDArray[np.float32]]:
-    """Hidden states behind each decoder layer at some tokens, float32 [at most CKA_TOKENS, D] each."""
+    """Return hidden states behind each decoder layer at some tokens, float32 [at most CKA_TOKENS, D] each."""
     taken = np.unique(np.linspace(0, rows_NT.size - 1, min(CKA_TOKENS, rows_NT.size)).astype(np.int64))
     stream = LayerStream(source, device=device)
     found = []
@@ -308,7 +312,7 @@ def layer_features(source: Checkpoint, rows_NT: NDArray[np.int64], device: str) 
 
 
 def _prepare(source: Checkpoint, folder: Path, text: IterativeText, plan: IterativePlan) -> None:
-    """Delete what another plan, source or text left."""
+    """Delete files of another plan, source or text."""
     rows = [each for each in (text.calibration_NT, text.recovery_MT, text.evaluation_ET) if each is not None]
     about = {
         "source": source.digest(),

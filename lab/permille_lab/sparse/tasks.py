@@ -41,7 +41,7 @@ ITEMS, MAX_TOKENS = 200, 256
 
 
 def made(bench: Bench, way: str) -> Any:
-    """The model of a way at 60 %, of the first seed."""
+    """Return the model of a way at 60 %, of the first seed."""
     source = Checkpoint(bench.sources.models / CASE.model)
     if way == DENSE:
         return load_model(source.folder)
@@ -59,7 +59,7 @@ def made(bench: Bench, way: str) -> Any:
 
 
 def answered(bench: Bench, way: str) -> Result:
-    """Per task, a character for each item: 1 where the right answer is the likeliest a token."""
+    """Return a character for each item of a task: 1 where the right answer is the likeliest a token."""
     begun = time.process_time()
     model = made(bench, way)
     trainable = parameters_of(model, [])

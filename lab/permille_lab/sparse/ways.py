@@ -1,6 +1,7 @@
-"""Ways to a sparse model that are compared, all at equal numbers of trained values and of tokens.
+"""The ways to a sparse model that are compared, all at equal numbers of trained values and of tokens.
 
-One-shot pruning, then LoRA in all steps; or rounds of both. The method changes one thing at a time.
+One-shot ways prune, then train LoRA in all steps. Iterative ways have rounds of both. Each variation changes
+one thing.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ ABLATED = "0.6"
 
 
 class Way(StrEnum):
-    """How a model becomes sparse; what follows the method's name is what it does otherwise."""
+    """The way that a model becomes sparse; the name gives the method, then its variation."""
 
     WANDA = "Wanda"
     SPARSEGPT = "SparseGPT"
@@ -62,12 +63,12 @@ class Rates:
     pooling: float
 
     def of(self, kind: AdapterKind) -> float:
-        """Of one kind."""
+        """Return the rate for one kind of adapter."""
         return self.lora if kind is AdapterKind.LORA else self.pooling
 
 
 def target_of(text: str) -> tuple[float, Pattern | None]:
-    """A rate such as 0.6, or a pattern such as 2:4 with its own."""
+    """Parse a rate such as 0.6, or a pattern such as 2:4 with its own rate."""
     if ":" not in text:
         return float(text), None
     pattern = Pattern.parse(text)
@@ -75,7 +76,10 @@ def target_of(text: str) -> tuple[float, Pattern | None]:
 
 
 def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
-    """What a way does in steps of one row; one-shot: one round, equal rates and adapters, no norm control."""
+    """Return the plan of a way in steps of one row.
+
+    A one-shot way has one round, equal rates and adapters, and no norm control.
+    """
     share, pattern = target_of(target)
     plan = IterativePlan(
         rate=share,

@@ -1,7 +1,7 @@
-"""What every task is turned into: a prompt, its candidate answers, which of them is right.
+"""The common form of every task: a prompt, its candidate answers, and the right one.
 
-A row that cannot be read is kept as a `BadRow` and reported, never dropped in silence: a file of which one
-line in two hundred is broken otherwise gives another test set to every reader.
+A row that cannot be read is kept as a `BadRow` and reported, never dropped in silence. A broken line in two
+hundred would otherwise give another test set to every reader.
 """
 
 from collections.abc import Sequence

@@ -1,21 +1,21 @@
 """Files of a task as examples: JSON lines as SuperGLUE has them, GLUE's tasks also as its tables.
 
-A file is read line by line. What is not a labelled row of the task becomes a `BadRow` with its place and the
-reason; unlabelled rows (SuperGLUE's own test files) make the whole file unlabelled, which `read_file` says by
-an InputError, because a test set without labels is a mistake in the choice of files.
+A file is read line by line. A line that is no labelled row of the task becomes a `BadRow` with its place and
+the reason. Unlabelled rows (SuperGLUE's own test files) make the whole file unlabelled. `read_file` then
+raises an InputError, because a test set without labels is a mistake in the choice of files.
 
     choice   {"prompt": ..., "candidates": [...], "label": 0}            a task of one's own
     text     {"text": ...} or {"prompt": ..., "completion": ...}         documents, as the agent reads them
 
-Rows of both may name a `group` (a person, a passage): its examples stand together.
+Rows of both may name a `group` (a person, a passage). Its examples stand together.
 
-Prompts: table 6 (appendix C.5) of "Zeroth-order fine-tuning of LLMs with extreme sparsity", after MeZO and
-PromptSource. The printed table is not usable as it stands, so: line breaks stand where MeZO's templates have
-them; a question gets one question mark, whether the row has one or not; "so/because" joins premise and answer
-into one sentence, its first letter in lower case unless it is the word "I".
+Prompts are those of table 6 (appendix C.5) of "Zeroth-order fine-tuning of LLMs with extreme sparsity", after
+MeZO and PromptSource. The printed table cannot be used as it stands. Line breaks stand where MeZO's templates
+have them. A question gets one question mark, whether the row has one or not. "so/because" joins premise and
+answer into one sentence, with its first letter in lower case unless it is the word "I".
 
-MRPC, QQP, QNLI and WNLI: table 7 (appendix A.3) of the paper on P-RGE, after the same sources and as printed
-there: QNLI's question too is a "Sentence".
+MRPC, QQP, QNLI and WNLI have the prompts of table 7 (appendix A.3) of the paper on P-RGE, after the same
+sources and as printed there. QNLI's question too is a "Sentence".
 """
 
 import json
@@ -35,12 +35,12 @@ Row = Mapping[str, Any]
 
 
 class _BadRowError(ValueError):
-    """Why a row is no example."""
+    """The reason that a row is no example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """How rows of a task are read.
+    """The form of a task's rows.
 
     Attributes:
         texts: fields that must hold text.
@@ -176,7 +176,7 @@ _FORMS: Mapping[Task, _Form] = {
 
 
 def read_file(task: Task, path: Path) -> Pool:
-    """The labelled examples of one file, with the rows that could not be read.
+    """Read the labelled examples of one file, and the rows that could not be read.
 
     Args:
         path: `.jsonl`, or GLUE's `.tsv` (SST-2 also without a header).
@@ -208,7 +208,7 @@ def read_file(task: Task, path: Path) -> Pool:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes | _BadRowError]]:
-    """Lines by name and number; one that is too long is not kept in memory."""
+    """Yield lines by name and number. A line that is too long is not kept in memory."""
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
             name = f"{path.name}:{number}"
@@ -233,7 +233,7 @@ def _json_rows(_: str, line: bytes) -> Row | None:
 
 
 class _Table:
-    """GLUE's tables: cells between tabs, quotes are text; the first line names them."""
+    """A table of GLUE: cells stand between tabs, quotes are text, and the first line names the cells."""
 
     def __init__(self, task: Task) -> None:
         self._headers: Mapping[str, str] = _FORMS[task].headers if task in _FORMS else {}
@@ -325,7 +325,7 @@ def _check_text(row: Row, key: str) -> None:
 
 
 def _label(known: Mapping[Any, int], value: object) -> int:
-    # True equals 1 in Python: a boolean task must not take numbers, nor the other way round.
+    # True equals 1 in Python. A boolean task must not take numbers, nor a number task booleans.
     for label, index in known.items():
         if type(value) is type(label) and value == label:
             return index

@@ -1,8 +1,8 @@
-"""What a model answers: candidates ranked by their tokens' log-likelihood.
+"""A model's answers: candidates ranked by their tokens' log-likelihood.
 
-A candidate's score is the mean log-likelihood of its own tokens after the prompt, over the whole vocabulary
-(MeZO and P-RGE: the loss of the prediction is not restricted to the label words); for label words of one
-token mean and sum are the same. The training loss is the mean negative log-likelihood of the right
+A candidate's score is the mean log-likelihood of its own tokens after the prompt, over the whole vocabulary.
+MeZO and P-RGE do not restrict the loss of the prediction to the label words, either. For label words of one
+token, mean and sum are the same. The training loss is the mean negative log-likelihood of the right
 candidate's tokens.
 
 # Legend: B sequences, T tokens.
@@ -39,12 +39,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """An example in tokens: one `Answer` a candidate, all after the same tokens as far as they agree.
+    """An example in tokens: one `Answer` for each candidate, all after the same tokens as far as they agree.
 
     Attributes:
         label: index of the right candidate.
-        shots: solved examples that stand before the question: those that fitted.
-        cut: tokens that did not fit: of the prompt's front, of a document's end.
+        shots: number of solved examples that fitted before the question.
+        cut: number of tokens that did not fit: of the prompt's front, of a document's end.
         span: of a document, its first scored token and the end of the last, in tokens of `document_text`.
     """
 
@@ -86,12 +86,14 @@ def encode_example(
     max_tokens: int,
     demonstrations: Sequence[str] = (),
 ) -> Choices:
-    """The example in tokens. Demonstrations that do not fit are left out whole, the first ones first; a
-    prompt that is too long by itself loses its front; a candidate loses nothing.
+    """Return the example in tokens.
 
-    Prompt and candidate are encoded as one text, and the boundary is where the prompt's own tokens end as
-    long as they agree, so that a candidate is spelled as the model would meet it. All candidates stand after
-    the same tokens: the longest one says how much fits.
+    Demonstrations that do not fit are left out whole, the first ones first. A prompt that is too long by
+    itself loses its front. A candidate loses nothing.
+
+    Prompt and candidate are encoded as one text. The boundary is where the prompt's own tokens end, as long
+    as they agree. So a candidate is spelled as the model would meet it. All candidates stand after the same
+    tokens, and the longest one decides how much fits.
 
     Args:
         begin: id of the token that begins a text, or None for a model without one.
@@ -128,10 +130,10 @@ def encode_example(
 def _encode_document(
     example: Example, encode: Encode, begin: int | None, max_tokens: int, demonstrations: Sequence[str]
 ) -> Choices:
-    """A document in tokens: its own, whatever stands before it, so that every method scores the same ones.
+    """Return a document in its own tokens, whatever is before it, so that all methods score the same ones.
 
-    Where nothing begins a text, nothing predicts its first token. What does not fit is the prompt's front, as
-    long as a quarter of the row is left of it, then the document's end.
+    If no token begins a text, nothing predicts its first token. First the prompt's front is cut, as long as a
+    quarter of the row is left of it. Then the document's end is cut.
     """
     start = () if begin is None else (begin,)
     room = max_tokens - len(start)
@@ -159,8 +161,10 @@ def _encode_document(
 
 
 def document_text(example: Example, max_tokens: int) -> tuple[str, str]:
-    """Prompt and text of a document as far as they can matter: longer ones are not read through for the few
-    tokens that are kept."""
+    """Return prompt and text of a document as far as they can matter.
+
+    Long ones are not encoded whole for the few tokens that are kept.
+    """
     most = _CHARACTERS_A_TOKEN * max_tokens
     return example.prompt[-most:], example.candidates[0][:most]
 
@@ -183,7 +187,7 @@ def score(token_losses: TokenLosses, choices: Sequence[Choices], *, max_batch_to
         raise InputError("expected examples to score, got none")
     answers = [answer for item in choices for answer in item.answers]
     mean_A = np.empty(len(answers))
-    # By length: sequences of one call are nearly equally long, so little is padding.
+    # Sort by length. Then sequences of one call are nearly equally long, and little is padding.
     order = sorted(range(len(answers)), key=lambda index: len(answers[index].ids))
     for part in _parts(order, answers, max_batch_tokens):
         losses_R = token_losses(_batch([answers[index] for index in part])).astype(np.float64)
@@ -207,14 +211,14 @@ def mean_losses(losses_R: NDArray[np.float32], items: Sequence[Choices]) -> NDAr
 
 
 def prior_losses(items: Sequence[Choices]) -> NDArray[np.float64] | None:
-    """Loss a token of each right answer under the best guess that is the same for every prompt.
+    """Return the loss a token of each right answer under the best guess that is the same for every prompt.
 
-    Accuracy has the majority to be compared with; the loss of the right answer has this. Training that
-    teaches a model the form of an answer, and nothing of the task, ends no lower.
+    It is for the loss what the majority is for accuracy. Training that teaches a model only the form of an
+    answer, and nothing of the task, ends no lower.
 
-    The guess gives answer `a` of `T_a` tokens, right in a share `s_a` of the items, the probability in
-    proportion to `s_a / T_a`: that is least in the mean of losses a token. The frequencies are the items'
-    own, so that no guess whatever is lower on them.
+    The guess gives answer `a` of `T_a` tokens, right in a share `s_a` of the items, a probability in
+    proportion to `s_a / T_a`. This minimises the mean of losses a token. The frequencies are the items' own,
+    so no constant guess is lower on them.
 
     Returns:
         float64 [len(items)], nats a token; None where the items do not all have the same answers.
@@ -231,7 +235,7 @@ def prior_losses(items: Sequence[Choices]) -> NDArray[np.float64] | None:
 
 
 def _tokens_of_answers(items: Sequence[Choices]) -> tuple[int, ...] | None:
-    """Tokens of each answer; None where they are not the same ones everywhere."""
+    """Return the tokens of each answer; None where they are not the same ones everywhere."""
     found = {tuple(_own(answer) for answer in item.answers) for item in items}
     if len(found) != 1:
         return None
@@ -244,7 +248,7 @@ def _own(answer: Answer) -> tuple[int, ...]:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common beginning."""
     for index, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return index

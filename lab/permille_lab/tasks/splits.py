@@ -1,11 +1,11 @@
 """Train, validation and test examples by seed, never with a group on two sides.
 
 Groups (passages, texts) stand in the order of their hash with the seed. Test is filled first, then
-validation, then train; the group that fills a part to its size is cut there, and what is cut off is used
-nowhere. With a test file of its own, test comes from it, and every group of it is kept out of the other
-parts: eight in a hundred of BoolQ's validation passages repeat.
+validation, then train. The group that fills a part to its size is cut there, and the rest of it is not used.
+With a test file of its own, test comes from it, and every group of it is kept out of the other parts. (Eight
+in a hundred of BoolQ's validation passages repeat.)
 
-The seed decides train and validation. Which examples test is the same for every seed: whatever was chosen
+The seed decides train and validation. The test examples are the same for every seed. So whatever was chosen
 with one seed, step sizes above all, was never looked at through a test item of another.
 """
 
@@ -37,7 +37,7 @@ def split(
     test_pool: Sequence[Example] | None = None,
     sizes: tuple[int, int, int] = PAPER_SIZES,
 ) -> Splits:
-    """Splits of at most these sizes; a small pool is divided in their proportion.
+    """Return splits of at most these sizes. A small pool is divided in their proportion.
 
     Args:
         pool: labelled examples to train and select from, and to test on where there is no `test_pool`.
@@ -68,7 +68,7 @@ def split(
 
 
 def _ordered(pool: Sequence[Example], seed: str) -> list[Example]:
-    """By the hash of the group; within a group as they stood."""
+    """Order examples by the hash of their group; within a group they keep their order."""
     keys = {example.group: _position(example.group, seed) for example in pool}
     return sorted(pool, key=lambda example: keys[example.group])
 

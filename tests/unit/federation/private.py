@@ -38,7 +38,7 @@ def device_key(index: int) -> Ed25519PrivateKey:
 
 
 def make_masked(history: History, contributions: list[Contribution]) -> tuple[list[Masked], int]:
-    """What these devices send masked, read again; and the bytes of one."""
+    """Return these devices' masked messages, encoded and read again, and the size of one in bytes."""
     rules = history.definition
     made, size = [], 0
     for index, each in enumerate(contributions):

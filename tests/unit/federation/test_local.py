@@ -72,12 +72,12 @@ def batches(_step: int) -> Batch:
 
 
 def plain_values(part: LocalRound, away_W: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Where the device stands after it has moved by `away_W`, in plain floats."""
+    """Return the device's values after it has moved by `away_W`, in plain floats."""
     return W_BASE.astype(np.float64) + part.start_W * 2.0**part.definition.log.step_unit_exponent + away_W
 
 
 def reference_step(part: LocalRound, away_W: NDArray[np.float64], step: int) -> NDArray[np.float64]:
-    """What a step of exact derivatives adds, in plain floats: each block the mean over its directions."""
+    """Return a step of exact derivatives, in plain floats: each block is the mean over its directions."""
     header = part.definition.device_log()
     gradient_W = ENGINE.curvature_K * (plain_values(part, away_W) - ENGINE.target_K)
     z_QW = directions_of(part.definition.log, step).astype(np.float64)
@@ -93,7 +93,7 @@ def reference_step(part: LocalRound, away_W: NDArray[np.float64], step: int) -> 
 
 
 def reference_gradient(part: LocalRound) -> NDArray[np.float64]:
-    """What all steps along a gradient add, by Adam's formulas and a projection, in plain floats."""
+    """Return the sum of all steps along a gradient, by Adam's formulas and a projection, in plain floats."""
     rules, away_W = part.definition, np.zeros(K)
     m_W, v_W, taken = np.zeros(K), np.zeros(K), 0
     for number in range(rules.steps):
@@ -168,7 +168,7 @@ def test_the_integers_add_up_to_the_local_state_and_alone_they_are_the_round(
 
 
 class Killed(BaseException):
-    """What a kill is in a test."""
+    """A kill, as a test raises it."""
 
 
 def killed_at(count: int) -> Callable[[int], Batch]:

@@ -88,7 +88,7 @@ def test_no_sum_of_a_private_federation_is_made_without_noise() -> None:
 
 
 def keeper_answers(data: bytes, noise_V: np.ndarray) -> bytes:
-    """What a keeper does, without its memory of what it has opened."""
+    """Return a keeper's answers, without its memory of what it has opened."""
     opening = decode_opening(data)
     total_V = np.zeros(vector_size(opening.definition), dtype=np.uint32)
     for key, seal, _ in opening.entries:

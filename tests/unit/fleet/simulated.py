@@ -15,7 +15,7 @@ Ending = Callable[[random.Random], tuple[ReportCode, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """How a simulated rollout ended, and how many devices had begun by then."""
+    """The end of a simulated rollout, and the number of devices that had begun by then."""
 
     step: Step
     touched: int

@@ -21,7 +21,7 @@ STEPS = ("asked", "opened", "drawn", "kept", "answering")
 
 
 def die(*_: Any, **__: Any) -> Any:
-    """What SIGKILL leaves is what a power failure leaves of this process."""
+    """Kill this process. SIGKILL leaves of it the same as a power failure."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

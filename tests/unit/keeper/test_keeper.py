@@ -53,7 +53,7 @@ def federation(home: Path, port: int) -> Definition:
 
 
 def send_all(rules: Definition) -> tuple[list[Contribution], list[Masked]]:
-    """What devices computed, and what they sent."""
+    """Return the contributions that devices computed, and the masked ones that they sent."""
     history = History.begin(rules)
     plain, masked = make_contributions(history, DEVICES), []
     for index, each in enumerate(plain):

@@ -1,4 +1,4 @@
-"""What families.py says of a config, against the state dict that transformers builds from the same config."""
+"""Check families.py on a config against the state dict that transformers builds from the same config."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where models come from: below a root only, or a hub repository at a full commit."""
+"""Models come from below a root, or from a hub repository at a full commit."""
 
 from pathlib import Path
 from typing import Any

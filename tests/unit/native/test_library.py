@@ -29,7 +29,7 @@ def forget() -> None:
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a library is looked for; nothing was loaded yet, and nothing of the test stays."""
+    """Yield the path of a library that is not there. Nothing is loaded yet, and nothing of the test stays."""
     monkeypatch.delenv(library.VARIABLE, raising=False)
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     forget()

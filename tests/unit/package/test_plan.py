@@ -1,4 +1,4 @@
-"""What a download will cost is known before it starts."""
+"""The cost of a download is known before it starts."""
 
 from pathlib import Path
 

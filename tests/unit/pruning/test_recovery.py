@@ -20,7 +20,7 @@ ROWS_NT = np.random.default_rng(0).integers(0, 60, (12, 10))
 
 
 class KilledError(Exception):
-    """What a test's `progress` raises."""
+    """The error that a test's `progress` raises."""
 
 
 def pruned_model() -> Any:

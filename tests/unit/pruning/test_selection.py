@@ -1,4 +1,4 @@
-"""Which weights become zero, against plain numpy; SparseGPT against the inverse of each step."""
+"""Compare the pruned weights with plain numpy, and SparseGPT with the inverse of each step."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a kind of work is described by: examples that fit, ids of the kind that their field names."""
+"""Descriptions of the kinds of work: examples that fit, ids of the kind that their field names."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -174,7 +174,7 @@ def test_a_model_that_is_streamed_layer_by_layer_has_the_same_bits(
 
 
 class StopError(Exception):
-    """What a cancelled job raises from its progress."""
+    """The error that a cancelled job raises from its progress."""
 
 
 def test_a_cancelled_job_goes_on_after_its_last_whole_shard_with_the_same_bits(tmp_path: Path) -> None:

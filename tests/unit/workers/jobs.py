@@ -32,7 +32,7 @@ def fisher_request(bench: Bench, **options: Any) -> dict[str, Any]:
 
 
 def made_by(bench: Bench, kind: JobKind, request: dict[str, Any]) -> Artifact:
-    """What a job of this kind makes. A build's is its package."""
+    """Return the result of a job of this kind. A build's is its package."""
     return artifact_of(bench, succeeded(bench.finish(kind, request)))
 
 

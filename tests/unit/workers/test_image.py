@@ -135,6 +135,6 @@ def test_an_image_reaches_database_and_broker(image: str, extra: str, driver: st
 
 
 def test_only_calibrated_quantizations_need_auto_round() -> None:
-    """What is looked for is found: this one kind imports it, at its call."""
+    """The search finds what it should: this one kind imports auto-round, at its call."""
     found = {kind for kind in TASKS if "auto-round" in imported(f"permille_workers.tasks.{kind}")}
     assert found == {"quantization"}

@@ -253,7 +253,7 @@ def test_a_result_is_published_once_its_bucket_answers(
 
 
 def turn(db: Database) -> datetime | None:
-    """When the newest collection began."""
+    """Return the start of the newest collection."""
     with db.read() as session:
         row = session.get(BlobCollection, 1)
     return None if row is None else row.began_at

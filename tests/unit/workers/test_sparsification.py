@@ -25,7 +25,7 @@ def request_of(bench: Bench, **changes: Any) -> dict[str, Any]:
 
 
 def made_by(bench: Bench, job: Job) -> tuple[Artifact, Model]:
-    """What a sparsification has made: its row, and that of the model."""
+    """Return the rows that a sparsification has made: its own, and the model's."""
     assert job.state == "succeeded", job.error
     with bench.db.read() as session:
         row = artifacts.get(

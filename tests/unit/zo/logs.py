@@ -43,7 +43,10 @@ def fields_of(header: LogHeader) -> dict[str, Any]:
 
 
 def kind_fields(estimator: EstimatorKind, *, lower: int = 1, upper: int = 2) -> dict[str, Any]:
-    """What a header of this estimator needs: a split has its blocks between the first and the last tensor."""
+    """Return the fields that a header of this estimator needs.
+
+    A split has its blocks between the first and the last tensor.
+    """
     if estimator is EstimatorKind.SPLIT:
         split = BlockSplit(first_upper_tensor=2, lower_queries=lower)
         return {"estimator": estimator, "queries": lower + upper, "split": split}

@@ -57,7 +57,7 @@ def z(header: Header, step: int, query: int) -> list[int]:
 
 
 def group_and_sign(seed: int, step: int, groups: int, tensor_id: int, rank: int) -> tuple[int, int]:
-    """Where a weight stands in one step, by FORMAT 6.6."""
+    """Return a weight's group and sign in one step, by FORMAT 6.6."""
     word = philox([rank // 4, tensor_id, step, 2**32 - 1], [seed % 2**32, seed // 2**32])[rank % 4]
     return word % 2**31 * groups // 2**31, 1 if word >= 2**31 else -1
 
