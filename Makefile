@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs results bench-replay bench-engine bench-inference-engine bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -152,6 +152,10 @@ bench-engine: $(VENV)/.native  ## How fast and large is a step, beside dense pas
 
 bench-inference-engine: $(VENV)/.native $(EXECUTORCH)/.installed  ## How fast and large is a step by ExecuTorch, beside light, torch and plain passes? (25 minutes)
 	PYTHONPATH=$(EXECUTORCH) $(BIN)/python -m permille_lab.engine.inference
+
+DEVICE ?= cuda
+gpu: $(VENV)/.native  ## Test and measure the torch engine on a GPU (20 minutes; DEVICE=cpu: small, without one)
+	@$(BIN)/python -m permille_lab.engine.device --device $(DEVICE); status=$$?; $(BIN)/python -m permille_lab.pages && exit $$status
 
 bench-learning: $(VENV)/.native  ## How fast does a model learn, beside first order and MeZO? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.compare

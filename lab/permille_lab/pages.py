@@ -34,6 +34,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
     "evidence": evidence.tables,
     "exports": exports.tables,
     "federation": federation.tables,
+    "device": engine.device_tables,
     "inference": engine.inference_tables,
     "people": people.tables,
     "privacy": privacy.tables,

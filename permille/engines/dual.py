@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from permille.engines.torch_model import MaskedLinear, TorchModel, load_torch_model
+from permille.engines.decoded_model import DecodedModel, MaskedLinear, load_decoded_model
 from permille.errors import InputError
 from permille.package.reader import Package
 
@@ -63,7 +63,7 @@ class DualSparseLinear(nn.Module):
 class DualModel(nn.Module):
     """A package's token losses under several variants of the sparse values."""
 
-    def __init__(self, package: Package, model: TorchModel) -> None:
+    def __init__(self, package: Package, model: DecodedModel) -> None:
         super().__init__()
         self.model = model.module
         self._counts = list(package.counts)
@@ -86,10 +86,10 @@ def dual_model(package: Package) -> DualModel:
     """
     if package.manifest.adapter is not None:
         raise InputError("expected a package with a mask, got one with an adapter")
-    model = load_torch_model(package, torch.device("cpu"), torch.float32)
+    model = load_decoded_model(package)
     for name in model.value_names:
         path = name.removesuffix(".values")
         masked = model.module.get_submodule(path)
-        assert isinstance(masked, MaskedLinear)  # what load_torch_model put there
+        assert isinstance(masked, MaskedLinear)  # what load_decoded_model put there
         model.module.set_submodule(path, DualSparseLinear(masked))
     return DualModel(package, model).eval()

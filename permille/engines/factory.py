@@ -77,7 +77,7 @@ def _torch(package: Package, device: str, compute_dtype: str, threads: int | Non
     try:
         from permille.engines.torch_engine import TorchEngine
     except ModuleNotFoundError as exc:
-        if exc.name not in ("torch", "transformers"):
+        if exc.name not in ("torch", "transformers", "bitsandbytes"):
             raise
         raise InputError(
             f'engine "torch" needs {exc.name}, which is not installed: pip install "permille[torch]"'

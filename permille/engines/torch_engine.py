@@ -1,36 +1,42 @@
-"""The reference engine: a package's forward pass by transformers, one variant and one sequence at a time.
+"""The torch engine: a package in codes on a CPU or a GPU, all variants and rows of a batch in one pass.
 
-Slow and obvious. It is what other engines are compared with, and what runs on a GPU. Derivatives are torch's
-own: forward mode by `torch.func.jvp`, the gradient by reverse mode. Losses are float32 whatever the decoder
-computes in; their mean is taken in float64.
+    engine = TorchEngine(package, device="cuda", compute_dtype="bfloat16")
+    losses_V = engine.losses(values_VK, batch)
 
-# Legend: V variants, K masked weights, Q directions, T tokens of a sequence, R target tokens.
+The weights stay as the package has them (`coded_layers`). The gradient is torch's own reverse mode; each
+decoder layer keeps its input and computes the rest again. Losses are float32 whatever the decoder computes
+in; their mean is taken in float64.
+
+# Legend: V variants, K masked weights, Q directions, B sequences, T tokens, L target tokens.
 """
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import bitsandbytes
 import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.func import functional_call, jvp
 from torch.nn import functional
 
 from permille.choices import choice_of
+from permille.engines.coded_layers import as_tensor
+from permille.engines.coded_model import load_coded_model, resident_bytes
 from permille.engines.inputs import ModelLimits, check_batch, check_directions, check_prompt, check_values
-from permille.engines.interface import EngineInfo
+from permille.engines.interface import REVERSE_PASSES, EngineInfo
 from permille.engines.sampling import TokenSampling, next_token
-from permille.engines.torch_model import load_torch_model
 from permille.errors import InputError, OperatorError
 from permille.package.reader import Package
 from permille.version import __version__
 from permille.zo.estimators import Batch, SoftTargets
 
-_Sequence = tuple[Tensor, Tensor, SoftTargets | None]
+DEFAULT_MAX_TOKENS = 4096
+"""Tokens of all variants together in one pass, which bounds the activations."""
 # Below it a share of all tokens that are not named is rounding.
 _LEAST_REST = 1e-6
 
@@ -40,6 +46,20 @@ class ComputeDtype(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Some rows of a batch, up to the token before their last target.
+
+    Attributes:
+        place_L: where in the rows, laid end to end, the token before each target is.
+    """
+
+    ids_BT: Tensor
+    place_L: Tensor
+    target_L: Tensor
+    soft: SoftTargets | None
 
 
 class TorchEngine:
@@ -52,24 +72,28 @@ class TorchEngine:
         device: str = "cpu",
         compute_dtype: str = ComputeDtype.FLOAT32,
         threads: int | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> None:
-        """Decode the package's weights and build its model.
+        """Copy the package's codes to the device.
 
         Args:
             threads: torch's threads for the whole process; None leaves them as they are.
+            max_tokens: bound on variants * tokens of one pass; a call beyond it runs in parts.
 
         Raises:
-            InputError: an unknown model family or compute dtype.
+            InputError: an unknown model family or compute dtype, or a number out of range.
             OperatorError: the device is not there.
         """
         if threads is not None and threads < 1:
             raise InputError(f"expected at least 1 thread, got {threads}")
+        if max_tokens < 1:
+            raise InputError(f"expected max_tokens of at least 1, got {max_tokens}")
         if threads is not None:
             torch.set_num_threads(threads)
-        self._device = _device(device)
+        self._device = torch_device(device)
         self._dtype: torch.dtype = getattr(torch, choice_of(ComputeDtype, compute_dtype, "a compute dtype"))
-        self._model = load_torch_model(package, self._device, self._dtype)
-        self._counts = package.counts
+        self._model = load_coded_model(package, self._device, self._dtype)
+        self._counts, self._max_tokens = package.counts, max_tokens
         self._limits = ModelLimits(
             k=package.k, vocabulary=self._model.vocabulary, positions=self._model.positions
         )
@@ -82,75 +106,66 @@ class TorchEngine:
         """Number of masked weights of the package."""
         return self._limits.k
 
-    def info(self) -> EngineInfo:
-        """Name, versions, compute dtype, threads and device."""
-        return EngineInfo(
-            name="torch",
-            version=f"permille {__version__}, torch {torch.__version__}, "
-            f"transformers {transformers.__version__}",
-            compute_dtype=str(self._dtype).removeprefix("torch."),
-            threads=torch.get_num_threads(),
-            device=str(self._device),
-        )
-
     @property
     def layer_passes(self) -> int:
         """Passes of one sequence through one decoder layer so far, forward and back."""
         return self._layer_passes
 
+    @property
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes that the model holds between calls, by kind of tensor (see `coded_layers`)."""
+        return dict(resident_bytes(self._model.module))
+
+    def info(self) -> EngineInfo:
+        """Name, versions, compute dtype, threads and device."""
+        return EngineInfo(
+            name="torch",
+            version=f"permille {__version__}, torch {torch.__version__}, "
+            f"transformers {transformers.__version__}, bitsandbytes {bitsandbytes.__version__}",
+            compute_dtype=str(self._dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+            device=str(self._device),
+        )
+
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """Mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._limits)
+        losses_VL = self._token_losses(values_VK, check_batch(batch, self._limits, soft=True))
         with np.errstate(invalid="ignore", over="ignore"):
-            means = [self.token_losses(values_K, batch).mean(dtype=np.float64) for values_K in values_VK]
-            return np.array(means).astype(np.float32)
+            losses_V: NDArray[np.float32] = losses_VL.mean(axis=1, dtype=np.float64).astype(np.float32)
+        return losses_V
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """Loss of each target token, float32 [targets], in row-major order of the batch."""
         check_values(values_K[None], self._limits)
-        batch = check_batch(batch, self._limits, soft=True)
-        with self._lock, torch.no_grad():
-            value_K = self._tensor(values_K)
-            parts = [self._sequence_losses(value_K, *sequence) for sequence in self._sequences(batch)]
-            losses_R: NDArray[np.float32] = torch.cat(parts).cpu().numpy()
-        return losses_R
+        losses_L: NDArray[np.float32] = self._token_losses(
+            values_K[None], check_batch(batch, self._limits, soft=True)
+        )[0]
+        return losses_L
 
     def directional_derivatives(
         self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
     ) -> tuple[float, NDArray[np.float64]]:
-        """`grad f . z_i` by forward mode, direction by direction."""
+        """`grad f . z_i`, from one reverse pass, whose cost does not depend on the number of directions."""
         check_values(values_K[None], self._limits)
         directions_QK = check_directions(directions_QK, self._limits)
-        batch = check_batch(batch, self._limits, soft=True)
-        loss_sum, slope_Q = 0.0, np.zeros(len(directions_QK))
-        with self._lock, torch.no_grad():
-            value_K = self._tensor(values_K)
-            for sequence in self._sequences(batch):
-
-                def loss_of(value_K: Tensor, sequence: _Sequence = sequence) -> Tensor:
-                    return self._sequence_losses(value_K, *sequence).double().sum()
-
-                for query, direction_K in enumerate(directions_QK):
-                    self._layer_passes += self._layers  # of the tangent
-                    loss, slope = jvp(loss_of, (value_K,), (self._tensor(direction_K),))  # type: ignore[misc]
-                    slope_Q[query] += float(slope)
-                loss_sum += float(loss)
-        targets = int(batch.target_BT.sum())
-        return loss_sum / targets, slope_Q / targets
+        loss, gradient_K = self.gradient(values_K, batch)
+        return loss, directions_QK.astype(np.float64) @ gradient_K
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """The mean loss and its gradient by the sparse values, by reverse mode, sequence by sequence."""
+        """The mean loss and its gradient by the sparse values, by reverse mode."""
         check_values(values_K[None], self._limits)
         batch = check_batch(batch, self._limits, soft=True)
         loss_sum, sum_K = 0.0, np.zeros(self.k)
         with self._lock, torch.enable_grad():
-            value_K = self._tensor(values_K).clone().requires_grad_()
-            for sequence in self._sequences(batch):
-                loss = self._sequence_losses(value_K, *sequence).double().sum()
-                (gradient_K,) = torch.autograd.grad(loss, value_K)
-                self._layer_passes += self._layers
+            values_1K = self._tensor(values_K[None]).requires_grad_()
+            self._model.set_values(values_1K, self._counts)
+            for rows in self._parts(batch, 1):
+                loss = self._losses_of(rows, 1).double().sum()
+                (gradient_1K,) = torch.autograd.grad(loss, values_1K)
+                self._layer_passes += (REVERSE_PASSES - 1) * self._layers * len(rows.ids_BT)
                 loss_sum += float(loss.detach())
-                sum_K += gradient_K.cpu().numpy()
+                sum_K += gradient_1K[0].cpu().numpy()
         targets = int(batch.target_BT.sum())
         return loss_sum / targets, (sum_K / targets).astype(np.float32)
 
@@ -167,7 +182,7 @@ class TorchEngine:
     ) -> Iterator[int]:
         rng = np.random.Generator(np.random.Philox(sampling.seed))
         written: list[int] = []
-        value_K, ids = self._tensor(values_K), prompt_ids
+        values_1K, ids = self._tensor(values_K[None]), prompt_ids
         room = sampling.max_new_tokens
         if self._limits.positions is not None:
             room = min(room, self._limits.positions - len(prompt_ids))
@@ -176,58 +191,85 @@ class TorchEngine:
         for _ in range(room):
             # Per token, so that a consumer that pauses does not keep the engine from others.
             with self._lock, torch.no_grad():
-                logits_1D = self._logits(value_K, self._tensor(ids), 1, past_key_values=cache)
-            token = next_token(logits_1D[0].cpu().numpy(), sampling, rng, written)
+                self._model.set_values(values_1K, self._counts)
+                last = torch.tensor([len(ids) - 1], device=self._device)
+                logits_1D = self._logits(self._tensor(ids[None]), last, past_key_values=cache, use_cache=True)
+                logits_D = logits_1D[0].cpu().numpy()
+            token = next_token(logits_D, sampling, rng, written)
             if token in sampling.stop_ids:
                 return
             yield token
             written.append(token)
             ids = np.array([token], dtype=np.int64)
 
-    def _sequences(self, batch: Batch) -> Iterator[_Sequence]:
-        """The tokens of each sequence up to its last target, and the places of its targets. Attention is
-        causal, so what comes later changes no loss."""
-        first = 0
-        for ids_T, target_T in zip(batch.input_ids_BT, batch.target_BT, strict=True):
-            place_R = np.flatnonzero(target_T)
-            if len(place_R):
-                part = slice(first, first + len(place_R))
-                soft = None if batch.soft is None else batch.soft.rows(part)
-                first = part.stop
-                yield self._tensor(ids_T[: place_R[-1] + 1]), self._tensor(place_R), soft
+    def _token_losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """[V, L] for a checked batch, in parts of at most `max_tokens`."""
+        most = max(1, self._max_tokens // batch.input_ids_BT.shape[1])
+        found = []
+        for first in range(0, len(values_VK), most):
+            some_VK = self._tensor(values_VK[first : first + most])
+            with self._lock, torch.no_grad():
+                self._model.set_values(some_VK, self._counts)
+                parts = [self._losses_of(rows, len(some_VK)) for rows in self._parts(batch, len(some_VK))]
+                found.append(torch.cat(parts, dim=1).cpu().numpy())
+        return np.concatenate(found)
 
-    def _sequence_losses(
-        self, value_K: Tensor, ids_T: Tensor, place_R: Tensor, soft: SoftTargets | None
-    ) -> Tensor:
-        """[R]: `-log p(token | tokens before it)` of the target tokens, or the divergence from soft ones."""
-        self._layer_passes += self._layers
-        logits_RD = self._logits(value_K, ids_T, place_R - 1)
-        if soft is None:
-            return functional.cross_entropy(logits_RD, ids_T[place_R], reduction="none")
-        return _divergence(logits_RD, self._tensor(soft.ids_RN), self._tensor(soft.probability_RN))
+    def _parts(self, batch: Batch, variants: int) -> Iterator[_Rows]:
+        """The rows that have targets, as many at a time as the bound on tokens allows."""
+        row_B = np.flatnonzero(batch.target_BT.any(axis=1))
+        before_B = np.cumsum(batch.target_BT.sum(axis=1)) - batch.target_BT.sum(axis=1)
+        count = max(1, self._max_tokens // (variants * batch.input_ids_BT.shape[1]))
+        for first in range(0, len(row_B), count):
+            rows = row_B[first : first + count]
+            row_L, column_L = np.nonzero(batch.target_BT[rows])
+            # Attention is causal, so what comes later changes no loss.
+            width, start = int(column_L.max()), int(before_B[rows[0]])
+            soft = None if batch.soft is None else batch.soft.rows(slice(start, start + len(row_L)))
+            yield _Rows(
+                ids_BT=self._tensor(batch.input_ids_BT[rows, :width]),
+                place_L=self._tensor(row_L * width + column_L - 1),
+                target_L=self._tensor(batch.input_ids_BT[rows][row_L, column_L]),
+                soft=soft,
+            )
 
-    def _logits(self, value_K: Tensor, ids_T: Tensor, keep: Tensor | int, **options: Any) -> Tensor:
-        """Logits float32 of one sequence at the positions to keep, or of so many last ones."""
-        values = dict(zip(self._model.value_names, torch.split(value_K, list(self._counts)), strict=True))
-        options |= {"logits_to_keep": keep, "use_cache": "past_key_values" in options}
-        output = functional_call(self._model.module, values, (ids_T[None],), options)
-        logits: Tensor = output.logits[0]
+    def _losses_of(self, rows: _Rows, variants: int) -> Tensor:
+        """[V, L]: `-log p(token | tokens before it)` of the targets, or the divergence from soft ones."""
+        self._layer_passes += self._layers * variants * len(rows.ids_BT)
+        first_V1 = torch.arange(variants, device=self._device)[:, None] * rows.ids_BT.numel()
+        logits_SD = self._logits(rows.ids_BT.repeat(variants, 1), (first_V1 + rows.place_L).view(-1))
+        if rows.soft is None:
+            losses_S = functional.cross_entropy(logits_SD, rows.target_L.repeat(variants), reduction="none")
+        else:
+            soft = rows.soft.repeated(variants)
+            losses_S = divergence(logits_SD, self._tensor(soft.ids_RN), self._tensor(soft.probability_RN))
+        return losses_S.view(variants, -1)
+
+    def _logits(self, ids_BT: Tensor, place_L: Tensor, **options: Any) -> Tensor:
+        """Logits float32 [L, D] at some places of sequences, under the values that are set."""
+        self._model.head.place_L = place_L
+        logits: Tensor = self._model.module(ids_BT, **({"use_cache": False} | options)).logits
         return logits
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return as_tensor(array, self._device)
 
 
-def _divergence(logits_RD: Tensor, ids_RN: Tensor, p_RN: Tensor) -> Tensor:
-    """[R]: `sum_i p_i log(p_i / q_i)` over the named tokens and all others as one class."""
-    log_q_RN = functional.log_softmax(logits_RD, dim=1).gather(1, ids_RN)
-    named_R = (torch.xlogy(p_RN, p_RN) - p_RN * log_q_RN).sum(dim=1)
-    rest_R = (1 - p_RN.sum(dim=1)).clamp(min=_LEAST_REST)
-    rest_q_R = (1 - log_q_RN.exp().sum(dim=1)).clamp(min=_LEAST_REST)
-    return named_R + rest_R * torch.log(rest_R / rest_q_R)
+def divergence(logits_LD: Tensor, ids_LN: Tensor, p_LN: Tensor) -> Tensor:
+    """[L]: `sum_i p_i log(p_i / q_i)` over the named tokens and all others as one class."""
+    log_q_LN = functional.log_softmax(logits_LD, dim=1).gather(1, ids_LN)
+    named_L = (torch.xlogy(p_LN, p_LN) - p_LN * log_q_LN).sum(dim=1)
+    rest_L = (1 - p_LN.sum(dim=1)).clamp(min=_LEAST_REST)
+    rest_q_L = (1 - log_q_LN.exp().sum(dim=1)).clamp(min=_LEAST_REST)
+    return named_L + rest_L * torch.log(rest_L / rest_q_L)
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        InputError: another name than cpu, cuda or cuda:<index>.
+        OperatorError: it is not there.
+    """
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise InputError(f"expected device cpu, cuda or cuda:<index>, got {name!r}")

@@ -53,7 +53,7 @@ class LayerStream:
         self._layers = list(layers)
         self._recorders = [_Recorder() for _ in self._layers]
         self._model.set_submodule(self._prefix, nn.ModuleList(self._recorders))
-        _restore_buffers(self._model, self._device)
+        restore_buffers(self._model, self._device)
         self._inputs: dict[tuple[int, int], tuple[Mapping[str, Any], ...]] = {}
 
     @property
@@ -169,7 +169,7 @@ def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _restore_buffers(model: Any, device: torch.device) -> None:
+def restore_buffers(model: Any, device: torch.device) -> None:
     """Make what is computed from the config alone, such as frequencies of rotations: no checkpoint has it."""
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))

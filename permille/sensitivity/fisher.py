@@ -16,6 +16,7 @@ its last shard.
 """
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ from permille.errors import InputError
 from permille.models.families import scoped_tensors, shape_of
 from permille.models.layerwise import DecoderLayer
 from permille.sensitivity.backward import check_sequences, check_tokens, differentiable, sequence_loss
-from permille.sensitivity.scores import PartialSums, Scores, Shapes, zero_scores
+from permille.sensitivity.scores import IN_MEMORY_BYTES, PartialSums, Scores, Shapes, zero_scores
 from permille.sensitivity.shards import SHARD_SEQUENCES, divide, merge, shard_ranges
 from permille.sensitivity.streamed import StreamedModel, backward_by_layer
 
@@ -160,10 +161,10 @@ def add_shard(
         _add_streamed(model, sequences_NT, sums, first, progress)
         return
     check_sequences(model, sequences_NT)
-    with differentiable(model, list(sums)):
+    with differentiable(model, list(sums)), _sums_beside(model.device, sums) as sum_of:
         for index, tokens_T in enumerate(sequences_NT):
             parameters = {name: model.get_parameter(name) for name in sums}
-            with _squares_into(parameters, sums, first + index):
+            with _squares_into(parameters, sum_of, first + index):
                 sequence_loss(model, tokens_T, first + index).backward()  # type: ignore[no-untyped-call]
             if progress is not None:
                 progress(index + 1)
@@ -182,17 +183,40 @@ def _add_streamed(
     def watched(layer: DecoderLayer, sequence: int) -> contextlib.AbstractContextManager[None]:
         named = ((f"{layer.prefix}.{name}", each) for name, each in layer.module.named_parameters())
         parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-        return _squares_into(parameters, sums, first + sequence)
+        return _squares_into(parameters, functools.partial(_shared, sums), first + sequence)
 
     backward_by_layer(model, sequences_NT, list(sums), watched, progress=progress)
 
 
 @contextlib.contextmanager
-def _squares_into(parameters: Mapping[str, nn.Parameter], sums: Scores, sequence: int) -> Iterator[None]:
+def _sums_beside(device: torch.device, sums: Scores) -> Iterator[Callable[[str], Tensor]]:
+    """The sums as tensors by name. A GPU holds a shard's where they fit, so that squares stay there."""
+    if not _holds_sums(device, sums):
+        yield functools.partial(_shared, sums)
+        return
+    beside = {name: torch.zeros(shape, device=device) for name, shape in sums.shapes}
+    yield beside.__getitem__
+    for name, sum_NK in beside.items():
+        _shared(sums, name).add_(sum_NK.cpu())
+
+
+def _holds_sums(device: torch.device, sums: Scores) -> bool:
+    return device.type != "cpu" and sums.flat.nbytes <= IN_MEMORY_BYTES
+
+
+def _shared(sums: Scores, name: str) -> Tensor:
+    """A sum as a tensor over the same memory."""
+    return torch.from_numpy(sums[name])
+
+
+@contextlib.contextmanager
+def _squares_into(
+    parameters: Mapping[str, nn.Parameter], sum_of: Callable[[str], Tensor], sequence: int
+) -> Iterator[None]:
     """While autograd runs backward: square each gradient onto its sum and free it at once."""
     handles = []
     for name, parameter in parameters.items():
-        hook = _square_hook(name, sums[name], sequence)
+        hook = _square_hook(name, sum_of(name), sequence)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
     try:
         yield
@@ -203,19 +227,17 @@ def _squares_into(parameters: Mapping[str, nn.Parameter], sums: Scores, sequence
             parameter.grad = None
 
 
-def _square_hook(name: str, sum_NK: NDArray[np.float32], sequence: int) -> Callable[[Tensor], None]:
+def _square_hook(name: str, sum_NK: Tensor, sequence: int) -> Callable[[Tensor], None]:
     def add_square(parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             raise RuntimeError(f"{name}: autograd called the hook without a gradient")
-        square_NK = gradient.detach().to("cpu", torch.float32).numpy()
-        with np.errstate(over="ignore"):
-            np.multiply(square_NK, square_NK, out=square_NK)
-        if not np.isfinite(square_NK).all():
+        square_NK = gradient.detach().float().square_()
+        if not torch.isfinite(square_NK).all():
             raise InputError(
                 f"{name}: expected finite squared gradients, got NaN or infinity at sequence {sequence}"
             )
-        np.add(sum_NK, square_NK, out=sum_NK)
+        sum_NK.add_(square_NK.to(sum_NK.device))
 
     return add_square
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from permille_lab.measuring.cells import Cells, Result, Settings
+from permille_lab.measuring.random_packages import SHAPES
 from permille_lab.measuring.tables import markdown
 
 Row = dict[str, str]
@@ -132,6 +133,86 @@ def inference_tables(results: Path) -> dict[str, str]:
         "processor": f"{machine['processor']}, {', '.join(machine['instructions'])}",
         "installed": ", ".join(f"{name} {size / 1e6:.0f}" for name, size in sizes.items()),
     }
+
+
+def device_tables(results: Path) -> dict[str, str]:
+    """Those of the page about the torch engine."""
+    cells = Cells(results / "device.jsonl")
+    steps = cells.of("step")
+    return {
+        "checks": markdown(_checks(cells)),
+        "steps": markdown(row for settings, result in steps for row in _device_steps(settings, result)),
+        "memory": markdown(_device_memory(settings, result) for settings, result in steps),
+        "whole": markdown(_whole(steps)),
+    }
+
+
+def _checks(cells: Cells) -> Rows:
+    for settings, result in cells.of("conformance"):
+        passed = result["tests"] - result["failures"] - result["errors"]
+        found = f"{passed} of {result['tests']} tests pass"
+        yield {"device": settings["device"], "check": "conformance", "result": found}
+    for settings, result in cells.of("quantization"):
+        equal = all(
+            each["codes"] and each["scales"] and each["decoded"] for each in result["matrices"].values()
+        )
+        found = "the same bits" if equal else "bits differ"
+        yield {"device": settings["device"], "check": "NF4 codes, scales, decoding", "result": found}
+    for settings, result in cells.of("fisher"):
+        found = f"{result['difference']:.1e} of the norm, {100 * result['mask_in_common']:.2f} % of the mask"
+        yield {"device": settings["device"], "check": f"Fisher scores, {settings['shape']}", "result": found}
+
+
+def _device_steps(settings: Settings, result: Result) -> Rows:
+    """On a CPU, which others use too, seconds are the processor's."""
+    unit = "cpu_s" if settings["device"] == "cpu" else "wall_s"
+    seconds = {name: step[unit] for name, step in result["steps"].items()}
+    for name in seconds:
+        alone = seconds.get(f"{name}, one by one")
+        if name == "gradient" or alone is not None:
+            yield _on_device(settings) | {
+                "step": name,
+                "s": f"{seconds[name]:.3f}",
+                "one by one": f"{alone:.3f}" if alone else "",
+                "ratio": f"{seconds[name] / alone:.2f}" if alone else "",
+            }
+
+
+def _device_memory(settings: Settings, result: Result) -> Row:
+    held, overlay = result["resident_bytes"], ("decoded_C", "column_C", "row_C", "order_C")
+    megabytes = {
+        "codes": held["packed"],
+        "scales": held["scales"],
+        "tables": held["codes"],
+        "sparse values": sum(held[name] for name in overlay),
+        "all": sum(held.values()),
+        "above, 2 variants": result["steps"]["2 variants"]["above_bytes"],
+        "above, gradient": result["steps"]["gradient"]["above_bytes"],
+    }
+    return _on_device(settings) | {f"{name}, MB": f"{size / 1e6:.0f}" for name, size in megabytes.items()}
+
+
+def _whole(steps: list[tuple[Settings, Result]]) -> Rows:
+    """All layers of a shape of which one layer and two were counted."""
+    found = {settings["layers"]: (settings, result) for settings, result in steps if settings["layers"]}
+    if not found.keys() >= {1, 2}:
+        return
+    (settings, one), (_, two) = found[1], found[2]
+    first, second = (sum(each["resident_bytes"].values()) for each in (one, two))
+    layers = SHAPES[settings["shape"]].layers
+    held = first + (layers - 1) * (second - first)
+    above = max(each["steps"]["2 variants"]["above_bytes"] for each in (one, two))
+    yield {
+        "shape": f"{settings['shape']}, {layers} layers, 1x{settings['tokens']}",
+        "sparse values": f"{layers * (two['k'] - one['k']):,}",
+        "held, GiB": f"{held / 2**30:.2f}",
+        "above, 2 variants, GiB": f"{above / 2**30:.2f}",
+        "together, GiB": f"{(held + above) / 2**30:.2f}",
+    }
+
+
+def _on_device(settings: Settings) -> Row:
+    return {"batch": _batch(settings), "device": f"{settings['device']}, {settings['dtype']}"}
 
 
 def _gradient(settings: Settings, result: Result) -> dict[str, str]:

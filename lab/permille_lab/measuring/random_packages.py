@@ -92,6 +92,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(hidden=64, inner=128, layers=2, heads=4, kv_heads=2, vocabulary=256),
+    "135M": Shape(hidden=576, inner=1536, layers=30, heads=9, kv_heads=3, vocabulary=49152, tied=True),
     "30M": Shape(hidden=512, inner=1408, layers=8, heads=8, kv_heads=8, vocabulary=4096),
     "0.5B": Shape(hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, vocabulary=151936, tied=True),
     "1.1B": Shape(hidden=2048, inner=5632, layers=22, heads=32, kv_heads=4, vocabulary=32000),

@@ -1,8 +1,8 @@
 """Packages of one model in every scheme: their bytes, a step along the gradient, and a token, on one thread.
 
-All contenders run in interleaved rounds of one process; seconds are the processor's. `float32` is the torch
-engine, which computes with the NF4 package's decoded weights; its bytes are those of linears in float32. int4
-that auto-round calibrates is int4 in groups of 128, whatever its codes are.
+All contenders run in interleaved rounds of one process; seconds are the processor's. `float32` is the
+reference engine, which computes with the NF4 package's decoded weights; its bytes are those of linears in
+float32. int4 that auto-round calibrates is int4 in groups of 128, whatever its codes are.
 """
 
 import statistics
@@ -15,7 +15,6 @@ import torch
 
 from permille.engines.interface import GradientEngine
 from permille.engines.light.engine import LightEngine
-from permille.engines.torch_engine import TorchEngine
 from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
@@ -25,6 +24,7 @@ from permille_lab.evaluate.specification import Base
 from permille_lab.measuring.cells import Result
 from permille_lab.measuring.machine import Step, interleaved, machine
 from permille_lab.measuring.model_packages import Sources, model_package
+from permille_lab.measuring.reference_engine import ReferenceEngine
 
 FIGURE = "speed"
 SEQUENCES, TOKENS = 8, 64
@@ -50,7 +50,7 @@ def measure(sources: Sources, model: str, folder: Path) -> Result:
     engines: dict[str, tuple[GradientEngine, Package]] = {
         base: (LightEngine(found, threads=1), found) for base, found in packages.items()
     }
-    engines[Base.FLOAT32] = (TorchEngine(packages[Base.NF4]), packages[Base.NF4])
+    engines[Base.FLOAT32] = (ReferenceEngine(packages[Base.NF4]), packages[Base.NF4])
     steps = {base: _step(engine, found) for base, (engine, found) in engines.items()}
     seconds: dict[str, list[float]] = {base: [] for base in engines}
     for _ in range(ROUNDS):

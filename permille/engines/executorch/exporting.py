@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from permille.choices import ProgramWeights, choice_of
+from permille.engines.decoded_model import MaskedLinear, load_decoded_model
 from permille.engines.dual import DualModel, dual_model
 from permille.engines.executorch.program import ProgramShape
 from permille.engines.export import checked_values, new_folder
-from permille.engines.torch_model import MaskedLinear, load_torch_model
 from permille.errors import InputError
 from permille.files import write_atomic
 from permille.package.limits import Role
@@ -116,7 +116,7 @@ class _Logits(nn.Module):
 
 
 def _merged(package: Package, values_K: NDArray[np.float32]) -> nn.Module:
-    model, start = load_torch_model(package, torch.device("cpu"), torch.float32), 0
+    model, start = load_decoded_model(package), 0
     for name, count in zip(model.value_names, package.counts, strict=True):
         layer = model.module.get_submodule(name.removesuffix(".values"))
         value_C = torch.from_numpy(values_K[start : start + count].copy())

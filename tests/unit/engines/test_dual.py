@@ -9,11 +9,11 @@ import torch
 from permille.engines.dual import DualModel, dual_model
 from permille.engines.executorch.exporting import export_program
 from permille.engines.executorch.program import ProgramShape
-from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.zo.estimators import Batch
+from permille_lab.measuring.reference_engine import ReferenceEngine
 from tests.unit.engines.tiny import CONFIGS, tiny_package, variants
 
 QUERIES, ROWS, TOKENS = 2, 2, 12
@@ -44,7 +44,7 @@ def test_all_variants_in_one_pass_have_the_losses_of_the_reference(family: str, 
     with torch.no_grad():
         got = dual_model(package)(values_VK, variant_R, ids_RT)
     assert got.shape == (len(variant_R), TOKENS - 1)
-    engine, batch = TorchEngine(package), _batch(_ids())
+    engine, batch = ReferenceEngine(package), _batch(_ids())
     for variant, values_K in enumerate(values_VK.numpy()):
         expected = engine.token_losses(values_K, batch)
         found = got[variant_R == variant].reshape(-1).numpy()

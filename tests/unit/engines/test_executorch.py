@@ -11,13 +11,13 @@ import torch
 from torch.func import functional_call
 
 from permille.choices import EstimatorKind
+from permille.engines.decoded_model import load_decoded_model
 from permille.engines.executorch.build import LIBRARY, build
 from permille.engines.executorch.engine import ExecutorchEngine
 from permille.engines.executorch.exporting import export_executorch
 from permille.engines.executorch.program import ProgramShape
 from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
-from permille.engines.torch_model import load_torch_model
 from permille.errors import InputError, PackageError
 from permille.package.build import write_manifest
 from permille.package.limits import Role
@@ -171,7 +171,7 @@ def test_a_merged_model_runs_in_an_unmodified_runtime(float32: Tiny, tmp_path: P
     assert export_executorch(package, values_K, tmp_path / "mine") > 1000
     command = [sys.executable, "-W", "ignore", "-c", RUN_MERGED, str(tmp_path / "mine/model.pte")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    model = load_torch_model(package, torch.device("cpu"), torch.float32)
+    model = load_decoded_model(package)
     parts = torch.split(torch.from_numpy(values_K), list(package.counts))
     replaced = dict(zip(model.value_names, parts, strict=True))
     for tokens, found in zip((20, 3), done.stdout.split(), strict=True):

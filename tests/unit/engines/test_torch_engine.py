@@ -1,7 +1,9 @@
-"""What the torch engine does beyond the conformance suite: exact derivatives, bfloat16, threads, devices."""
+"""What the torch engine does beyond the conformance suite: codes that stay codes, derivatives, devices."""
 
+import gc
 import threading
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.quantization.types import Scheme
+from permille.quantization.types import QuantizedTensor, Scheme
 from tests.unit.engines.conformance import Conformance
 from tests.unit.engines.tiny import (
     CONFIGS,
@@ -29,15 +31,70 @@ from tests.unit.engines.tiny import (
     write_package,
 )
 
+WIDE = {"hidden_size": 128, "intermediate_size": 192}
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return tiny_package(tmp_path_factory.mktemp("blobs"), "llama", Scheme.INT4)
 
 
+@pytest.mark.parametrize("scheme", [scheme for scheme in Scheme if scheme is not Scheme.SOURCE])
+def test_a_model_holds_codes_and_no_floating_point_copy(scheme: Scheme, tmp_path: Path) -> None:
+    package = tiny_package(tmp_path, "llama", scheme, density=0.005, sizes=WIDE).package
+    before = {id(found) for found in _tensors()}
+    engine = TorchEngine(package)
+    batch, values_VK = tiny_batch(), variants(package, 2)
+    engine.losses(values_VK, batch)
+    engine.gradient(values_VK[0], batch)
+    smallest = min(prod(info.shape) for info in package.manifest.tensors)
+    new = [found for found in _tensors() if id(found) not in before]
+    assert len(new) > len(package.manifest.tensors)  # the search finds what the engine holds
+    assert not [found.shape for found in new if found.is_floating_point() and found.numel() >= smallest]
+
+    held, k = engine.resident_bytes, package.k
+    table = package.config["vocab_size"] * package.config["hidden_size"]
+    coded = [package.quantized(info.name) for info in package.manifest.tensors]
+    dense = [tensor for tensor in coded if isinstance(tensor, QuantizedTensor)]
+    assert held["packed"] == sum(tensor.packed.nbytes for tensor in dense)
+    assert held["codes"] == table  # it is tied: once
+    assert held["scales"] == sum(tensor.scales.nbytes for tensor in dense) + 2 * table // 32
+    assert held["decoded_C"] == held["column_C"] == held["row_C"] == held["order_C"] == 4 * k
+    small = sum(held[name] for name in ("weight", "bias", "row_start_N1", "column_start_K1"))
+    known = sum(held[name] for name in ("packed", "codes", "scales", "decoded_C")) + 12 * k + small
+    assert 0 <= sum(held.values()) - known < 1000  # frequencies of rotations
+
+
+def _tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [found for found in gc.get_objects() if isinstance(found, torch.Tensor) and not found.is_meta]
+
+
+def test_a_gradient_keeps_inputs_of_layers_alone(tmp_path: Path) -> None:
+    """A decoder layer runs twice in a gradient, once in a loss."""
+    engine = TorchEngine(tiny_package(tmp_path, "llama").package)
+    calls: list[bool] = []
+    layer = engine._model.module.model.layers[0].layer
+    layer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    batch, values_K = tiny_batch(), variants(tiny_package(tmp_path, "llama").package, 1)[0]
+    engine.losses(values_K[None], batch)
+    assert calls == [False]
+    engine.gradient(values_K, batch)
+    assert len(calls) == 3
+
+
+def test_all_variants_and_rows_are_one_pass(llama: Tiny) -> None:
+    engine = TorchEngine(llama.package)
+    calls: list[int] = []
+    engine._model.linears[0].register_forward_pre_hook(lambda _, inputs: calls.append(len(inputs[0])))
+    engine.losses(variants(llama.package, 4), tiny_batch())
+    assert calls == [4 * 3]
+    assert engine.layer_passes == 4 * 3 * 2
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_derivatives_agree_with_reverse_mode_in_float64(family: str, tmp_path: Path) -> None:
-    """Forward mode and the gradient, against transformers in float64 differentiated by torch."""
+    """Directions and the gradient, against transformers in float64 differentiated by torch."""
     tiny = tiny_package(tmp_path, family)
     engine = TorchEngine(tiny.package)
     batch, values_K = tiny_batch(lengths=(12, 12)), tiny.package.values()
@@ -119,7 +176,7 @@ def test_info_says_what_decides_the_bits(llama: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"device": "tpu"}, {"compute_dtype": "float16"}, {"threads": 0}], ids=str
+    "options", [{"device": "tpu"}, {"compute_dtype": "float16"}, {"threads": 0}, {"max_tokens": 0}], ids=str
 )
 def test_options_that_are_wrong_are_refused(llama: Tiny, options: dict[str, str]) -> None:
     with pytest.raises(InputError, match="expected"):

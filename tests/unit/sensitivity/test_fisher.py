@@ -67,7 +67,7 @@ def test_scores_are_the_mean_of_squared_gradients_of_single_sequences(family: st
 
 def test_scores_of_a_bf16_model_are_summed_in_float32() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-    sums = np.zeros((2, 3), np.float32)
+    sums = torch.zeros(2, 3)
     add_square = fisher._square_hook("a", sums, 0)
     for _ in range(300):  # A bf16 sum of equal terms is stuck at 256 of them.
         parameter.grad = torch.ones_like(parameter)
@@ -77,6 +77,16 @@ def test_scores_of_a_bf16_model_are_summed_in_float32() -> None:
     scores = fisher_scores(tiny().to(torch.bfloat16), sequences(1))
     assert scores.flat.dtype == np.float32
     np.testing.assert_allclose(scores.flat, fisher_scores(tiny(), sequences(1)).flat, rtol=1, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu"] + (["cuda"] if torch.cuda.is_available() else []))
+def test_sums_that_stay_on_the_device_are_those_of_memory(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = fisher_scores(tiny(), sequences())
+    monkeypatch.setattr(fisher, "_holds_sums", lambda *_: True)
+    found = fisher_scores(tiny().to(device), sequences())
+    np.testing.assert_allclose(found.flat, expected.flat, rtol=0 if device == "cpu" else 1e-3, atol=1e-10)
 
 
 def test_only_the_layers_in_scope_are_scored_and_equal_those_of_the_whole() -> None:

@@ -48,7 +48,7 @@ class ComputeSettings(SettingsGroup):
         default="cpu",
         pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$",
         description="where scores, sparse models, perplexity, NF4 codes (by bitsandbytes) and pooled "
-        "states are computed: `cuda`, `cuda:1`. It never ran: we had no GPU",
+        "states are computed: `cuda`, `cuda:1`. It has not run on a GPU: `make gpu` tests it",
     )
     dtype: Dtype = Field(
         default="float32",

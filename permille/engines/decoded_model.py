@@ -1,11 +1,11 @@
-"""A package as a model of transformers, whose masked weights, or numbers of an adapter, are parameters of
-their own.
+"""A package as a model of transformers in float32, to export it or to compare engines with.
 
-Every linear layer that a mask may cover becomes a `MaskedLinear` or an `AdaptedLinear`; everything else is
-transformers' own code on the package's tensors. No code of a package runs: its family is on our list, and
-transformers has the code.
+Masked weights, or numbers of an adapter, are parameters of their own: every linear layer that a mask may
+cover becomes a `MaskedLinear` or an `AdaptedLinear`. Everything else is transformers' own code on the decoded
+tensors. No code of a package runs: its family is on our list, and transformers has the code.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class MaskedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight_NK, requires_grad=False)
         self.bias = None if bias_N is None else nn.Parameter(bias_N, requires_grad=False)
-        self.values = nn.Parameter(torch.zeros(indices.shape, device=indices.device), requires_grad=False)
+        self.values = nn.Parameter(torch.zeros(indices.shape), requires_grad=False)
         self.register_buffer("row_C", indices // weight_NK.shape[1], persistent=False)
         self.register_buffer("column_C", indices % weight_NK.shape[1], persistent=False)
         self.row_C: Tensor
@@ -40,25 +40,18 @@ class MaskedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N]."""
-        y = functional.linear(x, self._with(self.weight, self.values), self.bias)
-        if self.weight.dtype == self.values.dtype:
-            return y
-        # A perturbation below half a unit in the last place of bfloat16 must still reach the output (ADR 18).
-        rest_C = self.values - self.values.to(self.weight.dtype)
-        return y + functional.linear(x, self._with(torch.zeros_like(self.weight), rest_C))
+        weight_NK = self.weight.index_put((self.row_C, self.column_C), self.values)
+        return functional.linear(x, weight_NK, self.bias)
 
     def dense(self, value_C: Tensor) -> nn.Linear:
         """Give the weights away as a linear layer of torch, with these values at the mask."""
         outputs, inputs = self.weight.shape
         linear = nn.Linear(inputs, outputs, bias=self.bias is not None, device="meta")
         linear.weight = self.weight
-        linear.weight.data[self.row_C, self.column_C] = value_C.to(self.weight.dtype)
+        linear.weight.data[self.row_C, self.column_C] = value_C
         if self.bias is not None:
             linear.bias = self.bias
         return linear
-
-    def _with(self, matrix_NK: Tensor, value_C: Tensor) -> Tensor:
-        return matrix_NK.index_put((self.row_C, self.column_C), value_C.to(matrix_NK.dtype))
 
 
 class AdaptedLinear(nn.Module):
@@ -68,7 +61,7 @@ class AdaptedLinear(nn.Module):
         """`count` values, 0 where nothing stands beside the linear; `functional_call` replaces them."""
         super().__init__()
         self.linear = linear
-        self.values = nn.Parameter(torch.zeros(count, device=a_RK.device), requires_grad=False)
+        self.values = nn.Parameter(torch.zeros(count), requires_grad=False)
         self.register_buffer("a_RK", a_RK, persistent=False)
         self.a_RK: Tensor
         self._adapter = adapter
@@ -82,26 +75,12 @@ class AdaptedLinear(nn.Module):
         b_N: Tensor = self.values
         if self._adapter.kind is AdapterKind.LORA:
             a_RK, b_N = self.values[: a_RK.numel()].view_as(a_RK), self.values[a_RK.numel() :]
-        low = functional.linear(x.to(a_RK.dtype), a_RK)
-        added = functional.linear(low, b_N.view(-1, self._adapter.rank))
-        return y + (self._adapter.scale * added).to(y.dtype)
-
-
-class Float32Head(nn.Module):
-    """The output head in float32, whatever the decoder computes in: logits rounded to bfloat16 would drown
-    the difference of two perturbed losses."""
-
-    def __init__(self, weight_DH: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight_DH
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] to logits [..., D]."""
-        return functional.linear(hidden.float(), self.weight.float())
+        added = functional.linear(functional.linear(x, a_RK), b_N.view(-1, self._adapter.rank))
+        return y + self._adapter.scale * added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchModel:
+class DecodedModel:
     """A causal language model of transformers; `value_names` are its trained layers' `values`, in the
     package's order."""
 
@@ -111,33 +90,41 @@ class TorchModel:
     positions: int | None
 
 
-def load_torch_model(package: Package, device: torch.device, dtype: torch.dtype) -> TorchModel:
+def load_decoded_model(package: Package) -> DecodedModel:
     """Decode the package's weights once and build its model.
 
     Raises:
-        InputError: a family that we do not know, or attention that is not causal.
+        InputError: as `transformers_config`.
     """
-    if package.config.get("use_bidirectional_attention"):
-        raise InputError("expected a causal language model, got one with use_bidirectional_attention")
-    entries = {key: value for key, value in package.config.items() if key not in ("model_type", "dtype")}
-    config = AutoConfig.for_model(family_of(package.config).value, **entries)
+    config = transformers_config(package.config)
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-            None, config=config, state_dict=_state(package), dtype=dtype, attn_implementation="eager"
+            None, config=config, state_dict=_state(package), dtype=torch.float32, attn_implementation="eager"
         )
     finally:
         if shown:
             logging.enable_progress_bar()
-    model = model.to(device).requires_grad_(False)
-    model.set_output_embeddings(Float32Head(model.get_output_embeddings().weight))
-    return TorchModel(
+    model.requires_grad_(False)
+    return DecodedModel(
         module=model,
         value_names=tuple(_trained_layer(model, package, info) for info in package.manifest.tensors),
         vocabulary=model.get_input_embeddings().weight.shape[0],
         positions=getattr(config, "max_position_embeddings", None),
     )
+
+
+def transformers_config(config: Mapping[str, Any]) -> Any:
+    """Return the config of transformers.
+
+    Raises:
+        InputError: a family that we do not know, or attention that is not causal.
+    """
+    if config.get("use_bidirectional_attention"):
+        raise InputError("expected a causal language model, got one with use_bidirectional_attention")
+    entries = {key: value for key, value in config.items() if key not in ("model_type", "dtype")}
+    return AutoConfig.for_model(family_of(config).value, **entries)
 
 
 def _state(package: Package) -> dict[str, Tensor]:
@@ -151,13 +138,12 @@ def _trained_layer(model: Any, package: Package, info: TensorInfo) -> str:
     """Put a layer with values in the place of a linear one; returns their name."""
     path, adapter = info.name.removesuffix(".weight"), package.manifest.adapter
     linear = model.get_submodule(path)
-    device = linear.weight.device
     if adapter is not None:
         a_RK = package.adapter_matrix(info.name) if info.count else np.empty((0, 0), np.float32)
-        frozen = torch.from_numpy(np.array(a_RK)).to(device)
+        frozen = torch.from_numpy(np.array(a_RK))
         model.set_submodule(path, AdaptedLinear(linear, adapter, frozen, info.count))
         return f"{path}.values"
     bias_N = None if linear.bias is None else linear.bias.data
-    flat = torch.from_numpy(package.mask(info.name).astype(np.int64)).to(device)
+    flat = torch.from_numpy(package.mask(info.name).astype(np.int64))
     model.set_submodule(path, MaskedLinear(linear.weight.data, bias_N, flat))
     return f"{path}.values"

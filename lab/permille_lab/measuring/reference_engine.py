@@ -1,0 +1,188 @@
+"""The reference engine: a package's forward pass by transformers, one variant and one sequence at a time.
+
+Slow and obvious, in float32 on a CPU: what fast engines are compared with. Weights are decoded as a whole.
+Derivatives are torch's own: forward mode by `torch.func.jvp`, the gradient by reverse mode. Means of losses
+are taken in float64.
+
+# Legend: V variants, K masked weights, Q directions, T tokens of a sequence, R target tokens.
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.func import functional_call, jvp
+from torch.nn import functional
+
+from permille.engines.decoded_model import load_decoded_model
+from permille.engines.inputs import ModelLimits, check_batch, check_directions, check_prompt, check_values
+from permille.engines.interface import EngineInfo
+from permille.engines.sampling import TokenSampling, next_token
+from permille.engines.torch_engine import divergence
+from permille.package.reader import Package
+from permille.version import __version__
+from permille.zo.estimators import Batch, SoftTargets
+
+_Sequence = tuple[Tensor, Tensor, SoftTargets | None]
+
+
+class ReferenceEngine:
+    """See `permille.engines.interface.GradientEngine` for what each method promises."""
+
+    def __init__(self, package: Package) -> None:
+        """Decode the package's weights and build its model.
+
+        Raises:
+            InputError: an unknown model family.
+        """
+        self._model = load_decoded_model(package)
+        self._counts = package.counts
+        self._limits = ModelLimits(
+            k=package.k, vocabulary=self._model.vocabulary, positions=self._model.positions
+        )
+        self._lock = threading.Lock()
+        self._layers = int(package.config["num_hidden_layers"])
+        self._layer_passes = 0
+
+    @property
+    def k(self) -> int:
+        """Number of masked weights of the package."""
+        return self._limits.k
+
+    def info(self) -> EngineInfo:
+        """Name, versions, compute dtype, threads and device."""
+        return EngineInfo(
+            name="reference",
+            version=f"permille {__version__}, torch {torch.__version__}, "
+            f"transformers {transformers.__version__}",
+            compute_dtype="float32",
+            threads=torch.get_num_threads(),
+            device="cpu",
+        )
+
+    @property
+    def layer_passes(self) -> int:
+        """Passes of one sequence through one decoder layer so far, forward and back."""
+        return self._layer_passes
+
+    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Mean loss over the batch's targets for each variant, float32 [v]."""
+        check_values(values_VK, self._limits)
+        with np.errstate(invalid="ignore", over="ignore"):
+            means = [self.token_losses(values_K, batch).mean(dtype=np.float64) for values_K in values_VK]
+            return np.array(means).astype(np.float32)
+
+    def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        """Loss of each target token, float32 [targets], in row-major order of the batch."""
+        check_values(values_K[None], self._limits)
+        batch = check_batch(batch, self._limits, soft=True)
+        with self._lock, torch.no_grad():
+            value_K = torch.tensor(values_K)
+            parts = [self._sequence_losses(value_K, *sequence) for sequence in _sequences(batch)]
+            losses_R: NDArray[np.float32] = torch.cat(parts).numpy()
+        return losses_R
+
+    def directional_derivatives(
+        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
+    ) -> tuple[float, NDArray[np.float64]]:
+        """`grad f . z_i` by forward mode, direction by direction."""
+        check_values(values_K[None], self._limits)
+        directions_QK = check_directions(directions_QK, self._limits)
+        batch = check_batch(batch, self._limits, soft=True)
+        loss_sum, slope_Q = 0.0, np.zeros(len(directions_QK))
+        with self._lock, torch.no_grad():
+            value_K = torch.tensor(values_K)
+            for sequence in _sequences(batch):
+
+                def loss_of(value_K: Tensor, sequence: _Sequence = sequence) -> Tensor:
+                    return self._sequence_losses(value_K, *sequence).double().sum()
+
+                for query, direction_K in enumerate(directions_QK):
+                    self._layer_passes += self._layers  # of the tangent
+                    loss, slope = jvp(loss_of, (value_K,), (torch.tensor(direction_K),))  # type: ignore[misc]
+                    slope_Q[query] += float(slope)
+                loss_sum += float(loss)
+        targets = int(batch.target_BT.sum())
+        return loss_sum / targets, slope_Q / targets
+
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        """The mean loss and its gradient by the sparse values, by reverse mode, sequence by sequence."""
+        check_values(values_K[None], self._limits)
+        batch = check_batch(batch, self._limits, soft=True)
+        loss_sum, sum_K = 0.0, np.zeros(self.k)
+        with self._lock, torch.enable_grad():
+            value_K = torch.tensor(values_K).requires_grad_()
+            for sequence in _sequences(batch):
+                loss = self._sequence_losses(value_K, *sequence).double().sum()
+                (gradient_K,) = torch.autograd.grad(loss, value_K)
+                self._layer_passes += self._layers
+                loss_sum += float(loss.detach())
+                sum_K += gradient_K.numpy()
+        targets = int(batch.target_BT.sum())
+        return loss_sum / targets, (sum_K / targets).astype(np.float32)
+
+    def generate(
+        self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
+    ) -> Iterator[int]:
+        """Yield new token ids one by one, with a key-value cache."""
+        check_values(values_K[None], self._limits)
+        check_prompt(prompt_ids, self._limits)
+        return self._generate(values_K.copy(), prompt_ids.copy(), sampling)
+
+    def _generate(
+        self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
+    ) -> Iterator[int]:
+        rng = np.random.Generator(np.random.Philox(sampling.seed))
+        written: list[int] = []
+        value_K, ids = torch.tensor(values_K), prompt_ids
+        room = sampling.max_new_tokens
+        if self._limits.positions is not None:
+            room = min(room, self._limits.positions - len(prompt_ids))
+        # Made without the config, it keeps every token: windows are a matter of the attention's mask.
+        cache = transformers.DynamicCache()
+        for _ in range(room):
+            # Per token, so that a consumer that pauses does not keep the engine from others.
+            with self._lock, torch.no_grad():
+                logits_1D = self._logits(value_K, torch.tensor(ids), 1, past_key_values=cache)
+            token = next_token(logits_1D[0].numpy(), sampling, rng, written)
+            if token in sampling.stop_ids:
+                return
+            yield token
+            written.append(token)
+            ids = np.array([token], dtype=np.int64)
+
+    def _sequence_losses(
+        self, value_K: Tensor, ids_T: Tensor, place_R: Tensor, soft: SoftTargets | None
+    ) -> Tensor:
+        """[R]: `-log p(token | tokens before it)` of the target tokens, or the divergence from soft ones."""
+        self._layer_passes += self._layers
+        logits_RD = self._logits(value_K, ids_T, place_R - 1)
+        if soft is None:
+            return functional.cross_entropy(logits_RD, ids_T[place_R], reduction="none")
+        return divergence(logits_RD, torch.tensor(soft.ids_RN), torch.tensor(soft.probability_RN))
+
+    def _logits(self, value_K: Tensor, ids_T: Tensor, keep: Tensor | int, **options: Any) -> Tensor:
+        """Logits float32 of one sequence at the positions to keep, or of so many last ones."""
+        values = dict(zip(self._model.value_names, torch.split(value_K, list(self._counts)), strict=True))
+        options |= {"logits_to_keep": keep, "use_cache": "past_key_values" in options}
+        output = functional_call(self._model.module, values, (ids_T[None],), options)
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def _sequences(batch: Batch) -> Iterator[_Sequence]:
+    """The tokens of each sequence up to its last target, and the places of its targets. Attention is
+    causal, so what comes later changes no loss."""
+    first = 0
+    for ids_T, target_T in zip(batch.input_ids_BT, batch.target_BT, strict=True):
+        place_R = np.flatnonzero(target_T)
+        if len(place_R):
+            part = slice(first, first + len(place_R))
+            soft = None if batch.soft is None else batch.soft.rows(part)
+            first = part.stop
+            yield torch.tensor(ids_T[: place_R[-1] + 1]), torch.tensor(place_R), soft

@@ -1,0 +1,380 @@
+"""Layers that keep their codes: linears, tables and what a mask or an adapter adds to a linear.
+
+No layer holds a floating-point copy of its matrix. NF4 goes to bitsandbytes' 4-bit product. Every other
+scheme decodes a tile of output rows at a time, here by operations of torch that all its devices have. Tables
+in 8 bits decode the rows that are looked up, and a head is multiplied tile by tile.
+
+A linear sees the rows of all variants together, one variant after the other. Its product with the codes is
+one; then each variant adds its own part (SparseAddMM).
+
+# Legend: V variants, M rows of a variant; N, K = out and in features; R rows of a tile; C masked weights of a
+# layer, or an adapter's numbers; G groups of a row; D vocabulary, H hidden size.
+"""
+
+from typing import Any, Protocol
+
+import bitsandbytes
+import numpy as np
+import torch
+from bitsandbytes.functional import QuantState
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from permille.choices import AdapterKind
+from permille.package.manifest import AdapterInfo
+from permille.quantization.nf4 import BLOCK_SIZE, NF4_CODES
+from permille.quantization.sparse import row_starts
+from permille.quantization.types import Coded, Pattern, Scheme, SparseTensor, Sparsity
+from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
+
+# Decoded weights of a tile, and products of rows and masked weights, that exist at a time.
+_TILE_WEIGHTS = 1 << 22
+_PRODUCTS = 1 << 24
+# The four bits of the places of a pattern of 2:4, the first place the lowest (`quantization.sparse`).
+_PLACES = (0b0011, 0b1001, 0b0101, 0b0110, 0b1010, 0b1100)
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Tiled(Protocol):
+    """A matrix [N, K] that is decoded some rows at a time."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        ...
+
+    def tile(self, rows: slice) -> Tensor:
+        """Rows of the matrix, [R, K], in a new tensor."""
+        ...
+
+
+class CodedWeight(nn.Module):
+    """A quantized weight, dense or sparse, in the layout of the package."""
+
+    def __init__(self, coded: Coded, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype` is what the weight decodes to."""
+        super().__init__()
+        kept = coded.kept if isinstance(coded, SparseTensor) else coded
+        self.shape, self._dtype = coded.shape, dtype
+        self._scheme, self._group, self._bits = kept.scheme, kept.group_size, kept.bits
+        self._pattern = coded.pattern if isinstance(coded, SparseTensor) else None
+        # Scales lie along the flat matrix, and not along its rows.
+        self._flat = kept.scheme is Scheme.NF4 or self._pattern is not None
+        self.register_buffer("packed", as_tensor(kept.packed, device))
+        self.register_buffer("scales", as_tensor(kept.scales, device))
+        self.register_buffer("minima", None if kept.minima is None else as_tensor(kept.minima, device))
+        self.register_buffer("pattern", None)
+        self.packed: Tensor
+        self.scales: Tensor
+        self.minima: Tensor | None
+        self.pattern: Tensor | None
+        self._starts_N1: NDArray[np.int64] | None = None
+        if self._pattern is not None:
+            self.pattern = as_tensor(self._pattern.packed, device)
+            self._starts_N1 = row_starts(self._pattern)
+        self._state = self._quant_state()
+
+    def product(self, x_MK: Tensor) -> Tensor:
+        """`x W^T`, differentiable by x."""
+        if self._state is None:
+            return tiled_product(x_MK, self)
+        found: Tensor = bitsandbytes.matmul_4bit(x_MK, self.packed.view(-1, 1), self._state)
+        return found
+
+    def at(self, indices_C: NDArray[np.integer]) -> Tensor:
+        """The weights at flat, increasing indices, float32, to the bit those that products have."""
+        columns, found = self.shape[1], []
+        for rows in tiles(self):
+            first, last = np.searchsorted(indices_C, [rows.start * columns, rows.stop * columns])
+            if last > first:
+                at = indices_C[first:last].astype(np.int64) - rows.start * columns
+                found.append(self.tile(rows).view(-1)[as_tensor(at, self.packed.device)].float())
+        return torch.cat(found) if found else torch.empty(0, device=self.packed.device)
+
+    def tile(self, rows: slice) -> Tensor:
+        """Rows of the weight, [R, K], bit for bit what `permille.quantization.dequantize` makes of them."""
+        columns = self.shape[1]
+        if self._pattern is None:
+            first, last = rows.start * columns, rows.stop * columns
+            return self._decoded(first, last, rows).view(-1, columns).to(self._dtype)
+        assert self._starts_N1 is not None
+        first, last = (int(self._starts_N1[row]) for row in (rows.start, rows.stop))
+        kept_RK = self._places(self._pattern, rows)
+        tile_RK = torch.zeros(kept_RK.shape, device=kept_RK.device)
+        return tile_RK.masked_scatter_(kept_RK, self._decoded(first, last, rows)).to(self._dtype)
+
+    def _quant_state(self) -> QuantState | None:
+        # bitsandbytes 0.50 takes wrong scales on AVX-512 where blocks reach across rows (ADR 13).
+        if self._scheme is not Scheme.NF4 or self._pattern is not None or self.shape[1] % BLOCK_SIZE:
+            return None
+        return QuantState(
+            absmax=self.scales,
+            shape=torch.Size(self.shape),
+            code=torch.from_numpy(NF4_CODES).to(self.scales.device),
+            blocksize=BLOCK_SIZE,
+            quant_type="nf4",
+            dtype=self._dtype,
+        )
+
+    def _decoded(self, first: int, last: int, rows: slice) -> Tensor:
+        """The weights of the codes `first` to `last`, float32, flat."""
+        codes = self._codes(first, last)
+        if self._scheme is Scheme.SQUEEZELLM:
+            books_RB = self.scales[rows]
+            return books_RB.gather(1, codes.view(len(books_RB), -1).long()).view(-1)
+        if self._scheme is Scheme.NF4:
+            levels = torch.from_numpy(NF4_CODES).to(codes.device)[codes.int()]
+        elif self._bits == 8:
+            levels = codes.view(torch.int8).float()
+        else:
+            levels = (codes if self.minima is not None else codes.view(torch.int8) - 8).float()
+        weights = levels * self._spread(self.scales, first, last, rows)
+        return weights if self.minima is None else weights + self._spread(self.minima, first, last, rows)
+
+    def _codes(self, first: int, last: int) -> Tensor:
+        if self._bits == 8:
+            return self.packed[first:last]
+        pairs = self.packed[first // 2 : (last + 1) // 2]
+        return torch.stack([pairs >> 4, pairs & 15], dim=1).view(-1)[first % 2 :][: last - first]
+
+    def _spread(self, heads: Tensor, first: int, last: int, rows: slice) -> Tensor:
+        """The scale of each code, or what is added to it."""
+        if self._flat:
+            begin = first // self._group
+            part = heads.view(-1)[begin : -(-last // self._group)].repeat_interleave(self._group)
+            return part[first - begin * self._group :][: last - first]
+        return heads[rows].repeat_interleave(self._group, dim=1)[:, : self.shape[1]].reshape(-1)
+
+    def _places(self, pattern: Pattern, rows: slice) -> Tensor:
+        """Which weights of some rows are kept, bool [R, K]."""
+        assert self.pattern is not None
+        device = self.pattern.device
+        if pattern.sparsity is Sparsity.BITMAP:
+            bits = self.pattern[rows, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)
+        else:
+            row_R = torch.arange(rows.start, rows.stop, device=device)
+            digit_RG = self.pattern[row_R // 3].int() // (6 ** (row_R % 3))[:, None] % 6
+            places = torch.tensor(_PLACES, dtype=torch.uint8, device=device)[digit_RG]
+            bits = places[:, :, None] >> torch.arange(4, dtype=torch.uint8, device=device)
+        return (bits & 1).bool().flatten(1)[:, : self.shape[1]]
+
+
+class SparseAdd(nn.Module):
+    """`x (S - W)^T` for each variant: the change of a weight by its sparse values (ADR 12)."""
+
+    def __init__(self, weight: CodedWeight, indices_C: NDArray[np.uint32]) -> None:
+        """`indices` are flat and increasing."""
+        super().__init__()
+        rows, columns = self.shape = weight.shape
+        device = weight.packed.device
+        row_C, column_C = (part.astype(np.int32) for part in np.divmod(indices_C, np.uint32(columns)))
+        order_C = np.argsort(column_C, kind="stable").astype(np.int32)
+        arrays = {
+            "row_start_N1": np.searchsorted(row_C, np.arange(rows + 1)).astype(np.int32),
+            "column_C": column_C,
+            # The same entries by columns, for the way back.
+            "column_start_K1": np.searchsorted(column_C[order_C], np.arange(columns + 1)).astype(np.int32),
+            "row_C": row_C[order_C],
+            "order_C": order_C,
+        }
+        for name, array in arrays.items():
+            self.register_buffer(name, as_tensor(array, device))
+        self.register_buffer("decoded_C", weight.at(indices_C))
+        self.row_start_N1: Tensor
+        self.column_C: Tensor
+        self.column_start_K1: Tensor
+        self.row_C: Tensor
+        self.order_C: Tensor
+        self.decoded_C: Tensor
+
+    def forward(self, x_VMK: Tensor, values_VC: Tensor) -> Tensor:
+        """[V, M, N], float32."""
+        found: Tensor = _SparseProduct.apply(  # type: ignore[no-untyped-call]
+            x_VMK.float(), values_VC - self.decoded_C, self
+        )
+        return found
+
+    def product(self, x_MK: Tensor, value_C: Tensor) -> Tensor:
+        """`x S^T`, S zero but for these values: [M, N]."""
+        return _sparse_rows(x_MK, self.column_C, self.row_start_N1, value_C)
+
+    def back(self, d_MN: Tensor, value_C: Tensor) -> Tensor:
+        """`d S`: [M, K]."""
+        return _sparse_rows(d_MN, self.row_C, self.column_start_K1, value_C[self.order_C])
+
+    def gradient(self, d_MN: Tensor, x_MK: Tensor) -> Tensor:
+        """`sum over m of d[m, row] x[m, column]` of each entry: [C]."""
+        d_NM, x_KM = d_MN.T.contiguous(), x_MK.T.contiguous()
+        found = torch.empty(len(self.column_C), device=x_MK.device)
+        for part in _slices(len(found), max(1, _PRODUCTS // len(x_MK))):
+            order = self.order_C[part]
+            found[order] = (d_NM[self.row_C[part]] * x_KM[self.column_C[order]]).sum(dim=1)
+        return found
+
+
+class LowRank(nn.Module):
+    """`scale (x A^T) B^T` of each variant: an adapter beside a weight (FORMAT 4.10)."""
+
+    def __init__(self, adapter: AdapterInfo, a_RK: NDArray[np.float32], device: torch.device) -> None:
+        """`a` is the frozen matrix, or of LoRA the initial one, of which the shape alone is used."""
+        super().__init__()
+        self._adapter, self._shape = adapter, a_RK.shape
+        frozen = None if adapter.kind is AdapterKind.LORA else as_tensor(a_RK, device)
+        self.register_buffer("a_RK", frozen)
+        self.a_RK: Tensor | None
+
+    def forward(self, x_VMK: Tensor, values_VC: Tensor) -> Tensor:
+        """[V, M, N], float32."""
+        trained = self._shape[0] * self._shape[1] if self.a_RK is None else 0
+        a = self.a_RK if self.a_RK is not None else values_VC[:, :trained].reshape(-1, *self._shape)
+        b_VNR = values_VC[:, trained:].reshape(len(values_VC), -1, self._adapter.rank)
+        low_VMR = x_VMK.float() @ a.transpose(-1, -2)
+        return self._adapter.scale * (low_VMR @ b_VNR.transpose(-1, -2))
+
+
+class CodedLinear(nn.Module):
+    """`y = x W^T + b`, and what the trained values of each variant add."""
+
+    def __init__(self, weight: CodedWeight, bias_N: Tensor | None, added: SparseAdd | LowRank | None) -> None:
+        """`added` is None where nothing is trained."""
+        super().__init__()
+        self.weight, self.added = weight, added
+        self.register_buffer("bias", bias_N)
+        self.bias: Tensor | None
+        self.values_VC = torch.empty(1, 0)
+        """This layer's part of the values: the engine sets it for the time of a call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[V * B, T, K], or OPT's [V * B * T, K], to N columns."""
+        y = self.weight.product(x.reshape(-1, x.shape[-1]))
+        if self.bias is not None:
+            y = y + self.bias
+        if self.added is not None:
+            # In float32 up to the sum: a small perturbation must still reach the output (ADR 18).
+            added: Tensor = self.added(x.reshape(len(self.values_VC), -1, x.shape[-1]), self.values_VC)
+            y = (y.float() + added.view(y.shape)).to(y.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+
+class CodedTable(nn.Module):
+    """An embedding or a head [D, H] as it is stored: in 8 bits with scales, or in its own dtype."""
+
+    def __init__(self, raw: RawTensor, device: torch.device) -> None:
+        super().__init__()
+        self.shape = (raw.shape[0], raw.shape[1])
+        self.register_buffer("scales", None)
+        self.scales: Tensor | None
+        self.codes: Tensor
+        if raw.dtype == Q8_0:
+            block_BR = raw.data.reshape(-1, Q8_0_BYTES)
+            scale_B = np.ascontiguousarray(block_BR[:, :2]).view("<f2").reshape(self.shape[0], -1)
+            self.scales = as_tensor(scale_B, device)
+            self.register_buffer(
+                "codes", as_tensor(block_BR[:, 2:].view(np.int8).reshape(self.shape), device)
+            )
+        else:
+            numbers = as_tensor(raw.data, device).view(_FLOATS[raw.dtype])
+            self.register_buffer("codes", numbers.view(self.shape))
+
+    def tile(self, rows: slice | Tensor) -> Tensor:
+        """Some rows, float32, in a new tensor."""
+        found = self.codes[rows].float()
+        if self.scales is None:
+            return found
+        return found * self.scales[rows].float().repeat_interleave(Q8_0_WEIGHTS, dim=-1)
+
+
+class CodedEmbedding(nn.Module):
+    """Rows of a table, times a family's factor."""
+
+    def __init__(self, table: CodedTable, factor: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = table
+        self._factor, self._dtype = torch.tensor(factor, dtype=dtype).item(), dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids to their rows."""
+        return self.table.tile(ids).to(self._dtype) * self._factor
+
+
+class CodedHead(nn.Module):
+    """Logits in float32 of the hidden states that the engine asks for.
+
+    Logits rounded to bfloat16 would drown the difference of two perturbed losses.
+    """
+
+    def __init__(self, table: CodedTable) -> None:
+        super().__init__()
+        self.table = table
+        self.place_L: Tensor | None = None
+        """Rows of all hidden states, laid end to end, of which logits are computed: set for each call."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] to [L, D]."""
+        return tiled_product(hidden.reshape(-1, hidden.shape[-1])[self.place_L].float(), self.table)
+
+
+def tiled_product(x_MK: Tensor, weight: Tiled) -> Tensor:
+    """`x W^T`, differentiable by x; the matrix is decoded again on the way back."""
+    found: Tensor = _TiledProduct.apply(x_MK, weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+def tiles(weight: Tiled) -> list[slice]:
+    """Ranges of rows that are decoded at a time."""
+    rows, columns = weight.shape
+    return _slices(rows, max(1, _TILE_WEIGHTS // columns))
+
+
+def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy on the device: what a package maps is read-only, and stays on the disk."""
+    return torch.tensor(array, device=device)
+
+
+class _TiledProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight: Tiled) -> Tensor:
+        ctx.weight = weight
+        y_MN = x_MK.new_empty(len(x_MK), weight.shape[0])
+        for rows in tiles(weight):
+            y_MN[:, rows] = functional.linear(x_MK, weight.tile(rows))
+        return y_MN
+
+    @staticmethod
+    def backward(ctx: Any, *d: Tensor) -> Any:
+        (d_MN,) = d
+        d_MK = d_MN.new_zeros(len(d_MN), ctx.weight.shape[1])
+        for rows in tiles(ctx.weight):
+            d_MK.addmm_(d_MN[:, rows], ctx.weight.tile(rows))
+        return d_MK, None
+
+
+class _SparseProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_VMK: Tensor, value_VC: Tensor, entries: SparseAdd) -> Tensor:
+        ctx.save_for_backward(x_VMK, value_VC)
+        ctx.entries = entries
+        return torch.stack([entries.product(*each) for each in zip(x_VMK, value_VC, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *d: Tensor) -> Any:
+        (d_VMN,), (x_VMK, value_VC), entries = d, ctx.saved_tensors, ctx.entries
+        d_x_VMK = d_value_VC = None
+        if ctx.needs_input_grad[0]:
+            d_x_VMK = torch.stack([entries.back(*each) for each in zip(d_VMN, value_VC, strict=True)])
+        if ctx.needs_input_grad[1]:
+            d_value_VC = torch.stack([entries.gradient(*each) for each in zip(d_VMN, x_VMK, strict=True)])
+        return d_x_VMK, d_value_VC, None
+
+
+def _sparse_rows(x_MK: Tensor, index_C: Tensor, start: Tensor, value_C: Tensor) -> Tensor:
+    """`sum over c of row n of value[c] x[m, index[c]]`: [M, N]. embedding_bag sums in a fixed order."""
+    summed_NM = functional.embedding_bag(
+        index_C, x_MK.T.contiguous(), start, mode="sum", per_sample_weights=value_C, include_last_offset=True
+    )
+    return summed_NM.T
+
+
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

@@ -1,0 +1,142 @@
+"""A package as a model of transformers whose linears, embedding and head keep their codes.
+
+transformers builds the model without memory ("meta") from a config of our list of families. Each linear that
+has codes becomes a `CodedLinear`, embedding and head become tables, and each decoder layer computes its
+activations again on the way back. Everything else is transformers' own code. No code of a package runs.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from permille.engines.coded_layers import (
+    CodedEmbedding,
+    CodedHead,
+    CodedLinear,
+    CodedTable,
+    CodedWeight,
+    LowRank,
+    SparseAdd,
+    as_tensor,
+)
+from permille.engines.decoded_model import transformers_config
+from permille.models.families import is_tied, shape_of, table_names
+from permille.models.layerwise import restore_buffers
+from permille.package.manifest import TensorInfo
+from permille.package.reader import Package
+
+
+class CheckpointedLayer(nn.Module):
+    """A decoder layer that keeps its input alone for the way back."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """As the layer's."""
+        if not torch.is_grad_enabled():
+            return self.layer(*arguments, **keywords)
+        return checkpoint(self.layer, *arguments, use_reentrant=False, preserve_rng_state=False, **keywords)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedModel:
+    """A causal language model of transformers.
+
+    Attributes:
+        linears: the layers with codes, in the package's order.
+        head: chooses the positions of which logits are computed.
+    """
+
+    module: Any
+    linears: tuple[CodedLinear, ...]
+    head: CodedHead
+    vocabulary: int
+    positions: int | None
+
+    def set_values(self, values_VK: Tensor, counts: tuple[int, ...]) -> None:
+        """Hand the values of each variant to the layers that they belong to."""
+        for linear, values_VC in zip(self.linears, torch.split(values_VK, list(counts), dim=1), strict=True):
+            linear.values_VC = values_VC
+
+
+def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype) -> CodedModel:
+    """Copy the package's codes to the device, and build its model around them.
+
+    Raises:
+        InputError: as `transformers_config`.
+    """
+    config = transformers_config(package.config)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    model.eval().requires_grad_(False)
+    restore_buffers(model, device)
+    linears = tuple(_linear(model, package, info, device, dtype) for info in package.manifest.tensors)
+    head = _tables(model, package, device, dtype)
+    _fill(model, package, device, dtype)
+    prefix = shape_of(package.config).about.prefix
+    model.set_submodule(prefix, nn.ModuleList(map(CheckpointedLayer, model.get_submodule(prefix))))
+    return CodedModel(
+        module=model,
+        linears=linears,
+        head=head,
+        vocabulary=head.table.shape[0],
+        positions=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def resident_bytes(module: nn.Module) -> Counter[str]:
+    """Bytes of all tensors that a model holds, by the last part of their name."""
+    found: Counter[str] = Counter()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        found[name.rpartition(".")[2]] += tensor.nbytes
+    return found
+
+
+def _linear(
+    model: Any, package: Package, info: TensorInfo, device: torch.device, dtype: torch.dtype
+) -> CodedLinear:
+    """Put a layer with codes in the place of a linear one."""
+    path, adapter = info.name.removesuffix(".weight"), package.manifest.adapter
+    weight = CodedWeight(package.quantized(info.name), device, dtype)
+    added: SparseAdd | LowRank | None = None
+    if info.count and adapter is not None:
+        added = LowRank(adapter, package.adapter_matrix(info.name), device)
+    elif info.count:
+        added = SparseAdd(weight, package.mask(info.name))
+    bias_N = None
+    if model.get_submodule(path).bias is not None:
+        bias_N = _plain(package, f"{path}.bias", device, dtype)
+    linear = CodedLinear(weight, bias_N, added)
+    model.set_submodule(path, linear)
+    return linear
+
+
+def _tables(model: Any, package: Package, device: torch.device, dtype: torch.dtype) -> CodedHead:
+    """Put tables in the places of embedding and head, one where they are tied."""
+    embedding, head = table_names(package.config)
+    table = CodedTable(package.plain(embedding), device)
+    own = table if is_tied(package.config) else CodedTable(package.plain(head), device)
+    factor = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
+    model.set_input_embeddings(CodedEmbedding(table, factor, dtype))
+    found = CodedHead(own)
+    model.set_output_embeddings(found)
+    return found
+
+
+def _fill(model: Any, package: Package, device: torch.device, dtype: torch.dtype) -> None:
+    """Load what has no codes: norms, biases, learned positions."""
+    for name, _ in list(model.named_parameters()):
+        path, _, last = name.rpartition(".")
+        parameter = nn.Parameter(_plain(package, name, device, dtype), requires_grad=False)
+        setattr(model.get_submodule(path), last, parameter)
+
+
+def _plain(package: Package, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return as_tensor(package.plain(name).float32(), device).to(dtype)
