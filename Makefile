@@ -154,7 +154,7 @@ bench-inference-engine: $(VENV)/.native $(EXECUTORCH)/.installed  ## How fast an
 	PYTHONPATH=$(EXECUTORCH) $(BIN)/python -m permille_lab.engine.inference
 
 DEVICE ?= cuda
-gpu: $(VENV)/.native  ## Test and measure the torch engine on a GPU (20 minutes; DEVICE=cpu: small, without one)
+gpu: $(VENV)/.native  ## Test and measure the torch engine on a GPU (DEVICE=cpu: small, without one, 10 minutes)
 	@$(BIN)/python -m permille_lab.engine.device --device $(DEVICE); status=$$?; $(BIN)/python -m permille_lab.pages && exit $$status
 
 bench-learning: $(VENV)/.native  ## How fast does a model learn, beside first order and MeZO? (needs PERMILLE_DATA, PERMILLE_MODELS)

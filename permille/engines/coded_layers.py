@@ -120,15 +120,16 @@ class CodedWeight(nn.Module):
     def _decoded(self, first: int, last: int, rows: slice) -> Tensor:
         """The weights of the codes `first` to `last`, float32, flat."""
         codes = self._codes(first, last)
-        if self._scheme is Scheme.SQUEEZELLM:
-            books_RB = self.scales[rows]
-            return books_RB.gather(1, codes.view(len(books_RB), -1).long()).view(-1)
-        if self._scheme is Scheme.NF4:
-            levels = torch.from_numpy(NF4_CODES).to(codes.device)[codes.int()]
-        elif self._bits == 8:
-            levels = codes.view(torch.int8).float()
-        else:
-            levels = (codes if self.minima is not None else codes.view(torch.int8) - 8).float()
+        match self._scheme:
+            case Scheme.SQUEEZELLM:
+                books_RB = self.scales[rows]
+                return books_RB.gather(1, codes.view(len(books_RB), -1).long()).view(-1)
+            case Scheme.NF4:
+                levels = torch.from_numpy(NF4_CODES).to(codes.device)[codes.int()]
+            case Scheme.INT4 | Scheme.INT8 | Scheme.SOURCE if self.minima is None:
+                levels = (codes.view(torch.int8) - (0 if self._bits == 8 else 8)).float()
+            case Scheme.INT4 | Scheme.INT8 | Scheme.SOURCE:
+                levels = codes.float()
         weights = levels * self._spread(self.scales, first, last, rows)
         return weights if self.minima is None else weights + self._spread(self.minima, first, last, rows)
 

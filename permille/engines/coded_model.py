@@ -73,8 +73,10 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
         InputError: as `transformers_config`.
     """
     config = transformers_config(package.config)
+    # torch's own attention does not know the soft cap of scores (Gemma 2), and does not say so.
+    attention = "sdpa" if getattr(config, "attn_logit_softcapping", None) is None else "eager"
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval().requires_grad_(False)
     restore_buffers(model, device)
     linears = tuple(_linear(model, package, info, device, dtype) for info in package.manifest.tensors)

@@ -3,6 +3,8 @@
 "auto" takes the light engine, which a device always has, where it knows the package's model, and else torch.
 """
 
+import logging
+
 from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
@@ -74,6 +76,8 @@ def _check_plain(name: str, device: str, compute_dtype: str) -> None:
 
 
 def _torch(package: Package, device: str, compute_dtype: str, threads: int | None) -> Engine:
+    # On a CPU bitsandbytes warns that an optional package is missing; its kernels are not used here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         from permille.engines.torch_engine import TorchEngine
     except ModuleNotFoundError as exc:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.choices import Method
+from permille.choices import EstimatorKind, Method
 from permille.engines.interface import EngineInfo
 from permille.engines.light.engine import LightEngine
 from permille.errors import InputError
@@ -17,6 +17,9 @@ from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.schemas.runs import Outcome
 from permille.zo.estimators import Batch
+from permille.zo.lattice import state_digest
+from permille.zo.log import decode_canonical
+from permille.zo.replay import replay
 from permille_agent.state.home import open_home
 from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.training.engines import EngineChoice, EngineUsed
@@ -69,6 +72,35 @@ def test_a_run_does_not_go_on_with_another_engine(tmp_path: Path) -> None:
     assert result.outcome is not Outcome.INTERRUPTED
     run = find_run(home, result.run)
     assert run.require("engine", EngineUsed) == run.require("outcome", RunOutcome).engine
+
+
+@pytest.mark.parametrize("estimator", [EstimatorKind.SPSA, EstimatorKind.GRADIENT])
+def test_a_training_on_torch_learns_what_one_on_light_does(estimator: EstimatorKind, tmp_path: Path) -> None:
+    """The same text, seed and directions; and a shared log leads to the state that the run reports."""
+    gained, home = {}, open_home(tmp_path / "home")
+    for name in ("light", "torch"):
+        home, package = home_with_package(tmp_path / name)
+        result = train_quickly(
+            home,
+            [user_text(tmp_path)],
+            estimator=estimator,
+            steps=40,
+            queries=4 if estimator is EstimatorKind.SPSA else 0,
+            share_log=estimator is EstimatorKind.SPSA,
+            engine_of=EngineChoice(name=name, threads=1),
+        )
+        decision = result.decision
+        assert decision is not None and decision.loss_base is not None and decision.loss_personal is not None
+        gained[name] = decision.loss_base - decision.loss_personal
+        assert result.engine is not None and result.engine.name == name
+    assert gained["light"] > 0
+    assert abs(gained["torch"] - gained["light"]) < 0.2 * gained["light"]
+    if estimator is EstimatorKind.SPSA:
+        data = (home.runs / str(result.run) / "shared.log").read_bytes()
+        log = decode_canonical(data, max_bytes=1 << 20, max_steps=1000)
+        s_K, exponent = replay(log.header, log.coefficients_TQ), log.header.step_unit_exponent
+        digest = state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
+        assert result.metrics is not None and result.metrics.state_digest == digest
 
 
 def test_training_on_the_light_engine_imports_no_torch(tmp_path: Path) -> None:
