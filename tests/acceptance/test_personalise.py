@@ -109,6 +109,7 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
     (tmp_path / "not.gguf").write_bytes(b"PK\x03\x04 no model")
     (tmp_path / "empty").mkdir()
     (tmp_path / "little.txt").write_text("A few words are no text.\n")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x09")
     (tmp_path / "endless").mkdir()
     (tmp_path / "endless/config.json").write_text("{}")
     (tmp_path / "endless/again").symlink_to(tmp_path / "endless")
@@ -124,9 +125,13 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         (*model, "--text", str(tmp_path / "none.txt")): "There is no file or folder",
         (*model, *text, "--corpus", str(tmp_path / "none.txt")): "There is no file or folder",
         (*model, "--text", str(tmp_path / "little.txt")): "Your text has 25 bytes",
+        ("--gguf", str(EXAMPLES / "model"), *text): "is a folder. Name it with --folder",
+        ("--folder", str(NOTES), *text): "is a file. Name a GGUF file with --gguf",
+        ("--gguf", str(tmp_path / "cut.gguf"), *text): "cut.gguf is truncated",
+        (*model, *text, "--work", str(NOTES)): "is a file. Name a folder",
     }
     for options, message in cases.items():
-        done = _run([*COMMAND, *options, *out])
+        done = _run([*COMMAND, *out, *options])
         assert done.returncode == REFUSED, done.stderr
         assert message in " ".join(done.stderr.split())
     usage = {
@@ -134,6 +139,9 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         ("--minutes", "5", "--steps", "5"): "Give either --steps or --minutes",
         ("--minutes", "nan"): "--minutes must be above 0",
         ("--steps", "0"): "--steps must be 1 to",
+        ("--rate-scale", "400"): "--rate-scale must be above 0",
+        ("--keep-general", "nan"): "--keep-general must be 0 to 100",
+        ("--learn", "everyone"): "'everyone' is not one of",
     }
     for options, message in usage.items():
         done = _run([*COMMAND, *model, *text, *options, *out])
@@ -151,7 +159,7 @@ def test_too_little_text_is_refused_and_the_package_is_kept(tmp_path: Path) -> N
     options[options.index(str(NOTES))] = str(tmp_path / "little.txt")
     done = _run(options)
     assert done.returncode == REFUSED, done.stderr
-    assert "add more with --text" in " ".join(done.stderr.split())
+    assert "There is too little text" in " ".join(done.stdout.split())
     assert not (tmp_path / "little.gguf").exists()
 
     other = _options(tmp_path, "little")

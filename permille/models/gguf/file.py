@@ -185,6 +185,8 @@ class _Reader:
         found: dict[str, Any] = {}
         for _ in range(keys):
             key = self.text(1 << 10)
+            if not key:
+                raise self._refused("is damaged: a key of its metadata has no name. Fetch the file again")
             if key in found:
                 raise self._refused(f"has the key {key!r:.80} twice")
             found[key] = self._value(self.number("I"), key)

@@ -40,7 +40,7 @@ MASK = ("--sequences", "32", "--length", "256")
 """A quarter of the sequences of a build: a mask in minutes on a laptop."""
 LEAST_BYTES = 1_000
 """A text below this has no thousand tokens in any tokenizer: the agent would refuse it after the build."""
-MOST_MINUTES, MOST_STEPS = 10_080, 1_000_000  # the agent's limits
+MOST_MINUTES, MOST_STEPS, MOST_SCALE, MOST_NATS = 10_080, 1_000_000, 16, 100  # the agent's limits
 KEPT_BASE, REFUSED_DATA, TRY_LATER = 7, 3, 5  # exit codes of `permille-agent train`
 
 
@@ -49,6 +49,14 @@ class BaseScheme(StrEnum):
 
     NF4 = "nf4"
     SOURCE = "source"
+
+
+class Turns(StrEnum):
+    """Turns of a conversation that the loss counts."""
+
+    ASSISTANT = "assistant"
+    USER = "user"
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +118,7 @@ def personalise(
     minutes: Annotated[float | None, typer.Option(help="How long to train. Default: 30.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps instead of minutes.")] = None,
     learn: Annotated[
-        str | None, typer.Option(help="Turns of a conversation to learn: assistant (default), user or all.")
+        Turns | None, typer.Option(help="Turns of a conversation to learn. Default: assistant.")
     ] = None,
     rate_scale: Annotated[
         float | None, typer.Option(help="Factor of the learning rate. Try 0.5 if training diverges.")
@@ -138,8 +146,8 @@ def personalise(
     """
     output = make_output(as_json=as_json)
     model = _model(gguf, folder, ollama)
-    _check(model, text, out, corpus)
-    _check_numbers(density, minutes, steps)
+    _check(model, text, out, corpus, work)
+    _check_numbers(density, minutes, steps, rate_scale, keep_general)
     scheme = _scheme(model, scheme)
     chosen = [
         ("--minutes", minutes),
@@ -181,12 +189,18 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
             say(f"1. Building a package in {request.work}")
             _build(request, programs, say, quiet=quiet)
         say("2. Training on your text; Ctrl-C stops, the same command goes on")
-        _train(request, programs, say, quiet=quiet)
+        is_new = _train(request, programs, quiet=quiet)
         answer = _last_result(programs.agent("status"))
+        if not is_new:
+            loss = answer["loss_personal"]
+            say(
+                f"   This training ({loss:.3f}) was not surely better than your model in use, which is "
+                "exported."
+            )
         say(f"3. Writing {request.out}")
         _export(request, programs, say)
         page = programs.agent("show")["page"]
-    for line in _summary(answer):
+    for line in _summary(answer) if is_new else ():
         say(line)
     say(f"   what changed, as a page for any browser: {page}")
     say(f"   the model is personal data: {request.out}")
@@ -196,9 +210,13 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
 def _model(gguf: Path | None, folder: Path | None, ollama: str | None) -> Path:
     given = [one for one in (gguf, folder, ollama) if one is not None]
     if len(given) != 1:
-        raise CommandError("Name one of --gguf, --folder and --ollama.", Exit.USAGE)
+        raise CommandError(
+            f"Name one of --gguf, --folder and --ollama; you named {len(given) or 'none'}.", Exit.USAGE
+        )
     if ollama is not None:
         return ollama_file(ollama)[1]
+    if gguf is not None and gguf.is_dir():
+        raise CommandError(f"{gguf} is a folder. Name it with --folder.", Exit.REFUSED)
     if gguf is not None and not gguf.is_file():
         raise CommandError(f"There is no file {gguf}. Name a GGUF file with --gguf.", Exit.REFUSED)
     if folder is not None:
@@ -208,6 +226,8 @@ def _model(gguf: Path | None, folder: Path | None, ollama: str | None) -> Path:
 
 def _check_folder(folder: Path) -> None:
     """Refuse what cannot be copied: no model, or links that never end. Raises CommandError."""
+    if folder.is_file():
+        raise CommandError(f"{folder} is a file. Name a GGUF file with --gguf.", Exit.REFUSED)
     if not (folder / "config.json").is_file():
         raise CommandError(
             f"{folder} is no model: it has no config.json. Name a folder that transformers saved.",
@@ -222,8 +242,10 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None) -> None:
+def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None, work: Path | None) -> None:
     """Refuse before the long work what would fail after it. Raises CommandError."""
+    from permille.models.gguf.file import GgufFile
+
     if missing := [path for path in (*texts, *([corpus] if corpus else [])) if not path.exists()]:
         raise CommandError(f"There is no file or folder {missing[0]}.", Exit.REFUSED)
     size = sum(path.stat().st_size for text in texts for path in [text, *text.rglob("*")] if path.is_file())
@@ -235,6 +257,10 @@ def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None) -> No
         )
     if not out.parent.is_dir():
         raise CommandError(f"The folder {out.parent} of --out does not exist. Make it first.", Exit.REFUSED)
+    if not os.access(out.parent, os.W_OK):
+        raise CommandError(f"The folder {out.parent} is not writable. Name another --out.", Exit.REFUSED)
+    if work is not None and work.exists() and not work.is_dir():
+        raise CommandError(f"--work {work} is a file. Name a folder.", Exit.REFUSED)
     if out.exists():
         raise CommandError(f"{out} exists already. Remove it, or name another --out.", Exit.REFUSED)
     if model.is_file():
@@ -242,9 +268,19 @@ def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None) -> No
             magic = file.read(4)
         if magic != b"GGUF":
             raise CommandError(f"{model} is no GGUF file: it begins with {magic!r}.", Exit.REFUSED)
+        try:
+            GgufFile(model)
+        except InputError as exc:
+            raise CommandError(str(exc), Exit.REFUSED) from exc
 
 
-def _check_numbers(density: float, minutes: float | None, steps: int | None) -> None:
+def _check_numbers(
+    density: float,
+    minutes: float | None,
+    steps: int | None,
+    rate_scale: float | None,
+    keep_general: float | None,
+) -> None:
     """Refuse numbers that the build or the training would refuse later. Raises CommandError."""
     if not 0 < density <= 1:
         raise CommandError(f"--density must be above 0 and at most 1, got {density}.", Exit.USAGE)
@@ -256,6 +292,12 @@ def _check_numbers(density: float, minutes: float | None, steps: int | None) -> 
         )
     if steps is not None and not 1 <= steps <= MOST_STEPS:
         raise CommandError(f"--steps must be 1 to {MOST_STEPS:,}, got {steps}.", Exit.USAGE)
+    if rate_scale is not None and not 0 < rate_scale <= MOST_SCALE:
+        raise CommandError(
+            f"--rate-scale must be above 0 and at most {MOST_SCALE}, got {rate_scale}.", Exit.USAGE
+        )
+    if keep_general is not None and not 0 <= keep_general <= MOST_NATS:
+        raise CommandError(f"--keep-general must be 0 to {MOST_NATS}, got {keep_general}.", Exit.USAGE)
 
 
 def _scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
@@ -315,7 +357,10 @@ def _alone(request: Request) -> Iterator[None]:
             write_atomic(stamp, f"{key}\n".encode())
             yield
     except Timeout as exc:
-        raise CommandError(f"`permille personalise` already works in {request.work}.", Exit.RETRY) from exc
+        raise CommandError(
+            f"Another `permille personalise` already works in {request.work}. Wait for it, or stop it.",
+            Exit.RETRY,
+        ) from exc
 
 
 @contextmanager
@@ -342,7 +387,7 @@ def _build(request: Request, programs: Programs, say: Callable[[str], None], *, 
     with programs.service(models=models, corpora=texts) as url:
         programs.permille("models", "add", "model", flag, source.name, "--idempotency-key", "model")
         corpus = _add_corpus(request, programs, texts)
-        say(f"   sensitive weights are found with {corpus}")
+        say(f"   sensitive weights are found with {corpus}; this takes some minutes")
         job = programs.permille(
             *("builds", "create", "--model", "model", "--corpus", "corpus", *MASK, "--no-wait"),
             *("--density", str(request.density), "--scheme", request.scheme.value),
@@ -417,12 +462,12 @@ def _link(source: str, place: str) -> None:
         shutil.copyfile(source, place)
 
 
-def _train(request: Request, programs: Programs, say: Callable[[str], None], *, quiet: bool) -> None:
+def _train(request: Request, programs: Programs, *, quiet: bool) -> bool:
+    """Train; return whether the result is the model in use. Raises CommandError without a personal model."""
     texts = map(str, request.texts)
     code = programs.show_agent("train", *texts, *request.training, quiet=quiet)
     if code == KEPT_BASE and programs.agent("status")["active"]["personal"]:
-        say("   This training did not beat the personal model in use, which is exported.")
-        return
+        return False
     if code == KEPT_BASE:
         raise CommandError(
             "The personal model is not surely better than the base: nothing is exported. More text or more "
@@ -430,13 +475,14 @@ def _train(request: Request, programs: Programs, say: Callable[[str], None], *, 
             Exit.FAILED,
         )
     if code == REFUSED_DATA:
-        raise CommandError("The text cannot be trained on (see above): add more with --text.", Exit.REFUSED)
+        raise CommandError("Training refused the text or an option: see above.", Exit.REFUSED)
     if code == TRY_LATER:
         raise CommandError("An earlier training is still ending. Run the command again.", Exit.RETRY)
     if code == Exit.INTERRUPTED:
         raise CommandError("Stopped. The same command goes on from here.", Exit.INTERRUPTED)
     if code:
         raise CommandError(f"Training ended with exit code {code} (see above).", Exit.FAILED)
+    return True
 
 
 def _export(request: Request, programs: Programs, say: Callable[[str], None]) -> None:
@@ -468,7 +514,8 @@ def _last_result(status: dict[str, Any]) -> dict[str, Any]:
     last = status["last_run"]
     metrics = last["metrics"]
     names = ("loss_base", "loss_personal", "general_loss_base", "general_loss_personal", "personal_bytes")
-    return {"run": last["run"], "outcome": last["outcome"], **{name: metrics.get(name) for name in names}}
+    named = {"run": last["run"], "outcome": last["outcome"], "exported_run": status["active"]["run"]}
+    return {**named, **{name: metrics.get(name) for name in names}}
 
 
 def _summary(answer: dict[str, Any]) -> Iterator[str]:

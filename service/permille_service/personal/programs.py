@@ -217,7 +217,7 @@ def _wait_for(
             continue
         if ended or time.monotonic() > deadline:
             last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-            said = f" It said: {last[0]}" if last else ""
+            said = f" It said: {last[0]}" if last else f" It said nothing. Is the disk of {log.parent} full?"
             what = "ended at its start" if ended else f"did not answer within {START_S:.0f} s"
             raise CommandError(f"The embedded service {what}.{said} All of it is in {log}.", Exit.FAILED)
         time.sleep(POLL_S)
