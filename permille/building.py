@@ -171,6 +171,10 @@ def build_package(
         OSError: a file cannot be written.
     """
     _check_model(model)
+    if not isinstance(trained, ChosenMask | ChosenAdapter):
+        raise InputError(f"Give a mask of `permille.sensitivity_mask`, not {type(trained).__name__}.")
+    if Path(folder).expanduser().is_file():
+        raise InputError(f"{folder} is a file. Name a folder.")
     blobs = BlobFolder(Path(folder).expanduser())
     blobs.root.mkdir(parents=True, exist_ok=True)
     digest = pack_model(

@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,9 @@ class Personalizer:
             raise InputError(f"{root} has no package. Make one with Personalizer(package, folder).")
         return cls(Package.open(BlobFolder(root / "blobs"), known.manifest_digest), root, **options)
 
+    def __repr__(self) -> str:
+        return f"Personalizer({str(self.folder)!r})"
+
     @property
     def folder(self) -> Path:
         """The folder that keeps the package and all runs."""
@@ -142,6 +145,7 @@ class Personalizer:
         """
         if minutes is None and steps is None:
             minutes = 10.0
+        _check_options(minutes, steps, options)
         told = TrainOptions(minutes=minutes, steps=steps, **options)
         with hold_lock(self._home, "fit"):
             # The file stays: a run reads its text again when it goes on.
@@ -194,8 +198,8 @@ class Personalizer:
                 return "".join(model.reply([("user", prompt)], variant, sampling)[1])
             return "".join(model.complete(prompt, variant, sampling)[1])
 
-    def export(self, form: str, folder: str | Path) -> Path:
-        """Write the personal model for other programs, or the base if nothing is adopted.
+    def export(self, form: str, folder: str | Path, *, base: bool = False) -> Path:
+        """Write the personal model for other programs.
 
             personal.export("gguf", "mine")            # llama.cpp and Ollama
             personal.export("transformers", "mine")
@@ -203,16 +207,20 @@ class Personalizer:
         Args:
             form: "gguf", "transformers" or, for an adapter, "peft".
             folder: a new or empty folder.
+            base: write the base instead of the personal model.
 
         Returns:
             The absolute path of the folder.
 
         Raises:
-            InputError: the form is unknown, or the folder is not empty.
+            InputError: the form is unknown, the folder is not empty, or there is no personal model.
         """
         active = require_active(self._home)
+        if active.run is None and not base:
+            raise InputError("No personal model was adopted. Call `fit`, or export the base with base=True.")
         package = Package.open(BlobFolder(self._home.blobs), active.package)
-        values_K, target = model_values(self._home, active, package), Path(folder).expanduser().absolute()
+        values_K = package.values() if base else model_values(self._home, active, package)
+        target = Path(folder).expanduser().absolute()
         if form == "gguf":
             from permille.engines.gguf.export import export_gguf
 
@@ -254,6 +262,22 @@ class Personalizer:
         return target
 
 
+def _check_options(minutes: object, steps: object, options: Mapping[str, Any]) -> None:
+    """Refuse options of other types or names. Raises InputError."""
+    known = {field.name for field in fields(TrainOptions)}
+    if unknown := sorted(options.keys() - known):
+        raise InputError(f"`fit` has no option {unknown[0]!r}. It has {', '.join(sorted(known))}.")
+    if not isinstance(steps, int | None) or isinstance(steps, bool):
+        raise InputError(f"`steps` must be a whole number, got {steps!r:.60}.")
+    if not isinstance(minutes, float | int | None) or isinstance(minutes, bool):
+        raise InputError(f"`minutes` must be a number, got {minutes!r:.60}.")
+
+
+def _is_file_name(text: str) -> bool:
+    # No part of a path has more bytes: the question would be an error of the system.
+    return len(text.encode()) < 256 and text.isprintable() and Path(text).expanduser().exists()
+
+
 def _written(path: Path, texts: Iterable[Text]) -> list[Path]:
     """Write texts to a file that the agent can read; return its path with the other paths."""
     if isinstance(texts, str | Mapping):
@@ -262,6 +286,10 @@ def _written(path: Path, texts: Iterable[Text]) -> list[Path]:
     for text in texts:
         if isinstance(text, Path):
             paths.append(text)
+        elif isinstance(text, str) and _is_file_name(text):
+            raise InputError(
+                f"The text {text!r} is the name of a file or folder. Pass Path({text!r}) to read it."
+            )
         elif isinstance(text, str | Mapping):
             rows.append(json.dumps({"text": text} if isinstance(text, str) else dict(text)))
         else:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,7 +120,21 @@ def test_mistakes_with_a_package_are_told(package: Package, tmp_path: Path) -> N
     with pytest.raises(InputError, match="not int"):
         personal.fit([1], steps=1)  # type: ignore[list-item]
     with pytest.raises(InputError, match="Choose 'gguf'"):
-        personal.export("onnx", tmp_path / "out")
+        personal.export("onnx", tmp_path / "out", base=True)
+    with pytest.raises(InputError, match=r"Call `fit`, or export the base"):
+        personal.export("gguf", tmp_path / "out")
+    (tmp_path / "notes.txt").write_text("Some words.")
+    with pytest.raises(InputError, match=r"Pass Path\('.*notes.txt'\) to read it"):
+        personal.fit([str(tmp_path / "notes.txt")], steps=1)
+    wrong: dict[str, dict[str, Any]] = {
+        "`steps` must be a whole number, got 2.5": {"steps": 2.5},
+        "`minutes` must be a number, got '10'": {"minutes": "10"},
+        "no option 'epochs'. It has batch_rows": {"epochs": 3},
+    }
+    for words, options in wrong.items():
+        with pytest.raises(InputError, match=words):
+            personal.fit(NOTES, **options)
+    assert repr(personal) == f"Personalizer('{tmp_path / 'home'}')"
     with pytest.raises(InputError, match="exists"):
         personal.save(tmp_path)
     with pytest.raises(InputError, match="Call `fit` first"):
@@ -127,5 +142,9 @@ def test_mistakes_with_a_package_are_told(package: Package, tmp_path: Path) -> N
     with pytest.raises(InputError, match="no personal model"):
         personal.evaluate(NOTES)
     mask = permille.ChosenMask(indices={}, method="fisher", density=0.1)
+    with pytest.raises(InputError, match="not dict"):
+        permille.build_package(permille.load_model(MODEL), {}, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"notes.txt is a file"):
+        permille.build_package(permille.load_model(MODEL), mask, tmp_path / "notes.txt")
     with pytest.raises(InputError, match="int3"):
         permille.build_package(permille.load_model(MODEL), mask, tmp_path, scheme="int3")
