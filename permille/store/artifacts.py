@@ -158,7 +158,7 @@ def remove(
     )
     user = next((user for user in users if user), None)
     if user is not None:
-        raise ConflictError(f"expected a {kind} that nothing names, got {key}: {user} does")
+        raise ConflictError(f"The {kind} {key} is needed by {user}. Remove that first.")
     for table in (ArtifactBlob, ArtifactSource):
         session.execute(delete(table).where(table.artifact_id == row.id))
     session.expunge(row)

@@ -190,7 +190,7 @@ def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: st
         NotFoundError: there is none of this id.
         ConflictError: something was made of it, or a job that has not ended names it.
     """
-    row: Model | Corpus = rows.lock(session, table, tenant_id=tenant_id, row_id=row_id)
+    row: Model | Corpus = rows.lock(session, table, tenant_id=tenant_id, row_id=row_id, to_remove=True)
     made = select(Artifact.kind, Artifact.id, Artifact.digest).join(
         ArtifactSource, ArtifactSource.artifact_id == Artifact.id
     )
