@@ -47,8 +47,8 @@ class ComputeSettings(SettingsGroup):
     device: str = Field(
         default="cpu",
         pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$",
-        description="where scores, sparse models, perplexity, NF4 codes (by bitsandbytes) and pooled "
-        "states are computed: `cuda`, `cuda:1`. It has not run on a GPU: `make gpu` tests it",
+        description="where scores, sparse models, perplexity and pooled states are computed: `cuda`, "
+        "`cuda:1`. It has not run on a GPU: `make gpu` tests it",
     )
     dtype: Dtype = Field(
         default="float32",
