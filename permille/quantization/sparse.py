@@ -144,9 +144,9 @@ def check_pattern(pattern: Pattern, kept: int) -> None:
         raise InputError(f"expected uint8 patterns {expected}, got {pattern.packed.shape}")
     is_whole = pattern.sparsity is Sparsity.BITMAP or columns % 4 == 0
     if not is_whole or has_other_numbers(pattern) or has_padding(pattern):
-        raise InputError(f"expected patterns {pattern.sparsity} of {pattern.shape}, got others")
+        raise InputError(f"These are no patterns {pattern.sparsity} of {pattern.shape}.")
     if kept != int(row_starts(pattern)[-1]):
-        raise InputError(f"expected as many codes as the pattern has places, got {kept}")
+        raise InputError(f"There are {kept} codes, and another number of places in the pattern.")
 
 
 def has_other_numbers(pattern: Pattern) -> bool:
