@@ -37,9 +37,7 @@ def create_group(body: GroupCreate, creating: Creating) -> DeviceGroup:
         row = groups.create(session, tenant_id=tenant_id, name=body.name, rule=body.rule)
         return present_group(row, groups.candidates(session, tenant_id=tenant_id))
 
-    record = creating.once(DeviceGroup, body, make)
-    creating.response.headers["Location"] = f"/v1/groups/{record.id}"
-    return record
+    return creating.add(DeviceGroup, body, make)
 
 
 @router.get("/groups")
@@ -90,9 +88,7 @@ def create_rollout(body: RolloutCreate, creating: Creating) -> Rollout:
                 _resume(service, session, repository, row)
         return present(session, row)
 
-    record = creating.once(Rollout, body, make)
-    creating.response.headers["Location"] = f"/v1/rollouts/{record.id}"
-    return record
+    return creating.add(Rollout, body, make)
 
 
 @router.get("/rollouts")
@@ -167,7 +163,7 @@ def _change(
     """Change a rollout and sign it, in one transaction with its entry in the audit log."""
 
     def run(session: Session, repository: Repository) -> Rollout:
-        row = rollouts.lock(session, tenant_id=operator.tenant_id, rollout_id=rollout_id)
+        row = rows.lock(session, tables.Rollout, tenant_id=operator.tenant_id, row_id=rollout_id)
         change(session, repository, row)
         if row.signed_revision < row.revision:
             sign(service, session, repository, row)
