@@ -36,7 +36,6 @@ from permille_service.pages import routes as pages
 from permille_service.parameters import check_given_once
 from permille_service.preflights import planning
 from permille_service.releases import routes as release_routes
-from permille_service.rollouts import device_routes as rollout_device_routes
 from permille_service.rollouts import routes as rollout_routes
 from permille_service.runs import routes as run_routes
 from permille_service.settings import Settings
@@ -92,7 +91,7 @@ ROUTERS = (
     federation_routes.router,
     member_routes.router,
     rollout_routes.router,
-    rollout_device_routes.router,
+    rollout_routes.device_router,
     access_routes.router,
     storage_routes.router,
 )

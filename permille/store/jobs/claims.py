@@ -226,10 +226,7 @@ def report_progress(
     if moved:
         data = {"progress": fraction, "message": message, "eta_s": eta_s}
         transitions.tell(session, job, EventKind.PROGRESS, data)
-        if job.parent_id is not None:
-            parent = transitions.lock_one(session, job.parent_id)
-            if parent is not None and not transitions.has_ended(parent):
-                parents.show_progress(session, parent)
+        parents.show_parent(session, job)
     return job.cancel_requested_at is not None
 
 
