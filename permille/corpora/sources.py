@@ -42,8 +42,8 @@ class BadRow(StrEnum):
 
 @dataclass(slots=True)
 class ReadReport:
-    """What reading met so far: rows seen, and of these the bad ones by reason, with the first row numbers
-    (from 1)."""
+    """Findings of a reading so far: rows seen, and of these the bad ones by reason, with the first row
+    numbers (from 1)."""
 
     rows: int = 0
     bad: Counter[BadRow] = field(default_factory=Counter)

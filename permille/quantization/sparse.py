@@ -45,7 +45,7 @@ def find_sparsity(weights: Iterable[NDArray[np.float32]]) -> Sparsity | None:
 
 
 def kept_places(w_NK: NDArray[np.float32], sparsity: Sparsity, *, name: str) -> Places:
-    """Which weights get codes: all but zeros, and of 2:4 two of each four; at least one of a bitmap.
+    """Return which weights get codes: all but zeros, and of 2:4 two of each four; at least one of a bitmap.
 
     Raises:
         InputError: 2:4 is asked of a weight that has three of four, or a width that is no multiple of 4.

@@ -69,7 +69,8 @@ class BucketAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """What one device may send, and what is kept of it: reports and uploads (`permille.store.uploads`)."""
+    """Limits of what one device may send, and of what is kept of it: reports and uploads
+    (`permille.store.uploads`)."""
 
     runs_a_day: int
     uploads_a_day: int

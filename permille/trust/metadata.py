@@ -69,8 +69,8 @@ def expiry_of(data: bytes) -> datetime:
 
 
 def is_due(role: str, data: bytes, now: datetime) -> bool:
-    """Whether a role's metadata is past half its life, or was signed under a clock that went too far: what
-    is good for years would hold devices at it for as long.
+    """Return whether a role's metadata is past half its life, or was signed under a clock that went too far:
+    what is good for years would hold devices at it for as long.
     """
     left, life = expiry_of(data) - now, life_of(role)
     return not life / 2 <= left <= life + CLOCK_SLACK

@@ -244,8 +244,8 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
 
 
 def may_go_on(session: Session, *, job_id: str, kept_for: timedelta = timedelta(0)) -> bool:
-    """Whether an attempt of a job, of any tenant, may still need what earlier ones left: for workers' own
-    housekeeping. `kept_for`: how long it may once the job has failed.
+    """Return whether an attempt of a job, of any tenant, may still need what earlier ones left: for workers'
+    own housekeeping. `kept_for`: how long it may once the job has failed.
     """
     job = session.get(Job, job_id)
     if job is None or job.state in (JobState.SUCCEEDED, JobState.CANCELLED):

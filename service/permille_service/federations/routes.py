@@ -267,7 +267,7 @@ def _gain_words(adoption: Adoption) -> str:
 
 
 def _adoption(session: Session, row: tables.Federation, number: int | None) -> Adoption:
-    """What is known of the state after so many rounds, else of the newest whose gain was measured."""
+    """Return what is known of the state after so many rounds, else of the newest whose gain was measured."""
     if number is None:
         number = history.newest_measured(session, row)
     if number is None:

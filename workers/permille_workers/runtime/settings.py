@@ -73,4 +73,4 @@ class ReachSettings(SettingsGroup):
 
 
 class WorkerSettings(ReachSettings, ComputeSettings, QueueSettings, StoreSettings):
-    """What a worker needs beyond the store."""
+    """Settings of a worker, beyond the store's."""

@@ -1,5 +1,5 @@
-"""What every worker does now and then: leases, builds and rounds, lost messages, old uploads and folders; and
-seldom, one of them: what rules let go, what no row names."""
+"""Chores that every worker does now and then: leases, builds and rounds, lost messages, old uploads and
+folders; and seldom, one of them: what rules let go, what no row names."""
 
 import logging
 import threading

@@ -154,8 +154,8 @@ def _put(context: TaskContext, scores: Scores) -> Blob:
 
 
 class _Shown(Mapping[str, NDArray[np.float32]]):
-    """What the report is of, read tensor by tensor: scores, 0 where a weight is zero, as no mask can have it;
-    without scores the weights' size."""
+    """The subject of the report, read tensor by tensor: scores, 0 where a weight is zero, as no mask can have
+    it; without scores the weights' size."""
 
     def __init__(self, weights: Tensors, scores: Tensors | None) -> None:
         self._weights = weights
