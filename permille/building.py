@@ -18,7 +18,7 @@ from permille.choices import Embeddings, MaskMethod, choice_of
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.gguf.folder import model_folder
-from permille.models.sources import HubRef, resolve_model
+from permille.models.sources import download_model
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter, ChosenMask, pack_model, write_manifest
 from permille.package.reader import Package
@@ -84,7 +84,7 @@ def load_model(
     if tokenizer is not None:
         raise InputError("A folder or file brings its own tokenizer. Leave `tokenizer` out.")
     if commit is not None:
-        return Model(resolve_model(HubRef(repository=str(source), commit=commit), root))
+        return Model(download_model(str(source), commit, root))
     path = Path(source).expanduser()
     if path.is_dir():
         Checkpoint(path)

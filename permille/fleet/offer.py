@@ -116,7 +116,7 @@ class Offer:
             if not all(isinstance(text, str) for text in texts) or not _ID.fullmatch(offer.rollout):
                 raise ValueError("a text in another form")
         except (AttributeError, KeyError, TypeError, ValueError) as exc:
-            raise InputError(f"expected the record of a rollout: {exc}"[:300]) from exc
+            raise InputError(f"This is no record of a rollout: {exc}"[:300]) from exc
         return offer
 
     def to_document(self) -> dict[str, Any]:

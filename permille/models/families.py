@@ -15,6 +15,7 @@ from typing import Any
 from permille.choices import choice_of
 from permille.errors import InputError
 from permille.models.descriptions import DESCRIPTIONS, TEXT_MODELS, Description, Family, NormKind, Rotation
+from permille.models.settings import Settings
 
 Config = Mapping[str, Any]
 TensorShape = tuple[int, ...]
@@ -66,9 +67,7 @@ _MISSING_LAYERS = {
     "qwen3_next": "linear attention",
 }
 
-# Bounds far above any published model and far below an overflow of the sizes computed from them.
 _LARGEST_LAYERS = 4096
-_LARGEST_WIDTH = 1 << 24
 
 
 # Keys of a model with vision that hold for its text model, whatever that says: the head is the whole's.
@@ -203,7 +202,7 @@ def shape_of(config: Config) -> ModelShape:
         InputError: as `family_of`, or a number in the config that is missing, no integer or out of range.
     """
     family = family_of(config)
-    about, read = DESCRIPTIONS[family], _Reader(config)
+    about, read = DESCRIPTIONS[family], Settings(config)
     learned = about.rotation is Rotation.LEARNED
     own_heads = not learned and (about.names.fused is None or about.stacked)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
@@ -239,7 +238,7 @@ def shape_of(config: Config) -> ModelShape:
     )
 
 
-def _biased(about: Description, read: "_Reader") -> frozenset[str]:
+def _biased(about: Description, read: Settings) -> frozenset[str]:
     flags = {LayerPart.ATTENTION: about.attention_bias, LayerPart.MLP: about.mlp_bias}
     biased = [role for part, flag in flags.items() if flag and read.flag(*flag) for role in _ROLES[part]]
     return frozenset((*about.always_biased, *biased))
@@ -303,7 +302,7 @@ def is_tied(config: Config) -> bool:
 
     If the config does not say, the family's default applies.
     """
-    return _Reader(config).flag("tie_word_embeddings", DESCRIPTIONS[family_of(config)].tied)
+    return Settings(config).flag("tie_word_embeddings", DESCRIPTIONS[family_of(config)].tied)
 
 
 def canonical_name(config: Config, name: str) -> str | None:
@@ -327,33 +326,6 @@ def canonical_name(config: Config, name: str) -> str | None:
 
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model)\.")
-
-
-class _Reader:
-    """Reads foreign numbers, and notes which keys it was asked for."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.keys: set[str] = set()
-
-    def size(self, key: str, default: int | None = None, *, largest: int = _LARGEST_WIDTH) -> int:
-        value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-            raise InputError(
-                f"{key} in config.json must be a whole number from 1 to {largest}, got {value!r}"
-            )
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise InputError(f"{key} in config.json must be true or false, got {value!r}")
-        return value
-
-    def _value(self, key: str, default: object) -> object:
-        self.keys.add(key)
-        value = self._config.get(key)
-        return default if value is None else value
 
 
 def _layers_in(scope: str, layers: int) -> range:

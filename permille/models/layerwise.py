@@ -47,9 +47,7 @@ class LayerStream:
         self._model = _meta_model(checkpoint, dtype)
         layers = self._model.get_submodule(self._prefix)
         if not isinstance(layers, nn.ModuleList):
-            raise InputError(
-                f"expected a list of decoder layers at {self._prefix}, got {type(layers).__name__}"
-            )
+            raise InputError(f"The model has no list of decoder layers at {self._prefix}.")
         self._layers = list(layers)
         self._recorders = [_Recorder() for _ in self._layers]
         self._model.set_submodule(self._prefix, nn.ModuleList(self._recorders))

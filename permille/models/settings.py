@@ -44,60 +44,78 @@ _HARMLESS = frozenset(
 HINT = 'the torch engine may know it: pip install "permille[torch]" and choose it with --engine torch'
 
 
+# Far above any published model, and far below an overflow of the sizes that are computed from it.
+_LARGEST_SIZE = 1 << 24
+
+
 class Settings:
-    """The config of a model, and which of its keys were read."""
+    """The config of a model, and which of its keys were read.
+
+    Example:
+        settings = Settings(config)
+        hidden = settings.size("hidden_size")
+
+    Attributes:
+        keys: those that were read.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self._read: set[str] = set()
+        self.keys: set[str] = set()
 
-    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def size(
+        self, key: str, default: int | None = None, *, least: int = 1, largest: int = _LARGEST_SIZE
+    ) -> int:
+        """Return a whole number from `least` to `largest`."""
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise unsupported(f"{key} to be a whole number of at least {least}", value)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
+            raise InputError(
+                f"{key} in config.json must be a whole number from {least} to {largest}, got {value!r:.200}"
+            )
         return value
 
     def optional_size(self, key: str, default: int | None) -> int | None:
-        """A whole number of at least 1, or None where the key says null; the default where it is absent."""
+        """Return a whole number from 1, None where the key says null, the default where it is absent."""
         if key in self._config and self._config[key] is None:
-            self._read.add(key)
+            self.keys.add(key)
             return None
-        return None if key not in self._config and default is None else self.size(key, default)
+        if key not in self._config and default is None:
+            return None
+        return self.size(key, default, largest=sys.maxsize)
 
     def number(self, key: str, default: float | None) -> float:
-        """A positive number."""
+        """Return a positive number."""
         return positive(key, self._value(key, default))
 
     def optional_number(self, key: str, default: float | None) -> float | None:
-        """A positive number, or None where the key says null; the default where it is absent."""
+        """Return a positive number, None where the key says null, the default where it is absent."""
         value = self._config.get(key, default)
-        self._read.add(key)
+        self.keys.add(key)
         return None if value is None else positive(key, value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise unsupported(f"{key} to be true or false", value)
+            raise InputError(f"{key} in config.json must be true or false, got {value!r:.200}")
         return value
 
     def text(self, key: str, default: str) -> str:
-        """A text."""
+        """Return a text."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise unsupported(f"{key} to be a text", value)
         return value
 
     def table(self, key: str) -> dict[str, Any]:
-        """A copy of a dictionary, empty where the key is absent or null."""
+        """Return a copy of a dictionary, empty where the key is absent or null."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
             raise unsupported(f"{key} to be a dictionary", value)
         return dict(value)
 
     def texts(self, key: str) -> tuple[str, ...] | None:
-        """A list of texts, or None where the key is absent or null."""
+        """Return a list of texts, or None where the key is absent or null."""
         value = self._value(key, None)
         if value is None:
             return None
@@ -106,7 +124,7 @@ class Settings:
         return tuple(value)
 
     def flags(self, key: str) -> list[bool] | None:
-        """A list of true or false, also written as 1 and 0; None where the key is absent or null."""
+        """Return a list of true or false, also written as 1 and 0; None where the key is absent or null."""
         value = self._value(key, None)
         if value is None:
             return None
@@ -122,7 +140,7 @@ class Settings:
 
     def passed_over(self, keys: Iterable[str]) -> None:
         """Mark keys as read that other code uses, or that change nothing here."""
-        self._read |= set(keys)
+        self.keys |= set(keys)
 
     def check_all_read(self) -> None:
         """
@@ -130,13 +148,13 @@ class Settings:
             InputError: a key is left that this engine does not know, and that is not null.
         """
         left = sorted(
-            key for key in self._config.keys() - self._read - _HARMLESS if self._config[key] is not None
+            key for key in self._config.keys() - self.keys - _HARMLESS if self._config[key] is not None
         )
         if left:
             raise unsupported("a config whose keys the light engine knows", left)
 
     def _value(self, key: str, default: object) -> object:
-        self._read.add(key)
+        self.keys.add(key)
         value = self._config.get(key)
         return default if value is None else value
 

@@ -1,4 +1,4 @@
-"""Sources of base models: a folder or GGUF file below a root, or a hub repository.
+"""Sources of base models: paths below a root, and hub repositories.
 
 This module does not need torch.
 
@@ -7,7 +7,6 @@ can come in.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from permille.errors import InputError, RetryableError
@@ -16,50 +15,6 @@ from permille.models.checkpoint import TEXT_FILES
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderRef:
-    """`path` is relative to the root, with "/" between parts."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubRef:
-    """`repository` is owner/name, `commit` 40 lower-case hex digits."""
-
-    repository: str
-    commit: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufRef:
-    """`path` of a GGUF file relative to the root, with "/" between parts."""
-
-    path: str
-
-
-ModelRef = FolderRef | HubRef | GgufRef
-
-
-def resolve_model(ref: ModelRef, root: Path) -> Path:
-    """The model's folder on this machine; a hub model is downloaded below `root` first, a GGUF file converted
-    there, or either is found there.
-
-    Raises:
-        InputError: the path leads out of the root, or is no folder or file; the repository or commit has
-            another form, or the hub does not know it; a GGUF file that cannot be read.
-        RetryableError: the hub cannot be reached.
-        OSError: as the file system reports it.
-    """
-    if isinstance(ref, FolderRef):
-        return resolve_inside(root, ref.path, what="folder")
-    if isinstance(ref, GgufRef):
-        from permille.models.gguf.folder import model_folder
-
-        return model_folder(resolve_inside(root, ref.path, what="file"), root)
-    return _download(ref, root)
 
 
 def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
@@ -75,14 +30,23 @@ def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
     return path
 
 
-def _download(ref: HubRef, root: Path) -> Path:
-    if not _REPOSITORY.fullmatch(ref.repository) or ".." in ref.repository:
-        raise InputError(f"Write the repository as owner/name, not {ref.repository!r:.200}.")
-    if not _COMMIT.fullmatch(ref.commit):
+def download_model(repository: str, commit: str, root: Path) -> Path:
+    """Return the folder of a hub repository at a commit, below `root`; it is downloaded once.
+
+        download_model("HuggingFaceTB/SmolLM2-135M-Instruct", "<40 hex digits>", Path("models"))
+
+    Raises:
+        InputError: the repository or commit has another form, or the hub does not know it.
+        RetryableError: the hub cannot be reached.
+        OSError: as the file system reports it.
+    """
+    if not _REPOSITORY.fullmatch(repository) or ".." in repository:
+        raise InputError(f"Write the repository as owner/name, not {repository!r:.200}.")
+    if not _COMMIT.fullmatch(commit):
         raise InputError(
-            f"Name a commit by 40 hexadecimal digits, so that it cannot change; got {ref.commit!r:.60}."
+            f"Name a commit by 40 hexadecimal digits, so that it cannot change; got {commit!r:.60}."
         )
-    relative = f"hub/{ref.repository.replace('/', '--')}/{ref.commit}"
+    relative = f"hub/{repository.replace('/', '--')}/{commit}"
     folder = follow_inside(root, relative)
     if folder is None:
         raise InputError(
@@ -91,12 +55,12 @@ def _download(ref: HubRef, root: Path) -> Path:
     # Written last: a folder without it is a download that was cut off, and is continued.
     finished = folder / ".complete"
     if not finished.exists():
-        _fetch(ref, folder)
+        _fetch(repository, commit, folder)
         finished.touch()
     return folder
 
 
-def _fetch(ref: HubRef, folder: Path) -> None:
+def _fetch(repository: str, commit: str, folder: Path) -> None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -108,8 +72,8 @@ def _fetch(ref: HubRef, folder: Path) -> None:
 
     try:
         snapshot_download(
-            ref.repository,
-            revision=ref.commit,
+            repository,
+            revision=commit,
             local_dir=folder,
             allow_patterns=[*TEXT_FILES, "*.safetensors"],
             # Copies of the weights for other programs.
@@ -117,19 +81,19 @@ def _fetch(ref: HubRef, folder: Path) -> None:
         )
     except GatedRepoError as exc:
         raise InputError(
-            f"{ref.repository} is gated: accept its licence on its page, and set HF_TOKEN to a token of that "
+            f"{repository} is gated: accept its licence on its page, and set HF_TOKEN to a token of that "
             "account."
         ) from exc
     except RepositoryNotFoundError as exc:
         raise InputError(
-            f"The hub knows no repository {ref.repository}. Check the name; for a private one, set HF_TOKEN."
+            f"The hub knows no repository {repository}. Check the name; for a private one, set HF_TOKEN."
         ) from exc
     except RevisionNotFoundError as exc:
-        raise InputError(f"{ref.repository} has no commit {ref.commit}. Copy it from its history.") from exc
+        raise InputError(f"{repository} has no commit {commit}. Copy it from its history.") from exc
     except HfHubHTTPError as exc:
         status = exc.response.status_code
         if status in (401, 403, 404):
-            raise InputError(f"The hub refuses {ref.repository} at {ref.commit} with {status}.") from exc
+            raise InputError(f"The hub refuses {repository} at {commit} with {status}.") from exc
         raise RetryableError(f"The hub answered {status}") from exc
     except LocalEntryNotFoundError as exc:
-        raise RetryableError(f"Cannot reach the hub for {ref.repository}: {exc}") from exc
+        raise RetryableError(f"Cannot reach the hub for {repository}: {exc}") from exc

@@ -101,7 +101,7 @@ def kept_lists(weight: SparseRows, first: int, last: int, memory: Array) -> Kept
     check_array("memory", memory, np.float32, (lists_floats(weight, first, last),))
     check_writable("memory", memory)
     if library is None or library.path not in _MOST_KEPT or weight.shape[1] % STRIP:
-        raise InputError(f"expected AVX2 and a width in strips of {STRIP}, got {weight.shape}")
+        raise InputError(f"This kernel needs AVX2 and a width in strips of {STRIP}, not {weight.shape}.")
     count = int(weight.start_N1[last] - weight.start_N1[first])
     ends = len(memory) - _begins(weight, last - first)
     lists = KeptLists(

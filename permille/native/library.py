@@ -118,7 +118,7 @@ def _load(wanted: str) -> Library | None:
         return None
     found = paths()
     if wanted and wanted not in found:
-        raise OperatorError(f"expected {VARIABLE} to be off or one of {found}, got {wanted!r}")
+        raise OperatorError(f"{VARIABLE} must be off or one of {found}, not {wanted!r}.")
     dll = _open()
     return None if dll is None else Library(dll, wanted or found[0])
 

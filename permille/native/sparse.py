@@ -86,7 +86,7 @@ def decode_tile(weight: CodedRows, first: int, last: int, out: NDArray[np.float3
 
 
 def decode_at(weight: CodedRows, flat_index: NDArray[np.unsignedinteger]) -> NDArray[np.float32]:
-    """What the weight decodes to at rising flat indices.
+    """Return what the weight decodes to at rising flat indices.
 
     Raises:
         InputError: an index outside the weight.
@@ -179,7 +179,7 @@ def dequantize_sparse_rows(weight: SparseRows, first: int, last: int, out: NDArr
 
 
 def sparse_decoded_at(weight: SparseRows, flat_index: NDArray[np.integer]) -> NDArray[np.float32]:
-    """What the weight decodes to at rising flat indices; zero where nothing is kept.
+    """Return what the weight decodes to at rising flat indices; zero where nothing is kept.
 
     Raises:
         InputError: an index outside the weight.

@@ -120,7 +120,7 @@ def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.f
 def decoded_at(
     weight: PackedRows, flat_index: NDArray[np.unsignedinteger | np.signedinteger]
 ) -> NDArray[np.float32]:
-    """What the codes decode to at flat indices, float32 of their shape: `value - decoded_at` is what a
+    """Return what the codes decode to at flat indices, float32 of their shape: `value - decoded_at` is what a
     sparse product adds where the codes were not replaced.
 
     Raises:

@@ -89,16 +89,16 @@ class PruningPlan:
         """
         layers = shape_of(config).layers
         if isinstance(self.rates, Mapping) and self.rates.keys() != set(range(layers)):
-            raise InputError(f"expected a rate for each of {layers} decoder layers, got {len(self.rates)}")
+            raise InputError(f"The model has {layers} decoder layers, the plan rates for {len(self.rates)}.")
         largest = 1.0 if self.pattern is None else self.pattern.rate
         for layer in range(layers):
             rate = self.rate(layer)
             if not 0 <= rate <= largest or rate == 1:
                 limit = "below 1" if self.pattern is None else f"at most {largest} with {self.pattern}"
                 where = f" in layer {layer}" if isinstance(self.rates, Mapping) else ""
-                raise InputError(f"expected a rate of at least 0 and {limit}, got {rate}{where}")
+                raise InputError(f"The rate{where} must be at least 0 and {limit}, not {rate}.")
         if not any(self.rate(layer) > 0 for layer in range(layers)):
-            raise InputError("expected a rate above 0, got 0 in every layer")
+            raise InputError("All rates are 0: nothing would be removed.")
         if self.pattern is not None:
             self.pattern.check(config)
 

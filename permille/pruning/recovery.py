@@ -133,7 +133,9 @@ def recover(
     """
     check_sequences(model, rows_NT)
     if len(rows_NT) < plan.rows:
-        raise InputError(f"expected at least {plan.rows} rows of text, got {len(rows_NT)}")
+        raise InputError(
+            f"A step takes {plan.rows} rows of text; there are {len(rows_NT)}. Add text, or take fewer rows."
+        )
     optimizer = torch.optim.Adam(trained, lr=plan.rate, foreach=False)
     losses = _load(checkpoint, trained, optimizer)
     at_once = max(1, TOKENS_A_PASS // rows_NT.shape[1])

@@ -24,7 +24,7 @@ def prune_linear(
         InputError: a weight or an input that is not finite.
     """
     if not bool(torch.isfinite(weight_NK).all()) or not bool(torch.isfinite(gram_KK.diagonal()).all()):
-        raise InputError("expected finite weights and inputs, got NaN or infinity")
+        raise InputError("Weights or inputs are not finite.")
     if rate == 0:
         return weight_NK.clone()
     if method is PruningMethod.SPARSEGPT:
@@ -122,5 +122,5 @@ def _inverse_factor(gram_KK: Tensor, dead_K: Tensor) -> Tensor:
             if not int(failed):
                 return upper_KK
         if damping >= _MOST_DAMPING:
-            raise InputError("expected inputs whose products can be inverted, got none even with damping")
+            raise InputError("The products of inputs cannot be inverted, even with damping. Take more text.")
         damping *= 10

@@ -122,7 +122,7 @@ def check_not_pruned(source: Checkpoint, plan: PruningPlan) -> None:
             groups = zero_NK.reshape(-1, pattern.of).sum(axis=1)
             if bool((groups < pattern.of - pattern.kept).any()):
                 return
-    raise InputError("expected a model with weights to remove, got one that is as sparse already")
+    raise InputError("The model is as sparse already: ask for more zeros.")
 
 
 class _Walk:

@@ -49,13 +49,13 @@ def quantize(
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
             if group_size != nf4.BLOCK_SIZE:
-                raise InputError(f"expected group size {nf4.BLOCK_SIZE} for nf4, got {group_size}")
+                raise InputError(f"nf4 takes groups of {nf4.BLOCK_SIZE} alone, not {group_size}.")
             return nf4.quantize(w_NK, name=name)
         case Scheme.INT4 | Scheme.INT8:
             return integers.quantize(w_NK, Scheme(scheme), group_size, name=name)
         case Scheme.SQUEEZELLM:
             if group_size != squeezellm.GROUP_SIZE:
-                raise InputError(f"expected no group size for squeezellm (0), got {group_size}")
+                raise InputError(f"squeezellm has no groups: leave the group size 0, not {group_size}.")
             return squeezellm.quantize(w_NK, scores_NK, name=name)
         case Scheme.SOURCE:
             raise InputError(f"{name}: scheme source keeps the codes of a GGUF file. Add the model from one.")
@@ -76,7 +76,7 @@ def quantize_sparse(
             2:4.
     """
     if choice_of(Scheme, scheme, "a scheme") not in SPARSE_SCHEMES:
-        raise InputError(f"expected nf4 or int4 for a pattern of kept weights, got {scheme}")
+        raise InputError(f"A pattern of kept weights takes nf4 or int4, not {scheme}.")
     kept_NK = kept_places(w_NK, sparsity, name=name)
     return SparseTensor(
         pattern=pack_places(kept_NK, sparsity),
@@ -112,7 +112,7 @@ def whole_int4(tensor: SparseTensor) -> QuantizedTensor | None:
     """
     kept, (rows, columns) = tensor.kept, tensor.shape
     if kept.scheme is not Scheme.INT4:
-        raise InputError(f"expected int4 codes, got {kept.scheme}")
+        raise InputError(f"Only int4 codes can be whole, not {kept.scheme}.")
     if tensor.pattern.sparsity is Sparsity.BITMAP or columns // 2 % kept.group_size:
         return None
     code_NK = np.full(tensor.shape, 8, np.uint8)
@@ -137,16 +137,15 @@ def _scattered(tensor: SparseTensor) -> NDArray[np.float32]:
     return w_NK
 
 
+_DEFAULT_GROUP_SIZES = {
+    Scheme.NF4: nf4.BLOCK_SIZE,
+    Scheme.INT4: 32,
+    Scheme.INT8: 128,  # ADR 13
+    Scheme.SQUEEZELLM: squeezellm.GROUP_SIZE,
+    Scheme.SOURCE: gguf_blocks.GROUP_SIZE,
+}
+
+
 def default_group_size(scheme: Scheme | str) -> int:
-    """64 for NF4, 32 for INT4 and SOURCE, 128 for INT8 (ADR 13); 0 for SQUEEZELLM, which has none."""
-    match choice_of(Scheme, scheme, "a scheme"):
-        case Scheme.NF4:
-            return nf4.BLOCK_SIZE
-        case Scheme.INT4:
-            return 32
-        case Scheme.INT8:
-            return 128
-        case Scheme.SQUEEZELLM:
-            return squeezellm.GROUP_SIZE
-        case Scheme.SOURCE:
-            return gguf_blocks.GROUP_SIZE
+    """Return the weights that share a scale unless another number is asked for. For example, 64 of NF4."""
+    return _DEFAULT_GROUP_SIZES[choice_of(Scheme, scheme, "a scheme")]

@@ -81,11 +81,11 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
     )
     if scale_NG.shape != scales_shape(Scheme.INT4, found.shape, GROUP_SIZE) or scale_NG.min() < 0:
         raise InputError(
-            f"expected a positive scale for each group of {name}, got {scale_NG.shape} from auto-round, the "
-            f"least {scale_NG.min()}"
+            f"auto-round gave {name} scales {scale_NG.shape}, the least {scale_NG.min()}: not a positive one "
+            "for each group."
         )
     if not np.array_equal(dequantize(found), w_NK):
-        raise InputError(f"expected codes times scales in {name}, got other weights from auto-round")
+        raise InputError(f"auto-round left weights in {name} that are no codes times scales.")
     return found
 
 
@@ -130,7 +130,7 @@ def _tuned(
     if same := [
         name for name in names if before[name].any() and torch.equal(found.get_parameter(name), before[name])
     ]:
-        raise InputError(f"expected auto-round to quantize {same[0]}, got it as it was")
+        raise InputError(f"auto-round left {same[0]} as it was.")
     return found
 
 

@@ -45,7 +45,7 @@ def find_sparsity(weights: Iterable[NDArray[np.float32]]) -> Sparsity | None:
 
 
 def kept_places(w_NK: NDArray[np.float32], sparsity: Sparsity, *, name: str) -> Places:
-    """Which weights get codes: all but zeros, and of 2:4 two of each four; at least one of a bitmap.
+    """Return which weights get codes: all but zeros, and of 2:4 two of each four; at least one of a bitmap.
 
     Raises:
         InputError: 2:4 is asked of a weight that has three of four, or a width that is no multiple of 4.
@@ -144,9 +144,9 @@ def check_pattern(pattern: Pattern, kept: int) -> None:
         raise InputError(f"expected uint8 patterns {expected}, got {pattern.packed.shape}")
     is_whole = pattern.sparsity is Sparsity.BITMAP or columns % 4 == 0
     if not is_whole or has_other_numbers(pattern) or has_padding(pattern):
-        raise InputError(f"expected patterns {pattern.sparsity} of {pattern.shape}, got others")
+        raise InputError(f"These are no patterns {pattern.sparsity} of {pattern.shape}.")
     if kept != int(row_starts(pattern)[-1]):
-        raise InputError(f"expected as many codes as the pattern has places, got {kept}")
+        raise InputError(f"There are {kept} codes, and another number of places in the pattern.")
 
 
 def has_other_numbers(pattern: Pattern) -> bool:

@@ -154,7 +154,7 @@ class _Sums:
 
 
 def _first_places(w_RK: NDArray[np.float64], mass_RK: NDArray[np.float64]) -> tuple[Cuts, bool]:
-    """Where cuts may be at first, and whether that is everywhere."""
+    """Return where cuts may be at first, and whether that is everywhere."""
     rows, columns = w_RK.shape
     if columns <= _SPREAD + 2 * _OUTERMOST:
         return np.broadcast_to(np.arange(columns + 1), (rows, columns + 1)), True

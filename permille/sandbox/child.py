@@ -60,7 +60,7 @@ class _Child:
         try:
             return requests[request.pop("do")](**request)
         except MemoryError:
-            return {"error": f"expected at most {MEMORY_BYTES} bytes of memory, more is needed"}
+            return {"error": f"This needs more than {MEMORY_BYTES} bytes of memory."}
         except _RefusedError as exc:
             return {"error": str(exc)[:500]}
 
@@ -72,7 +72,7 @@ class _Child:
         try:
             self._loaded = Tokenizer.from_buffer(data)
         except Exception as exc:  # the library raises bare Exception for every malformed file
-            raise _RefusedError(f"expected a tokenizer.json that can be read: {exc}") from exc
+            raise _RefusedError(f"The tokenizer.json cannot be read: {exc}") from exc
         self._loaded.no_truncation()
         self._loaded.no_padding()
         added = self._loaded.get_added_tokens_decoder().values()
@@ -85,9 +85,7 @@ class _Child:
         self._tokenizer.encode_special_tokens = literal
         found = self._tokenizer.encode(text, add_special_tokens=ends)
         if len(found) > limit:
-            raise _RefusedError(
-                f"expected at most {limit} tokens of {len(text)} characters, got {len(found)}"
-            )
+            raise _RefusedError(f"{len(text)} characters make {len(found)} tokens, more than {limit}.")
         places = found.offsets
         return {
             "ids": _packed(found.ids),
@@ -107,7 +105,7 @@ class _Child:
             self._streams.pop(stream, None)
             return {"text": ""}
         if stream not in self._streams and len(self._streams) >= MAX_STREAMS:
-            raise _RefusedError(f"expected at most {MAX_STREAMS} streams")
+            raise _RefusedError(f"There are {MAX_STREAMS} streams already.")
         decoder = self._streams.setdefault(stream, DecodeStream(skip_special_tokens=True))
         pieces = (decoder.step(self._tokenizer, number) or "" for number in ids)
         return {"text": _bounded("".join(pieces), limit)}
@@ -143,7 +141,7 @@ class _Child:
                     pieces.append(piece)
                     room -= len(piece)
                     if room < 0:
-                        raise _RefusedError(f"expected at most {limit} characters, got more")
+                        raise _RefusedError(f"The template makes more than {limit} characters.")
                 return "".join(pieces)
 
             whole = text_of(messages, prompt)
@@ -177,7 +175,7 @@ class _Child:
     @property
     def _tokenizer(self) -> "Tokenizer":
         if self._loaded is None:
-            raise _RefusedError("expected a tokenizer to be loaded")
+            raise _RefusedError("No tokenizer is loaded.")
         return self._loaded
 
 
@@ -225,7 +223,7 @@ def _packed(numbers: list[int]) -> str:
 
 def _bounded(text: str, limit: int) -> str:
     if len(text) > limit:
-        raise _RefusedError(f"expected a text of at most {limit} characters, got {len(text)}")
+        raise _RefusedError(f"The text has {len(text)} characters, more than {limit}.")
     return text
 
 

@@ -109,7 +109,7 @@ class Sandbox:
     def _exchange(self, data: bytes, call_s: float) -> Mapping[str, Any]:
         child = self._child
         if child is None:
-            raise SandboxError("expected a child that answers, got none")
+            raise SandboxError("The child has stopped.")
         limit_s = min(call_s, max(0.0, self._budget_s))
         began = time.monotonic()
         try:
@@ -119,9 +119,7 @@ class Sandbox:
         except (TimeoutError, EOFError, ValueError) as exc:
             self.close()
             why = "of all texts together" if limit_s < call_s else "of one text"
-            raise SandboxError(
-                f"expected a tokenizer or template that keeps its limits {why}: {exc}"
-            ) from exc
+            raise SandboxError(f"The tokenizer or template broke its limits {why}: {exc}") from exc
         finally:
             self._budget_s -= time.monotonic() - began
         return answer

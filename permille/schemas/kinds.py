@@ -250,12 +250,12 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
         InputError: no such kind, or fields that this version does not write; they are named.
     """
     if kind not in _REQUESTS:
-        raise InputError(f"expected a job of kind {', '.join(_REQUESTS)}, got {kind!r}")
+        raise InputError(f"There is no job of kind {kind!r}, only {', '.join(_REQUESTS)}.")
     try:
         return _REQUESTS[kind].validate_python(dict(payload))
     except ValidationError as exc:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()[:5])
-        raise InputError(f"expected the payload of a job as this version writes it: {wrong}") from exc
+        raise InputError(f"This version does not write such a job: {wrong}") from exc
 
 
 def result_path(kind: JobKind, result_id: str) -> str | None:

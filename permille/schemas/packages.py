@@ -19,7 +19,7 @@ from permille.schemas.quantizations import (
 )
 
 MANIFEST_MEDIA_TYPE: Final = "application/vnd.permille.manifest+json"
-_EITHER: Final = "expected a mask or an adapter, got both or none"
+_EITHER: Final = "Give either a mask or an adapter"
 
 
 class Adapter(Closed):

@@ -20,7 +20,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -41,10 +41,9 @@ if TYPE_CHECKING:
 AnyModel: TypeAlias = "PreTrainedModel | StreamedModel"
 
 
-class Progress(Protocol):
-    """Called after each sequence. What it raises stops the work: whole shards stay in the resume folder."""
-
-    def __call__(self, done: int, total: int) -> None: ...
+# Called with the sequences done and their total after each. An error of its own stops the work; whole shards
+# stay in the resume folder.
+Progress: TypeAlias = Callable[[int, int], None]
 
 
 def fisher_scores(

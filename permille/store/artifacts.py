@@ -158,7 +158,7 @@ def remove(
     )
     user = next((user for user in users if user), None)
     if user is not None:
-        raise ConflictError(f"expected a {kind} that nothing names, got {key}: {user} does")
+        raise ConflictError(f"The {kind} {key} is needed by {user}. Remove that first.")
     for table in (ArtifactBlob, ArtifactSource):
         session.execute(delete(table).where(table.artifact_id == row.id))
     session.expunge(row)
@@ -166,9 +166,9 @@ def remove(
 
 
 def has_result(session: Session, job: Job) -> bool:
-    """Whether what a job has made is still here, of a sparsification its model too; False also of kinds that
-    make no artifact. Nobody removes it before this transaction ends: a build that takes it is there then, and
-    names it."""
+    """Return whether what a job has made is still here, of a sparsification its model too; False also of
+    kinds that make no artifact. Nobody removes it before this transaction ends: a build that takes it is
+    there then, and names it."""
     kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
     if kind not in _PREFIXES or job.result_id is None:
         return False

@@ -44,7 +44,7 @@ class InvitationError(InputError):
     """The code is unknown, used by another key, expired or revoked: which one is not told."""
 
     def __init__(self) -> None:
-        super().__init__("expected an unused, valid invitation, got one that is unknown, used or expired")
+        super().__init__("The invitation is unknown, used or expired. Ask the operator for another one.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,6 @@ def invite(
     tenant_id: str,
     release: str,
     alias: str,
-    life: timedelta = INVITATION_LIFE,
 ) -> tuple[Invitation, str]:
     """Add an invitation; return the row and the code, which is not stored."""
     code = new_code()
@@ -72,7 +71,7 @@ def invite(
         code_hash=hash_secret(code),
         release=release,
         alias=alias,
-        expires_at=at + life,
+        expires_at=at + INVITATION_LIFE,
         created_at=at,
     )
     session.add(invitation)
@@ -91,15 +90,12 @@ def find_invitation(session: Session, *, code: str) -> Invitation | None:
     return session.scalar(select(Invitation).where(Invitation.code_hash == hash_secret(code)))
 
 
-def is_active(session: Session, *, device_id: str) -> bool:
-    """Return whether the device exists and is neither revoked nor unenrolled."""
-    return _active(session, device_id) is not None
-
-
-def public_key(session: Session, *, device_id: str) -> str | None:
-    """Return the key of a device that may come in, None of any other."""
-    device = _active(session, device_id)
-    return None if device is None else device.public_key
+def find_active(session: Session, *, device_id: str) -> Device | None:
+    """Return a device that is neither revoked nor unenrolled; None of any other."""
+    query = select(Device).where(
+        Device.id == device_id, Device.revoked_at.is_(None), Device.unenrolled_at.is_(None)
+    )
+    return session.scalar(query)
 
 
 def enrol(session: Session, *, code: str, public_key: str, name: str, agent_version: str) -> Enrolment:
@@ -194,7 +190,7 @@ def use_nonce(session: Session, *, device_id: str, nonce: str, issued_at: dateti
         None where the nonce was used before or is older than five minutes or than the device's leaving, or
         where the device may not come in.
     """
-    at, device = now(session), _active(session, device_id)
+    at, device = now(session), find_active(session, device_id=device_id)
     left = session.get(DeviceNonce, _leaving(device_id))
     stale = left is not None and left.used_at is not None and left.used_at >= issued_at
     if device is None or stale or not issued_at <= at < issued_at + NONCE_LIFE:
@@ -249,13 +245,6 @@ def _leaving(device_id: str) -> str:
     return hash_secret(f"left {device_id}")
 
 
-def _active(session: Session, device_id: str) -> Device | None:
-    query = select(Device).where(
-        Device.id == device_id, Device.revoked_at.is_(None), Device.unenrolled_at.is_(None)
-    )
-    return session.scalar(query)
-
-
 def _use(session: Session, invitation: Invitation, device: Device, at: datetime) -> None:
     used = session.execute(
         update(Invitation)
@@ -267,9 +256,5 @@ def _use(session: Session, invitation: Invitation, device: Device, at: datetime)
         )
         .values(used_at=at, device_id=device.id)
     )
-    if not _changed_one(used):
+    if not isinstance(used, CursorResult) or used.rowcount != 1:
         raise InvitationError()
-
-
-def _changed_one(result: object) -> bool:
-    return isinstance(result, CursorResult) and result.rowcount == 1

@@ -132,7 +132,7 @@ def check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: s
 
 
 def corpora_are_older(session: Session, settings: StoreSettings, job: Job) -> bool:
-    """Whether no corpus that a job has read was changed since it was asked for, by the time of its
+    """Return whether no corpus that a job has read was changed since it was asked for, by the time of its
     inode: that of its content may be an old one where another file was copied or moved over it.
 
     Models need no look: the first job pins a model's files, and later ones refuse others.
@@ -190,7 +190,7 @@ def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: st
         NotFoundError: there is none of this id.
         ConflictError: something was made of it, or a job that has not ended names it.
     """
-    row: Model | Corpus = rows.lock(session, table, tenant_id=tenant_id, row_id=row_id)
+    row: Model | Corpus = rows.lock(session, table, tenant_id=tenant_id, row_id=row_id, to_remove=True)
     made = select(Artifact.kind, Artifact.id, Artifact.digest).join(
         ArtifactSource, ArtifactSource.artifact_id == Artifact.id
     )

@@ -4,24 +4,21 @@ A page is cut by id, or by time and id where others made the ids. So rows added 
 hide others. A cursor is the key of a page's last row.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Select, bindparam, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.errors import InputError
 from permille.store.errors import NotFoundError
-from permille.store.tables import Named
+from permille.store.tables import EPOCH, MICROSECOND, Named, microseconds_of
 
 Row = TypeVar("Row")
 NamedRow = TypeVar("NamedRow", bound=Named)
 MAX_LIMIT = 200
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
 _LONGEST_TIME = 17  # decimal digits: up to the year 5138
 
 
@@ -45,18 +42,25 @@ FIRST = Window()
 
 
 def get(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str) -> NamedRow:
-    """Read one row. Raises NotFoundError."""
-    found: Sequence[NamedRow] = session.scalars(
-        _row_of(table), {"tenant_id": tenant_id, "row_id": row_id}
-    ).all()
-    return _require(found, table.noun, row_id)
+    """Read one row. Raises NotFoundError.
+
+    Example:
+        model = rows.get(session, tables.Model, tenant_id=operator.tenant_id, row_id="model_01jd3k...")
+    """
+    return _find(session, _row_of(table), table, tenant_id, row_id)
 
 
-def lock(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str) -> NamedRow:
-    """Read one row, to remove it: who comes at the same time waits, and finds none. Raises NotFoundError."""
-    query = _row_of(table).with_for_update()
-    found: Sequence[NamedRow] = session.scalars(query, {"tenant_id": tenant_id, "row_id": row_id}).all()
-    return _require(found, table.noun, row_id)
+def lock(
+    session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str, to_remove: bool = False
+) -> NamedRow:
+    """Read one row for change, as it is now. Raises NotFoundError.
+
+    Args:
+        to_remove: transactions that lock the row at the same time wait, and then find none.
+    """
+    # A change of the key is none of ours: rows that refer to this one need not wait (PostgreSQL).
+    query = _row_of(table).with_for_update(key_share=not to_remove)
+    return _find(session, query.execution_options(populate_existing=True), table, tenant_id, row_id)
 
 
 @cache
@@ -65,11 +69,13 @@ def _row_of(table: type[NamedRow]) -> Select[NamedRow]:
     return select(table).where(table.tenant_id == bindparam("tenant_id"), table.id == bindparam("row_id"))
 
 
-def _require(found: Sequence[Row], noun: str, key: str) -> Row:
-    """Return the one row that was found by a key. Raises NotFoundError."""
-    if not found:
-        raise NotFoundError(f"no {noun} {key!r}")
-    return found[0]
+def _find(
+    session: Session, query: Select[Any], table: type[NamedRow], tenant_id: str, row_id: str
+) -> NamedRow:
+    found: NamedRow | None = session.scalar(query, {"tenant_id": tenant_id, "row_id": row_id})
+    if found is None:
+        raise NotFoundError(f"no {table.noun} {row_id!r}")
+    return found
 
 
 def list_all(
@@ -93,10 +99,8 @@ def fetch_page(
         made_at: the time that orders the rows, where their key does not say so.
 
     Raises:
-        InputError: limit out of range, or a cursor that no page gave.
+        InputError: no page gave such a cursor.
     """
-    if not 1 <= window.limit <= MAX_LIMIT:
-        raise InputError(f"The limit must be 1 to {MAX_LIMIT}, got {window.limit}.")
     if made_at is None:
         query = query.order_by(key.desc())
         if window.cursor is not None:
@@ -113,7 +117,7 @@ def fetch_page(
         return Page(items=items, next_cursor=None)
     cursor = str(getattr(items[-1], key.key))
     if made_at is not None:
-        cursor = f"{(getattr(items[-1], made_at.key) - _EPOCH) // _MICROSECOND}.{cursor}"
+        cursor = f"{microseconds_of(getattr(items[-1], made_at.key))}.{cursor}"
     return Page(items=items, next_cursor=cursor)
 
 
@@ -122,4 +126,4 @@ def _parse_moment(cursor: str) -> tuple[datetime, str]:
     number, point, key = cursor.partition(".")
     if not (point and number.isascii() and number.isdecimal() and len(number) <= _LONGEST_TIME):
         raise InputError(f"{cursor[:80]!r} is no cursor that a page returned.")
-    return _EPOCH + int(number) * _MICROSECOND, key
+    return EPOCH + int(number) * MICROSECOND, key

@@ -6,7 +6,7 @@ request. They are an upload of its own (`permille.store.uploads`), which nothing
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, func, select, update
@@ -20,10 +20,9 @@ from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
-from permille.store.tables import Device, Job, Run
+from permille.store.tables import EPOCH, Device, Job, Run
 
 _LARGEST_LOSS: Final = 1e6
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def report(
@@ -83,7 +82,7 @@ def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
 def _moment(value: object, default: datetime) -> datetime:
     """A time of a device. One before 1970, where its clock begins, cannot be stored as a cursor."""
     found = datetime.fromisoformat(value) if isinstance(value, str) else default
-    return max(found, _EPOCH)
+    return max(found, EPOCH)
 
 
 def _loss(value: object) -> float | None:

@@ -69,7 +69,8 @@ class BucketAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """What one device may send, and what is kept of it: reports and uploads (`permille.store.uploads`)."""
+    """Limits of what one device may send, and of what is kept of it: reports and uploads
+    (`permille.store.uploads`)."""
 
     runs_a_day: int
     uploads_a_day: int
@@ -143,7 +144,7 @@ class FolderSettings(SettingsGroup):
         others = self.tenant_root.resolve()
         for own in (self.model_root.resolve(), self.corpus_root.resolve()):
             if own.is_relative_to(others) or others.is_relative_to(own):
-                raise ValueError(f"expected tenant_root apart from {own}, got {others}")
+                raise ValueError(f"tenant_root must be apart from {own}; it is {others}")
         return self
 
 
@@ -215,6 +216,6 @@ def explain(error: ValueError) -> str:
             wrong.append(f"{variable}: {message}" if entry["loc"] else message)
     if missing:
         named = ", ".join(missing)
-        folder = "" if f"{PREFIX}DATA_DIR" in missing else f" or {PREFIX}DATA_DIR, which is enough,"
-        wrong.append(f"expected {named}{folder} in the environment, got none")
+        folder = "" if f"{PREFIX}DATA_DIR" in missing else f" (or {PREFIX}DATA_DIR, which is enough)"
+        wrong.append(f"set {named}{folder} in the environment")
     return "; ".join(wrong)

@@ -27,8 +27,13 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 from sqlalchemy.types import TypeDecorator
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+MICROSECOND = timedelta(microseconds=1)
+
+
+def microseconds_of(moment: datetime) -> int:
+    """Return the microseconds since 1970 of an aware time."""
+    return (moment - EPOCH) // MICROSECOND
 
 
 class Instant(TypeDecorator[datetime]):
@@ -42,12 +47,12 @@ class Instant(TypeDecorator[datetime]):
         if value is None:
             return None
         if value.tzinfo is None:
-            raise ValueError(f"expected an aware datetime, got {value!r}")
-        return (value - _EPOCH) // _MICROSECOND
+            raise ValueError(f"The time {value!r} has no time zone: make it aware.")
+        return microseconds_of(value)
 
     def process_result_value(self, value: int | None, _dialect: Dialect) -> datetime | None:
         """Microseconds to aware datetime."""
-        return None if value is None else _EPOCH + value * _MICROSECOND
+        return None if value is None else EPOCH + value * MICROSECOND
 
 
 class Base(DeclarativeBase):
@@ -78,10 +83,15 @@ class Tenant(Base):
     served_at: Mapped[datetime | None]  # when a job of it last began or ended: whose turn it is
 
 
-class _Owned:
-    """Mixin: the columns that (nearly) every table has."""
+class _OfTenant:
+    """Mixin: the tenant that a row belongs to. Every query filters by it."""
 
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+
+
+class _Owned(_OfTenant):
+    """Mixin: the columns that nearly every table has."""
+
     created_at: Mapped[datetime]
 
 
@@ -285,13 +295,12 @@ class Artifact(Named):
     )
 
 
-class ArtifactBlob(Base):
+class ArtifactBlob(_OfTenant, Base):
     """Blobs of an artifact. A device that may read a package may read these."""
 
     __tablename__ = "artifact_blobs"
     artifact_id: Mapped[str] = mapped_column(ForeignKey("artifacts.id"), primary_key=True)
     position: Mapped[int] = mapped_column(primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     role: Mapped[str]
     media_type: Mapped[str]
     digest: Mapped[str]
@@ -300,13 +309,12 @@ class ArtifactBlob(Base):
     __table_args__ = (Index("ix_artifact_blobs_digest", "digest", "size_bytes"),)
 
 
-class ArtifactSource(Base):
+class ArtifactSource(_OfTenant, Base):
     """Inputs of an artifact: ids of models, corpora and other artifacts."""
 
     __tablename__ = "artifact_sources"
     artifact_id: Mapped[str] = mapped_column(ForeignKey("artifacts.id"), primary_key=True)
     source_id: Mapped[str] = mapped_column(primary_key=True, index=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
 
 
 class BlobCollection(Base):
@@ -511,24 +519,22 @@ class Federation(Named):
     )
 
 
-class FederationMember(Base):
+class FederationMember(_OfTenant, Base):
     """A device that joined a federation, and may have left it."""
 
     __tablename__ = "federation_members"
     federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     joined_at: Mapped[datetime]
     left_at: Mapped[datetime | None]
 
 
-class Round(Base):
+class Round(_OfTenant, Base):
     """A round. After its end it has its record and the federation's head."""
 
     __tablename__ = "rounds"
     federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     state: Mapped[str] = mapped_column(index=True)
     start_digest: Mapped[str]  # of the state to begin from
     opened_at: Mapped[datetime]
@@ -550,14 +556,13 @@ class Round(Base):
     __table_args__ = (_index_of_some("rounds", "job_id"),)
 
 
-class Participation(Base):
+class Participation(_OfTenant, Base):
     """A device's part in a round, and what it sent, until the round ends."""
 
     __tablename__ = "participations"
     federation_id: Mapped[str] = mapped_column(primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     invited_at: Mapped[datetime]
     digest: Mapped[str | None]  # of the contribution; kept for one round more
     data: Mapped[bytes | None] = mapped_column(LargeBinary)
@@ -566,27 +571,25 @@ class Participation(Base):
     )
 
 
-class PrivacyCharge(Base):
+class PrivacyCharge(_OfTenant, Base):
     """That a device's integers go into a round's sum; see `permille.store.federations.charges`."""
 
     __tablename__ = "privacy_charges"
     federation_id: Mapped[str] = mapped_column(primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     state: Mapped[str]
     __table_args__ = (
         ForeignKeyConstraint(["federation_id", "number"], ["rounds.federation_id", "rounds.number"]),
     )
 
 
-class FederationCheckpoint(Base):
+class FederationCheckpoint(_OfTenant, Base):
     """A federation's packed state after so many rounds."""
 
     __tablename__ = "checkpoints"
     federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     state: Mapped[bytes] = mapped_column(LargeBinary)
 
 
@@ -646,13 +649,12 @@ class Rollout(Named):
     )
 
 
-class RolloutReport(Base):
+class RolloutReport(_OfTenant, Base):
     """Result of a rollout's version on a device that began to install it."""
 
     __tablename__ = "rollout_reports"
     rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.id"), primary_key=True)
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     wave: Mapped[int]
     began_at: Mapped[datetime]
     installed: Mapped[bool]
@@ -684,9 +686,8 @@ class IdempotentAnswer(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
     request_digest: Mapped[str]
-    sealed: Mapped[bytes] = mapped_column(
-        LargeBinary
-    )  # encrypted by the API: an answer may hold a new secret
+    # Encrypted by the API: an answer may hold a new secret.
+    sealed: Mapped[bytes] = mapped_column(LargeBinary)
     created_at: Mapped[datetime] = mapped_column(index=True)
 
 

@@ -114,7 +114,7 @@ def _replace_timestamp(session: Session, tenant_id: str, data: bytes, *, version
     )
     done = session.execute(statement)
     if not isinstance(done, CursorResult) or done.rowcount != 1:
-        raise ChangedError(f"expected timestamp {seen}, another change was kept since")
+        raise ChangedError(f"Another change was kept since timestamp {seen} was read.")
 
 
 def _prune(session: Session, tenant_id: str, role: str, *, before: int) -> None:

@@ -1,4 +1,4 @@
-"""What a team has listed, in a form that needs no TUF: workers compare it with the rows of releases."""
+"""A team's list, in a form that needs no TUF: workers compare it with the rows of releases."""
 
 from dataclasses import dataclass
 

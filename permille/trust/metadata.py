@@ -44,9 +44,9 @@ class Holders:
 
     def __post_init__(self) -> None:
         if len({key.keyid for key in self.keys}) != len(self.keys):
-            raise InputError("expected each key once")
+            raise InputError("A key is named twice.")
         if not 1 <= self.threshold <= len(self.keys):
-            raise InputError(f"expected a threshold from 1 to {len(self.keys)}, got {self.threshold}")
+            raise InputError(f"The threshold must be 1 to {len(self.keys)}, not {self.threshold}.")
         check_keys(self.keys)
 
 
@@ -69,8 +69,8 @@ def expiry_of(data: bytes) -> datetime:
 
 
 def is_due(role: str, data: bytes, now: datetime) -> bool:
-    """Whether a role's metadata is past half its life, or was signed under a clock that went too far: what
-    is good for years would hold devices at it for as long.
+    """Return whether a role's metadata is past half its life, or was signed under a clock that went too far:
+    what is good for years would hold devices at it for as long.
     """
     left, life = expiry_of(data) - now, life_of(role)
     return not life / 2 <= left <= life + CLOCK_SLACK
@@ -116,15 +116,15 @@ def lacking_signatures(delegator: Delegator, role: str, metadata: Metadata[Any])
 
 def check_keys(keys: Iterable[Key]) -> None:
     if any(key.keytype != KEY_TYPE for key in keys):
-        raise InputError(f"expected {KEY_TYPE} keys alone")
+        raise InputError(f"All keys must be {KEY_TYPE} keys.")
 
 
 def check_delegations(targets: Targets) -> None:
     if targets.targets or targets.delegations is None or not targets.delegations.roles:
-        raise InputError("expected targets to list nothing itself and to delegate to named roles")
+        raise InputError("targets must list nothing itself, and delegate to named roles.")
     check_keys(targets.delegations.keys.values())
     if not all(role.terminating and role.paths for role in targets.delegations.roles.values()):
-        raise InputError("expected delegated roles that are terminating and have paths")
+        raise InputError("Delegated roles must be terminating and have paths.")
 
 
 def hand_over(delegator: Delegator, role: str, holders: Holders) -> None:

@@ -131,7 +131,9 @@ class Repository:
         repository = cls(newest=dict(newest), signers=dict(signers), now=now)
         for role in (ROOT, TARGETS, *repository._delegated()):
             if role in newest and (lacking := repository._lacking(role, repository._metadata(role))):
-                raise OperatorError(f"expected stored metadata of {role} as it was signed: {lacking}")
+                raise OperatorError(
+                    f"The stored metadata of {role} was changed after it was signed: {lacking}"
+                )
         return repository
 
     @property
@@ -235,7 +237,7 @@ class Repository:
         role = self._role_of(path)
         listed = self.targets(role).targets
         if version is not None and path not in listed:
-            raise InputError(f"expected a version that is listed, got {name!r} version {version}")
+            raise InputError(f"{name!r} has no signed version {version}.")
         try:
             self._edit(
                 role, lambda targets: name_alias(targets, name, alias, None if version is None else path)
@@ -335,11 +337,11 @@ class Repository:
                 or leaves a set behind that clients would refuse.
         """
         if role in ONLINE or not (role in (ROOT, TARGETS) or role in self._delegated()):
-            raise InputError(f"expected root, targets or a role below it, got {role!r:.80}")
+            raise InputError(f"Only root, targets or a role below it is signed elsewhere, not {role!r:.80}.")
         offered: Metadata[Root] | Metadata[Targets]
         offered = parse(Root, data) if role == ROOT else parse(Targets, data)
         if len(data) > MAX_BYTES:
-            raise InputError(f"expected {role} within {MAX_BYTES} bytes, got {len(data)}")
+            raise InputError(f"{role} has {len(data)} bytes, more than {MAX_BYTES}.")
         self._check_next(role, offered)
         if isinstance(offered.signed, Root):
             self._check_root(offered)
@@ -353,38 +355,38 @@ class Repository:
     def _check_next(self, role: str, offered: Metadata[Any]) -> None:
         signed, expected = offered.signed, self.version(role) + 1
         if signed.version != expected:
-            raise InputError(f"expected version {expected} of {role}, got {signed.version}")
+            raise InputError(f"The next version of {role} is {expected}, not {signed.version}.")
         latest = self.now + life_of(role) + CLOCK_SLACK
         if not self.now < signed.expires <= latest:
             raise InputError(
-                f"expected {role} to expire after {self.now:%F} and by {latest:%F}, got {signed.expires:%F}"
+                f"{role} must expire after {self.now:%F} and by {latest:%F}, not on {signed.expires:%F}."
             )
         if lacking := self._lacking(role, offered):
-            raise InputError(f"expected {role} signed by its keys: {lacking}")
+            raise InputError(f"{role} lacks signatures by its keys: {lacking}")
 
     def _check_root(self, offered: Metadata[Any]) -> None:
         root: Root = offered.signed
         if lacking := lacking_signatures(root, ROOT, offered):
-            raise InputError(f"expected root signed by the keys that it names: {lacking}")
+            raise InputError(f"root lacks signatures by the keys that it names: {lacking}")
         if not root.consistent_snapshot:
-            raise InputError("expected a root with consistent snapshots")
+            raise InputError("root must have consistent snapshots.")
         check_keys(root.keys.values())
         for role in ONLINE:
             if len(self.signers.keys() & set(root.roles[role].keyids)) < root.roles[role].threshold:
-                raise InputError(f"expected keys of {role} that the service holds")
+                raise InputError(f"root must name keys of {role} that the service holds.")
 
     def _check_listed(self, role: str, offered: Targets) -> None:
         if offered.delegations is not None:
-            raise InputError(f"expected {role} to delegate nothing")
+            raise InputError(f"{role} must delegate nothing.")
         before = self.targets(role).targets if role in self.newest else {}
         for path, target in offered.targets.items():
             if self._role_of(path) != role or set(target.hashes) != {"sha256"}:
-                raise InputError(f"expected {role} to list its own targets by sha256, got {path!r:.120}")
+                raise InputError(f"{role} must list its own targets by sha256, not {path!r:.120}.")
             if is_target_path(path):
                 aliases_of(target)
             known = before.get(path, target)
             if (target.hashes, target.length) != (known.hashes, known.length):
-                raise InputError(f"expected {path!r:.120} to stay what it was")
+                raise InputError(f"{path!r:.120} was signed before and must stay what it was.")
 
     def _edit(self, role: str, change: Callable[[Targets], object]) -> None:
         signed = self._next(self.targets(role), role)
@@ -402,7 +404,7 @@ class Repository:
             if role in self.newest and self._lacking(role, self._metadata(role)):
                 metadata = self._sign(role, self._next(self.targets(role), role), self._delegator(role))
                 if lacking := self._lacking(role, metadata):
-                    raise InputError(f"expected {role} signed by its new keys first: {lacking}")
+                    raise InputError(f"Sign {role} by its new keys first: {lacking}")
                 self._keep(role, metadata)
                 touched.add(role)
         self._finish(touched)
@@ -424,13 +426,15 @@ class Repository:
     def _keep_online(self, role: str, signed: Snapshot | Timestamp) -> None:
         metadata = self._sign(role, signed, self.root())
         if lacking := self._lacking(role, metadata):
-            raise OperatorError(f"expected the key of {role} in the service's key folder: {lacking}")
+            raise OperatorError(f"The key of {role} is not in the service's key folder: {lacking}")
         self._keep(role, metadata)
 
     def _keep(self, role: str, metadata: Metadata[Any]) -> None:
         data = metadata.to_bytes()
         if len(data) > MAX_BYTES:
-            raise InputError(f"expected {role} within {MAX_BYTES} bytes, got {len(data)}: withdraw versions")
+            raise InputError(
+                f"{role} would have {len(data)} bytes, more than {MAX_BYTES}: withdraw versions."
+            )
         self.newest[role] = self.changed[file_name(role, metadata.signed.version)] = data
 
     def _next(self, signed: AnySigned, role: str) -> AnySigned:
@@ -468,7 +472,7 @@ class Repository:
         delegations = self.targets(TARGETS).delegations
         found = next(delegations.get_roles_for_target(path), None) if delegations else None
         if found is None:
-            raise InputError(f"expected a path that targets delegates, got {path!r:.120}")
+            raise InputError(f"No role may sign {path!r:.120}: targets does not delegate it.")
         return found[0]
 
     def _snapshot(self) -> Snapshot:

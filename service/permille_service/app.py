@@ -34,9 +34,8 @@ from permille_service.jobs.stream import MAX_STREAMS, MAX_STREAMS_PER_TOKEN
 from permille_service.limits import RateLimit, Slots
 from permille_service.pages import routes as pages
 from permille_service.parameters import check_given_once
-from permille_service.preflights import routes as preflight_routes
+from permille_service.preflights import planning
 from permille_service.releases import routes as release_routes
-from permille_service.rollouts import device_routes as rollout_device_routes
 from permille_service.rollouts import routes as rollout_routes
 from permille_service.runs import routes as run_routes
 from permille_service.settings import Settings
@@ -83,7 +82,7 @@ ROUTERS = (
     models.router,
     corpora.router,
     *(router_of(work) for work in WORK.values()),
-    preflight_routes.router,
+    planning.router,
     device_routes.router,
     enrolment.router,
     enrolment.own,
@@ -92,7 +91,7 @@ ROUTERS = (
     federation_routes.router,
     member_routes.router,
     rollout_routes.router,
-    rollout_device_routes.router,
+    rollout_routes.device_router,
     access_routes.router,
     storage_routes.router,
 )

@@ -27,7 +27,7 @@ from permille.version import __version__
 from permille_service.access.principals import PUBLIC
 from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
-from permille_service.problems import OPEN, UNANSWERED, ApiError, documented, words_of_database, words_of_disk
+from permille_service.problems import OPEN, ApiError, documented, fault_of
 
 STATIC: Final = Path(__file__).parent / "static"
 PAGE: Final = """<!doctype html>
@@ -130,12 +130,8 @@ class WriteCheck:
             self.blobs.check_writable(PROBE_BYTES)
             self._awaited = "the database"
             check_writable(self.database)
-        except OSError as exc:
-            return words_of_disk(exc)
-        except DBAPIError as exc:
-            return words_of_database(exc)
-        except NoConnectionError:
-            return UNANSWERED
+        except (OSError, DBAPIError, NoConnectionError) as exc:
+            return fault_of(exc) or type(exc).__name__
         except PermilleError as exc:  # of the bucket
             return str(exc)
         return None

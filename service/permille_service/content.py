@@ -34,17 +34,22 @@ NOT_MODIFIED: Final[Responses] = {304: {"description": "the content is the one t
 _RANGE: Final = re.compile(r"bytes=(\d{0,19})-(\d{0,19})", re.ASCII)
 
 
-def content_responses(description: str, *media_types: str) -> Responses:
-    """The `responses` of a route that serves blobs of these types."""
+def body_of(description: str, *media_types: str) -> dict[str, Any]:
+    """Return the OpenAPI description of an answer's bytes, which may be of these types."""
     content = {
         name: {
             "schema": {"type": "object"} if name.endswith("json") else {"type": "string", "format": "binary"}
         }
         for name in media_types
     }
+    return {"description": description, "content": content}
+
+
+def content_responses(description: str, *media_types: str) -> Responses:
+    """Return the `responses` of a route that serves blobs of these types."""
     return {
-        200: {"description": description, "content": content},
-        206: {"description": "the range that was asked for", "content": content},
+        200: body_of(description, *media_types),
+        206: body_of("the range that was asked for", *media_types),
         **NOT_MODIFIED,
         **documented(ProblemType.PRECONDITION_FAILED, ProblemType.RANGE_NOT_SATISFIABLE),
     }

@@ -119,6 +119,16 @@ class Creation:
         # The same key at the same moment: run again, the answer is there now.
         return self.service.database.transact(work)
 
+    def add(self, answer_type: type[Answer], body: BaseModel, make: Callable[[Session], Answer]) -> Answer:
+        """Run `make` as `once` does, and name the path of what was made in `Location`.
+
+        Example:
+            return creating.add(Corpus, body, lambda session: present(inputs.add_corpus(session, ...)))
+        """
+        answer = self.once(answer_type, body, make)
+        self.response.headers["Location"] = f"{self.operator.path}/{_path_below(answer)}"
+        return answer
+
     def _audit(self, session: Session, answer: Answer, body: BaseModel) -> Answer:
         """The answer, once the audit log says what was made."""
         change = self.operator.change(made=_path_below(answer), body=body)

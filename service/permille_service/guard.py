@@ -1,4 +1,4 @@
-"""What every request passes before any route: the Host check, the limit of the body, and headers that
+"""Checks that every request passes before any route: the Host check, the limit of the body, and headers that
 browsers obey.
 
 The Host check keeps a page of another site from reaching a service on loopback through DNS rebinding. There

@@ -3,7 +3,7 @@
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -81,7 +81,10 @@ class Seal:
     """Encrypts what the database must keep but not show: answers that hold a new secret."""
 
     def __init__(self, folder: Path) -> None:
-        self._cipher = AESGCM(_load_or_make(folder / "answers.key", lambda: secrets.token_bytes(KEY_BYTES)))
+        path = folder / "answers.key"
+        if not path.exists():
+            _write_first(path, secrets.token_bytes(KEY_BYTES))
+        self._cipher = AESGCM(_read_private(path))
 
     def close(self, data: bytes, context: str) -> bytes:
         """Encrypt; only `open` with the same context reads it."""
@@ -99,13 +102,6 @@ def _write(path: Path, data: bytes) -> None:
         write_atomic(path, data, mode=0o600)
     except OSError as exc:
         raise OperatorError(f"the folder of keys cannot be written: {exc.strerror}") from exc
-
-
-def _load_or_make(path: Path, make: Callable[[], bytes]) -> bytes:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not path.exists():
-        _write_first(path, make())
-    return _read_private(path)
 
 
 def _read_private(path: Path) -> bytes:
@@ -134,6 +130,7 @@ def _take_from_group(path: Path, mode: int) -> None:
 
 def _write_first(path: Path, data: bytes) -> None:
     """Write unless another starting process was first."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     write_atomic(temporary, data, mode=0o600)
     try:

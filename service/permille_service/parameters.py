@@ -108,7 +108,7 @@ async def read_body(request: Request) -> bytes:
     try:
         return await request.body()
     except ClientDisconnect as exc:
-        raise HTTPException(400, "expected a whole body, the client went away") from exc
+        raise HTTPException(400, "The client went away before the end of the body.") from exc
 
 
 def _query_names(dependant: Dependant) -> frozenset[str]:

@@ -1,13 +1,15 @@
 """Errors as RFC 9457 problem details: one exception, one response, one place that maps every other
 exception to it.
 
-Details say what was expected and what came; they never hold what a client sent as a secret, nor a
-traceback.
+    raise ApiError(ProblemType.CONFLICT, "A token cannot revoke itself. Use another one.")
+
+Details say what is wrong and what to do. They never hold what a client sent as a secret, nor a traceback.
 """
 
 import errno
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -34,8 +36,6 @@ from permille.store.errors import (
 from permille.trust.metadata import KeyElsewhereError
 
 logger = logging.getLogger(__name__)
-_Handler = Callable[[Request, Exception], Coroutine[Any, Any, Response]]
-
 RETRY_AFTER_S = 5
 UNANSWERED = "the database did not answer in time"
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -81,13 +81,11 @@ class ApiError(HTTPException):
         detail: str,
         *,
         headers: Mapping[str, str] | None = None,
-        errors: Sequence[FieldError] | None = None,
         figures: Sequence[Figure] | None = None,
     ) -> None:
         super().__init__(problem.status, detail, headers=dict(headers) if headers else None)
         self.problem = problem
         self.message = detail
-        self.errors = errors
         self.figures = figures
 
 
@@ -130,47 +128,76 @@ def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
 
 def install(app: FastAPI) -> None:
     """Answer every error of the app with a problem."""
-    for kind, handler in _handlers():
-        app.add_exception_handler(kind, handler)
+    kinds: list[type[Exception]] = [StarletteHTTPException, RequestValidationError, Exception]
+    # Starlette answers an `Exception` and raises it again, which these need not.
+    kinds += [PermilleError, DatabaseError, NoConnectionError, OSError]
+    for kind in kinds:
+        app.add_exception_handler(kind, answer)
 
 
 async def answer(request: Request, exc: Exception) -> Response:
-    """The problem of an error that a route has caught itself."""
-    if isinstance(exc, OSError) and exc.errno not in _DISK_ERRNOS:
-        return await _on_bug(request, exc)
-    handler = next(handler for kind, handler in _handlers() if isinstance(exc, kind))
-    return await handler(request, exc)
-
-
-def _handlers() -> tuple[tuple[type[Exception], _Handler], ...]:
-    """Return the handlers of errors. The first that fits is used."""
-    return (
-        (StarletteHTTPException, _on_http_exception),
-        (RequestValidationError, _on_validation_error),
-        (PermilleError, _on_permille_error),
-        (OperationalError, _on_database_error),
-        (NoConnectionError, _on_database_error),
-        (DatabaseError, _on_damaged_database),
-        (OSError, _on_os_error),
-        (Exception, _on_bug),
-    )
-
-
-async def _on_http_exception(request: Request, exc: Exception) -> Response:
+    """Return the problem of an error."""
     path = request.url.path
-    if isinstance(exc, ApiError):
-        return problem_response(
-            path, exc.problem, exc.message, headers=exc.headers, errors=exc.errors, figures=exc.figures
-        )
-    status = getattr(exc, "status_code", 500)
+    match exc:
+        case ApiError():
+            return problem_response(path, exc.problem, exc.message, headers=exc.headers, figures=exc.figures)
+        case StarletteHTTPException():
+            return _answer_http(request, exc)
+        case RequestValidationError():
+            return _answer_invalid(path, exc)
+        case PermilleError():
+            headers = {"Retry-After": str(exc.retry_after_s)} if isinstance(exc, QuotaError) else None
+            return problem_response(path, problem_of(exc), str(exc), headers=headers)
+    if (fault := fault_of(exc)) is not None:
+        logger.error("%s: %s", "disk" if isinstance(exc, OSError) else "database", exc)
+        return problem_response(path, ProblemType.UNAVAILABLE, fault)
+    logger.error("unhandled error on %s %s", request.method, path, exc_info=exc)
+    return problem_response(path, ProblemType.INTERNAL, "an unexpected error; the log has the details")
+
+
+@contextmanager
+def as_conflicts() -> Iterator[None]:
+    """Turn a refusal of the library into a conflict: a well-formed request contradicts what is there.
+
+    Example:
+        with as_conflicts():
+            check_head(path)  # its InputError would be a 422
+    """
+    try:
+        yield
+    except (NotFoundError, ConflictError, KeyElsewhereError):
+        raise
+    except InputError as exc:
+        raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
+
+
+def fault_of(exc: Exception) -> str | None:
+    """Describe what keeps the disk or the database from serving, or return None of any other error.
+
+    The path of a file is only in the log.
+    """
+    match exc:
+        case OSError() if exc.errno in _FULL_ERRNOS:
+            return "the disk of the blob store is full"
+        case OSError() if exc.errno in _DISK_ERRNOS:
+            return f"the blob store cannot be written: {exc.strerror}"
+        case NoConnectionError():
+            return UNANSWERED
+        case DBAPIError():
+            return name_fault(exc) or (UNANSWERED if isinstance(exc, OperationalError) else None)
+    return None
+
+
+def _answer_http(request: Request, exc: StarletteHTTPException) -> Response:
+    """Answer what the framework refuses."""
+    path, status = request.url.path, exc.status_code
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = ", ".join(_allowed_methods(request))
         detail = f"{request.method} is not allowed here, only {allowed}."
         return problem_response(path, ProblemType.METHOD_NOT_ALLOWED, detail, headers={"Allow": allowed})
     if status == HTTPStatus.NOT_FOUND:
         return problem_response(path, ProblemType.NOT_FOUND, "there is no such path")
-    problem = _TYPE_OF_STATUS.get(status, ProblemType.INTERNAL)
-    return problem_response(path, problem, str(getattr(exc, "detail", problem.summary)))
+    return problem_response(path, _TYPE_OF_STATUS.get(status, ProblemType.INTERNAL), str(exc.detail))
 
 
 def _got(error: Mapping[str, Any]) -> str:
@@ -179,8 +206,8 @@ def _got(error: Mapping[str, Any]) -> str:
     return f", got {number}"[:80] if isinstance(number, int | float) else ""
 
 
-async def _on_validation_error(request: Request, exc: Exception) -> Response:
-    found = exc.errors() if isinstance(exc, RequestValidationError) else []
+def _answer_invalid(path: str, exc: RequestValidationError) -> Response:
+    found = exc.errors()
     errors = [
         FieldError(
             location=".".join(str(part) for part in error["loc"])[:200],
@@ -194,70 +221,30 @@ async def _on_validation_error(request: Request, exc: Exception) -> Response:
         detail = "; ".join(
             f"no {str(error['loc'][-1]).removesuffix('_id')} {error['input']!r:.80}" for error in found
         )
-        return problem_response(request.url.path, ProblemType.NOT_FOUND, detail, errors=errors)
-    return problem_response(request.url.path, ProblemType.INVALID, detail, errors=errors)
+        return problem_response(path, ProblemType.NOT_FOUND, detail, errors=errors)
+    return problem_response(path, ProblemType.INVALID, detail, errors=errors)
 
 
-async def _on_permille_error(request: Request, exc: Exception) -> Response:
-    headers = {"Retry-After": str(exc.retry_after_s)} if isinstance(exc, QuotaError) else None
-    return problem_response(request.url.path, problem_of(exc), str(exc), headers=headers)
-
-
-async def _on_database_error(request: Request, exc: Exception) -> Response:
-    logger.error("database: %s", exc)
-    words = words_of_database(exc) if isinstance(exc, DBAPIError) else UNANSWERED
-    return problem_response(request.url.path, ProblemType.UNAVAILABLE, words)
-
-
-async def _on_damaged_database(request: Request, exc: Exception) -> Response:
-    if isinstance(exc, DBAPIError) and name_fault(exc):
-        return await _on_database_error(request, exc)
-    return await _on_bug(request, exc)
-
-
-async def _on_os_error(request: Request, exc: Exception) -> Response:
-    if not isinstance(exc, OSError) or exc.errno not in _DISK_ERRNOS:
-        raise exc
-    logger.error("blob store: %s", exc)
-    return problem_response(request.url.path, ProblemType.UNAVAILABLE, words_of_disk(exc))
-
-
-async def _on_bug(request: Request, exc: Exception) -> Response:
-    logger.error("unhandled error on %s %s", request.method, request.url.path, exc_info=exc)
-    return problem_response(
-        request.url.path, ProblemType.INTERNAL, "an unexpected error; the log has the details"
-    )
-
-
-def problem_of(exc: Exception) -> ProblemType:
+def problem_of(exc: PermilleError) -> ProblemType:
     """Return the problem type of a library error."""
-    kinds: tuple[tuple[type[Exception], ProblemType], ...] = (
-        (NotFoundError, ProblemType.NOT_FOUND),
-        (RoundClosedError, ProblemType.ROUND_CLOSED),
-        (ContributionConflictError, ProblemType.CONTRIBUTION_CONFLICT),
-        (BudgetSpentError, ProblemType.BUDGET_SPENT),
-        (QuotaSpentError, ProblemType.QUOTA_SPENT),
-        (ConflictError, ProblemType.CONFLICT),
-        (QuotaError, ProblemType.TOO_MANY_REQUESTS),
-        (KeyElsewhereError, ProblemType.CONFLICT),
-        (PackageError, ProblemType.PACKAGE_REFUSED),
-        (InputError, ProblemType.INVALID),
-        (RetryableError, ProblemType.UNAVAILABLE),
-        (OperatorError, ProblemType.UNAVAILABLE),
-    )
-    return next((problem for kind, problem in kinds if isinstance(exc, kind)), ProblemType.INTERNAL)
+    return next((problem for kind, problem in _KINDS if isinstance(exc, kind)), ProblemType.INTERNAL)
 
 
-def words_of_disk(exc: OSError) -> str:
-    """Describe the fault of the blob store's disk. The path is only in the log."""
-    if exc.errno in _FULL_ERRNOS:
-        return "the disk of the blob store is full"
-    return f"the blob store cannot be written: {exc.strerror or type(exc).__name__}"
-
-
-def words_of_database(exc: DBAPIError) -> str:
-    """Describe the fault of the database, as far as its error says."""
-    return name_fault(exc) or UNANSWERED
+_KINDS: tuple[tuple[type[PermilleError], ProblemType], ...] = (
+    # A subclass stands before its base.
+    (NotFoundError, ProblemType.NOT_FOUND),
+    (RoundClosedError, ProblemType.ROUND_CLOSED),
+    (ContributionConflictError, ProblemType.CONTRIBUTION_CONFLICT),
+    (BudgetSpentError, ProblemType.BUDGET_SPENT),
+    (QuotaSpentError, ProblemType.QUOTA_SPENT),
+    (ConflictError, ProblemType.CONFLICT),
+    (QuotaError, ProblemType.TOO_MANY_REQUESTS),
+    (KeyElsewhereError, ProblemType.CONFLICT),
+    (PackageError, ProblemType.PACKAGE_REFUSED),
+    (InputError, ProblemType.INVALID),
+    (RetryableError, ProblemType.UNAVAILABLE),
+    (OperatorError, ProblemType.UNAVAILABLE),
+)
 
 
 def _allowed_methods(request: Request) -> list[str]:

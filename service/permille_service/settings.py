@@ -1,4 +1,4 @@
-"""What the API process needs to know, validated once in `main` and passed down.
+"""Settings of the API process, validated once in `main` and passed down.
 
 Every field can come from the environment (`PERMILLE_DATA_DIR`, `PERMILLE_PORT`, ...) or from a keyword.
 There is no default secret: tokens and keys are made at the first start, below the data folder, readable by
@@ -125,7 +125,7 @@ class QuotaSettings(SettingsGroup):
 
     @property
     def quota(self) -> Quota:
-        """What one device may send, and what is kept of it."""
+        """Return the limits of one device: what it may send, and what is kept of it."""
         return Quota(
             runs_a_day=self.runs_per_device_day,
             uploads_a_day=self.uploads_per_device_day,

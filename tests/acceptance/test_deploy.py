@@ -275,7 +275,7 @@ def test_a_schema_is_made_by_a_command_of_its_own(tmp_path: Path) -> None:
         command, env=environment(), capture_output=True, text=True, timeout=120, check=False
     )
     assert refused.returncode == 2
-    assert "expected PERMILLE_DATABASE_URL" in refused.stderr
+    assert "set PERMILLE_DATABASE_URL" in refused.stderr
 
 
 def _manifests() -> Iterator[dict[str, Any]]:

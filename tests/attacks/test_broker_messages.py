@@ -14,7 +14,7 @@ import pytest
 from permille.package.blobs import BlobFolder
 from permille.store.jobs.dispatch import QUEUE, CeleryDispatcher
 from permille_workers.runtime import sweeper as sweeper_module
-from permille_workers.runtime.broker import problem_of
+from permille_workers.runtime.broker import is_ours
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.sweeper import Sweeper
@@ -121,14 +121,14 @@ def test_whatever_is_in_the_queue_is_dropped_and_the_worker_lives(site: Site, re
 @pytest.mark.attack(11, "pushes anything into the broker's queue")
 def test_only_what_the_service_sends_passes(site: Site, redis: Redis) -> None:
     good = good_message(redis, site)
-    assert problem_of(good) is None
+    assert is_ours(good)
     passed = []
     for name, make in BAD.items():
         try:
             parsed = json.loads(make(good))
         except (ValueError, RecursionError):
             continue
-        if problem_of(parsed) is None:
+        if is_ours(parsed):
             passed.append(name)
     assert passed == []
 

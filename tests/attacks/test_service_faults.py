@@ -291,7 +291,7 @@ def test_a_worker_of_another_schema_claims_nothing(tmp_path: Path) -> None:
             check=False,
         )
         assert another.returncode == 2
-        assert "got schema 9999" in another.stderr
+        assert "its schema is 9999" in another.stderr
         assert client.get(f"/v1/jobs/{job_id}").json()["state"] == "queued"
         _set_schema(running, "0001")
         _wait_for(client, job_id)

@@ -29,7 +29,7 @@ from permille.errors import PermilleError
 from permille.federation.definition import Definition
 from permille.federation.rounds import History, void_round
 from permille.schemas.federations import ChargeState, FederationState, RoundState
-from permille.store import access
+from permille.store import access, rows, tables
 from permille.store.database import Database, now
 from permille.store.errors import NotFoundError, RoundClosedError, StaleClaimError
 from permille.store.federations import contributions, members, rounds
@@ -247,7 +247,7 @@ def run_round(world: World, number: int) -> bool:
 
 
 def _federation(session: Session, world: World) -> Federation:
-    return rounds.lock_federation(session, tenant_id=world.tenant_id, federation_id=world.federation_id)
+    return rows.lock(session, tables.Federation, tenant_id=world.tenant_id, row_id=world.federation_id)
 
 
 def _send(world: World, number: int, device_id: str) -> None:

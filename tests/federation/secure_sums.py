@@ -20,7 +20,7 @@ from permille.federation.masked import decode_masked, encode_masked, opening_of
 from permille.federation.private_rounds import noised_sum, unmasked_sum, vector_of
 from permille.privacy.rules import Keeper, PrivacyMode
 from permille_keeper.main import init, public_text
-from permille_workers.tasks.private_sums import ask_keeper
+from permille_workers.tasks.round import ask_keeper
 from tests.unit.federation.private import device_key, make_private
 from tests.unit.keeper.keepers import running
 

@@ -69,6 +69,13 @@ def test_a_parameter_that_comes_twice_is_refused(api: Api, path: str) -> None:
     assert problem_of(answer)["errors"] == errors
 
 
+@pytest.mark.parametrize("limit", [0, 201])
+def test_a_page_out_of_bounds_is_refused(api: Api, limit: int) -> None:
+    answer = api.get(f"/v1/jobs?limit={limit}")
+    assert answer.status_code == 422
+    assert problem_of(answer)["errors"][0]["location"] == "query.limit"
+
+
 @pytest.mark.parametrize("content", [b"{", b"\xff", b'{"name": "\\ud800"}', b"[]", b"NaN"])
 def test_unreadable_body_is_refused(api: Api, content: bytes) -> None:
     headers = api.auth() | {"Content-Type": "application/json"}

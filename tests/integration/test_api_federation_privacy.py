@@ -266,7 +266,7 @@ def test_a_round_waits_for_its_keeper_and_is_void_when_that_stays_away(
     rounds.sweep(api.service.database)
     found = site.round(1)
     assert found["state"] == "void"
-    assert "expected an answer of the keeper" in found["reason"]
+    assert "does not answer" in found["reason"]
     assert charges(site) == [(0, "spent")] * KEPT + [(1, "spent")] * KEPT
     assert site.round(2)["state"] == "open"
 

@@ -293,7 +293,7 @@ def test_sparsifications_that_cannot_be_are_refused_before_they_begin(stocked: A
     refused: dict[str, tuple[dict[str, Any], int, str]] = {
         "a rate of 1": ({"rate": 1}, 422, "less than 1"),
         "a rate of 0": ({"rate": 0}, 422, "greater than 0"),
-        "a rate above the pattern's": ({"rate": 0.6, "pattern": "2:4"}, 409, "at most 0.5 with 2:4, got 0.6"),
+        "a rate above the pattern's": ({"rate": 0.6, "pattern": "2:4"}, 409, "at most 0.5 with 2:4, not 0.6"),
         "no step": ({"recovery": {"steps": 0}}, 422, "greater than or equal to 1"),
         "another pattern": ({"pattern": "3:4"}, 422, "2:4"),
         "another method": ({"method": "random"}, 422, "wanda"),

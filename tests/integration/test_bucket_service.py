@@ -141,7 +141,7 @@ def test_what_a_bucket_refuses_is_said_and_health_knows(
     assert answer.status_code == 503 and site.bucket in answer.json()["detail"]
     site.faults = [Fault("^GET", times=9, cut_after=0)]
     answer = api.get(path)
-    assert answer.status_code == 503 and f"expected {len(data)} bytes" in answer.json()["detail"]
+    assert answer.status_code == 503 and f"byte 0 of {len(data)}" in answer.json()["detail"]
 
 
 def test_a_bucket_that_does_not_answer_leaves_threads_for_others(
@@ -152,7 +152,7 @@ def test_a_bucket_that_does_not_answer_leaves_threads_for_others(
     with ThreadPoolExecutor(50) as pool:
         asked = [pool.submit(api.get, path) for _ in range(50)]  # more than the service has threads
         answer = next(as_completed(asked)).result()
-        assert answer.status_code == 503 and "for which many wait" in answer.json()["detail"]
+        assert answer.status_code == 503 and "wait for bucket" in answer.json()["detail"]
         assert api.get("/v1/fleet").status_code == 200
         monkeypatch.setattr(console, "ANSWER_S", 0.1)
         assert api.get("/readyz").json()["detail"] == "the store of blobs did not answer in time"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from permille.corpora.files import ReadReport, file_texts
 from permille.corpora.sequences import token_sequences
+from permille.corpora.sources import ReadReport, file_texts
 from permille.models.checkpoint import Checkpoint
 from permille.models.loading import FileTokenizer
 from permille.pruning.plan import PruningMethod

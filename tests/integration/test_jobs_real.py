@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import select
 
 from permille.choices import MaskMethod
-from permille.corpora.files import ReadReport, file_texts
 from permille.corpora.sequences import token_sequences
+from permille.corpora.sources import ReadReport, file_texts
 from permille.models.loading import FileTokenizer, load_model
 from permille.package.blobs import BlobFolder
 from permille.schemas.inputs import FileCorpus, FolderModel

@@ -166,7 +166,7 @@ def test_a_build_is_refused_beside_the_form_with_what_was_typed(api: Api) -> Non
     assert "less than or equal to 0.5" in shown(refused) and "valid integer" in shown(refused)
     assert "<details open>" in refused.text
     missing = send(client, "/ui/new/build", model_id=model_id)
-    assert "expected a mask or an adapter" in shown(missing)
+    assert "Give either a mask or an adapter" in shown(missing)
     absent = send(client, "/ui/new/release", "confirmed", name="tiny", package_digest="sha256:" + "0" * 64)
     assert absent.status_code == 404
     assert 'value="tiny"' in absent.text

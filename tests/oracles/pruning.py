@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.corpora.files import ReadReport, file_texts
 from permille.corpora.sequences import token_sequences
+from permille.corpora.sources import ReadReport, file_texts
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.loading import FileTokenizer

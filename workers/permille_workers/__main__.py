@@ -20,8 +20,7 @@ from sqlalchemy.exc import DBAPIError
 from permille.errors import OperatorError, RetryableError
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
-from permille.store.jobs import claims
-from permille.store.migrations.schema import check_newest, migrate
+from permille.store.migrations.schema import migrate
 from permille.store.settings import explain
 from permille.telemetry import Outage, configure_logging
 from permille_workers.runtime.metrics import serve_metrics
@@ -67,15 +66,10 @@ class LocalWorker:
         outage = Outage(_log, "database or machine cannot serve, will try again")
         while not self.shutdown.asked.is_set():
             try:
-                with self.db.write() as session:
-                    check_newest(session)
-                    claim = claims.claim(session, worker=self.name, lease_s=self.settings.lease_s)
-                if claim is None:
-                    outage.note(None)
-                    self.shutdown.asked.wait(self.settings.poll_s)
-                    continue
-                supervisor.run(claim)
+                found = supervisor.run_next(self.name)
                 outage.note(None)
+                if not found:
+                    self.shutdown.asked.wait(self.settings.poll_s)
             except (DBAPIError, OSError, OperatorError) as exc:  # the lease takes care of the job
                 outage.note(exc)
                 self.shutdown.asked.wait(self.settings.poll_s)

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.choices import MaskMethod
-from permille.corpora.files import ReadReport
 from permille.corpora.sequences import token_sequences
-from permille.corpora.sources import FileCorpus, read_texts
+from permille.corpora.sources import ReadReport, file_texts
 from permille.errors import InputError
 from permille.models.loading import FileTokenizer
 from permille.sensitivity.masks import Mask
@@ -84,7 +83,7 @@ class Bench:
         """
         report = ReadReport()
         corpus = self.sweep.corpus
-        if next(read_texts(FileCorpus(path=corpus.name), corpus.parent, report), None) is None:
+        if next(file_texts(corpus, report), None) is None:
             bad = ", ".join(f"{count} {reason.value}" for reason, count in report.bad.items())
             raise InputError(
                 f"expected a corpus with text, such as JSON lines with `text`, got {report.rows} rows "
@@ -160,7 +159,7 @@ class Bench:
     def corpus_sequences(self, model: Path) -> NDArray[np.int64]:
         """Sequences of the corpus in the model's tokens, [sequences, tokens]."""
         sweep = self.sweep
-        texts = read_texts(FileCorpus(path=sweep.corpus.name), sweep.corpus.parent, ReadReport())
+        texts = file_texts(sweep.corpus, ReadReport())
         return token_sequences(FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0)
 
     def _trained(

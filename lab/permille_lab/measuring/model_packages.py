@@ -106,15 +106,14 @@ def _written(
         )
     # Imported here, so that a process that finds the package needs no torch: its memory is measured.
     from permille.choices import MaskMethod
-    from permille.corpora.files import ReadReport
     from permille.corpora.sequences import token_sequences
-    from permille.corpora.sources import FileCorpus, read_texts
+    from permille.corpora.sources import ReadReport, file_texts
     from permille.models.loading import FileTokenizer, load_model
     from permille.sensitivity.fisher import fisher_scores
     from permille.sensitivity.masks import select_mask
 
     path = sources.models / model
-    texts = read_texts(FileCorpus(path="c4_sample.jsonl"), sources.data / "text/c4_en", ReadReport())
+    texts = file_texts(sources.data / "text/c4_en/c4_sample.jsonl", ReadReport())
     sequences_NT = token_sequences(FileTokenizer(path), texts, _SEQUENCES, _LENGTH, 0)
     scores = fisher_scores(load_model(path), sequences_NT)
     mask = select_mask(scores, MaskMethod.FISHER, trained)

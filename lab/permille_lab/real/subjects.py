@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.choices import Embeddings
-from permille.corpora.files import ReadReport
 from permille.corpora.sequences import token_sequences
-from permille.corpora.sources import FileCorpus, read_texts
+from permille.corpora.sources import ReadReport, file_texts
 from permille.engines.factory import open_engine
 from permille.models.gguf.folder import model_folder
 from permille.models.loading import FileChat, FileTokenizer
@@ -122,7 +121,7 @@ def general_batches(model: Path, data: Path) -> list[Batch]:
 def _with_reference(bare: Package, model: Path, data: Path) -> Package:
     known = bare.blobs.root.parent / f"reference-{bare.digest.removeprefix('sha256:')}.digest"
     if not known.exists():
-        texts = read_texts(FileCorpus(path="c4_sample.jsonl"), data / "text/c4_en", ReadReport())
+        texts = file_texts(data / "text/c4_en/c4_sample.jsonl", ReadReport())
         text_NT = token_sequences(FileTokenizer(model), texts, TEXT_ROWS, TEXT_TOKENS, _REFERENCE_SEED)
         manifest = make_reference(bare, text_NT=text_NT, chat=FileChat.find(model), made={}, threads=1)
         known.write_text(write_manifest(bare.blobs, manifest))

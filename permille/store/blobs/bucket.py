@@ -130,7 +130,7 @@ class Bucket:
             if at < end:
                 failed = 1 if at > was else failed + 1
                 if failed >= self._attempts:
-                    raise BlobStoreError(f"expected {end} bytes of {key}, got {at}") from broken
+                    raise BlobStoreError(f"{key} broke off at byte {at} of {end}") from broken
                 self._sleep(random.uniform(0.0, 0.2 * 2.0**failed))  # noqa: S311 - guards nothing
 
     def put(self, key: str, path: Path, digest: str) -> None:
@@ -205,10 +205,10 @@ class Bucket:
         """
         client = self._connected(1, timeout_s=self._reach_s)
         try:
-            with self._errors("an answer"):
+            with self._errors("the first request"):
                 client.head_bucket(Bucket=self.address.bucket)
         except PackageError as exc:
-            raise OperatorError(f"expected a bucket {self.address.bucket!r}, got none") from exc
+            raise OperatorError(f"There is no bucket {self.address.bucket!r}. Make it first.") from exc
 
     @property
     def _client(self) -> Any:
@@ -232,7 +232,7 @@ class Bucket:
                     signature_version="s3v4",
                 )
                 at = {"endpoint_url": self.address.endpoint, "region_name": self.address.region}
-                with self._errors("credentials and a region"):
+                with self._errors("looking for credentials and a region"):
                     client = get_session().create_client("s3", config=config, **at)
                 self._clients[attempts, timeout_s] = client
             return self._clients[attempts, timeout_s]
@@ -245,7 +245,7 @@ class Bucket:
     def _turn(self) -> Iterator[None]:
         """Be one of those who wait for the bucket. Raises BlobStoreError: as many as may wait already."""
         if not self._turns.acquire(timeout=_TURN_S):
-            raise BlobStoreError(f"expected an answer of bucket {self.address.bucket!r}, for which many wait")
+            raise BlobStoreError(f"Too many requests wait for bucket {self.address.bucket!r}.")
         try:
             yield
         finally:
@@ -256,7 +256,7 @@ class Bucket:
             return next(chunks, b"")
 
     @contextmanager
-    def _errors(self, expected: str) -> Iterator[None]:
+    def _errors(self, step: str) -> Iterator[None]:
         """Say what failed without the words of the bucket, which may quote what was signed.
 
         Raises:
@@ -266,33 +266,31 @@ class Bucket:
         """
         from botocore import exceptions
 
-        expected = f"expected {expected} from bucket {self.address.bucket!r}"
+        failed = f"Bucket {self.address.bucket!r} failed at {step}"
         try:
             yield
         except exceptions.ClientError as exc:
             code = str(exc.response.get("Error", {}).get("Code", "?"))[:60]
             if code in _GONE:
-                raise PackageError("blob-missing", f"{expected}, got {code}") from exc
+                raise PackageError("blob-missing", f"{failed}: {code}") from exc
             kind = OperatorError if code in _PERSON else BlobStoreError
-            raise kind(f"{expected}, got {code}") from exc
+            raise kind(f"{failed}: {code}") from exc
         except (exceptions.HTTPClientError, exceptions.ConnectionError) as exc:
-            raise BlobStoreError(f"{expected}, got {type(exc).__name__}") from exc
+            raise BlobStoreError(f"{failed}: {type(exc).__name__}") from exc
         except exceptions.BotoCoreError as exc:  # no credentials, no region
-            raise OperatorError(f"{expected}, got {type(exc).__name__}: {exc}") from exc
+            raise OperatorError(f"{failed}: {type(exc).__name__}: {exc}") from exc
         except (LookupError, ValueError, RecursionError) as exc:  # the last: it redirects without end
-            raise BlobStoreError(
-                f"{expected}, got an answer that says nothing: {type(exc).__name__}"
-            ) from exc
+            raise BlobStoreError(f"{failed}: its answer says nothing ({type(exc).__name__})") from exc
 
     def _body(self, key: str, at: int, end: int | None) -> tuple[Any, int]:
         """A body from byte `at` on, and its size. Raises BlobStoreError: it begins elsewhere."""
         asked = {} if at == 0 and end is None else {"Range": f"bytes={at}-{'' if end is None else end - 1}"}
-        with self._errors(f"{key} with its size"):
+        with self._errors(f"the size of {key}"):
             part = self._ask("get_object", Key=key, **asked)
             begins, size_bytes = str(part.get("ContentRange", ""))[:80], int(part["ContentLength"])
         if asked and not begins.startswith(f"bytes {at}-"):
             part["Body"].close()
-            raise BlobStoreError(f"expected {key} from byte {at}, got {begins or 'the whole'}")
+            raise BlobStoreError(f"Asked for {key} from byte {at}, the bucket sent {begins or 'the whole'}")
         return part["Body"], size_bytes
 
     def _put_parts(self, key: str, path: Path, digest: str) -> None:
@@ -323,7 +321,7 @@ class Bucket:
                     parts.append(waiting.popleft().result())
             parts += [sent.result() for sent in waiting]
         if (found := "sha256:" + whole.hexdigest()) != digest:
-            raise PackageError("blob-digest", f"expected {digest} on its way to the bucket, got {found}")
+            raise PackageError("blob-digest", f"{digest} became {found} on its way to the bucket")
         return parts
 
     def _send_part(self, key: str, upload_id: str, number: int, data: bytes) -> dict[str, object]:

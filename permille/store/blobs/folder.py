@@ -45,7 +45,7 @@ def open_blobs(settings: StoreSettings, *, attempts: int = 5) -> BlobFolder:
     if settings.blob_bucket is None:
         return BlobFolder(settings.blob_root)
     if find_spec("botocore") is None:
-        raise OperatorError("expected botocore for blob_bucket, got none: pip install 'permille[s3]'")
+        raise OperatorError("A blob_bucket needs botocore: pip install 'permille[s3]'.")
     bucket = Bucket(BucketAddress.parse(settings.blob_bucket), attempts=attempts)
     return BucketFolder(bucket, BlobCache(settings.blob_root, settings.blob_cache_bytes))
 
@@ -150,7 +150,7 @@ class BucketFolder(BlobFolder):
             BlobStoreError, OperatorError: the bucket does not answer, or not to us.
         """
         if self._private:
-            raise ValueError("expected to read a private blob, not to ask for its path")
+            raise ValueError("A private blob has no path: read it.")
         return self._cache.hold(digest, self._copy(digest))
 
     def open(self, digest: str) -> BinaryIO:
@@ -218,7 +218,7 @@ class BucketFolder(BlobFolder):
     def erase(self) -> None:
         """Remove this store with all that it holds; not being there is fine."""
         if not self._names:
-            raise ValueError("expected a store below the blobs, got all blobs")
+            raise ValueError("Only a store below the blobs can be erased, not all blobs.")
         self._bucket.erase(self._prefix)
 
     def check_writable(self, size_bytes: int) -> None:

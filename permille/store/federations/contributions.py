@@ -70,7 +70,8 @@ def invite(session: Session, *, federation: Federation, device_id: str) -> tuple
 
 
 def place_of(session: Session, *, federation: Federation, number: int, device_id: str) -> Place:
-    """What a member was invited to. Raises NotFoundError: it is no member, or was not; RoundClosedError."""
+    """Return what a member was invited to. Raises NotFoundError: it is no member, or was not;
+    RoundClosedError."""
     members.check(session, federation.id, device_id, lock=False)
     row = session.get(Round, (federation.id, number))
     held = session.get(Participation, (federation.id, number, device_id))

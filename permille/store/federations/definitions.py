@@ -60,11 +60,6 @@ def add(session: Session, *, release: Release, new: NewFederation) -> Federation
     return row
 
 
-def get(session: Session, *, tenant_id: str, federation_id: str) -> Federation:
-    """Read one. Raises NotFoundError."""
-    return rows.get(session, Federation, tenant_id=tenant_id, row_id=federation_id)
-
-
 def start(session: Session, federation: Federation) -> None:
     """Let a locked draft or paused federation run, and open its next round. Idempotent.
 
@@ -95,7 +90,7 @@ def finish(session: Session, federation: Federation) -> str | None:
 
 def for_device(session: Session, *, tenant_id: str, release: str, federation_id: str) -> Federation:
     """Read one that a device following `release` may know of: no draft. Raises NotFoundError."""
-    row = get(session, tenant_id=tenant_id, federation_id=federation_id)
+    row = rows.get(session, Federation, tenant_id=tenant_id, row_id=federation_id)
     if row.release != release or row.state == FederationState.DRAFT:
         raise NotFoundError(f"no federation {federation_id!r}")
     return row

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Select, func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
@@ -25,7 +25,7 @@ class Way:
 
 
 def way_to(session: Session, federation: Federation, *, after: int, until: int) -> Way:
-    """The shortest way for one who has so many rounds: only records, or a checkpoint and those after it.
+    """Return the shortest way for one who has so many rounds: records, or a checkpoint and those after it.
 
     Raises NotFoundError where so many rounds are not done.
     """
@@ -40,28 +40,27 @@ def way_to(session: Session, federation: Federation, *, after: int, until: int) 
     begin = after
     if newest is not None and newest[1] < _record_bytes(session, federation, after, newest[0]):
         begin = newest[0]
-    checkpoint = None
-    if begin != after:
-        state = session.get_one(FederationCheckpoint, (federation.id, begin)).state
-        checkpoint = (state, head_at(session, federation, begin))
-    records = session.scalars(_records(federation, begin, until)).all()
-    return Way(
-        checkpoint=checkpoint,
-        records=[record for record in records if record is not None],
-        head=head_at(session, federation, until),
-    )
+    return _way(session, federation, begin, until, has_state=begin == after)
 
 
 def newest_way(session: Session, federation: Federation) -> Way:
     """Return the path to the federation's current state from the newest checkpoint."""
-    query = select(FederationCheckpoint).where(FederationCheckpoint.federation_id == federation.id)
-    newest = session.scalar(query.order_by(FederationCheckpoint.number.desc()).limit(1))
-    begin = 0 if newest is None else newest.number
-    records = session.scalars(_records(federation, begin, federation.number)).all()
+    query = select(func.max(FederationCheckpoint.number))
+    begin = session.scalar(query.where(FederationCheckpoint.federation_id == federation.id)) or 0
+    return _way(session, federation, begin, federation.number, has_state=begin == 0)
+
+
+def _way(session: Session, federation: Federation, begin: int, until: int, *, has_state: bool) -> Way:
+    """Return the records from `begin` on, and the checkpoint there unless the receiver has that state."""
+    checkpoint = None
+    if not has_state:
+        state = session.get_one(FederationCheckpoint, (federation.id, begin)).state
+        checkpoint = (state, head_at(session, federation, begin))
+    query = select(Round.record).where(*_between(federation, begin, until)).order_by(Round.number)
     return Way(
-        checkpoint=None if newest is None else (newest.state, head_at(session, federation, begin)),
-        records=[record for record in records if record is not None],
-        head=head_at(session, federation, federation.number),
+        checkpoint=checkpoint,
+        records=[record for record in session.scalars(query) if record is not None],
+        head=head_at(session, federation, until),
     )
 
 
@@ -95,7 +94,6 @@ def newest_measured(session: Session, federation: Federation) -> int | None:
 
 def head_at(session: Session, federation: Federation, number: int) -> Head:
     """Return the federation's head after a number of rounds."""
-    at: Federation | Round = federation
     if number == 0:
         first = session.get(Round, (federation.id, 0))
         return Head(
@@ -105,8 +103,8 @@ def head_at(session: Session, federation: Federation, number: int) -> Head:
             chain=federation.definition_digest,
             state_digest=federation.state_digest if first is None else first.start_digest,
         )
-    if number != federation.number:
-        at = session.get_one(Round, (federation.id, number - 1))
+    is_newest = number == federation.number
+    at = federation if is_newest else session.get_one(Round, (federation.id, number - 1))
     return Head(
         definition_digest=federation.definition_digest,
         number=number,
@@ -116,16 +114,10 @@ def head_at(session: Session, federation: Federation, number: int) -> Head:
     )
 
 
-def _records(federation: Federation, begin: int, end: int) -> Select[bytes | None]:
-    return (
-        select(Round.record)
-        .where(Round.federation_id == federation.id, Round.number >= begin, Round.number < end)
-        .order_by(Round.number)
-    )
-
-
 def _record_bytes(session: Session, federation: Federation, begin: int, end: int) -> int:
-    query = select(func.sum(func.length(Round.record))).where(
-        Round.federation_id == federation.id, Round.number >= begin, Round.number < end
-    )
+    query = select(func.sum(func.length(Round.record))).where(*_between(federation, begin, end))
     return session.scalar(query) or 0
+
+
+def _between(federation: Federation, begin: int, end: int) -> tuple[ColumnElement[bool], ...]:
+    return Round.federation_id == federation.id, Round.number >= begin, Round.number < end

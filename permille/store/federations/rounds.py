@@ -20,6 +20,7 @@ from permille.federation.definition import Definition
 from permille.federation.rounds import chain_after, void_round
 from permille.schemas.federations import FederationState, RoundState
 from permille.schemas.jobs import JobKind, JobState
+from permille.store import rows
 from permille.store.database import Database, now
 from permille.store.errors import NotFoundError
 from permille.store.federations import charges, members
@@ -51,19 +52,10 @@ class Ended:
     gains: tuple[float, float] | None
 
 
-def lock_federation(session: Session, *, tenant_id: str, federation_id: str) -> Federation:
-    """Read a federation for change, as it is now. Raises NotFoundError."""
-    query = select(Federation).where(Federation.id == federation_id, Federation.tenant_id == tenant_id)
-    row = session.scalar(query.with_for_update(key_share=True).execution_options(populate_existing=True))
-    if row is None:
-        raise NotFoundError(f"no federation {federation_id!r}")
-    return row
-
-
 def lock(session: Session, federation_id: str, number: int) -> Round | None:
     """Read a round for change, as it is now."""
-    query = select(Round).where(Round.federation_id == federation_id, Round.number == number)
-    return session.scalar(query.with_for_update(key_share=True).execution_options(populate_existing=True))
+    key, in_turn = (federation_id, number), {"key_share": True}
+    return session.get(Round, key, with_for_update=in_turn, populate_existing=True)
 
 
 def counts(session: Session, row: Round) -> tuple[int, int]:
@@ -146,7 +138,7 @@ def sweep(db: Database) -> None:
         ).all()
     for tenant_id, federation_id, number in due:
         with db.write() as session:
-            federation = lock_federation(session, tenant_id=tenant_id, federation_id=federation_id)
+            federation = rows.lock(session, Federation, tenant_id=tenant_id, row_id=federation_id)
             row, at = lock(session, federation_id, number), now(session)
             if row is not None and row.deadline_at <= at:
                 end(session, federation, row)
@@ -155,7 +147,7 @@ def sweep(db: Database) -> None:
     for tenant_id, federation_id, number, job_id in stuck:
         with db.write() as session:
             job = queue.lock(session, tenant_id=tenant_id, job_id=job_id)
-            federation = lock_federation(session, tenant_id=tenant_id, federation_id=federation_id)
+            federation = rows.lock(session, Federation, tenant_id=tenant_id, row_id=federation_id)
             row = lock(session, federation_id, number)
             is_closing = row is not None and row.state == RoundState.CLOSING
             if row is not None and is_closing and job.state in _WITHOUT_RESULT:

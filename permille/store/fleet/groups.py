@@ -49,7 +49,7 @@ def create(session: Session, *, tenant_id: str, name: str, rule: GroupRule) -> D
 
 def delete(session: Session, *, tenant_id: str, group_id: str) -> None:
     """Remove a group that no rollout names. Raises NotFoundError, ConflictError."""
-    row = rows.lock(session, DeviceGroup, tenant_id=tenant_id, row_id=group_id)
+    row = rows.lock(session, DeviceGroup, tenant_id=tenant_id, row_id=group_id, to_remove=True)
     if session.scalar(select(Rollout.id).where(Rollout.group_id == group_id).limit(1)) is not None:
         raise ConflictError(f"A rollout was made for the group {row.name!r}: it stays.")
     session.delete(row)

@@ -8,7 +8,6 @@ sees it before it is signed. Devices report into rows of their own and lock no r
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -92,15 +91,6 @@ def unended(session: Session, *, tenant_id: str, release: str, alias: str) -> st
         Rollout.state.in_(UNENDED),
     )
     return session.scalar(query)
-
-
-def lock(session: Session, *, tenant_id: str, rollout_id: str) -> Rollout:
-    """Read a rollout for change, as it is now. Raises NotFoundError."""
-    query = select(Rollout).where(Rollout.id == rollout_id, Rollout.tenant_id == tenant_id)
-    row = session.scalar(query.with_for_update(key_share=True).execution_options(populate_existing=True))
-    if row is None:
-        raise NotFoundError(f"no {Rollout.noun} {rollout_id!r}")
-    return row
 
 
 def resume(session: Session, row: Rollout) -> None:
@@ -239,39 +229,22 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
     session.flush()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaveCounts:
-    """Counts of a wave's devices by their progress."""
-
-    offered: int = 0
-    installed: int = 0
-    trained: int = 0
-    better: int = 0
-    worse: int = 0
-    failed: int = 0
-    silent: int = 0
-
-
-def funnel(session: Session, rollout_id: str) -> dict[int, WaveCounts]:
-    """Count all reports of a rollout by wave, in one statement."""
-    silent = RolloutReport.code == ReportCode.SILENT.value
-    failed = and_(RolloutReport.code.is_not(None), RolloutReport.code.not_in(_NOT_FAILED))
+def funnel(session: Session, rollout_id: str, waves: int) -> list[dict[str, int]]:
+    """Count all reports of a rollout by progress, for each of its waves, in one statement."""
     compared = RolloutReport.worse.is_not(None)
-    columns = (
-        func.count(),
-        _count(RolloutReport.installed),
-        _count(compared),
-        _count(and_(compared, RolloutReport.worse.is_(False))),
-        _count(RolloutReport.worse.is_(True)),
-        _count(failed),
-        _count(silent),
-    )
-    query = select(RolloutReport.wave, *columns).where(RolloutReport.rollout_id == rollout_id)
-    names = ("offered", "installed", "trained", "better", "worse", "failed", "silent")
-    return {
-        wave: WaveCounts(**dict(zip(names, counts, strict=True)))
-        for wave, *counts in session.execute(query.group_by(RolloutReport.wave))
+    counts = {
+        "offered": func.count(),
+        "installed": _count(RolloutReport.installed),
+        "trained": _count(compared),
+        "better": _count(and_(compared, RolloutReport.worse.is_(False))),
+        "worse": _count(RolloutReport.worse.is_(True)),
+        "failed": _count(and_(RolloutReport.code.is_not(None), RolloutReport.code.not_in(_NOT_FAILED))),
+        "silent": _count(RolloutReport.code == ReportCode.SILENT.value),
     }
+    query = select(RolloutReport.wave, *counts.values()).where(RolloutReport.rollout_id == rollout_id)
+    found = {wave: numbers for wave, *numbers in session.execute(query.group_by(RolloutReport.wave))}
+    nothing = [0] * len(counts)
+    return [dict(zip(counts, found.get(wave, nothing), strict=True)) for wave in range(waves)]
 
 
 _NOT_FAILED: Final = (ReportCode.OK.value, ReportCode.SILENT.value)
@@ -285,7 +258,7 @@ def sweep(db: Database) -> None:
         ).all()
     for tenant_id, rollout_id in running:
         with db.write() as session:
-            row = lock(session, tenant_id=tenant_id, rollout_id=rollout_id)
+            row = rows.lock(session, Rollout, tenant_id=tenant_id, row_id=rollout_id)
             if row.state == RolloutState.RUNNING:
                 _advance(session, row)
 

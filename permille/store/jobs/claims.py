@@ -13,15 +13,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Final
 
-from sqlalchemy import Select, func, or_, select, update
+from sqlalchemy import BigInteger, Select, func, literal, or_, select, type_coerce, update
 from sqlalchemy.orm import Session
 
 from permille.schemas.jobs import EventKind, JobState
 from permille.store.database import Database, now
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import parents, transitions
-from permille.store.tables import Device, Job, Tenant
+from permille.store.tables import Device, Instant, Job, Tenant
 
 BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
@@ -225,10 +226,7 @@ def report_progress(
     if moved:
         data = {"progress": fraction, "message": message, "eta_s": eta_s}
         transitions.tell(session, job, EventKind.PROGRESS, data)
-        if job.parent_id is not None:
-            parent = transitions.lock_one(session, job.parent_id)
-            if parent is not None and not transitions.has_ended(parent):
-                parents.show_progress(session, parent)
+        parents.show_parent(session, job)
     return job.cancel_requested_at is not None
 
 
@@ -378,7 +376,7 @@ def _held(session: Session, held: Claim) -> Job:
 
 def _stale(held: Claim, job: Job | None) -> StaleClaimError:
     found = "no such job" if job is None else f"fence {job.fence}, {job.state}"
-    return StaleClaimError(f"expected {held.job_id} to be running with fence {held.fence}, got {found}")
+    return StaleClaimError(f"The attempt with fence {held.fence} of {held.job_id} is over: {found}.")
 
 
 def _expired(at: datetime) -> Select[str]:
@@ -415,3 +413,42 @@ def _end(session: Session, job: Job, state: JobState, error: Mapping[str, object
     transitions.transition(session, job, state, **({"error": error} if error else {}))
     parents.advance_parent(session, job)
     return state
+
+
+SLACK: Final = timedelta(minutes=1)
+"""The clocks of several servers of one database differ by less."""
+
+
+def pull_back(db: Database) -> int:
+    """Let unfinished jobs count from now on, where they were changed later than now; return how many.
+
+    A clock that is ahead by a year makes jobs available, and leases end, in a year. Once it is right again
+    they would wait as long. The sweeps of rounds and uploads see to these themselves.
+
+    Leases keep their length: a worker that is alive renews its own, and another's ends.
+    """
+    with db.read() as session:
+        late = now(session) + SLACK
+        unfinished = or_(transitions.IS_QUEUED, transitions.IS_RUNNING)
+        job_ids = session.scalars(select(Job.id).where(unfinished, Job.updated_at > late)).all()
+        is_late = session.scalar(select(Tenant.id).where(Tenant.served_at > late).limit(1)) is not None
+    if not (job_ids or is_late):
+        return 0
+    with db.write() as session:
+        at = now(session)
+        earlier = literal(at, Instant()) - type_coerce(Job.updated_at, BigInteger)
+        for job_id in job_ids:
+            session.execute(
+                update(Job)
+                .where(Job.id == job_id, unfinished, Job.updated_at > late)
+                .values(
+                    available_at=type_coerce(Job.available_at, BigInteger) + earlier,
+                    lease_expires_at=type_coerce(Job.lease_expires_at, BigInteger) + earlier,
+                    dispatched_at=None,
+                    updated_at=at,
+                )
+                .execution_options(synchronize_session=False)
+            )
+        for table in (Tenant, Device) if is_late else ():  # both are written at the same time
+            session.execute(update(table).where(table.served_at > late).values(served_at=at))
+    return len(job_ids)

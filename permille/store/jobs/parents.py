@@ -116,10 +116,15 @@ def show_progress(session: Session, job: Job) -> None:
     if moved:
         told = {"progress": job.progress, "message": job.message}
         transitions.tell(session, job, EventKind.PROGRESS, told)
-        if job.parent_id is not None:
-            parent = transitions.lock_one(session, job.parent_id)
-            if parent is not None and not transitions.has_ended(parent):
-                show_progress(session, parent)
+        show_parent(session, job)
+
+
+def show_parent(session: Session, job: Job) -> None:
+    """Set the progress of the job that `job` is a part of, if any (locked by `transitions.lock`)."""
+    if job.parent_id is not None:
+        parent = transitions.lock_one(session, job.parent_id)
+        if parent is not None and not transitions.has_ended(parent):
+            show_progress(session, parent)
 
 
 def _move(session: Session, job: Job) -> None:

@@ -225,15 +225,18 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
     if job.kind != kind:
         raise NotFoundError(f"no {kind} {job_id!r}")
     if not transitions.has_ended(job) or job.parent_id is not None:
-        found = f"a part of {job.parent_id}" if job.parent_id is not None else str(job.state)
-        raise ConflictError(f"expected a job of its own that has ended, got {job_id}, which is {found}")
+        raise ConflictError(
+            f"{job_id} is a part of {job.parent_id}: remove that."
+            if job.parent_id is not None
+            else f"{job_id} is {job.state}: cancel it first, or wait for its end."
+        )
     family = [job_id]
     for one in family:  # grows as it goes
         family += session.scalars(select(Job.id).where(Job.parent_id == one))
     newest_first = Artifact.created_at.desc(), Artifact.id.desc()  # what was made of others before these
     made = session.scalars(select(Artifact).where(Artifact.job_id.in_(family)).order_by(*newest_first))
     if left := ", then ".join(f"{one.kind} {artifacts.key_of(one)}" for one in made):
-        raise ConflictError(f"expected a job whose results were removed, got {job_id}: remove {left}")
+        raise ConflictError(f"What {job_id} made is still there. First remove {left}.")
     session.execute(delete(JobEvent).where(JobEvent.job_id.in_(family)))
     session.expunge(job)
     for one in reversed(family):
@@ -241,8 +244,8 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
 
 
 def may_go_on(session: Session, *, job_id: str, kept_for: timedelta = timedelta(0)) -> bool:
-    """Whether an attempt of a job, of any tenant, may still need what earlier ones left: for workers' own
-    housekeeping. `kept_for`: how long it may once the job has failed.
+    """Return whether an attempt of a job, of any tenant, may still need what earlier ones left: for workers'
+    own housekeeping. `kept_for`: how long it may once the job has failed.
     """
     job = session.get(Job, job_id)
     if job is None or job.state in (JobState.SUCCEEDED, JobState.CANCELLED):

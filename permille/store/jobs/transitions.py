@@ -91,8 +91,7 @@ def lock(session: Session, job_id: str) -> Job | None:
 
 def lock_one(session: Session, job_id: str) -> Job | None:
     """Read one row for change, as it is now."""
-    query = select(Job).where(Job.id == job_id).with_for_update(key_share=True)
-    return session.scalar(query.execution_options(populate_existing=True))
+    return session.get(Job, job_id, with_for_update={"key_share": True}, populate_existing=True)
 
 
 def children(session: Session, job_id: str) -> Sequence[Job]:

@@ -80,9 +80,7 @@ def _check_foreign_keys(connection: Connection) -> None:
     """Before the commit. Raises RuntimeError: the migrations lost a row that others refer to."""
     broken = {(row.table, row.parent) for row in connection.execute(text("PRAGMA foreign_key_check"))}
     if broken:
-        raise RuntimeError(
-            f"expected migrations to keep what rows refer to, lost (from, to): {sorted(broken)}"
-        )
+        raise RuntimeError(f"Migrations lost rows that others refer to (from, to): {sorted(broken)}")
 
 
 def _is_newest(engine: Engine, config: Config) -> bool:
@@ -95,8 +93,8 @@ def _is_newest(engine: Engine, config: Config) -> bool:
     known = {script.revision for script in scripts.walk_revisions()}
     if not known.issuperset(heads):
         raise OperatorError(
-            f"expected a database of this version of permille or an older one, got schema {', '.join(heads)} "
-            f"({_where(engine)})"
+            f"The database is of a newer version of permille: its schema is {', '.join(heads)} "
+            f"({_where(engine)})."
         )
     return heads == tuple(scripts.get_heads())
 
@@ -139,7 +137,7 @@ def _known() -> tuple[str, ...]:
 
 def _message(engine: Engine, exc: DBAPIError) -> str:
     fault = name_fault(exc) or exc.orig
-    return f"expected a database that can be read and written, got {fault} ({_where(engine)})"
+    return f"Cannot use the database: {fault} ({_where(engine)})"
 
 
 def _where(engine: Engine) -> str:

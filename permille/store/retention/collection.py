@@ -16,6 +16,11 @@ bucket that lets a request lie (20 s, asked twice), while the session ends and a
 
 Nothing is written before bytes are deleted, so a killed collection leaves nothing to mend, and one on a full
 disk deletes. What it found is written at its end, for whoever watches.
+
+Only `NAMING` decides whether a blob is needed. Uploads and what a split job shares lie in stores of their
+own, named by the rows that own them (`permille.store.uploads`, `permille_workers.runtime.work_folders`);
+rounds and checkpoints are in the database. Releases, aliases and federations name packages, whose rows stay
+while they do.
 """
 
 import logging
@@ -26,11 +31,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import select, text
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.digests import is_digest
 from permille.errors import RetryableError
@@ -39,9 +44,8 @@ from permille.store import inputs
 from permille.store.database import Database, now
 from permille.store.ids import Prefix
 from permille.store.jobs import claims, queue
-from permille.store.retention.references import references
 from permille.store.settings import StoreSettings
-from permille.store.tables import BlobCollection, Model, Tenant
+from permille.store.tables import ArtifactBlob, BlobCollection, Model, Tenant
 
 _LOCK_ID: Final = 0x7065726E  # PostgreSQL advisory lock; SQLite has one writer at a time
 _BATCH: Final = 50
@@ -80,7 +84,9 @@ def hold(session: Session, blobs: BlobFolder, digests: Sequence[str], *folders: 
     gone = [digest for digest in dict.fromkeys(digests) if not stored.has(digest)]
     gone += [str(folder) for folder in folders if not folder.is_dir()]
     if gone:
-        raise RetryableError(f"expected what was stored to be there still, but {gone[0]} was collected")
+        raise RetryableError(
+            f"{gone[0]} was collected before a row named it. The next attempt stores it again."
+        )
 
 
 def take_turn(db: Database, every_s: float) -> bool:
@@ -246,3 +252,16 @@ def _lock(session: Session, *, shared: bool) -> None:
 def _check_lock(session: Session) -> None:
     """Raise DBAPIError where the session, and its lock, has ended. On SQLite the lock ends with us alone."""
     session.execute(select(1))
+
+
+NAMING: Final[tuple[InstrumentedAttribute[Any], ...]] = (ArtifactBlob.digest,)
+"""The columns whose digests are blobs of the shared store. A manifest is a blob of its package, too."""
+
+
+def references(session: Session, among: Sequence[str] | None = None) -> set[str]:
+    """Digests of all blobs that rows refer to; of those in `among` alone where it is given."""
+    found: set[str] = set()
+    for column in NAMING:
+        query = select(column).distinct()
+        found.update(session.scalars(query if among is None else query.where(column.in_(among))))
+    return found

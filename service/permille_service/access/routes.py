@@ -76,9 +76,7 @@ def create_token(body: TokenCreate, creating: AdminCreating) -> TokenSecret:
         )
         return TokenSecret(**present_token(row).model_dump(), secret=secret)
 
-    token = creating.once(TokenSecret, body, make, private=True)
-    creating.response.headers["Cache-Control"] = "no-store"
-    return token
+    return creating.once(TokenSecret, body, make, private=True)
 
 
 @router.get("/tokens")

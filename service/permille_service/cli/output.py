@@ -1,4 +1,4 @@
-"""What commands print: tables and progress for people, JSON for programs (`--json`: one document on
+"""Output of commands: tables and progress for people, JSON for programs (`--json`: one document on
 stdout)."""
 
 import json

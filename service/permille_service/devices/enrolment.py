@@ -98,7 +98,7 @@ def create_enrolment(
 def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
     """Get a nonce to sign: good once, for five minutes."""
     with service.database.read() as session:
-        if not devices.is_active(session, device_id=body.device_id):
+        if devices.find_active(session, device_id=body.device_id) is None:
             raise ApiError(ProblemType.NOT_FOUND, f"no device {body.device_id!r}")
         at = database.now(session)
     return DeviceNonce(nonce=_seal_time(service, body.device_id, at), expires_at=at + devices.NONCE_LIFE)
@@ -110,14 +110,14 @@ def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
     dependencies=[PUBLIC],
     responses=documented(ProblemType.UNAUTHENTICATED),
 )
-def create_device_token(body: DeviceTokenCreate, response: Response, service: Served) -> DeviceToken:
+def create_device_token(body: DeviceTokenCreate, service: Served) -> DeviceToken:
     """Get a token for one hour by a signed nonce. A nonce is used up by the device's own signature alone."""
     refusal = ApiError(ProblemType.UNAUTHENTICATED, "The nonce is old, or not signed by the device's key.")
     issued_at = _open_time(service, body.device_id, body.nonce)
     with service.database.read() as session:  # a stranger's guess takes no writer's place
-        public_key = devices.public_key(session, device_id=body.device_id)
+        known = devices.find_active(session, device_id=body.device_id)
     message = token_message(body.device_id, body.nonce)
-    if issued_at is None or public_key is None or not _is_signed(public_key, body.signature, message):
+    if issued_at is None or known is None or not _is_signed(known.public_key, body.signature, message):
         raise refusal
     service.sign_ins.check(body.device_id)
     with service.database.write() as session:
@@ -127,7 +127,6 @@ def create_device_token(body: DeviceTokenCreate, response: Response, service: Se
             raise refusal
         secret, expires_at = devices.issue_token(session, device=device)
         at = database.now(session)
-    response.headers["Cache-Control"] = "no-store"
     return DeviceToken(access_token=secret, expires_in=int((expires_at - at).total_seconds()))
 
 

@@ -38,9 +38,7 @@ def create_invitation(body: InvitationCreate, creating: Creating) -> Invitation:
             expires_at=row.expires_at,
         )
 
-    invitation = creating.once(Invitation, body, make, private=True)
-    creating.response.headers["Cache-Control"] = "no-store"
-    return invitation
+    return creating.once(Invitation, body, make, private=True)
 
 
 @router.get("/invitations")

@@ -1,11 +1,11 @@
 """Federation and round rows as records."""
 
 import math
-from statistics import NormalDist
 
 from sqlalchemy.orm import Session
 
 from permille.federation.definition import Definition
+from permille.fleet.statistics import lower_mean
 from permille.privacy.zcdp import signal_to_noise
 from permille.schemas.federations import (
     EVIDENCE_DEVICES,
@@ -23,8 +23,8 @@ from permille.store import tables
 from permille.store.errors import NotFoundError
 from permille.store.federations import members, rounds
 
-_SURE = NormalDist().inv_cdf(0.975)
-_FEWEST = 5  # the expansion of Student's quantile is good from so many degrees of freedom on
+_FEWEST = 6
+"""Fewer devices have no interval: what they measured is hardly normal."""
 
 
 def present(session: Session, row: tables.Federation) -> Federation:
@@ -106,20 +106,11 @@ def adoption_of(row: tables.Round) -> Adoption:
 
 
 def gain_low(row: tables.Round) -> float | None:
-    """The lower end of the 95 % interval of the mean gain, by Student's t; None where there are too few."""
-    free = (row.counted or 0) - 1
-    if row.gain_mean is None or row.gain_error is None or free < _FEWEST:
+    """Return the lower end of the 95 % interval of the mean gain, by Student's t; None of too few devices."""
+    devices = row.counted or 0
+    if row.gain_mean is None or row.gain_error is None or devices < _FEWEST:
         return None
-    return row.gain_mean - _student(free) * row.gain_error
-
-
-def _student(free: int) -> float:
-    """The 97.5 % quantile, by its expansion in powers of 1 / free (Abramowitz and Stegun 26.7.5)."""
-    z = _SURE
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return math.fsum([z, first / free, second / free**2, third / free**3])
+    return lower_mean(row.gain_mean, row.gain_error * math.sqrt(devices), devices, alpha=0.025)
 
 
 def _summary(row: tables.Federation) -> FederationSummary:

@@ -6,7 +6,6 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Response
 from sqlalchemy.orm import Session
 
-from permille.errors import InputError
 from permille.federation.catch_up import PooledCheckpoint, encode_catch_up
 from permille.federation.definition import Definition
 from permille.package.reader import Package
@@ -27,20 +26,20 @@ from permille.schemas.fields import MAX_INTEGER, Page
 from permille.schemas.problems import ProblemType
 from permille.store import releases, rows, tables
 from permille.store.errors import ConflictError, NotFoundError
-from permille.store.federations import charges, definitions, history, rounds
+from permille.store.federations import charges, definitions, history
 from permille.store.federations.definitions import NewFederation
 from permille.store.jobs.dispatch import dispatch
 from permille.trust.metadata import KeyElsewhereError
 from permille.trust.repository import Repository
 from permille.trust.roles import federation_path
 from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Operator, Viewer, changing
-from permille_service.content import CACHE_CONTROL
+from permille_service.content import CACHE_CONTROL, body_of
 from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.federations.making import define
 from permille_service.federations.records import adoption_of, present, present_privacy, present_round
 from permille_service.parameters import NumberPaging, Paging, key_of, page_of
-from permille_service.problems import PRIVATE, documented
+from permille_service.problems import PRIVATE, as_conflicts, documented
 from permille_service.trust import repositories
 
 logger = logging.getLogger(__name__)
@@ -67,10 +66,8 @@ def create_federation(body: FederationCreate, creating: Creating) -> Federation:
     package = Package.open(service.blobs, release.package_digest)
 
     def make(session: Session) -> Federation:
-        try:
+        with as_conflicts():  # each value is as described, together they are not
             definition = define(package, body, service.round_keys.make(tenant_id))
-        except InputError as exc:  # each value is as described, together they are not
-            raise ConflictError(str(exc)) from exc
         new = NewFederation(
             name=body.name,
             definition=definition,
@@ -79,9 +76,7 @@ def create_federation(body: FederationCreate, creating: Creating) -> Federation:
         )
         return present(session, definitions.add(session, release=release, new=new))
 
-    record = creating.once(Federation, body, make)
-    creating.response.headers["Location"] = f"/v1/federations/{record.id}"
-    return record
+    return creating.add(Federation, body, make)
 
 
 @router.get("")
@@ -96,7 +91,7 @@ def list_federations(service: Served, operator: Viewer, window: Paging) -> Page[
 def get_federation(federation_id: FederationId, service: Served, operator: Viewer) -> Federation:
     """Read one federation."""
     with service.database.read() as session:
-        row = definitions.get(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rows.get(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         return present(session, row)
 
 
@@ -106,7 +101,7 @@ def start_federation(federation_id: FederationId, service: Served, operator: Mak
     signed trust metadata."""
 
     def start(session: Session, repository: Repository) -> Federation:
-        row = rounds.lock_federation(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         definitions.start(session, row)
         repository.list_federation(row.definition)
         return present(session, row)
@@ -118,7 +113,7 @@ def start_federation(federation_id: FederationId, service: Served, operator: Mak
 def pause_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
     """Invite nobody more. The open round takes what its devices send and is the last until the next start."""
     with changing(service, operator) as session:
-        row = rounds.lock_federation(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         definitions.pause(row)
         return present(session, row)
 
@@ -130,7 +125,7 @@ def finish_federation(federation_id: FederationId, service: Served, operator: Ma
     job_ids: list[str] = []
 
     def finish(session: Session, repository: Repository) -> Federation:
-        row = rounds.lock_federation(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         job_id = definitions.finish(session, row)
         job_ids[:] = [job_id] if job_id else []
         try:
@@ -150,7 +145,7 @@ def create_adoption(
 ) -> Adoption:
     """Have members' devices begin with a state, where its gain is sure; or, for a reason, where it is not."""
     with changing(service, operator, body) as session:
-        row = rounds.lock_federation(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         adoption = _adoption(session, row, body.round)
         if not adoption.sure and body.reason is None:
             raise ConflictError(
@@ -167,7 +162,7 @@ def get_federation_privacy(
 ) -> FederationPrivacy:
     """Read what a federation promises its devices, and how much of it they have used up."""
     with service.database.read() as session:
-        row = definitions.get(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rows.get(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         return present_privacy(row, charges.distribution(session, row.id))
 
 
@@ -177,7 +172,7 @@ def list_rounds(
 ) -> Page[RoundRecord]:
     """List the rounds of a federation, newest first."""
     with service.database.read() as session:
-        row = definitions.get(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rows.get(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         page = history.list_rounds(session, row, window)
         return page_of(page, lambda one: present_round(session, one))
 
@@ -188,21 +183,16 @@ def get_round(
 ) -> RoundRecord:
     """Read one round."""
     with service.database.read() as session:
-        row = definitions.get(session, tenant_id=operator.tenant_id, federation_id=federation_id)
+        row = rows.get(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         return present_round(session, history.get_round(session, row, number))
-
-
-def _bytes(media_type: str, description: str) -> dict[int | str, dict[str, object]]:
-    json_like = media_type.endswith("json")
-    schema = {"type": "object"} if json_like else {"type": "string", "format": "binary"}
-    content = {media_type: {"schema": schema}}
-    return {200: {"description": description, "content": content}}
 
 
 @router.get(
     "/{federation_id}/definition",
     response_class=Response,
-    responses=_bytes(DEFINITION_MEDIA_TYPE, "canonical JSON, whose SHA-256 is the definition's digest"),
+    responses={
+        200: body_of("canonical JSON, whose SHA-256 is the definition's digest", DEFINITION_MEDIA_TYPE)
+    },
 )
 def get_federation_definition(federation_id: FederationId, service: Served, principal: Anyone) -> Response:
     """What devices and auditors agree on (FORMAT 13.1). Devices find its digest in the trust metadata."""
@@ -216,7 +206,7 @@ def get_federation_definition(federation_id: FederationId, service: Served, prin
 @router.get(
     "/{federation_id}/history",
     response_class=Response,
-    responses=_bytes(CATCH_UP_MEDIA_TYPE, "a catching up (FORMAT 13.5)"),
+    responses={200: body_of("a catching up (FORMAT 13.5)", CATCH_UP_MEDIA_TYPE)},
 )
 def get_federation_history(
     federation_id: FederationId,
@@ -235,7 +225,7 @@ def get_federation_history(
 @router.get(
     "/{federation_id}/rounds/{number}/record",
     response_class=Response,
-    responses=_bytes(ROUND_MEDIA_TYPE, "a round (FORMAT 13.3)"),
+    responses={200: body_of("a round (FORMAT 13.3)", ROUND_MEDIA_TYPE)},
 )
 def get_round_record(
     federation_id: FederationId, number: RoundNumber, service: Served, principal: Anyone
@@ -257,7 +247,7 @@ def _readable(
         return definitions.for_device(
             session, tenant_id=tenant_id, release=principal.release, federation_id=federation_id
         )
-    return definitions.get(session, tenant_id=tenant_id, federation_id=federation_id)
+    return rows.get(session, tables.Federation, tenant_id=tenant_id, row_id=federation_id)
 
 
 def _catch_up(service: Service, row: tables.Federation, way: history.Way) -> bytes:
@@ -277,7 +267,7 @@ def _gain_words(adoption: Adoption) -> str:
 
 
 def _adoption(session: Session, row: tables.Federation, number: int | None) -> Adoption:
-    """What is known of the state after so many rounds, else of the newest whose gain was measured."""
+    """Return what is known of the state after so many rounds, else of the newest whose gain was measured."""
     if number is None:
         number = history.newest_measured(session, row)
     if number is None:

@@ -3,9 +3,7 @@
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
-from permille.corpora.files import check_head
-from permille.errors import InputError
-from permille.models.sources import resolve_inside
+from permille.corpora.sources import check_head
 from permille.schemas.fields import Page
 from permille.schemas.inputs import Corpus, CorpusCreate, FileCorpus
 from permille.schemas.problems import ProblemType
@@ -13,8 +11,9 @@ from permille.store import inputs, rows, tables
 from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
+from permille_service.inputs.models import locate
 from permille_service.parameters import CorpusId, Paging, page_of
-from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.problems import PRIVATE, as_conflicts, documented
 
 router = APIRouter(
     prefix="/v1/corpora", tags=["corpora"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
@@ -37,9 +36,7 @@ def create_corpus(body: CorpusCreate, creating: Creating) -> Corpus:
         )
         return present(row)
 
-    corpus = creating.once(Corpus, body, make)
-    creating.response.headers["Location"] = f"/v1/corpora/{corpus.id}"
-    return corpus
+    return creating.add(Corpus, body, make)
 
 
 @router.get("")
@@ -78,14 +75,7 @@ def present(row: tables.Corpus) -> Corpus:
 
 
 def _size_of(creating: Creation, relative: str) -> int:
-    with creating.service.database.read() as session:
-        roots = inputs.roots_of(session, creating.service.settings, tenant_id=creating.operator.tenant_id)
-    try:
-        path = resolve_inside(roots.corpora, relative, what="file")
-    except InputError as exc:
-        raise ApiError(ProblemType.NOT_FOUND, str(exc)) from exc
-    try:
+    path = locate(creating, lambda roots: roots.corpora, relative, what="file")
+    with as_conflicts():
         check_head(path)
-    except InputError as exc:
-        raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
     return path.stat().st_size

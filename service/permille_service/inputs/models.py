@@ -2,6 +2,7 @@
 their headers."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -20,7 +21,7 @@ from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import ModelId, Paging, page_of
 from permille_service.preflights.estimates import sizes_of
-from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.problems import PRIVATE, ApiError, as_conflicts, documented
 
 router = APIRouter(
     prefix="/v1/models", tags=["models"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
@@ -40,9 +41,7 @@ def create_model(body: ModelCreate, creating: Creating) -> Model:
         )
         return present(row)
 
-    model = creating.once(Model, body, make)
-    creating.response.headers["Location"] = f"/v1/models/{model.id}"
-    return model
+    return creating.add(Model, body, make)
 
 
 @router.get("")
@@ -92,17 +91,20 @@ def _facts(creating: Creation, source: FolderModel | GgufModel) -> ModelFacts:
         ApiError: `not-found`: none there, or a path out of the root, which are told alike; `conflict`: an
             unknown family, missing files, a file that cannot be read.
     """
+    what = "folder" if isinstance(source, FolderModel) else "file"
+    path = locate(creating, lambda roots: roots.models, source.path, what=what)
+    with as_conflicts():
+        return _facts_of_folder(path) if isinstance(source, FolderModel) else _facts_of_gguf(path)
+
+
+def locate(creating: Creation, root: Callable[[inputs.Roots], Path], relative: str, *, what: str) -> Path:
+    """Find a file or folder below a root of the operator's tenant. Raises ApiError (`not-found`)."""
     with creating.service.database.read() as session:
         roots = inputs.roots_of(session, creating.service.settings, tenant_id=creating.operator.tenant_id)
-    what = "folder" if isinstance(source, FolderModel) else "file"
     try:
-        path = resolve_inside(roots.models, source.path, what=what)
+        return resolve_inside(root(roots), relative, what=what)
     except InputError as exc:
         raise ApiError(ProblemType.NOT_FOUND, str(exc)) from exc
-    try:
-        return _facts_of_folder(path) if isinstance(source, FolderModel) else _facts_of_gguf(path)
-    except InputError as exc:
-        raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
 
 
 def _facts_of_folder(folder: Path) -> ModelFacts:

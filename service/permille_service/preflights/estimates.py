@@ -1,5 +1,6 @@
-"""What a job will need: memory, disk and time, from the model's config alone; and what this machine has: free
-memory (the control group's limit included), free disk, an assumed speed. No torch, no file is read.
+"""Estimates of what a job will need: memory, disk and time, from the model's config alone; and what this
+machine has: free memory (the control group's limit included), free disk, an assumed speed. No torch, no file
+is read.
 
 The figures are upper estimates of the worker's methods (weights in float32, one sequence at a time, one
 tensor's gradient, checkpointed activations). They are meant to refuse the hopeless before hours are spent,
@@ -96,8 +97,9 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
 def sparsification_needs(
     sizes: Sizes, request: SparsificationCreate, *, model_bytes: int, flops_per_s: float
 ) -> Needs:
-    """What making a model sparse needs: its ends or one decoder layer in memory, with the products of its
-    inputs and what SparseGPT makes of them; on the disk the copy, twice on its way, and the hidden states."""
+    """Estimate what making a model sparse needs: its ends or one decoder layer in memory, with the products
+    of its inputs and what SparseGPT makes of them; on the disk the copy, twice on its way, and the hidden
+    states."""
     rows = request.sequences + 2 * request.evaluation_sequences
     tokens = rows * request.length
     layer = sizes.scoped // sizes.layers
@@ -145,8 +147,8 @@ def mask_needs(
     flops_per_s: float,
     split_flops: float,
 ) -> Needs:
-    """What choosing a mask needs. Scores that do not fit into `memory_bytes` are spilled to the disk, as are
-    those of each shard of a job of more work than `split_flops`."""
+    """Estimate what choosing a mask needs. Scores that do not fit into `memory_bytes` are spilled to the
+    disk, as are those of each shard of a job of more work than `split_flops`."""
     scores = sizes.scoped * FLOAT_BYTES
     mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES + scores
     if not isinstance(options, FisherMask):
@@ -179,8 +181,8 @@ def quantization_needs(
     flops_per_s: float,
     memory_bytes: int | None,
 ) -> Needs:
-    """What quantizing needs; measuring perplexity holds the model in float32, whole if it can, and runs it
-    twice."""
+    """Estimate what quantizing needs; measuring perplexity holds the model in float32, whole if it can, and
+    runs it twice."""
     codes = sizes.scoped if isinstance(options, Int8) else sizes.scoped // 2
     plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES
     memory = PROCESS_BYTES + 6 * sizes.largest * FLOAT_BYTES
@@ -213,8 +215,8 @@ def package_needs(sizes: Sizes) -> Needs:
 
 
 def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int, flops_per_s: float) -> Needs:
-    """What training a pooled state needs: the package mapped, a hidden vector of each token and decoder
-    layer, the activations of one decoder layer, and what Adam remembers."""
+    """Estimate what training a pooled state needs: the package mapped, a hidden vector of each token and
+    decoder layer, the activations of one decoder layer, and what Adam remembers."""
     tokens = request.rows * request.length
     activations = tokens * (sizes.layers + 32) * sizes.hidden * FLOAT_BYTES
     adam = 16 * (sizes.scoped // 100)

@@ -1,17 +1,24 @@
 """Preflight of a request: its needs, from the rows that it names, and whether the machine has them.
 
-The needs of a hub model that no worker has read yet are unknown: the answer says so, and refuses nothing.
+The needs of a hub model that no worker has read yet are unknown: the answer says so, and refuses nothing. The
+time is an estimate from the work alone, corrected by the past jobs of the kind on this machine.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
+from statistics import median
+from typing import Annotated, Final
 
+from fastapi import APIRouter, Body
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from permille.choices import AdapterKind
 from permille.errors import InputError
 from permille.schemas.fields import Closed
-from permille.schemas.jobs import JobKind, Preflight
-from permille.schemas.kinds import parse_request
+from permille.schemas.jobs import JobKind, JobState, Preflight
+from permille.schemas.kinds import PreflightCreate, parse_request
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
 from permille.schemas.packages import Adapter, BuildCreate, ExportCreate, PackageCreate, PoolingCreate
 from permille.schemas.problems import Figure, ProblemType
@@ -29,8 +36,9 @@ from permille.schemas.sparsifications import SparsificationCreate
 from permille.store import artifacts, inputs, rows
 from permille.store.artifacts import SCORES
 from permille.store.jobs.dispatch import none_can_export
-from permille.store.tables import Artifact, Corpus, Model
-from permille_service.context import Service
+from permille.store.tables import Artifact, Corpus, Job, Model
+from permille_service.access.principals import Viewer
+from permille_service.context import Served, Service
 from permille_service.preflights.estimates import (
     FLOAT_BYTES,
     MAX_JOB_S,
@@ -46,8 +54,7 @@ from permille_service.preflights.estimates import (
     sizes_of,
     sparsification_needs,
 )
-from permille_service.preflights.past import forecast_s
-from permille_service.problems import ApiError
+from permille_service.problems import PRIVATE, ApiError, as_conflicts, documented
 
 ADAPTER = "adapter"  # the package's own word for the layer
 NOTHING = Needs(memory_bytes=0, disk_bytes=0, seconds=0.0)
@@ -168,7 +175,7 @@ class _Planner:
                 return self._pooling(request)
             case ExportCreate():
                 return self._export(request)
-        raise TypeError(f"expected a request for work, got {type(request).__name__}")
+        raise TypeError(f"{type(request).__name__} is no request for work")
 
     def _sparsification(self, request: SparsificationCreate) -> Needs:
         """Refuses early what the job would refuse by the config alone, or by a name that is taken."""
@@ -178,10 +185,8 @@ class _Planner:
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=request.model_id)
         if sizes is None or model.config is None:
             return NOTHING
-        try:
+        with as_conflicts():
             request.plan().check(model.config)
-        except InputError as exc:
-            raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
         model_bytes = model.size_bytes or sizes.parameters * FLOAT_BYTES
         return sparsification_needs(
             sizes, request, model_bytes=model_bytes, flops_per_s=self._machine.flops_per_s
@@ -345,10 +350,8 @@ class _Planner:
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
         if model.config is None:
             return None
-        try:
+        with as_conflicts():
             return sizes_of(model.config, scope)
-        except InputError as exc:
-            raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
 
     def _check_corpus(self, corpus_id: str | None, tokens: int = 0) -> None:
         """Refuse a corpus that cannot hold so many tokens, each of which takes a byte at least.
@@ -365,3 +368,74 @@ class _Planner:
                 f"The corpus {corpus.name!r} of {corpus.size_bytes} bytes cannot hold {tokens} tokens "
                 "(sequences times length). Ask for fewer or shorter sequences.",
             )
+
+
+COUNTED: Final = 5
+_LOOKED_AT: Final = 20
+# Of the start of a process and the reading of files, which no estimate knows. It keeps a small job, which is
+# little else, from telling that a large one takes ten times its estimate.
+_FIXED_S: Final = 30.0
+
+Estimate = Callable[[Closed], float]
+
+
+def forecast_s(
+    session: Session, *, tenant_id: str, kind: JobKind, estimated_s: float, estimate: Estimate
+) -> tuple[float, int]:
+    """Return the seconds of a job of a kind, and how many past jobs they are from.
+
+    Each of the newest that succeeded took some multiple of its own estimate. The median multiple of them is
+    that of the new job; without any, its estimate stays.
+
+    Args:
+        estimate: the seconds that the same estimate gives of a past request. It may refuse one whose parts
+            are gone, which then does not count.
+    """
+    newest = (
+        select(Job)
+        .where(Job.tenant_id == tenant_id, Job.kind == kind.value, Job.state == JobState.SUCCEEDED.value)
+        .order_by(Job.id.desc())
+        .limit(_LOOKED_AT)
+    )
+    found: list[float] = []
+    for job in session.scalars(newest):
+        if len(found) == COUNTED:
+            break
+        try:
+            past_s = estimate(parse_request(job.kind, job.payload))
+        except (ApiError, InputError):
+            continue
+        if (took_s := _took_s(session, job)) is not None:
+            found.append(took_s / (past_s + _FIXED_S))
+    if not found:
+        return estimated_s, 0
+    return median(found) * (estimated_s + _FIXED_S), len(found)
+
+
+def _took_s(session: Session, job: Job) -> float | None:
+    """Seconds from the start of a job, or of its first part, to its end.
+
+    The row of a job that was split knows the start of its last attempt alone.
+    """
+    first: datetime | None = session.scalar(select(func.min(Job.started_at)).where(Job.parent_id == job.id))
+    started = min(filter(None, (first, job.started_at)), default=None)
+    if started is None or job.ended_at is None:
+        return None
+    return (job.ended_at - started).total_seconds()
+
+
+router = APIRouter(
+    prefix="/v1/preflights",
+    tags=["preflights"],
+    responses=documented(*PRIVATE, ProblemType.NOT_FOUND, ProblemType.CONFLICT),
+)
+
+
+@router.post("")
+def check_preflight(
+    body: Annotated[PreflightCreate, Body()],
+    service: Served,
+    operator: Viewer,
+) -> Preflight:
+    """Say what a piece of work needs and whether the machine has it. Nothing is made."""
+    return preflight_of(service, operator.tenant_id, body.request)

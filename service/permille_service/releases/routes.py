@@ -37,9 +37,7 @@ router = APIRouter(
 def create_release(body: ReleaseCreate, creating: Creating) -> ReleaseRecord:
     """Publish a package as the next version of a name, and point an alias at it if one is named."""
     service, tenant_id = creating.service, creating.operator.tenant_id
-    record = creating.once(ReleaseRecord, body, lambda session: _publish(service, session, tenant_id, body))
-    creating.response.headers["Location"] = f"/v1/releases/{record.name}/versions/{record.version}"
-    return record
+    return creating.add(ReleaseRecord, body, lambda session: _publish(service, session, tenant_id, body))
 
 
 @router.get("")

@@ -1,7 +1,6 @@
 """Rows of groups and rollouts as records."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
 
 from sqlalchemy.orm import Session
 
@@ -25,8 +24,8 @@ def present_group(row: tables.DeviceGroup, found: Iterable[groups.Candidate]) ->
 
 def present(session: Session, row: tables.Rollout) -> Rollout:
     """Return the operators' view of a rollout, with its funnel."""
-    rules, counts = RolloutRules.model_validate(row.rules), rollouts.funnel(session, row.id)
-    empty = rollouts.WaveCounts()
+    rules = RolloutRules.model_validate(row.rules)
+    funnel = rollouts.funnel(session, row.id, len(rules.waves))
     return Rollout.model_validate(
         {
             "id": row.id,
@@ -49,8 +48,8 @@ def present(session: Session, row: tables.Rollout) -> Rollout:
             "created_at": row.created_at,
             "ended_at": row.ended_at,
             "funnel": [
-                WaveFunnel(percent=percent, **asdict(counts.get(number, empty)))
-                for number, percent in enumerate(rules.waves)
+                WaveFunnel(percent=percent, **counts)
+                for percent, counts in zip(rules.waves, funnel, strict=True)
             ],
         }
     )

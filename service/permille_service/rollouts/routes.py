@@ -1,4 +1,7 @@
-"""Routes of groups and rollouts for operators."""
+"""Routes of groups and rollouts: for operators, and those by which a device tells of itself.
+
+Which version a device takes is signed (FORMAT 14), so no route tells that.
+"""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -7,14 +10,15 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
+from permille.fleet.offer import Facts
 from permille.schemas.fields import Page
-from permille.schemas.fleet.groups import DeviceGroup, DeviceTags, GroupCreate, TagsPut
-from permille.schemas.fleet.rollouts import Rollout, RolloutApproval, RolloutCreate
+from permille.schemas.fleet.groups import DeviceGroup, DeviceTags, FactsPut, GroupCreate, TagsPut
+from permille.schemas.fleet.rollouts import Rollout, RolloutApproval, RolloutCreate, RolloutReport
 from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
 from permille.store.fleet import groups, rollouts
 from permille.trust.repository import Repository
-from permille_service.access.principals import Maker, Operator, Viewer, changing
+from permille_service.access.principals import CallingDevice, Maker, Operator, Viewer, changing
 from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.parameters import DeviceId, Paging, key_of, page_of
@@ -24,6 +28,7 @@ from permille_service.rollouts.signing import check_may_end, sign, sign_all
 from permille_service.trust import repositories
 
 router = APIRouter(prefix="/v1", tags=["rollouts"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
+device_router = APIRouter(prefix="/v1/device", tags=["rollouts"], responses=documented(*PRIVATE))
 GroupId = Annotated[str, key_of("group")]
 RolloutId = Annotated[str, key_of("rollout")]
 
@@ -37,9 +42,7 @@ def create_group(body: GroupCreate, creating: Creating) -> DeviceGroup:
         row = groups.create(session, tenant_id=tenant_id, name=body.name, rule=body.rule)
         return present_group(row, groups.candidates(session, tenant_id=tenant_id))
 
-    record = creating.once(DeviceGroup, body, make)
-    creating.response.headers["Location"] = f"/v1/groups/{record.id}"
-    return record
+    return creating.add(DeviceGroup, body, make)
 
 
 @router.get("/groups")
@@ -90,9 +93,7 @@ def create_rollout(body: RolloutCreate, creating: Creating) -> Rollout:
                 _resume(service, session, repository, row)
         return present(session, row)
 
-    record = creating.once(Rollout, body, make)
-    creating.response.headers["Location"] = f"/v1/rollouts/{record.id}"
-    return record
+    return creating.add(Rollout, body, make)
 
 
 @router.get("/rollouts")
@@ -167,10 +168,38 @@ def _change(
     """Change a rollout and sign it, in one transaction with its entry in the audit log."""
 
     def run(session: Session, repository: Repository) -> Rollout:
-        row = rollouts.lock(session, tenant_id=operator.tenant_id, rollout_id=rollout_id)
+        row = rows.lock(session, tables.Rollout, tenant_id=operator.tenant_id, row_id=rollout_id)
         change(session, repository, row)
         if row.signed_revision < row.revision:
             sign(service, session, repository, row)
         return present(session, row)
 
     return repositories.change_by(service, operator, run, body)
+
+
+@device_router.put("/facts", status_code=204)
+def put_device_facts(body: FactsPut, service: Served, device: CallingDevice) -> None:
+    """Tell agent, engine and memory, by which groups choose devices; again when they change."""
+    service.sign_ins.check(f"{device.device_id} facts")
+    facts = Facts(
+        agent_version=body.agent_version,
+        engine=None if body.engine is None else body.engine.value,
+        memory_bytes=body.memory_bytes,
+    )
+    with service.database.write() as session:
+        groups.put_facts(session, device_id=device.device_id, facts=facts)
+
+
+@device_router.put(
+    "/rollouts/{rollout_id}/report",
+    status_code=204,
+    responses=documented(ProblemType.NOT_FOUND, ProblemType.CONFLICT),
+)
+def put_rollout_report(
+    rollout_id: RolloutId, body: RolloutReport, service: Served, device: CallingDevice
+) -> None:
+    """Tell how far the device has come. A device counts once, by its newest report."""
+    service.sign_ins.check(f"{device.device_id} rollouts")
+    with service.database.write() as session:
+        own = rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id)
+        rollouts.report(session, device=own, rollout_id=rollout_id, report=body)

@@ -99,6 +99,6 @@ def _revert(service: Service, session: Session, repository: Repository, row: tab
 
 
 def _is_where_it_was(session: Session, row: tables.Rollout) -> bool:
-    """Whether nobody has moved the alias since the rollout was made."""
+    """Return whether nobody has moved the alias since the rollout was made."""
     alias = session.get(tables.Alias, (row.tenant_id, row.release, row.alias))
     return alias is not None and alias.version == row.before

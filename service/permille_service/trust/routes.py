@@ -5,9 +5,7 @@ with a version in their name never change.
 """
 
 import base64
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fastapi import APIRouter, Depends, Path, Response
@@ -32,15 +30,15 @@ from permille.schemas.trust import (
     TrustRotation,
 )
 from permille.store import releases
-from permille.store.errors import ConflictError, NotFoundError
-from permille.trust.metadata import Draft, Holders, KeyElsewhereError
+from permille.store.errors import NotFoundError
+from permille.trust.metadata import Draft, Holders
 from permille.trust.repository import Repository
 from permille.trust.roles import ONLINE, TIMESTAMP_FILE, is_target_path, parse_file_name, parse_target_path
 from permille_service.access.principals import Admin, Anyone, DevicePrincipal, Viewer
-from permille_service.content import CACHE_CONTROL
+from permille_service.content import CACHE_CONTROL, body_of
 from permille_service.context import Served, Service
 from permille_service.parameters import read_body
-from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.problems import PRIVATE, as_conflicts, documented
 from permille_service.trust import repositories
 
 JSON: Final = "application/json"
@@ -60,13 +58,10 @@ def get_trust(service: Served, operator: Viewer) -> Trust:
     return present(repositories.read(service, operator.tenant_id))
 
 
-def _content(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
-    content = {media_type: {"schema": {"type": "object"}}}
-    return {200: {"description": description, "content": content}, **documented(ProblemType.NOT_FOUND)}
-
-
 @router.get(
-    "/metadata/{file}", response_class=Response, responses=_content(JSON, "TUF metadata, as it was signed")
+    "/metadata/{file}",
+    response_class=Response,
+    responses={200: body_of("TUF metadata, as it was signed", JSON), **documented(ProblemType.NOT_FOUND)},
 )
 def get_trust_metadata(file: MetadataFile, service: Served, principal: Anyone) -> Response:
     """One file of the tenant's TUF repository: `timestamp.json`, `<version>.<role>.json`."""
@@ -78,7 +73,10 @@ def get_trust_metadata(file: MetadataFile, service: Served, principal: Anyone) -
 @router.get(
     "/targets/{path:path}",
     response_class=Response,
-    responses=_content(MANIFEST_MEDIA_TYPE, "the manifest of a package: canonical bytes"),
+    responses={
+        200: body_of("the manifest of a package: canonical bytes", MANIFEST_MEDIA_TYPE),
+        **documented(ProblemType.NOT_FOUND),
+    },
 )
 def get_trust_target(path: TargetPath, service: Served, principal: Anyone) -> Response:
     """What a release's target is: `releases/<name>/<SHA-256>.<version>.json`, the package's manifest."""
@@ -131,7 +129,7 @@ def put_trust_metadata(
         releases.follow(session, tenant_id=operator.tenant_id, before=before, after=repository.listed())
         return present(repository)
 
-    with _as_conflicts():
+    with as_conflicts():
         return repositories.change_by(service, operator, accept, _Accepted(digest=digest_of(data)))
 
 
@@ -145,31 +143,20 @@ def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> 
             raise InputError("Name each role once.")
         return _changed(repository, repository.rotate(holders))
 
-    with _as_conflicts():
+    with as_conflicts():
         return repositories.change_by(service, operator, rotate, body)
 
 
 @router.post("/renewals", responses=documented(ProblemType.CONFLICT))
 def renew_trust_metadata(body: TrustRenewal, service: Served, operator: Admin) -> TrustChange:
     """Sign again what is due, and the named roles. What the service cannot sign comes as drafts."""
-    with _as_conflicts():
+    with as_conflicts():
         return repositories.change_by(
             service,
             operator,
             lambda _, repository: _changed(repository, repository.renew(body.roles)),
             body,
         )
-
-
-@contextmanager
-def _as_conflicts() -> Iterator[None]:
-    """Turn a refusal of the repository into a conflict: the request contradicts signed metadata."""
-    try:
-        yield
-    except (NotFoundError, ConflictError, KeyElsewhereError):
-        raise
-    except InputError as exc:
-        raise ApiError(ProblemType.CONFLICT, str(exc)) from exc
 
 
 def present(repository: Repository) -> Trust:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import permille_keeper.server as server
-import permille_keeper.sums as sums
+import permille_keeper.server as sums
 from permille.federation.private_rounds import draw_round_noise
 from permille_keeper.main import main
 from permille_keeper.memory import Memory

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from permille.errors import InputError, RetryableError
-from permille.models.sources import FolderRef, HubRef, resolve_inside, resolve_model
+from permille.models.sources import download_model, resolve_inside
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -18,7 +18,7 @@ def test_a_folder_below_the_root_is_found_and_a_root_that_is_a_link_followed(tmp
     (tmp_path / "real" / "a" / "b").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for root in ("real", "link"):
-        found = resolve_model(FolderRef(path="a/b"), tmp_path / root)
+        found = resolve_inside(tmp_path / root, "a/b", what="folder")
         assert found == (tmp_path / "real" / "a" / "b").resolve()
 
 
@@ -38,13 +38,13 @@ def test_a_path_that_leads_out_or_is_no_folder_is_refused(tmp_path: Path, path: 
 @pytest.mark.parametrize("commit", ["main", "", "a" * 39, "A" * 40, "g" * 40, "a" * 41, "a" * 40 + "\n"])
 def test_anything_but_a_full_commit_is_refused(tmp_path: Path, commit: str) -> None:
     with pytest.raises(InputError, match="40 hexadecimal digits"):
-        resolve_model(HubRef(repository="a/b", commit=commit), tmp_path)
+        download_model("a/b", commit, tmp_path)
 
 
 @pytest.mark.parametrize("repository", ["b", "a/b/c", "../b", "a/..", "https://x/y", "a/b\n", "-a/b"])
 def test_anything_but_owner_and_name_is_refused(tmp_path: Path, repository: str) -> None:
     with pytest.raises(InputError, match="owner/name"):
-        resolve_model(HubRef(repository=repository, commit=COMMIT), tmp_path)
+        download_model(repository, COMMIT, tmp_path)
 
 
 def test_the_hub_is_asked_for_the_commit_and_listed_files_only_and_once(
@@ -58,8 +58,7 @@ def test_the_hub_is_asked_for_the_commit_and_listed_files_only_and_once(
         return str(options["local_dir"])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    ref = HubRef(repository="owner/name", commit=COMMIT)
-    first, second = resolve_model(ref, tmp_path), resolve_model(ref, tmp_path)
+    first, second = (download_model("owner/name", COMMIT, tmp_path) for _ in range(2))
     assert first == second == tmp_path.resolve() / "hub" / "owner--name" / COMMIT
     assert len(calls) == 1
     assert calls[0]["revision"] == COMMIT
@@ -90,5 +89,5 @@ def test_what_the_hub_answers_says_what_to_do_next(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(expected, match=r"a/b|hub"):
-        resolve_model(HubRef(repository="a/b", commit=COMMIT), tmp_path)
+        download_model("a/b", COMMIT, tmp_path)
     assert not (tmp_path / "hub" / "a--b" / COMMIT / ".complete").exists()

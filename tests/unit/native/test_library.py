@@ -83,7 +83,7 @@ def test_the_widest_path_is_taken_and_another_can_be_forced(monkeypatch: pytest.
 
 def test_a_path_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.VARIABLE, "sse9")
-    with pytest.raises(OperatorError, match=r"expected PERMILLE_NATIVE to be off or one of .*, got 'sse9'"):
+    with pytest.raises(OperatorError, match=r"PERMILLE_NATIVE must be off or one of .*, not 'sse9'"):
         library.load()
 
 

@@ -119,5 +119,5 @@ def test_every_row_is_taken_once_a_turn() -> None:
 def test_too_little_text_is_refused() -> None:
     model = pruned_model()
     trained = attach(model, names(model), 2, seed=0)
-    with pytest.raises(InputError, match="at least 16 rows"):
+    with pytest.raises(InputError, match="takes 16 rows"):
         recover(model, trained, ROWS_NT, RecoveryPlan(steps=1, rows=16, rate=0.1))

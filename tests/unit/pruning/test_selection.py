@@ -109,12 +109,12 @@ def test_an_input_that_never_came_is_pruned_first(weight_NK: NDArray[np.float32]
 @pytest.mark.parametrize(
     ("rates", "pattern", "message"),
     [
-        (1.0, None, "at least 0 and below 1, got 1.0$"),
-        ({0: 0.5, 1: 1.0}, None, "at least 0 and below 1, got 1.0 in layer 1"),
-        (-0.1, None, "at least 0 and below 1, got -0.1"),
-        (float("nan"), None, "below 1, got nan"),
-        (0.0, None, "a rate above 0"),
-        ({0: 0.5}, None, "a rate for each of 2 decoder layers, got 1"),
+        (1.0, None, "The rate must be at least 0 and below 1, not 1.0"),
+        ({0: 0.5, 1: 1.0}, None, "in layer 1 must be at least 0 and below 1, not 1.0"),
+        (-0.1, None, "at least 0 and below 1, not -0.1"),
+        (float("nan"), None, "below 1, not nan"),
+        (0.0, None, "nothing would be removed"),
+        ({0: 0.5}, None, "2 decoder layers, the plan rates for 1"),
         (0.6, "2:4", "at most 0.5 with 2:4"),
         (0.5, "12:24", "expected rows of a multiple of 24 for 12:24, got 32"),
     ],
@@ -137,7 +137,7 @@ def test_a_pattern_of_another_form_is_refused(text: str) -> None:
 
 def test_weights_that_are_no_numbers_are_refused(weight_NK: NDArray[np.float32]) -> None:
     weight_NK[0, 0] = np.nan
-    with pytest.raises(InputError, match="finite weights"):
+    with pytest.raises(InputError, match="are not finite"):
         _pruned(weight_NK, np.eye(_COLUMNS, dtype=np.float32), PruningMethod.WANDA, 0.5)
 
 

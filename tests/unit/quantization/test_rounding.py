@@ -51,11 +51,11 @@ def test_weights_that_are_no_codes_times_scales_are_refused() -> None:
     w_NK = np.array([[0.5, -4.0, 3.5], [0.0, 1.0, -1.5]], np.float32)
     np.testing.assert_array_equal(dequantize(rounding._int4("w", w_NK, scale_NG)), w_NK)
     for wrong_NK in (w_NK + np.float32(0.1), w_NK * 2, w_NK * np.float32("nan")):
-        with pytest.raises(InputError, match="codes times scales in w, got other weights"):
+        with pytest.raises(InputError, match="no codes times scales"):
             rounding._int4("w", wrong_NK, scale_NG)
-    with pytest.raises(InputError, match="a positive scale for each group of w"):
+    with pytest.raises(InputError, match="auto-round gave w scales"):
         rounding._int4("w", w_NK, -scale_NG)
-    with pytest.raises(InputError, match="a positive scale for each group of w"):
+    with pytest.raises(InputError, match="auto-round gave w scales"):
         rounding._int4("w", w_NK, np.full((2, 2), 0.5, np.float32))
 
 
@@ -70,6 +70,6 @@ def test_weights_that_auto_round_leaves_out_are_not_passed_for_quantized(
             return self.model, {}
 
     monkeypatch.setattr(rounding, "_library", lambda: (Idle, None))
-    with pytest.raises(InputError, match="got it as it was"):
+    with pytest.raises(InputError, match="as it was"):
         model = model_of_one_layer()
         rounding.rounded_int4(model, linear_weights(model), SEQUENCES_NT)

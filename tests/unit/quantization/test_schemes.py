@@ -22,7 +22,6 @@ from permille.quantization import (
 )
 from permille.quantization.sparse import find_sparsity
 from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
-from permille_workers.tasks.quantization import quantize_nf4
 from tests.unit.package.tiny import pruned
 
 SCALED = [(Scheme.NF4, 64), (Scheme.INT4, 32), (Scheme.INT4, 128), (Scheme.INT8, 128)]
@@ -56,21 +55,11 @@ def test_nf4_equals_bitsandbytes_bit_for_bit(shape: tuple[int, int]) -> None:
         padded[-1] &= 0xF0
     assert ours.packed.tobytes() == padded.tobytes()
     assert ours.scales.tobytes() == state.absmax.numpy().tobytes()
-    by_worker = quantize_nf4(w_NK, "cpu")
-    assert by_worker.packed.tobytes() == ours.packed.tobytes()
-    assert by_worker.scales.tobytes() == ours.scales.tobytes()
     if shape[1] % 2 == 0:  # Of odd rows bitsandbytes compiles a kernel first, for half a minute.
         theirs = bitsandbytes.functional.dequantize_4bit(packed, state).numpy()
         assert dequantize(ours).tobytes() == theirs.tobytes()
     codebook = nf4.NF4_CODES[codes_of(ours)] * np.repeat(state.absmax.numpy(), 64)[: w_NK.size]
     assert dequantize(ours).tobytes() == codebook.tobytes()
-
-
-def test_nf4_by_bitsandbytes_refuses_what_ours_does() -> None:
-    w_NK = weight(2, 64)
-    w_NK[1, 3] = np.nan
-    with pytest.raises(InputError, match="a: expected finite weights, got nan at flat index 67"):
-        quantize_nf4(w_NK, "cpu", name="a")
 
 
 def test_nf4_equals_bitsandbytes_on_zeros_denormals_and_ties() -> None:
@@ -217,15 +206,15 @@ def test_odd_number_of_codes_leaves_the_last_low_nibble_zero_for_int4() -> None:
 
 def test_wrong_inputs_are_refused() -> None:
     w_NK = weight(2, 64)
-    with pytest.raises(InputError, match="group size 64 for nf4, got 32"):
+    with pytest.raises(InputError, match="nf4 takes groups of 64 alone, not 32"):
         quantize(w_NK, Scheme.NF4, 32)
     with pytest.raises(InputError, match="32 or 128 for int4, got 64"):
         quantize(w_NK, Scheme.INT4, 64)
     with pytest.raises(InputError, match="a group size of 128 for int8, got 32"):
         quantize(w_NK, Scheme.INT8, 32)
-    with pytest.raises(InputError, match="no group size for squeezellm"):
+    with pytest.raises(InputError, match="squeezellm has no groups"):
         quantize(w_NK, Scheme.SQUEEZELLM, 64)
-    with pytest.raises(InputError, match="expected nf4 or int4 for a pattern"):
+    with pytest.raises(InputError, match="A pattern of kept weights takes nf4 or int4"):
         quantize_sparse(w_NK, Scheme.INT8, 128, Sparsity.BITMAP)
     with pytest.raises(InputError, match="expected a float32 matrix, got float64"):
         quantize(w_NK.astype(np.float64), Scheme.NF4, 64)
@@ -249,7 +238,7 @@ def test_sparse_int4_has_codes_of_all_weights_where_its_groups_are_of_a_row() ->
     assert np.array_equal(dequantize(whole), dequantize(tensor))
     narrow = quantize_sparse(weight(2, 4) * 0, Scheme.INT4, 32, Sparsity.TWO_OF_FOUR)
     assert whole_int4(narrow) is None
-    with pytest.raises(InputError, match="expected int4 codes"):
+    with pytest.raises(InputError, match="Only int4 codes"):
         whole_int4(quantize_sparse(weight(2, 4) * 0, Scheme.NF4, 64, Sparsity.TWO_OF_FOUR))
 
 
@@ -269,7 +258,7 @@ def test_sparsity_is_found_or_refused() -> None:
     whole = quantize_sparse(structured, Scheme.NF4, 64, Sparsity.TWO_OF_FOUR)
     packed = whole.pattern.packed.copy()
     packed[0, 0] = 216
-    with pytest.raises(InputError, match="expected patterns 2:4"):
+    with pytest.raises(InputError, match="no patterns 2:4"):
         dequantize(dataclasses.replace(whole, pattern=dataclasses.replace(whole.pattern, packed=packed)))
 
 

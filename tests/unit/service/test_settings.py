@@ -52,7 +52,7 @@ def test_database_password_is_not_shown(tmp_path: Path) -> None:
 def test_errors_are_explained_in_one_line_without_values(tmp_path: Path) -> None:
     with pytest.raises(ValidationError) as missing:
         load()
-    assert explain(missing.value).startswith("expected PERMILLE_DATA_DIR, ")
+    assert explain(missing.value).startswith("set PERMILLE_DATA_DIR, ")
     with pytest.raises(ValidationError) as wrong:
         load(data_dir=tmp_path, database_url=["hunter2"], port=70_000, blob_bucket="s3://u:hunter2@b")
     line = explain(wrong.value)

@@ -113,7 +113,7 @@ def test_a_body_that_breaks_off_is_continued_and_an_altered_one_gets_no_path(
     third = folder(site, tmp_path / "third")
     for fault, error, words in (
         (Fault("^GET", flip_byte=MIB), PackageError, "blob-digest"),
-        (Fault("^GET", times=9, cut_after=0), BlobStoreError, f"expected {3 * MIB} bytes"),
+        (Fault("^GET", times=9, cut_after=0), BlobStoreError, f"byte 0 of {3 * MIB}"),
     ):
         site.faults = [fault]
         with pytest.raises(error, match=words):
@@ -145,7 +145,7 @@ def test_an_error_of_the_bucket_is_tried_again_and_then_told_without_what_was_si
     unknown = Bucket(
         BucketAddress.parse(site.address.replace(site.bucket, "unknown")), attempts=1, reach_s=60.0
     )
-    with pytest.raises(OperatorError, match="'unknown', got none"):
+    with pytest.raises(OperatorError, match=r"'unknown'\. Make it first"):
         unknown.reach()
     away = Bucket(BucketAddress.parse("s3://blobs?endpoint=http://127.0.0.1:1&region=r"), attempts=1)
     with pytest.raises(BlobStoreError, match="EndpointConnectionError") as told:
@@ -368,6 +368,6 @@ def test_what_answers_as_no_bucket_does_is_a_bucket_that_is_away(
         address = f"s3://blobs?endpoint=http://127.0.0.1:{listener.server_port}&region=r"
         bucket = Bucket(BucketAddress.parse(address), attempts=1)
         for ask in (lambda: bucket.head("k"), lambda: list(bucket.entries(""))):
-            with pytest.raises(BlobStoreError, match=r"expected .* from bucket 'blobs', got an answer"):
+            with pytest.raises(BlobStoreError, match=r"Bucket 'blobs' failed at .*: its answer says nothing"):
                 ask()
         listener.shutdown()

@@ -7,10 +7,10 @@ from typing import Any
 
 from permille.package.blobs import BlobFolder
 from permille.store import runs, uploads
-from permille.store.clock import pull_back
 from permille.store.database import Database
 from permille.store.federations import rounds
 from permille.store.jobs import claims
+from permille.store.jobs.claims import pull_back
 from permille.store.retention import collection
 from permille.store.tables import Tenant, Upload
 from tests.artifacts import QUOTA

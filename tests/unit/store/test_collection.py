@@ -28,7 +28,7 @@ from permille.store.inputs import ModelFacts
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.retention import collection
-from permille.store.retention.references import NAMING, references
+from permille.store.retention.collection import NAMING, references
 from permille.store.settings import StoreSettings, layout
 from permille.store.tables import ArtifactBlob, ArtifactSource, Base, BlobCollection
 from tests.artifacts import add_artifact, some_model

@@ -130,7 +130,7 @@ def test_leaving_acts_on_the_next_request(db: Database, tenant_id: str, clock: C
     assert authenticated(db, secret) is None
     assert not is_let_in(db, device, "nonce", clock.at)
     with db.read() as session:
-        assert devices.public_key(session, device_id=device.id) is None
+        assert devices.find_active(session, device_id=device.id) is None
 
 
 def test_a_revoked_key_stays_out_and_an_unenrolled_one_may_come_back(db: Database, tenant_id: str) -> None:

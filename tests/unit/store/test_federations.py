@@ -13,7 +13,7 @@ from sqlalchemy import select
 from permille.federation.definition import encode_key
 from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.jobs import JobKind
-from permille.store import audit, devices
+from permille.store import audit, devices, rows, tables
 from permille.store.audit import Change
 from permille.store.database import Database
 from permille.store.errors import NotFoundError, RoundClosedError
@@ -219,7 +219,7 @@ def test_operators_and_devices_at_once_wait_for_nobody_in_a_circle(
     def noted(change: Callable[[Any, Federation], Any]) -> None:
         """An operator's change: the federation first, the audit log's row of the tenant last."""
         with db.write() as session:
-            row = rounds.lock_federation(session, tenant_id=tenant_id, federation_id=site.id)
+            row = rows.lock(session, tables.Federation, tenant_id=tenant_id, row_id=site.id)
             change(session, row)
             change_noted = Change(token_id=f"operator_{EXAMPLE_ULID}", action="a", subject="s")
             audit.append(session, tenant_id=tenant_id, change=change_noted)

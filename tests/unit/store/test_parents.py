@@ -157,8 +157,8 @@ def test_a_build_of_an_adapter_has_no_mask(db: Database, tenant_id: str) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mask": None}, "a mask or an adapter, got both or none"),
-        ({"adapter": {"kind": "lora"}}, "a mask or an adapter, got both or none"),
+        ({"mask": None}, "either a mask or an adapter"),
+        ({"adapter": {"kind": "lora"}}, "either a mask or an adapter"),
         ({"mask": None, "adapter": {"kind": "dora"}}, "adapter.kind"),
     ],
 )

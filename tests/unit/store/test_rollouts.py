@@ -7,7 +7,7 @@ import pytest
 from permille.fleet.offer import ReportCode, RolloutState, place_of
 from permille.schemas.fleet.groups import GroupRule
 from permille.schemas.fleet.rollouts import RolloutCreate, RolloutReport, RolloutRules
-from permille.store import audit
+from permille.store import audit, rows, tables
 from permille.store.database import Database
 from permille.store.errors import ConflictError
 from permille.store.fleet import groups, rollouts
@@ -62,9 +62,9 @@ def test_reports_are_counted_by_wave_and_open_the_next_one(
         worse = number == 0
         report(db, device, rollout, installed=True, code="ok", worse=worse, difference=0.03 * worse)
     with db.read() as session:
-        counts = rollouts.funnel(session, rollout.id)[0]
+        counts = rollouts.funnel(session, rollout.id, 2)[0]
         told = rollouts.tally(session, now_of(db, rollout))
-    assert (counts.offered, counts.installed, counts.worse, counts.better) == (
+    assert (counts["offered"], counts["installed"], counts["worse"], counts["better"]) == (
         *(len(first), len(first)),
         *(1, len(first) - 1),
     )
@@ -97,7 +97,7 @@ def test_a_silent_device_ends_and_a_resume_leaves_it_behind(
     )
     clock.forward(1)
     with db.write() as session:
-        rollouts.resume(session, rollouts.lock(session, tenant_id=tenant_id, rollout_id=rollout.id))
+        rollouts.resume(session, rows.lock(session, tables.Rollout, tenant_id=tenant_id, row_id=rollout.id))
     with db.read() as session:
         told = rollouts.tally(session, now_of(db, rollout))
     assert (told.ended, told.wave_began, told.wave_devices) == (0, 0, len(devices) - 10)
@@ -108,7 +108,7 @@ def test_an_alias_has_one_rollout_at_a_time(db: Database, tenant_id: str, device
     with pytest.raises(ConflictError, match="has not ended"):
         start(db, tenant_id)
     with db.write() as session:
-        rollouts.stop(session, rollouts.lock(session, tenant_id=tenant_id, rollout_id=rollout.id))
+        rollouts.stop(session, rows.lock(session, tables.Rollout, tenant_id=tenant_id, row_id=rollout.id))
     assert start(db, tenant_id).state == RolloutState.RUNNING
 
 

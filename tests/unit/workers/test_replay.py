@@ -179,7 +179,7 @@ def test_a_damaged_blob_of_the_service_is_no_verdict_on_the_devices_log(
         rows.get(session, Job, tenant_id=bench.tenant_id, row_id=job.id).max_attempts = 1
     bench.run_queued()
     after = bench.read(job)
-    assert after.state == "dead" and "whole among the blobs" in str(after.error)
+    assert after.state == "dead" and "cannot be read from the blob store" in str(after.error)
     with bench.db.read() as session:
         run = runs.get(session, tenant_id=bench.tenant_id, run_id=RUN_ID)
     assert run.log_state == "undecided"

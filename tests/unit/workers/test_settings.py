@@ -25,7 +25,7 @@ def test_worker_and_service_derive_the_same_places(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, "expected PERMILLE_DATABASE_URL, PERMILLE_BLOB_ROOT, PERMILLE_MODEL_ROOT"),
+        ({}, "set PERMILLE_DATABASE_URL, PERMILLE_BLOB_ROOT, PERMILLE_MODEL_ROOT"),
         ({"PERMILLE_DATA_DIR": "/nowhere", "PERMILLE_LEASE_S": "0"}, "PERMILLE_LEASE_S: "),
     ],
 )

@@ -38,32 +38,30 @@ class Transport(redis.Transport):
     Channel = Channel
 
     def _deliver(self, message: Any, queue: str) -> None:
-        found = problem_of(message)
-        if found is not None:
-            _log.warning("dropped a message that is none of ours: %s", found)
+        if not is_ours(message):
+            _log.warning("dropped a message that is none of ours")
             return
         super()._deliver(message, queue)  # type: ignore[no-untyped-call]
 
 
-def problem_of(message: Any) -> str | None:
-    """Return the fault of a parsed message, or None if `CeleryDispatcher` could have sent it."""
-    if not isinstance(message, dict):
-        return f"expected an object, got {type(message).__name__}"
-    headers, properties, body = (message.get(name) for name in ("headers", "properties", "body"))
-    if not isinstance(headers, dict) or headers.get("task") != TASK_NAME:
-        named = headers.get("task") if isinstance(headers, dict) else None
-        return f"expected the task {TASK_NAME}, got {named!r:.80}"
-    if any(headers.get(name) for name in _UNSENT) or not isinstance(headers.get("id"), str):
-        return "expected the headers of a plain task"
-    if not isinstance(properties, dict) or not isinstance(properties.get("delivery_tag"), str):
-        return "expected properties with a delivery tag"
-    if properties.get("body_encoding") != "base64" or not isinstance(properties.get("delivery_info"), dict):
-        return "expected properties of a message that was sent here"
-    if message.get("content-type") != "application/json" or message.get("content-encoding") != "utf-8":
-        return "expected a body of JSON"
-    if not isinstance(body, str) or len(body) > MAX_BODY_CHARACTERS or not _names_a_job(body):
-        return f"expected the id of a job in a body of at most {MAX_BODY_CHARACTERS} characters"
-    return None
+def is_ours(message: Any) -> bool:
+    """Return whether `CeleryDispatcher` could have sent a parsed message."""
+    try:
+        headers, properties, body = message["headers"], message["properties"], message["body"]
+        return (
+            headers["task"] == TASK_NAME
+            and isinstance(headers["id"], str)
+            and not any(headers.get(name) for name in _UNSENT)
+            and isinstance(properties["delivery_tag"], str)
+            and isinstance(properties["delivery_info"], dict)
+            and properties["body_encoding"] == "base64"
+            and (message["content-type"], message["content-encoding"]) == ("application/json", "utf-8")
+            and isinstance(body, str)
+            and len(body) <= MAX_BODY_CHARACTERS
+            and _names_a_job(body)
+        )
+    except (AttributeError, KeyError, TypeError):  # of another form
+        return False
 
 
 def _names_a_job(body: str) -> bool:

@@ -21,9 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from permille.errors import OperatorError, RetryableError
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
-from permille.store.jobs import claims
 from permille.store.jobs.dispatch import QUEUE, TASK_NAME, CeleryDispatcher, celery_app
-from permille.store.migrations.schema import check_newest
 from permille_workers.runtime import broker
 from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown, Supervisor
@@ -48,7 +46,7 @@ class _Slots:
         """A message has come: run a job, if there is one."""
         self._message_at = time.monotonic()
         with self._free:
-            if not self._run_next():
+            if not self.supervisor.run_next(self.name):
                 _log.info("nothing to do, told of %s", job_id)
 
     def watch_queue(self) -> None:
@@ -58,20 +56,12 @@ class _Slots:
             if time.monotonic() - self._message_at < silence_s or not self._free.acquire(blocking=False):
                 continue
             try:
-                while not shutdown.asked.is_set() and self._run_next():
+                while not shutdown.asked.is_set() and self.supervisor.run_next(self.name):
                     _log.warning("was told of no job for %.0f s, and found one", silence_s)
             except (DBAPIError, OSError, OperatorError) as exc:
                 _log.warning("database or machine cannot serve, will try again: %s", exc)
             finally:
                 self._free.release()
-
-    def _run_next(self) -> bool:
-        with self.supervisor.db.write() as session:
-            check_newest(session)
-            claim = claims.claim(session, worker=self.name, lease_s=self.supervisor.settings.lease_s)
-        if claim is not None:
-            self.supervisor.run(claim)
-        return claim is not None
 
 
 def make_app(broker_url: str, slots: _Slots) -> Any:
@@ -136,4 +126,4 @@ def run_celery_worker(
     for thread in threads:
         thread.join()
     if not asked:
-        raise RetryableError("expected the broker's worker to run until it is asked to stop, but it ended")
+        raise RetryableError("The broker's worker ended by itself. Start it again.")

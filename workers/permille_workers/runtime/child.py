@@ -69,7 +69,7 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
     try:
         task = tasks.get(claim.kind)
         if task is None:
-            raise InputError(f"expected a job of kind {', '.join(sorted(tasks))}, got {claim.kind!r}")
+            raise InputError(f"This worker does {', '.join(sorted(tasks))}, and no {claim.kind!r}.")
         with locked_work_folder(settings.work_root, claim.job_id) as folder:
             context = TaskContext(
                 claim=claim,
@@ -148,7 +148,7 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-            raise OperatorError(f"expected prctl to take a death signal, got errno {ctypes.get_errno()}")
+            raise OperatorError(f"prctl refuses a death signal: errno {ctypes.get_errno()}")
 
 
 def _die_at_end(pipe: BinaryIO) -> None:

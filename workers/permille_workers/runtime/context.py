@@ -8,10 +8,13 @@ from pathlib import Path
 from sqlalchemy.orm import Session
 
 from permille.package.blobs import BlobFolder
+from permille.schemas.jobs import JobKind
+from permille.store import artifacts
 from permille.store.database import Database
 from permille.store.jobs import claims
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.parents import Part
+from permille.store.tables import Artifact
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.work_folders import shared_store
 
@@ -96,6 +99,23 @@ class TaskContext:
     settings: WorkerSettings
     work_folder: Path  # of the job, not the attempt: checkpoints live here
     progress: Callable[[float, str], None]
+
+    def part(self, begin: float, end: float, what: str) -> Callable[[int, int], None]:
+        """Return a callback that reports `what done/total` between two shares of the job.
+
+        Example:
+            fisher_scores(model, tokens_NT, scope, progress=context.part(0.05, 0.9, "fisher"))
+        """
+
+        def report(done: int, total: int) -> None:
+            self.progress(begin + (end - begin) * done / total, f"{what} {done}/{total}")
+
+        return report
+
+    def artifact(self, kind: JobKind, key: str) -> Artifact:
+        """Read a result of an earlier job of the tenant. Raises NotFoundError."""
+        with self.db.read() as session:
+            return artifacts.get(session, tenant_id=self.claim.tenant_id, kind=kind, key=key)
 
     def shared(self, job_id: str) -> BlobFolder:
         """Blobs that a split job and its parts hand to each other; they are removed once it has ended."""

@@ -47,8 +47,8 @@ class ComputeSettings(SettingsGroup):
     device: str = Field(
         default="cpu",
         pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$",
-        description="where scores, sparse models, perplexity, NF4 codes (by bitsandbytes) and pooled "
-        "states are computed: `cuda`, `cuda:1`. It has not run on a GPU: `make gpu` tests it",
+        description="where scores, sparse models, perplexity and pooled states are computed: `cuda`, "
+        "`cuda:1`. It has not run on a GPU: `make gpu` tests it",
     )
     dtype: Dtype = Field(
         default="float32",
@@ -73,4 +73,4 @@ class ReachSettings(SettingsGroup):
 
 
 class WorkerSettings(ReachSettings, ComputeSettings, QueueSettings, StoreSettings):
-    """What a worker needs beyond the store."""
+    """Settings of a worker, beyond the store's."""

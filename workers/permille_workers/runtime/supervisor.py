@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import IO, BinaryIO, cast
 
 from sqlalchemy.exc import DBAPIError
 
@@ -24,6 +24,7 @@ from permille.store.database import Database
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import claims
 from permille.store.jobs.claims import Claim
+from permille.store.migrations.schema import check_newest
 from permille.telemetry import Trace, watching
 from permille_workers.runtime.handover import encode_handover
 from permille_workers.runtime.metrics import ATTEMPT_S, LEASES_LOST
@@ -69,6 +70,15 @@ class Supervisor:
     shutdown: Shutdown
     child_command: Sequence[str] = CHILD_COMMAND
 
+    def run_next(self, worker: str) -> bool:
+        """Claim the job whose turn it is and run it; return whether there was one."""
+        with self.db.write() as session:
+            check_newest(session)
+            claim = claims.claim(session, worker=worker, lease_s=self.settings.lease_s)
+        if claim is not None:
+            self.run(claim)
+        return claim is not None
+
     def run(self, claim: Claim) -> None:
         """Run one attempt to its end, whichever that is. When this returns, no child of it is alive."""
         begun = time.monotonic()
@@ -104,11 +114,10 @@ class Supervisor:
         return environment
 
     def _hand_over(self, child: "subprocess.Popen[bytes]", claim: Claim) -> None:
-        if child.stdin is None:
-            raise RuntimeError("expected a pipe to the child")
+        pipe = cast("IO[bytes]", child.stdin)
         with suppress(BrokenPipeError):  # it is dead already: its exit is recorded
-            child.stdin.write(encode_handover(claim, self.settings))
-            child.stdin.flush()
+            pipe.write(encode_handover(claim, self.settings))
+            pipe.flush()
 
     def _watch(self, child: "subprocess.Popen[bytes]", claim: Claim) -> None:
         renew_every_s = self.settings.lease_s / 3
@@ -155,7 +164,7 @@ class Supervisor:
 
     def _record_exit(self, claim: Claim, code: int, tail: Sequence[str]) -> None:
         """End an attempt whose child did not: it crashed or was killed. One that did is stale by now."""
-        message = f"expected the job's process to finish, got {_exit_words(code)}"
+        message = f"the job's process ended with {_exit_words(code)} before the job did"
         error = {"type": "WorkerCrashed", "message": message, "stderr": "".join(tail)[-4000:]}
         try:
             with self.db.write() as session:

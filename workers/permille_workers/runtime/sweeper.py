@@ -1,5 +1,5 @@
-"""What every worker does now and then: leases, builds and rounds, lost messages, old uploads and folders; and
-seldom, one of them: what rules let go, what no row names."""
+"""Chores that every worker does now and then: leases, builds and rounds, lost messages, old uploads and
+folders; and seldom, one of them: what rules let go, what no row names."""
 
 import logging
 import threading
@@ -13,16 +13,15 @@ from sqlalchemy.exc import DBAPIError
 from permille.errors import PermilleError
 from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
-from permille.store.clock import pull_back
 from permille.store.database import Database
 from permille.store.federations import rounds
 from permille.store.fleet import rollouts
 from permille.store.jobs import claims
+from permille.store.jobs.claims import pull_back
 from permille.store.jobs.dispatch import CeleryDispatcher, note_worker
 from permille.store.migrations.schema import check_newest
 from permille.store.retention import rules
-from permille.store.retention.collection import collect, take_turn
-from permille.store.retention.references import references
+from permille.store.retention.collection import collect, references, take_turn
 from permille.telemetry import Outage
 from permille_workers.runtime.metrics import count_sweep
 from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings

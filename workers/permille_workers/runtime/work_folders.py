@@ -1,5 +1,5 @@
-"""What belongs to a job by its id: scratch below the work root, kept between attempts; and in a store below
-the blobs what a split job and its parts share. Both are removed once the job has ended."""
+"""Folders that belong to a job by its id: scratch below the work root, kept between attempts; and in a store
+below the blobs what a split job and its parts share. Both are removed once the job has ended."""
 
 import fcntl
 import os

@@ -3,31 +3,13 @@
 Builds have no task: see `permille.store.jobs.parents`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
 from permille_workers.runtime.context import PartsToAdd, Publish, Task, TaskContext
-
-_KINDS = tuple(kind for kind in JobKind if kind is not JobKind.BUILD)
-
-
-class Tasks(Mapping[str, Task]):
-    """Tasks by kind, imported when they run: a replay does not wait for what a mask needs."""
-
-    def __getitem__(self, kind: str) -> Task:
-        return partial(_run, JobKind(kind)) if kind in _KINDS else self.__missing__(kind)
-
-    def __missing__(self, kind: str) -> Task:
-        raise KeyError(kind)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(kind.value for kind in _KINDS)
-
-    def __len__(self) -> int:
-        return len(_KINDS)
 
 
 def _run(kind: JobKind, context: TaskContext) -> Publish | PartsToAdd:
@@ -36,4 +18,5 @@ def _run(kind: JobKind, context: TaskContext) -> Publish | PartsToAdd:
     return made
 
 
-TASKS: Mapping[str, Task] = Tasks()
+TASKS: Mapping[str, Task] = {kind.value: partial(_run, kind) for kind in JobKind if kind is not JobKind.BUILD}
+"""Tasks by kind. A task's module is imported when it runs: a replay does not wait for what a mask needs."""

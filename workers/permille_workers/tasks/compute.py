@@ -68,7 +68,7 @@ def torch_device(name: str) -> torch.device:
         OperatorError: it is not there.
     """
     if name != "cpu" and not torch.cuda.is_available():
-        raise OperatorError(f"expected device {name} (PERMILLE_DEVICE), got a machine without CUDA")
+        raise OperatorError(f"This machine has no CUDA. Set PERMILLE_DEVICE to cpu, not {name}.")
     return torch.device(name)
 
 

@@ -8,11 +8,13 @@ from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
 from permille.package.blobs import BlobFolder
-from permille.package.limits import Role
+from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest, Quantization
+from permille.package.reader import Package
 from permille.package.safetensors_io import SafetensorsFile
 from permille.quantization import squeezellm
 from permille.quantization.types import Scheme, Sparsity
+from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.quantizations import AnyOptions, AutoRound, CodeBooks
 from permille.store import artifacts
@@ -52,6 +54,13 @@ def publishes_package(context: TaskContext, model_id: str, manifest: Manifest) -
     )
 
 
+def open_parent(context: TaskContext, digest: str) -> tuple[Artifact, Manifest, Package]:
+    """Open the package that a job adds something to: its row, its manifest, and it without additions."""
+    row = context.artifact(JobKind.PACKAGE, digest)
+    manifest = Manifest.from_bytes(context.blobs.read(digest, limit=MAX_MANIFEST_BYTES))
+    return row, manifest, Package(context.blobs, manifest.parent())
+
+
 def blob_of_layer(layer: Layer) -> Blob:
     """A layer as the store keeps it."""
     return Blob(
@@ -67,7 +76,7 @@ def layer_of(artifact: Artifact, role: Role) -> Layer:
     """A layer of an artifact that must have it."""
     blob = artifacts.blob_of(artifact, role.value)
     if blob is None:
-        raise LookupError(f"expected a {role} layer of {artifact.id}, got none")
+        raise LookupError(f"{artifact.id} has no {role} layer")
     return Layer(role=role, digest=blob.digest, size_bytes=blob.size_bytes)
 
 

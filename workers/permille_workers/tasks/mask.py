@@ -133,14 +133,11 @@ def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, 
 
     context.progress(0.03, "loading the model")
 
-    def progress(done: int, total: int) -> None:
-        context.progress(0.05 + (_SCORED - 0.05) * done / total, f"fisher {done}/{total}")
-
     return fisher_scores(
         open_torch_model(context, model.checkpoint, drawn.tokens_NT.shape[1]),
         drawn.tokens_NT,
         request.scope,
-        progress=progress,
+        progress=context.part(0.05, _SCORED, "fisher"),
         spill_dir=context.work_folder / "scores",
         resume=context.work_folder / "fisher",
     )
@@ -157,8 +154,8 @@ def _put(context: TaskContext, scores: Scores) -> Blob:
 
 
 class _Shown(Mapping[str, NDArray[np.float32]]):
-    """What the report is of, read tensor by tensor: scores, 0 where a weight is zero, as no mask can have it;
-    without scores the weights' size."""
+    """The subject of the report, read tensor by tensor: scores, 0 where a weight is zero, as no mask can have
+    it; without scores the weights' size."""
 
     def __init__(self, weights: Tensors, scores: Tensors | None) -> None:
         self._weights = weights

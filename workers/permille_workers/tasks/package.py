@@ -19,7 +19,6 @@ from permille.schemas.kinds import parse_request
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
 from permille.schemas.packages import PackageCreate
 from permille.schemas.quantizations import QuantizationCreate
-from permille.store import artifacts
 from permille.store.tables import Artifact
 from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS, make_reference
 from permille_workers.runtime.context import Publish, TaskContext
@@ -41,17 +40,16 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
         InputError: parts of different models or weights.
         PackageError: a stored part is damaged, or a file of the model may not be in a package.
     """
-    quantization = _part(context, JobKind.QUANTIZATION, request.quantization_id)
-    mask_row = None if request.mask_id is None else _part(context, JobKind.MASK, request.mask_id)
+    quantization = context.artifact(JobKind.QUANTIZATION, request.quantization_id)
+    mask_row = None if request.mask_id is None else context.artifact(JobKind.MASK, request.mask_id)
     parts = [quantization] if mask_row is None else [mask_row, quantization]
-    if len({part.model_id for part in parts}) > 1:
-        raise InputError(f"expected parts of one model, got {' and '.join(part.model_id for part in parts)}")
     context.progress(0.0, "opening the model")
     model = open_model(context, quantization.model_id)
     for part in parts:
         if part.provenance["model"] != model.provenance:
             raise InputError(
-                f"expected {part.id} to be made of {model.provenance}, got {part.provenance['model']}"
+                f"The parts are of two models: {part.id} was made of {part.provenance['model']}, not of "
+                f"{model.provenance}."
             )
     chosen = _adapter(request) if mask_row is None else _mask(context, mask_row)
     context.progress(0.2, "writing what is trained")
@@ -124,7 +122,7 @@ def _mask(context: TaskContext, mask_row: Artifact) -> ChosenMask:
 def _adapter(request: PackageCreate) -> ChosenAdapter:
     adapter = request.adapter
     if adapter is None:
-        raise InputError("expected a mask or an adapter, got none")
+        raise InputError("A package needs a mask or an adapter. Name one.")
     return ChosenAdapter(
         kind=adapter.kind,
         rank=adapter.rank,
@@ -132,8 +130,3 @@ def _adapter(request: PackageCreate) -> ChosenAdapter:
         scope=adapter.scope,
         seed=adapter.seed,
     )
-
-
-def _part(context: TaskContext, kind: JobKind, key: str) -> Artifact:
-    with context.db.read() as session:
-        return artifacts.get(session, tenant_id=context.claim.tenant_id, kind=kind, key=key)

@@ -9,15 +9,11 @@ from typing import cast
 from permille.engines.factory import open_engine
 from permille.engines.interface import GradientEngine
 from permille.errors import InputError
-from permille.package.limits import MAX_MANIFEST_BYTES
-from permille.package.manifest import Manifest, decimal_text
-from permille.package.reader import Package
-from permille.schemas.jobs import JobKind
+from permille.package.manifest import decimal_text
 from permille.schemas.packages import PoolingCreate
-from permille.store import artifacts
 from permille.training.pooling import PoolingPlan, pool, write_pooled
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import publishes_package
+from permille_workers.tasks.layers import open_parent, publishes_package
 from permille_workers.tasks.sources import Sampling, open_corpus, versions
 
 _TRAINED = 0.95  # of the time
@@ -33,11 +29,7 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
     """
     from permille.models.loading import FileTokenizer
 
-    tenant_id, digest = context.claim.tenant_id, request.package_digest
-    with context.db.read() as session:
-        row = artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
-    manifest = Manifest.from_bytes(context.blobs.read(digest, limit=MAX_MANIFEST_BYTES))
-    package = Package(context.blobs, manifest.parent())
+    row, manifest, package = open_parent(context, request.package_digest)
     context.progress(0.0, "reading the corpus")
     corpus = open_corpus(context, request.corpus_id)
     (context.work_folder / "tokenizer.json").write_bytes(package.file("tokenizer.json"))
@@ -48,20 +40,20 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
     settings = context.settings
     engine = cast("GradientEngine", open_engine(package, device=settings.device, threads=settings.threads))
 
-    def progress(done: int, total: int) -> None:
-        context.progress(0.03 + (_TRAINED - 0.03) * done / total, f"step {done}/{total}")
-
     found = pool(
         engine,
         package,
         sequences.tokens_NT,
         PoolingPlan(steps=request.steps, batch_rows=request.rows, seed=request.seed),
         checkpoint=context.work_folder / "moments",
-        progress=progress,
+        progress=context.part(0.03, _TRAINED, "step"),
     )
     losses = f"{found.loss_base:.4f} -> {found.loss_pooled:.4f} nats a token"
     if not found.better:
-        raise InputError(f"expected a state surely better than the base on held-out text, got {losses}")
+        raise InputError(
+            f"The state is not surely better than the base on held-out text: {losses}. Train longer, or on "
+            "text that is nearer to what devices have."
+        )
     context.progress(_TRAINED, f"publishing: held-out loss {losses}")
     made = write_pooled(
         context.blobs,

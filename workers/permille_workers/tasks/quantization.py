@@ -1,15 +1,17 @@
-"""The quantization job: a dense layer, the layer of what stays as it is, and what that costs."""
+"""The quantization job: a dense layer, the layer of what stays as it is, and what that costs.
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+Most codes are made of the weights alone. Two kinds need more: int4 that auto-round calibrates on a corpus,
+all layers in one go (ADR 13), and code books for a mask's scores, tensor by tensor.
+"""
 
-import numpy as np
-from numpy.typing import NDArray
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
 
 from permille.corpora.sequences import POOL
 from permille.digests import JSON
-from permille.errors import InputError
+from permille.errors import InputError, OperatorError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.package.build import code, plain_tensors
@@ -17,11 +19,13 @@ from permille.package.layers import write_dense, write_plain
 from permille.package.manifest import Layer, Quantization
 from permille.package.reader import read_codes
 from permille.package.safetensors_io import SafetensorsFile
-from permille.quantization import dequantize, nf4
+from permille.quantization import dequantize
 from permille.quantization.report import ErrorReport
-from permille.quantization.source import check_finite, check_weight
 from permille.quantization.sparse import find_sparsity
-from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
+from permille.quantization.types import Coded, Scheme, Sparsity
+from permille.schemas.jobs import JobKind
+from permille.schemas.kinds import parse_request
+from permille.schemas.masks import FisherMaskCreate
 from permille.schemas.quantizations import (
     AnyOptions,
     AutoRound,
@@ -32,9 +36,10 @@ from permille.schemas.quantizations import (
     SqueezeLLM,
 )
 from permille.sensitivity.plots import error_picture
+from permille.sensitivity.scores import load_scores
+from permille.store import artifacts
 from permille.store.artifacts import Made
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.calibration import Codes, Tensors, calibrated_codes, code_books
 from permille_workers.tasks.layers import blob_of_layer, evidence, publishes, quantization_of
 from permille_workers.tasks.sources import (
     Sampling,
@@ -48,9 +53,30 @@ from permille_workers.tasks.sources import (
 if TYPE_CHECKING:
     from permille.models.gguf.codes import KeptModel
 
+
 _QUANTIZED = 0.6  # of the time, where there is text to measure on
 _EVALUATION_SEED = 0
 _LONGEST_EVALUATION = 512
+
+Tensors = Iterator[tuple[str, Coded]]
+_CALIBRATION_SEED = 0
+_SCORED = ("scores", "corpus", "sequences", "length", "seed", "dtype")  # of a mask's provenance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """A dense layer's codes and where they come from.
+
+    Attributes:
+        tensors: all of them, as often as they are asked for.
+        corpus_read: what calibrating them has read.
+        used: tokens that they were calibrated on, by corpus.
+    """
+
+    tensors: Callable[[], Tensors]
+    provenance: Mapping[str, JSON]
+    corpus_read: dict[str, object] | None = None
+    used: Mapping[str, int] = field(default_factory=dict)
 
 
 def run(context: TaskContext, request: QuantizationCreate) -> Publish:
@@ -115,7 +141,7 @@ def _sparsity(checkpoint: Checkpoint, options: AnyOptions) -> str | None:
     found = find_sparsity(checkpoint.float32(name) for name in names)
     if found is not None and isinstance(options, CodeBooks):
         raise InputError(
-            f"expected a model that is not sparse for squeezellm, got {found}: nf4 and int4 keep its zeros"
+            f"squeezellm does not keep the zeros of a sparse model ({found}). Choose nf4 or int4."
         )
     return None if found is None else found.value
 
@@ -135,13 +161,6 @@ def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Q
         for name, _ in scoped_tensors(checkpoint.config):
             yield name, code(checkpoint.float32(name), how, name=name)
 
-    def on_device() -> Tensors:
-        for name, _ in scoped_tensors(checkpoint.config):
-            yield name, quantize_nf4(checkpoint.float32(name), device, name=name)
-
-    device = context.settings.device
-    if device != "cpu" and how.name is Scheme.NF4 and how.sparsity is None:
-        return Codes(tensors=on_device, provenance={"versions": versions("bitsandbytes")})
     return Codes(tensors=nearest, provenance={"versions": versions()})
 
 
@@ -167,34 +186,6 @@ def _kept(model: SourceModel) -> "KeptModel | None":
     from permille.models.gguf.codes import KeptModel
 
     return KeptModel(model.checkpoint, model.gguf)
-
-
-def quantize_nf4(w_NK: NDArray[np.float32], device: str, *, name: str = "weight") -> QuantizedTensor:
-    """The same as `nf4.quantize`, by bitsandbytes, whose tensors are ours (ADR 13).
-
-    It never ran on a GPU: tests run its CPU code. A weight that is no whole number of blocks is coded here:
-    bitsandbytes treats the last one otherwise.
-
-    Raises:
-        InputError: NaN or infinity, or no float32 matrix.
-    """
-    if w_NK.size % nf4.BLOCK_SIZE:
-        return nf4.quantize(w_NK, name=name)
-    import torch
-    from bitsandbytes.functional import quantize_4bit
-
-    check_weight(w_NK, name)
-    check_finite(w_NK, 0, name)
-    w = torch.from_numpy(w_NK).to(device)
-    packed, state = quantize_4bit(w, blocksize=nf4.BLOCK_SIZE, compress_statistics=False, quant_type="nf4")
-    rows, columns = w_NK.shape
-    return QuantizedTensor(
-        scheme=Scheme.NF4,
-        shape=(rows, columns),
-        group_size=nf4.BLOCK_SIZE,
-        packed=packed.cpu().numpy().reshape(-1),
-        scales=state.absmax.cpu().numpy(),
-    )
 
 
 def _stored(context: TaskContext, checkpoint: Checkpoint, dense: Layer, how: Quantization) -> Tensors:
@@ -238,13 +229,8 @@ def _perplexity(
     sequences, held_out = evaluation_sequences(FileTokenizer(folder), corpus, wanted)
     loaded = open_torch_model(context, model.checkpoint, length)
 
-    def part(first: float, name: str) -> Callable[[int, int], None]:
-        def progress(done: int, total: int) -> None:
-            context.progress(first + 0.18 * done / total, f"{name} {done}/{total}")
-
-        return progress
-
-    tokens_NT, first, second = sequences.tokens_NT, part(0.62, "before"), part(0.8, "after")
+    tokens_NT = sequences.tokens_NT
+    first, second = context.part(0.62, 0.8, "before"), context.part(0.8, 0.98, "after")
     if isinstance(loaded, StreamedModel):
         before = perplexity_by_layer(loaded.stream, tokens_NT, progress=first)
         after = perplexity_by_layer(loaded.stream, tokens_NT, quantized=coded.tensors(), progress=second)
@@ -262,3 +248,75 @@ def _perplexity(
         "corpus": corpus.provenance,
         "read": sequences.read,
     }
+
+
+def calibrated_codes(context: TaskContext, checkpoint: Checkpoint, options: AutoRound) -> Codes:
+    """Calibrate all dense tensors by auto-round. A cancel acts before and after.
+
+    Raises:
+        InputError: what auto-round cannot do; too little text.
+        RetryableError: a data set that cannot be reached.
+        OperatorError: auto-round is not installed.
+    """
+    if importlib.util.find_spec("auto_round") is None:
+        raise OperatorError(
+            'auto-round is not installed on this worker: pip install "permille[workers,evaluate]"'
+        )
+    from permille.models.loading import FileTokenizer, load_model
+    from permille.quantization.rounding import rounded_int4
+
+    corpus = open_corpus(context, options.calibration_corpus_id)
+    context.progress(0.0, "reading the text to calibrate on")
+    length = min(options.calibration_length, int(checkpoint.config.get("max_position_embeddings", 1 << 30)))
+    sampling = Sampling(number=options.calibration_sequences, length=length, seed=_CALIBRATION_SEED)
+    sequences = corpus.sequences(FileTokenizer(checkpoint.folder), sampling)
+    number = len(sequences.tokens_NT)
+    names = [name for name, _ in scoped_tensors(checkpoint.config)]
+    context.progress(0.01, f"auto-round on {number} sequences: minutes or hours, in one piece")
+    tensors = rounded_int4(load_model(checkpoint.folder), names, sequences.tokens_NT)
+    return Codes(
+        tensors=lambda: iter(tensors.items()),
+        provenance={
+            "rounding": options.scheme.value,
+            "calibration": {
+                "corpus": corpus.provenance,
+                "sequences": number,
+                "length": length,
+                "seed": _CALIBRATION_SEED,
+            },
+            "versions": versions("auto-round", "torch", "transformers", "tokenizers"),
+        },
+        corpus_read=sequences.read,
+        used={options.calibration_corpus_id: options.calibration_sequences * options.calibration_length},
+    )
+
+
+def code_books(context: TaskContext, model: SourceModel, options: SqueezeLLM, how: Quantization) -> Codes:
+    """Code books for the scores of a mask of the same weights.
+
+    Raises:
+        InputError: a mask of other weights, or without scores of all linears.
+        PackageError: the scores are gone or damaged.
+    """
+    mask = context.artifact(JobKind.MASK, options.mask_id)
+    stored = artifacts.blob_of(mask, artifacts.SCORES)
+    request = parse_request(JobKind.MASK, mask.request)
+    if stored is None or not isinstance(request, FisherMaskCreate):
+        raise InputError(f"The mask {mask.id} has no scores. Name a fisher mask.")
+    if mask.provenance["model"] != model.provenance:
+        raise InputError(f"The mask {mask.id} is of other weights: {mask.provenance['model']}.")
+    context.blobs.check(stored.digest)
+    scores = load_scores(context.blobs.path(stored.digest))
+    if scores.shapes != tuple(scoped_tensors(model.checkpoint.config)):
+        raise InputError(f"The mask {mask.id} has scores of {request.scope}; squeezellm needs all linears.")
+
+    def books() -> Tensors:
+        for name, scores_NK in scores.items():
+            yield name, code(model.checkpoint.float32(name), how, name=name, scores_NK=scores_NK)
+
+    made = {name: mask.provenance[name] for name in _SCORED}
+    return Codes(
+        tensors=books,
+        provenance=cast("Mapping[str, JSON]", made | {"versions": versions()}),
+        used={request.corpus_id: request.sequences * request.length},
+    )

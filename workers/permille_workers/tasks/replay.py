@@ -18,7 +18,7 @@ from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
 from permille.schemas.jobs import JobKind
 from permille.schemas.runs import MAX_LOG_BYTES, LogForm, LogState, ReplayRequest
-from permille.store import artifacts, runs, uploads
+from permille.store import runs, uploads
 from permille.store.errors import NotFoundError
 from permille.store.runs import LogVerdict
 from permille.store.tables import Run
@@ -42,7 +42,7 @@ def run(context: TaskContext, request: ReplayRequest) -> Publish:
         row = runs.get(session, tenant_id=context.claim.tenant_id, run_id=request.run_id)
     log_digest, upload_id = row.log_digest, row.log_upload_id
     if log_digest is None or upload_id is None:
-        raise InputError(f"expected a log of run {request.run_id}, got one that was deleted")
+        raise InputError(f"The log of run {request.run_id} was deleted.")
     context.progress(0.0, "reading the log")
     folder = uploads.open_folder(context.blobs, tenant_id=row.tenant_id, upload_id=upload_id)
     verdict = verdict_of_replay(context, row, _stored_log(folder, log_digest))
@@ -104,7 +104,7 @@ def _difference(claimed: object, found: str) -> str | None:
     """Say how the device's digest differs from ours; None where it does not, or where it named none."""
     if claimed is None or claimed == found:
         return None
-    return f"state-differs: expected the device's {claimed}, got {found} by replay"
+    return f"state-differs: the device reports {claimed}, the replay gives {found}"
 
 
 def _replayed_log(context: TaskContext, data: bytes, manifest: Manifest) -> _Reached:
@@ -122,7 +122,7 @@ def _decoded_state(_: TaskContext, data: bytes, manifest: Manifest) -> _Reached:
     mask_digest = manifest.mask_digest
     state.check_binding(package_digest=manifest.digest, mask_digest=mask_digest, k=manifest.k)
     if state.header.origin is not StateOrigin.PERSONAL:
-        raise PackageError("state-binding", f"expected a personal state, got {state.header.origin}")
+        raise PackageError("state-binding", f"The state is {state.header.origin}, not personal")
     return _Reached(
         s_K=state.s_K, mask_digest=mask_digest, step_unit_exponent=state.header.step_unit_exponent
     )
@@ -130,22 +130,21 @@ def _decoded_state(_: TaskContext, data: bytes, manifest: Manifest) -> _Reached:
 
 def _manifest(context: TaskContext, run_row: Run) -> Manifest:
     digest = str(run_row.metrics.get("package_digest"))
-    with context.db.read() as session:
-        try:
-            artifacts.get(session, tenant_id=run_row.tenant_id, kind=JobKind.PACKAGE, key=digest)
-        except NotFoundError as exc:
-            raise PackageError("log-foreign", f"expected a package of ours, got {digest}") from exc
+    try:
+        context.artifact(JobKind.PACKAGE, digest)
+    except NotFoundError as exc:
+        raise PackageError("log-foreign", f"The package {digest} is none of this service's") from exc
     try:
         return Manifest.from_bytes(context.blobs.read(digest, limit=MAX_MANIFEST_BYTES))
     except PackageError as exc:
-        raise RetryableError(f"expected the manifest {digest} whole among the blobs, got {exc}") from exc
+        raise RetryableError(f"The manifest {digest} cannot be read from the blob store: {exc}") from exc
 
 
 def _stored_log(folder: BlobFolder, log_digest: str) -> bytes:
     try:
         return folder.read(log_digest, limit=MAX_LOG_BYTES)
     except PackageError as exc:
-        raise RetryableError(f"expected the log {log_digest} whole among the blobs, got {exc}") from exc
+        raise RetryableError(f"The log {log_digest} cannot be read from the blob store: {exc}") from exc
 
 
 def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
@@ -154,5 +153,5 @@ def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
     if (header.package_digest, header.mask_digest, header.counts) != expected:
         raise PackageError(
             "log-foreign",
-            f"expected a log of package {manifest.digest} and its mask, got one of {header.package_digest}",
+            f"The log is of package {header.package_digest}, the run of {manifest.digest}",
         )

@@ -3,29 +3,48 @@
 It is told which round is closing; what was sent does not change from then on. Nothing leaves before the
 transaction that publishes it, so a second attempt after a kill makes the same bytes; of a private round it
 draws other noise, or gets a keeper's again.
+
+In mode keeper this process never sees a device's integers: it asks a keeper over HTTPS for the noised sum.
+The keeper answers one set of devices with one answer, durably. While it is down the job is retried.
 """
 
+import http.client
+import logging
 import math
+import queue
 import statistics
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
+from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
-from permille.errors import InputError, OperatorError, PackageError
+from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.federation.catch_up import pack_state
 from permille.federation.contribution import Contribution
 from permille.federation.definition import GAIN_NATS, Definition, decode_key
-from permille.federation.masked import Masked, decode_sent
-from permille.federation.private_rounds import noised_gains, round_of_sum
+from permille.federation.masked import Masked, Opening, decode_answer, decode_sent, opening_of
+from permille.federation.private_rounds import (
+    draw_round_noise,
+    noised_gains,
+    noised_sum,
+    round_of_sum,
+    unmasked_sum,
+)
 from permille.federation.rounds import History, Round, combine, decode_segment
 from permille.schemas.federations import RoundRequest
-from permille.store.federations import contributions, definitions, history, rounds
+from permille.store import rows
+from permille.store.federations import contributions, history, rounds
 from permille.store.federations.contributions import Received
 from permille.store.federations.history import Way
 from permille.store.federations.rounds import Ended
+from permille.store.tables import Federation
 from permille.zo.packed_state import decode_state
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.private_sums import private_sum
 
 
 def run(context: TaskContext, request: RoundRequest) -> Publish:
@@ -36,10 +55,10 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
     """
     tenant_id = context.claim.tenant_id
     with context.db.read() as session:
-        row = definitions.get(session, tenant_id=tenant_id, federation_id=request.federation_id)
+        row = rows.get(session, Federation, tenant_id=tenant_id, row_id=request.federation_id)
         definition = Definition.from_bytes(row.definition)
         if row.number != request.number:
-            raise InputError(f"expected round {row.number} to close, got {request.number}")
+            raise InputError(f"Round {row.number} is closing, not round {request.number}.")
         way = history.newest_way(session, row)
         received = contributions.received(session, federation_id=row.id, number=request.number)
     context.progress(0.0, "reading the state")
@@ -49,7 +68,7 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
     ended = close(before, received, None if token is None else token.get_secret_value())
 
     def publish(session: Session) -> str:
-        federation = rounds.lock_federation(session, tenant_id=tenant_id, federation_id=request.federation_id)
+        federation = rows.lock(session, Federation, tenant_id=tenant_id, row_id=request.federation_id)
         if isinstance(ended, Ended):
             rounds.publish(session, federation=federation, number=request.number, ended=ended)
         else:
@@ -100,7 +119,7 @@ def _decode(definition: Definition, one: Received) -> Contribution | Masked:
     try:
         return decode_sent(one.data, definition, decode_key(one.public_key), one.place)
     except PackageError as exc:
-        raise OperatorError(f"expected what {one.device_id} sent as it was accepted, got {exc}") from exc
+        raise OperatorError(f"What {one.device_id} sent has changed in the database: {exc}") from exc
 
 
 def _history(definition: Definition, way: Way) -> History:
@@ -114,9 +133,9 @@ def _history(definition: Definition, way: Way) -> History:
         segment = b"".join(way.records)
         found.apply(decode_segment(segment, definition, max_bytes=len(segment)))
     except PackageError as exc:
-        raise OperatorError(f"expected the history of {definition.digest} as it was stored: {exc}") from exc
+        raise OperatorError(f"The stored history of {definition.digest} is damaged: {exc}") from exc
     if found.head != way.head:
-        raise OperatorError(f"expected the history of {definition.digest} as it was stored, got another")
+        raise OperatorError(f"The stored history of {definition.digest} leads to another state.")
     return found
 
 
@@ -126,3 +145,92 @@ def _gains(definition: Definition, gains: Sequence[int]) -> tuple[float, float] 
         return None
     unit = GAIN_NATS / definition.gain_bound
     return unit * statistics.fmean(gains), unit * statistics.stdev(gains) / math.sqrt(len(gains))
+
+
+KEEPER_PATH: Final = "/v1/sums"
+_TIMEOUT_S: Final = 60.0  # between two bytes
+_LONGEST_S: Final = 300.0  # of a question, as the keeper has it
+
+_log = logging.getLogger(__name__)
+
+
+def private_sum(
+    definition: Definition, number: int, sent: Sequence[Contribution | Masked], keeper_token: str | None
+) -> NDArray[np.int64]:
+    """The sum of the devices' vectors with noise, int64 [V], the gain last.
+
+    Raises:
+        RetryableError: the keeper does not answer now.
+        OperatorError: the keeper refuses; no other attempt would change that.
+    """
+    masked = [each for each in sent if isinstance(each, Masked)]
+    plain = [each for each in sent if isinstance(each, Contribution)]
+    if definition.privacy is None or bool(masked) == bool(plain):
+        raise InputError("A private round takes plain or masked contributions, not both.")
+    if plain:
+        return noised_sum(definition, number, plain, draw_round_noise(definition))
+    opening = opening_of(definition, number, masked)
+    return unmasked_sum(definition, number, masked, ask_keeper(opening, keeper_token))
+
+
+def ask_keeper(opening: Opening, token: str | None) -> NDArray[np.uint32]:
+    """The sum of the masks of these devices less noise, uint32 [V].
+
+    Raises:
+        RetryableError, OperatorError: as `private_sum`.
+    """
+    found: queue.SimpleQueue[NDArray[np.uint32] | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found.put(_ask(opening, token))
+        except Exception as exc:  # noqa: BLE001 - raised below
+            found.put(exc)
+
+    threading.Thread(target=ask, daemon=True).start()  # a slow answer ends with this attempt's process
+    try:
+        answer = found.get(timeout=_LONGEST_S)
+    except queue.Empty:
+        raise RetryableError(f"The keeper did not answer within {_LONGEST_S:.0f} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Take a redirection as the refusal that it is: the token is for the keeper of the definition alone."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _ask(opening: Opening, token: str | None) -> NDArray[np.uint32]:
+    privacy = opening.definition.privacy
+    if privacy is None or privacy.keeper is None:
+        raise InputError("This federation has no keeper.")
+    if token is None:
+        raise OperatorError("Set PERMILLE_KEEPER_TOKEN to the token that `permille-keeper init` showed.")
+    question = urllib.request.Request(  # noqa: S310 - a definition's url is https, or of this machine
+        privacy.keeper.url.rstrip("/") + KEEPER_PATH,
+        data=opening.to_bytes(),
+        headers={"authorization": f"Bearer {token}", "content-type": "application/octet-stream"},
+    )
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(question, timeout=_TIMEOUT_S) as answer:
+            return decode_answer(answer.read(opening.answer_bytes + 1), opening)
+    except urllib.error.HTTPError as exc:
+        reason = _reason(exc)
+        _log.warning("the keeper refused with %d: %s", exc.code, reason)
+        if exc.code >= 500 or exc.code == 429:
+            raise RetryableError(f"The keeper cannot answer now ({exc.code}): {reason}") from exc
+        raise OperatorError(f"The keeper refuses ({exc.code}): {reason}") from exc
+    except (OSError, http.client.HTTPException, PackageError) as exc:  # also half an answer
+        raise RetryableError(f"The keeper at {privacy.keeper.url} does not answer: {exc}") from exc
+
+
+def _reason(refusal: urllib.error.HTTPError) -> str:
+    """Return the text of a refusal, as far as it arrives."""
+    try:
+        return refusal.read(1000).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as exc:
+        return f"nothing more: {exc}"

@@ -47,21 +47,18 @@ def run(context: TaskContext, request: ShardRequest) -> Publish:
     from permille_workers.tasks.compute import open_torch_model
 
     if context.claim.parent_id is None:
-        raise InputError("expected a part of a mask job, got a job of its own")
+        raise InputError("A shard is a part of a mask job and does not run alone. Ask for a mask.")
     shared = context.shared(context.claim.parent_id)
     drawn = _load(shared, request.plan)
     context.progress(0.0, "loading the model")
     model = open_model(context, request.model_id)
-
-    def progress(done: int, total: int) -> None:
-        context.progress(0.02 + 0.97 * done / total, f"fisher {done}/{total}")
 
     sums = shard_sums(
         open_torch_model(context, model.checkpoint, drawn.tokens_NT.shape[1], request.dtype),
         drawn.tokens_NT,
         range(request.first, request.stop),
         request.scope,
-        progress=progress,
+        progress=context.part(0.02, 0.99, "fisher"),
         spill_dir=context.work_folder / "scores",
         resume=context.work_folder / "fisher",
     )

@@ -4,23 +4,24 @@ The first job that reads a model stores the digest of its files; a later job ref
 changed, so that a mask, a quantization and the values of one package come from the same weights.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
-from sqlalchemy.orm import Session
 
-from permille.corpora import sources
-from permille.corpora.files import ReadReport
 from permille.corpora.sequences import Tokenizer, token_sequences
+from permille.corpora.sources import ReadReport, file_texts
+from permille.corpora.streams import streamed_texts
 from permille.digests import JSON, digest_of_file
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
-from permille.models.sources import FolderRef, GgufRef, HubRef, ModelRef, resolve_inside, resolve_model
+from permille.models.sources import download_model, resolve_inside
 from permille.schemas.inputs import (
     CorpusSource,
     FileCorpus,
@@ -31,7 +32,7 @@ from permille.schemas.inputs import (
     StreamedCorpus,
 )
 from permille.schemas.jobs import JobKind
-from permille.store import artifacts, inputs, rows
+from permille.store import inputs, rows
 from permille.store.inputs import ModelFacts
 from permille.store.tables import Corpus, Model
 from permille.version import __version__
@@ -76,10 +77,9 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceCorpus:
-    """A registered corpus."""
+    """A registered corpus, and how its texts are read."""
 
-    ref: sources.CorpusRef
-    root: Path  # of the tenant: a file is looked for there again when it is read
+    texts: Callable[[ReadReport], Iterator[str]]
     provenance: dict[str, JSON]
 
     def sequences(self, tokenizer: Tokenizer, sampling: Sampling) -> Sequences:
@@ -90,11 +90,9 @@ class SourceCorpus:
             RetryableError: a data set that cannot be reached.
         """
         report = ReadReport()
-        texts = sources.read_texts(self.ref, self.root, report)
         asked = (sampling.number, sampling.length, sampling.seed)
-        return Sequences(
-            tokens_NT=token_sequences(tokenizer, texts, *asked, skip=sampling.skip), read=report.as_json()
-        )
+        tokens_NT = token_sequences(tokenizer, self.texts(report), *asked, skip=sampling.skip)
+        return Sequences(tokens_NT=tokens_NT, read=report.as_json())
 
 
 def open_model(context: TaskContext, model_id: str) -> SourceModel:
@@ -108,11 +106,14 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
     with context.db.read() as session:
         row = rows.get(session, Model, tenant_id=tenant_id, row_id=model_id)
         root = inputs.roots_of(session, context.settings, tenant_id=tenant_id).models
-        ref, provenance = _model_ref(session, tenant_id, _MODEL_SOURCE.validate_python(row.source))
-    checkpoint = Checkpoint(resolve_model(ref, root))
+    folder, provenance, gguf = _locate(context, _MODEL_SOURCE.validate_python(row.source), root)
+    checkpoint = Checkpoint(folder)
     digest = checkpoint.digest()
     if row.digest is not None and row.digest != digest:
-        raise InputError(f"expected the files of {model_id} as they were ({row.digest}), got {digest}")
+        raise InputError(
+            f"The files of {model_id} have changed: their digest was {row.digest} and is {digest}. Restore "
+            "them, or register the folder as another model."
+        )
     if row.digest is None:
         facts = model_facts(checkpoint, digest)
         with context.db.write() as session:
@@ -121,7 +122,7 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
         id=model_id,
         checkpoint=checkpoint,
         provenance={**provenance, "digest": digest},
-        gguf=resolve_inside(root, ref.path, what="file") if isinstance(ref, GgufRef) else None,
+        gguf=gguf,
     )
 
 
@@ -135,13 +136,12 @@ def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
     if isinstance(source, FileCorpus):
         path = resolve_inside(root, source.path, what="file")
         return SourceCorpus(
-            ref=sources.FileCorpus(path=source.path),
-            root=root,
+            # Looked for again when it is read: a link may have come meanwhile.
+            texts=lambda report: file_texts(resolve_inside(root, source.path, what="file"), report),
             provenance={"kind": "file", "location": source.path, "digest": digest_of_file(path)},
         )
     return SourceCorpus(
-        ref=sources.StreamedCorpus(dataset=source.dataset, split=source.split),
-        root=root,
+        texts=partial(streamed_texts, source.dataset, source.split),
         provenance={"kind": "streamed", "location": source.dataset.value, "split": source.split},
     )
 
@@ -154,23 +154,24 @@ def versions(*libraries: str) -> dict[str, JSON]:
     return {**found, "permille": __version__, "numpy": np.__version__}
 
 
-def _model_ref(session: Session, tenant_id: str, source: AnyModel) -> tuple[ModelRef, dict[str, JSON]]:
-    """Return the model's source for the library, and its entry in the provenance."""
-    if isinstance(source, SparsifiedModel):
-        made = artifacts.get(
-            session, tenant_id=tenant_id, kind=JobKind.SPARSIFICATION, key=source.sparsification_id
-        )
-        made_of = cast("dict[str, JSON]", made.provenance)
-        return FolderRef(path=inputs.sparsified_path(made.digest)), {"kind": "sparsified", "made_of": made_of}
-    if isinstance(source, FolderModel):
-        return FolderRef(path=source.path), {"kind": "folder", "location": source.path}
-    if isinstance(source, GgufModel):
-        return GgufRef(path=source.path), {"kind": "gguf", "location": source.path}
-    return HubRef(repository=source.repository, commit=source.commit), {
-        "kind": "hub",
-        "location": source.repository,
-        "commit": source.commit,
-    }
+def _locate(context: TaskContext, source: AnyModel, root: Path) -> tuple[Path, dict[str, JSON], Path | None]:
+    """Return a model's folder, its entry in the provenance, and the GGUF file that the folder is made of."""
+    match source:
+        case SparsifiedModel():
+            made = context.artifact(JobKind.SPARSIFICATION, source.sparsification_id)
+            folder = resolve_inside(root, inputs.sparsified_path(made.digest), what="folder")
+            return folder, {"kind": "sparsified", "made_of": cast("dict[str, JSON]", made.provenance)}, None
+        case FolderModel():
+            folder = resolve_inside(root, source.path, what="folder")
+            return folder, {"kind": "folder", "location": source.path}, None
+        case GgufModel():
+            from permille.models.gguf.folder import model_folder
+
+            file = resolve_inside(root, source.path, what="file")
+            return model_folder(file, root), {"kind": "gguf", "location": source.path}, file
+        case HubModel():
+            folder = download_model(source.repository, source.commit, root)
+            return folder, {"kind": "hub", "location": source.repository, "commit": source.commit}, None
 
 
 def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
@@ -203,5 +204,5 @@ def evaluation_sequences(
             except InputError as exc:
                 shortest, number = exc, number // 2
     raise InputError(
-        f"expected an evaluation corpus of at least {wanted.length} tokens: {shortest}"
+        f"The evaluation corpus is too small, {wanted.length} tokens are the least: {shortest}"
     ) from shortest

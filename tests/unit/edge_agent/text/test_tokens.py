@@ -203,5 +203,5 @@ def test_a_prompt_without_tokens_is_the_beginning_token_or_refused() -> None:
 
 @pytest.mark.parametrize("data", [None, b"", b"{}", b"\x00\x01", b'{"model": 1}'])
 def test_a_package_without_a_readable_tokenizer_is_refused(data: bytes | None) -> None:
-    with pytest.raises(PackageError, match=r"tokenizer: expected a tokenizer\.json"):
+    with pytest.raises(PackageError, match=r"tokenizer: .*tokenizer\.json"):
         TextTokenizer({"tokenizer.json": data}.get)

@@ -1,0 +1,44 @@
+"""Texts of a data set that its host streams. The API imports `sources` alone, and so no `datasets`."""
+
+from collections.abc import Iterable, Iterator
+
+from permille.choices import StreamedDataset
+from permille.corpora.sources import BadRow, ReadReport, checked_text
+from permille.errors import InputError, RetryableError
+
+# repository, configuration, commit: a dataset that moves would change a mask.
+_STREAMS = {StreamedDataset.C4: ("allenai/c4", "en", "1588ec454efa1a09f29cd18ddd04fe05fc8653a2")}
+
+
+def streamed_texts(dataset: StreamedDataset, split: str, report: ReadReport) -> Iterator[str]:
+    """Yield the usable texts of a data set of the allow-list, in their order, as its host sends them.
+
+    Raises:
+        InputError: a data set that is not on the list, another split than train or validation, or too many
+            broken rows.
+        RetryableError: the host cannot be reached.
+    """
+    if dataset not in _STREAMS or split not in ("train", "validation"):
+        raise InputError(
+            f"Only c4 can be streamed, its split train or validation; got {dataset!r}, {split!r}."
+        )
+    for row in _open_stream(dataset, split):
+        report.rows += 1
+        text = checked_text(row.get("text"))
+        if isinstance(text, BadRow):
+            report.refuse(text)
+        else:
+            yield text
+    report.check()
+
+
+def _open_stream(dataset: StreamedDataset, split: str) -> Iterable[dict[str, object]]:
+    import datasets
+
+    repository, configuration, commit = _STREAMS[dataset]
+    try:
+        yield from datasets.load_dataset(
+            repository, configuration, split=split, streaming=True, revision=commit
+        )
+    except OSError as exc:
+        raise RetryableError(f"Cannot reach the host of {dataset}: {exc}") from exc
