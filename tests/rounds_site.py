@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from permille_agent.cli.main import main
-from permille_agent.federation.by_hand import TookPart, join_federation, take_part
+from permille_agent.federation.exchange import TookPart, join_federation, take_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import enroll, open_api, require_enrolment
 from permille_agent.link.pull import pull

@@ -37,7 +37,7 @@ from permille_agent.link.rollout import note_failure
 from permille_agent.link.verify import verify
 from permille_agent.state.choices import read_consent, read_references
 from permille_agent.state.home import Home, write_record
-from permille_agent.state.lock import LockedError, hold_lock, hold_rounds_lock
+from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.state.models import installed_release
 from permille_agent.training.engines import AUTO
 
@@ -196,7 +196,7 @@ class Daemon:
         """Exchange rounds with the service: follow, send and accept."""
         self._next_exchange = self._world.monotonic() + POLL_S
         try:
-            with hold_rounds_lock(self._home):
+            with hold_lock(self._home, "federations", of=self._home.rounds_lock):
                 has_text = bool(read_references(self._home))
                 done = exchange(self._home, api, now=self._world.now(), has_text=has_text)
         except LockedError as exc:

@@ -28,8 +28,7 @@ from permille.files import fsync_folder, write_atomic
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
-from permille_agent.federation.history import load_history
-from permille_agent.federation.membership import Membership, memberships
+from permille_agent.federation.membership import Membership, load_history, memberships
 from permille_agent.link.api import Identity
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.state.models import installed_release, opening

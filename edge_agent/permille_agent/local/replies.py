@@ -83,19 +83,15 @@ class Form(Protocol):
 
     def whole(self, text: str, generated: Generated) -> Mapping[str, Any]:
         """Return the whole answer in one document."""
-        ...
 
     def documents(self, pieces: Iterator[str], generated: Generated) -> Iterator[Mapping[str, Any]]:
         """Yield the documents of a stream."""
-        ...
 
     def encode(self, document: Mapping[str, Any]) -> bytes:
         """Return a document of a stream as it is sent."""
-        ...
 
     def end(self) -> bytes:
         """Return what is sent after the last document."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +118,6 @@ class Interface(Protocol):
 
     def get(self, model: LocalModel, path: str) -> Mapping[str, Any] | None:
         """Answer a GET; None where there is no such path."""
-        ...
 
     def post(self, model: LocalModel, path: str, body: bytes) -> Reply | Mapping[str, Any] | None:
         """Answer a POST; None where there is no such path.
@@ -131,11 +126,9 @@ class Interface(Protocol):
             InputError: the request is malformed, or the model cannot do what it asks for.
             NoEmbeddingsError: it asks for embeddings.
         """
-        ...
 
     def error(self, status: HTTPStatus, message: str) -> Mapping[str, Any]:
         """Return the document of an error."""
-        ...
 
 
 def parsed(kind: type[Request], body: bytes) -> Request:

@@ -110,18 +110,6 @@ class ExecutorchEngine:
         losses_R: Array = self._losses(values_K[None], batch)[0][batch.target_BT[:, 1:]]
         return losses_R
 
-    def directional_derivatives(
-        self,
-        values_K: Array,  # noqa: ARG002
-        directions_QK: Array,  # noqa: ARG002
-        batch: Batch,  # noqa: ARG002
-    ) -> tuple[float, NDArray[np.float64]]:
-        """
-        Raises:
-            InputError: always; an inference engine has no derivatives.
-        """
-        raise InputError('expected an engine with derivatives, got "executorch": train with --estimator spsa')
-
     def generate(
         self,
         values_K: Array,  # noqa: ARG002

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from permille.engines.dual import DualModel, dual_model
-from permille.engines.executorch.exporting import export_program
+from permille.engines.executorch.exporting import DualModel, dual_model, export_program
 from permille.engines.executorch.program import ProgramShape
 from permille.errors import InputError
 from permille.package.reader import Package

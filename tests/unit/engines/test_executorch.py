@@ -145,8 +145,6 @@ def test_what_is_not_ours_is_refused(float32: Tiny, int4: Tiny) -> None:
     values_K, long = float32.package.values(), tiny_batch(lengths=(21,))
     with pytest.raises(InputError, match="expected at most 20 tokens a sequence, got 21"):
         engine.losses(values_K[None], long)
-    with pytest.raises(InputError, match="expected an engine with derivatives"):
-        engine.directional_derivatives(values_K, values_K[None], tiny_batch())
     with pytest.raises(InputError, match="expected an engine that writes text"):
         engine.generate(values_K, np.array([1]), TokenSampling(max_new_tokens=1))
 

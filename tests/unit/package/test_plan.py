@@ -7,7 +7,7 @@ import pytest
 from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
-from permille.package.plan import RESERVE_BYTES, check_plan
+from permille_agent.link.pull import RESERVE_BYTES, check_plan
 from tests.unit.package.tiny import Tiny, write_tiny
 
 

@@ -12,13 +12,13 @@ from permille.engines.light.engine import LightEngine
 from permille.errors import InputError
 from permille.package.build import write_manifest
 from permille.package.limits import Role
-from permille.package.plan import check_plan
 from permille.package.reader import Package, verify_package
 from permille.training.pooling import Pooled, PoolingPlan, pool, write_pooled
 from permille.training.reference import Reference, make_reference
 from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille.zo.packed_state import StateOrigin, pooled_state
+from permille_agent.link.pull import check_plan
 from tests.bigram_engine import BigramEngine
 from tests.packages import pooled_package, sentences, tiny_package, tiny_tokenizer
 from tests.unit.engines.tiny import VOCABULARY

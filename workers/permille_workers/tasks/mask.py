@@ -14,8 +14,7 @@ from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
 from permille.sensitivity.coverage import mask_report
 from permille.sensitivity.masks import select_mask
 from permille.sensitivity.plots import curve_picture
-from permille.sensitivity.scores import Scores, put_scores
-from permille.sensitivity.shards import SHARD_SEQUENCES, fisher_work
+from permille.sensitivity.scores import SHARD_SEQUENCES, Scores, fisher_work, put_scores
 from permille.store.artifacts import SCORES, Blob, Made
 from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks import shard
