@@ -54,9 +54,7 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
         scored, score = _Scored(tensors=model.checkpoint.weights(request.scope), provenance={}), "magnitude"
     context.progress(_SCORED, "selecting")
     weights = model.checkpoint.weights(request.scope)
-    mask = select_mask(
-        scored.tensors, request.method, request.density, request.seed, request.allocation, weights=weights
-    )
+    mask = select_mask(scored.tensors, request.method, request.density, request.seed, weights=weights)
     order = [name for name, _ in scoped_tensors(model.checkpoint.config)]
     layer = write_mask(context.blobs, mask, order)
     context.progress(0.95, "reporting")
@@ -66,7 +64,6 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
         "method": request.method.value,
         "density": decimal_text(request.density),
         "scope": request.scope,
-        "allocation": request.allocation.value,
         "seed": request.seed,
         "mask": layer.digest,
         "versions": versions(),
