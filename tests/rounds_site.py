@@ -136,7 +136,6 @@ def make_agent(service: Service, folder: Path, number: int, *, lines: int = 900)
     invited = service.api.post("/v1/invitations", {"release": "tiny", "alias": "stable"}).json()
     enroll(home, service.url, invited["invitation"])
     add_references(home, [text])
-    api = open_api(home)
-    with api.connection:
+    with open_api(home) as api:
         pull(home, api, require_enrolment(home)[0], now_s=time.time())
     return Agent(home, text)

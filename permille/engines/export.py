@@ -143,7 +143,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         InputError: `folder` holds something.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"expected a new or empty folder, {folder} holds files")
+        raise InputError(f"{folder} holds files. Name a new or empty folder.")
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
     try:
         yield temporary

@@ -40,29 +40,11 @@ class Engine(LossEngine, Protocol):
     """
 
     @property
-    def k(self) -> int:
-        """Number of masked weights of the package."""
-
-    @property
     def layer_passes(self) -> int:
         """Passes of one sequence through one decoder layer so far, of all variants, forward and back.
 
         What is computed once for several variants counts once. Divided by the number of decoder layers these
         are forward passes of a row, by which results compare methods.
-        """
-
-    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Mean loss over the batch's target tokens, one for each variant of the sparse values.
-
-        Args:
-            values_VK: float32 [v, k], v >= 1.
-            batch: see `Batch`; right padded.
-
-        Returns:
-            float32 [v]; not finite where the forward pass was not.
-
-        Raises:
-            InputError: a shape, dtype or token id is not what the package needs; no target.
         """
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:

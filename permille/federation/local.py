@@ -61,7 +61,7 @@ class LocalRound:
         )
 
     def moved(self, c_TQ: NDArray[np.int64], *, after: int = 0) -> NDArray[np.int64]:
-        """Where steps from `after` on move the state, on the device's unit, int64 [W]."""
+        """Replay steps from `after` on: the state's move, on the device's unit, int64 [W]."""
         return replay(self.definition.log, c_TQ, start=self.first_step + after)
 
 

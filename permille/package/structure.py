@@ -58,7 +58,7 @@ def check_shapes(
     plain: dict[str, tuple[int, ...]] = {
         name: shape for name, shape in expected_tensors(config).items() if name not in quantized
     }
-    for name in coded_tables(layers[Role.PLAIN]):
+    for name in (name for name, spec in layers[Role.PLAIN].specs.items() if spec.dtype == "U8"):
         if name not in table_names(config) or plain.get(name, (0, 1))[-1] % Q8_0_WEIGHTS:
             raise PackageError("header-dtype", f"{name} must not be U8: it is no table in rows of 32")
         plain[name] = table_shape(plain[name])
@@ -79,11 +79,6 @@ def check_shapes(
     for name, (dtype, _) in dense.items():
         if (got := layers[Role.DENSE].specs[name].dtype) != dtype:
             raise PackageError("header-dtype", f"expected {dtype} of {name}, got {got}")
-
-
-def coded_tables(plain: SafetensorsFile) -> tuple[str, ...]:
-    """Names of the tensors of a plain layer that are in Q8_0."""
-    return tuple(name for name, spec in plain.specs.items() if spec.dtype == "U8")
 
 
 def _dense_layout(manifest: Manifest, dense: SafetensorsFile) -> Layout:

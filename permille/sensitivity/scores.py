@@ -148,7 +148,7 @@ def load_scores(path: Path) -> Scores:
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """What a stopped Fisher job leaves: the sum of its finished shards, under a name that says of what.
+    """Sum of the finished shards that a stopped Fisher job leaves, under a name that says of what.
 
     One file `<fingerprint>-<shards>.safetensors` a job; a new one is whole before the old one goes. A sum of
     anything else (another model, other sequences) has another fingerprint, and is neither used nor touched.

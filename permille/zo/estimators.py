@@ -82,7 +82,18 @@ class LossEngine(Protocol):
         """Number of masked weights."""
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Losses of v variants of the values on one batch, float32 [v]."""
+        """Return the mean loss over the batch's target tokens, one for each variant of the sparse values.
+
+        Args:
+            values_VK: float32 [v, k], v >= 1.
+            batch: see `Batch`; right padded.
+
+        Returns:
+            float32 [v]; not finite where the forward pass was not.
+
+        Raises:
+            InputError: a shape, dtype or token id is not what the package needs; no target.
+        """
 
 
 class Differentiable(Protocol):

@@ -225,8 +225,7 @@ class Device:
         """A connection of this device, which holds its lock of rounds; its bytes are counted."""
         _metered.meter = self.meter
         try:
-            api = open_api(self.home)
-            with api.connection, hold_lock(self.home, "federations", of=self.home.rounds_lock):
+            with open_api(self.home) as api, hold_lock(self.home, "federations", of=self.home.rounds_lock):
                 yield api
         finally:
             _metered.meter = None

@@ -214,8 +214,7 @@ def _delete_uploaded(context: typer.Context, wanted: int) -> int:
 
     home = home_of(context)
     try:
-        api = open_api(home)
-        with api.connection:
+        with open_api(home) as api:
             deliver(home, api)
     except PermilleError as exc:
         echo(f"uploaded logs are deleted when the service can be reached: {exc}", err=True)

@@ -72,8 +72,7 @@ def list_federations(context: typer.Context, as_json: JsonOption = False) -> Non
     """
     from permille_agent.link.enrolment import open_api
 
-    api = open_api(home_of(context))
-    with api.connection:
+    with open_api(home_of(context)) as api:
         offers = api.federations()
     show({"federations": [offer.model_dump(mode="json") for offer in offers]}, as_json=as_json)
 
@@ -105,8 +104,7 @@ def join(
 
     home = home_of(context)
     enrolment, _ = require_enrolment(home)
-    api = open_api(home)
-    with api.connection:
+    with open_api(home) as api:
         offer = find_offer(api.federations(), name)
         definition = fetch_definition(home, api, enrolment, offer)
         release = installed_release(home)
@@ -258,8 +256,7 @@ def tell_service(home: Home) -> bool:
     from permille_agent.link.enrolment import open_api
 
     try:
-        api = open_api(home)
-        with api.connection, hold_lock(home, "federations", wait_s=2.0, of=home.rounds_lock):
+        with open_api(home) as api, hold_lock(home, "federations", wait_s=2.0, of=home.rounds_lock):
             exchange(home, api, now=datetime.now(UTC), has_text=bool(read_references(home)))
     except PermilleError as exc:
         echo(f"the service is told when it can be reached: {exc}", err=True)

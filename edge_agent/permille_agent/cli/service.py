@@ -131,8 +131,7 @@ def verify(
     home = home_of(context)
     with hold_lock(home, "verify"):
         if repair:
-            api = open_api(home)
-            with api.connection:
+            with open_api(home) as api:
                 found = look_for_damage(home, api)
         else:
             found = look_for_damage(home)
@@ -154,8 +153,7 @@ def report(context: typer.Context, as_json: JsonOption = False) -> None:
     from permille_agent.link.report import collect_reports, deliver, queue_again
 
     home = home_of(context)
-    api = open_api(home)
-    with hold_lock(home, "report"), api.connection:
+    with open_api(home) as api, hold_lock(home, "report"):
         collect_reports(home)
         queue_again(home)
         delivered = deliver(home, api)
@@ -232,8 +230,7 @@ def share_log_delete(
     from permille_agent.training.run import named_run
 
     home = home_of(context)
-    api = open_api(home)
-    with hold_lock(home, "share-log"), api.connection:
+    with open_api(home) as api, hold_lock(home, "share-log"):
         with contextlib.suppress(InputError):  # its folder may be gone, its report is not
             run = run and named_run(home, run).run_id
         wanted = want_deletion(home, run)
@@ -266,8 +263,7 @@ def unenroll(
         if local_only:
             leave(home, None)
         else:
-            api = open_api(home)
-            with api.connection:
+            with open_api(home) as api:
                 leave(home, api)
     show({"unenrolled": True, "service_told": not local_only}, as_json=as_json)
 
@@ -289,8 +285,7 @@ def _pull(home: Home, *, quiet: bool) -> Pulled:
     from permille_agent.link.pull import pull as pull_release
 
     enrolment, _ = require_enrolment(home)
-    api = open_api(home)
-    with api.connection, _progress(quiet) as bar:
+    with open_api(home) as api, _progress(quiet) as bar:
         task = bar.add_task("package", total=None)
         return pull_release(
             home,

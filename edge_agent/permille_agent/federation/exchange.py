@@ -68,15 +68,15 @@ def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
     Raises:
         InputError: there is none, or more than one.
     """
-    found = [each for each in offers if name == each.name or _digits(each).startswith(name)]
+    found = [
+        each
+        for each in offers
+        if name == each.name or each.definition_digest.removeprefix("sha256:").startswith(name)
+    ]
     if not name or len(found) != 1:
         known = ", ".join(sorted(each.name for each in offers)) or "none"
         raise InputError(f"The service offers no federation {name!r:.60}, only: {known}.")
     return found[0]
-
-
-def _digits(offer: FederationOffer) -> str:
-    return offer.definition_digest.removeprefix("sha256:")
 
 
 def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: FederationOffer) -> Definition:
@@ -286,8 +286,11 @@ def take_part(
         RetryableError, OperatorError: the service cannot be reached or refuses this device; another process
             trains, or exchanges rounds.
     """
-    api, (_, identity) = open_api(home, connection=connection), require_enrolment(home)
-    with api.connection, hold_lock(home, "federations", of=home.rounds_lock):
+    _, identity = require_enrolment(home)
+    with (
+        open_api(home, connection=connection) as api,
+        hold_lock(home, "federations", of=home.rounds_lock),
+    ):
         first = exchange(home, api, now=datetime.now(UTC), has_text=bool(data_paths))
         trained = 0
         while (part := waiting_part(home, datetime.now(UTC))) is not None:
@@ -310,8 +313,8 @@ def join_federation(home: Home, name: str, *, connection: Connect = connect) -> 
         InputError: no such federation is offered to this device.
         PackageError: its definition is not signed.
     """
-    api, (enrolment, _) = open_api(home, connection=connection), require_enrolment(home)
-    with api.connection:
+    enrolment, _ = require_enrolment(home)
+    with open_api(home, connection=connection) as api:
         offer = find_offer(api.federations(), name)
         definition = fetch_definition(home, api, enrolment, offer)
         membership = join(home, definition, federation_id=offer.id, name=offer.name)

@@ -187,7 +187,10 @@ def check_plan(
     layers = tuple(sorted(missing.values(), key=lambda layer: (layer.size_bytes, layer.digest)))
     download = sum(layer.size_bytes for layer in layers)
     if download and download + RESERVE_BYTES > free_bytes:
-        raise OperatorError(f"expected {download + RESERVE_BYTES} bytes of free disk, got {free_bytes}")
+        raise OperatorError(
+            f"The disk has {free_bytes} bytes free, and the download needs {download + RESERVE_BYTES}. "
+            "Make room, and run it again."
+        )
     return DownloadPlan(
         manifest=manifest, layers=layers, download_bytes=download, package_bytes=manifest.size_bytes
     )

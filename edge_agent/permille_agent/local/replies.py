@@ -10,6 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from permille.errors import InputError, PermilleError
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
+from permille_agent.state.home import first_error
 
 MOST_TOKENS: Final = 32_768
 DEFAULT_TOKENS: Final = 1024
@@ -140,8 +141,7 @@ def parsed(kind: type[Request], body: bytes) -> Request:
     try:
         return kind.model_validate_json(body)
     except ValidationError as exc:
-        first = exc.errors(include_url=False, include_input=False)[0]
-        raise InputError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from exc
+        raise InputError(first_error(exc)) from exc
 
 
 def variant_of(model: LocalModel, name: str | None) -> Variant:

@@ -48,7 +48,7 @@ class ExecutorchEngine:
         self._threads = threads or available_processors()
         path = package.program()
         if path is None:
-            raise InputError("expected a package with a program, got one without: `permille exports create`")
+            raise InputError("The package has no program. Make one: `permille exports create`.")
         self._program = Program(path, threads=self._threads)
         digest, parent = np.zeros(32, np.uint8), package.manifest.parent().digest
         self._program.run("package", (), digest)
@@ -120,7 +120,7 @@ class ExecutorchEngine:
         Raises:
             InputError: always; a program computes losses of rows.
         """
-        raise InputError('expected an engine that writes text, got "executorch": take "auto"')
+        raise InputError('"executorch" writes no text. Choose the engine "auto".')
 
     def _losses(self, values_VK: Array, batch: Batch) -> Array:
         """[V, B, T - 1] for a checked batch."""

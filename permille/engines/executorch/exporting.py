@@ -63,7 +63,7 @@ def export_program(
     """
     weights = choice_of(ProgramWeights, weights, "weights of a program")
     if weights is ProgramWeights.INT4 and package.manifest.scheme.name is not Scheme.INT4:
-        raise InputError(f"expected an int4 package for 4-bit weights, got {package.manifest.scheme.name}")
+        raise InputError(f"4-bit weights need an int4 package, this one is {package.manifest.scheme.name}.")
     _check_exporter()
     module = dual_model(package)
     if weights is ProgramWeights.INT4:
@@ -175,7 +175,7 @@ def dual_model(package: Package) -> DualModel:
         InputError: a family that we do not know, attention that is not causal, or an adapter.
     """
     if package.manifest.adapter is not None:
-        raise InputError("expected a package with a mask, got one with an adapter")
+        raise InputError("A program needs a package with a mask, and this one has an adapter.")
     model = load_decoded_model(package)
     for name in model.value_names:
         path = name.removesuffix(".values")

@@ -24,7 +24,7 @@ _PART = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LowRank:
-    """What some groups of variants have in an adapter: `low_GMR`, and B of each."""
+    """Some groups' part in an adapter: `low_GMR`, and B of each."""
 
     low_GMR: Array
     b_GNR: Array

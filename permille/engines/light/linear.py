@@ -238,17 +238,14 @@ class LightLinear:
         decode_tile(self.weight, rows.start, rows.stop, tile_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         for group, value_C in enumerate(values_GC):
-            if last > first:
-                part = self.indices[first:last]
-                set_values(tile_RK, part, value_C[first:last], rows.start * self.columns)
+            set_values(tile_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
             yield group, tile_RK
 
     def fill(self, rows: slice, value_C: Array, out_RK: Array) -> None:
         """Some rows of the weight with the values of one variant, into memory of the caller's."""
         decode_tile(self.weight, rows.start, rows.stop, out_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
-        if last > first:
-            set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
+        set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
 
     def multiply(self, blas: Blas, x_MK: Array, weight_RK: Array, rows: slice, out_MR: Array) -> None:
         """`x W^T + b` for the rows of a tile."""

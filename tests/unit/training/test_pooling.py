@@ -118,10 +118,10 @@ def test_a_damaged_checkpoint_costs_steps_and_no_bit(
 def test_too_little_text_and_weights_of_zero_are_refused(
     package: Package, rows: NDArray[np.int64], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match="expected at least 5 sequences, got 4"):
+    with pytest.raises(InputError, match="needs 5 sequences or more, and has 4"):
         trained(package, rows[:4], tmp_path / "moments")
     monkeypatch.setattr(package, "values", lambda: np.zeros(package.k, np.float32))
-    with pytest.raises(InputError, match=r"other than 0, got a rate of 0\.0"):
+    with pytest.raises(InputError, match=r"all 0, or too large: the rate is 0\.0"):
         pool(BigramEngine(package), package, rows, PLAN, checkpoint=tmp_path / "moments")
 
 
