@@ -19,13 +19,6 @@ class MaskMethod(StrEnum):
     RANDOM = "random"  # drawn from the seed
 
 
-class Allocation(StrEnum):
-    """How the budget is spread: the same density in every tensor, or the largest scores of all."""
-
-    TENSOR = "tensor"
-    GLOBAL = "global"  # a tensor may get none
-
-
 class AdapterKind(StrEnum):
     """Which matrices of a low-rank adapter are trained: both, or B alone (LoRA-FA)."""
 

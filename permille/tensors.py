@@ -1,13 +1,17 @@
 """A tensor as the bytes of a safetensors file hold it: a checkpoint gives them, a package takes them."""
 
+import math
 import mmap
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.digests import JSON, canonical_json
 from permille.errors import InputError
 
 ITEM_BYTES: Mapping[str, int] = {"I64": 8, "F32": 4, "U32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1}
@@ -68,3 +72,42 @@ def release(array: NDArray[Any]) -> None:
     base: object = array.base
     if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         base.madvise(mmap.MADV_DONTNEED)
+
+
+def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """Return the canonical first bytes of a safetensors file (FORMAT 4.1), its length included.
+
+        safetensors_header({"ids": ("U32", (4, 16)), "kinds": ("U8", (4, 2))})
+
+    Args:
+        tensors: dtype and shape by name, in the order of their bytes.
+    """
+    entries: dict[str, JSON] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, (dtype, shape) in tensors.items():
+        end = position + math.prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    header = canonical_json(entries)
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def write_float32(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], arrays: Iterable[NDArray[np.float32]]
+) -> None:
+    """Write a safetensors file in float32, one tensor after the other; durable on return.
+
+    The writer of the safetensors library needs all tensors in memory.
+
+    Args:
+        path: the file.
+        shapes: of the tensors by name, in order.
+        arrays: the tensors, in that order.
+    """
+    with path.open("wb") as file:
+        file.write(safetensors_header({name: ("F32", tuple(shape)) for name, shape in shapes.items()}))
+        for array in arrays:
+            file.write(np.ascontiguousarray(array, "<f4").data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -13,7 +13,7 @@ from permille_agent.daemon.loop import Daemon, World
 from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.training_child import TrainingRequest
 from permille_agent.state.home import Home, open_home
-from permille_agent.state.lock import hold_daemon_lock, hold_lock
+from permille_agent.state.lock import hold_lock
 from permille_agent.training.options import RunContext
 from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
         return result.outcome.value
 
     home = open_home(Path(arguments[0]))
-    with hold_daemon_lock(home):
+    with hold_lock(home, "run", of=home.daemon_lock):
         Daemon(home, threading.Event(), World(train=train, machine=lambda: IDLE)).run_once()
     return 0
 

@@ -45,13 +45,6 @@ class BigramEngine:
         means = [self.token_losses(values_K, batch).mean(dtype=np.float64) for values_K in values_VK]
         return np.array(means, dtype=np.float32)
 
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
-        loss, gradient_K = self.gradient(values_K, batch)
-        result: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K
-        return loss, result
-
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         """The loss, and its gradient rounded once."""
         before_N, after_N = _pairs(batch)

@@ -12,8 +12,8 @@ from typing import Any
 
 from permille.training import adam
 from permille.zo.journal import Journal
-from permille_agent.federation import exchange, history, part
-from permille_agent.federation.by_hand import take_part
+from permille_agent.federation import exchange, membership, part
+from permille_agent.federation.exchange import take_part
 from permille_agent.federation.membership import Membership
 from permille_agent.link.api import DeviceApi
 from permille_agent.state.home import open_home
@@ -22,8 +22,8 @@ from tests.bigram_engine import bigram_engine
 
 # Where to kill: an object, its function, which call of it, and whether before it or after.
 STEPS: dict[str, tuple[Any, str, int, bool]] = {
-    "history-fetched": (history, "write_atomic", 1, True),
-    "history-kept": (history, "write_atomic", 1, False),
+    "history-fetched": (membership, "write_atomic", 1, True),
+    "history-kept": (membership, "write_atomic", 1, False),
     "invited": (exchange, "begin_part", 1, True),
     "invitation-kept": (exchange, "begin_part", 1, False),
     "gain-measured": (part, "_measured_gain", 1, False),

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from permille_agent.cli.main import main
-from permille_agent.federation.by_hand import TookPart, join_federation, take_part
+from permille_agent.federation.exchange import TookPart, join_federation, take_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import enroll, open_api, require_enrolment
 from permille_agent.link.pull import pull
@@ -136,7 +136,6 @@ def make_agent(service: Service, folder: Path, number: int, *, lines: int = 900)
     invited = service.api.post("/v1/invitations", {"release": "tiny", "alias": "stable"}).json()
     enroll(home, service.url, invited["invitation"])
     add_references(home, [text])
-    api = open_api(home)
-    with api.connection:
+    with open_api(home) as api:
         pull(home, api, require_enrolment(home)[0], now_s=time.time())
     return Agent(home, text)

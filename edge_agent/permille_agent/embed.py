@@ -29,7 +29,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.training.reference import Reference
 from permille.zo.lattice import values
-from permille_agent.federation.by_hand import TookPart, join_federation, take_part
+from permille_agent.federation.exchange import TookPart, join_federation, take_part
 from permille_agent.link.install import install
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import InstalledRelease

@@ -230,7 +230,7 @@ class Personalizer:
 
             export_transformers(package, values_K, target)
         elif form == "peft":
-            from permille.engines.peft import export_peft
+            from permille.engines.export import export_peft
 
             export_peft(package, values_K, target)
         else:

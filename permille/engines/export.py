@@ -1,53 +1,42 @@
-"""A package as a plain transformers folder: dequantized weights with the sparse values set, or an adapter
-merged into them, nothing of ours.
+"""A package in the forms of transformers and peft: folders that unmodified libraries load, nothing of ours.
 
-Tensor by tensor: the memory needed is that of the largest one, where safetensors' own writer takes all at
-once. The folder appears whole or not at all.
+`export_transformers` writes dequantized weights with the sparse values set, or an adapter merged into them.
+`export_peft` writes an adapter alone. The base to load it onto is the package's own model, exported without
+values, or the model that the package was made of, which differs by the 4-bit codes.
+
+Tensor by tensor: the memory needed is that of the largest one. The folder appears whole or not at all.
 """
 
 import json
-import math
-import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.choices import choice_of
 from permille.errors import InputError
 from permille.files import fsync_folder, write_atomic
-from permille.models.families import expected_tensors, shape_of
-from permille.package.manifest import TensorInfo
+from permille.models.families import expected_tensors
+from permille.package.manifest import AdapterInfo, TensorInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize
-from permille.tensors import ITEM_BYTES, Q8_0, RawTensor
+from permille.tensors import write_float32
 
 WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
-class ExportDtype(StrEnum):
-    """FLOAT32 is exact; MODEL rounds to the source model's dtype and may so swallow small changes."""
+def export_transformers(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> None:
+    """Write a folder that unmodified transformers loads without any other package, in float32.
 
-    FLOAT32 = "float32"
-    MODEL = "model"
-
-
-def export_transformers(
-    package: Package,
-    values_K: NDArray[np.float32] | None,
-    folder: Path,
-    *,
-    dtype: ExportDtype | str = ExportDtype.FLOAT32,
-) -> None:
-    """Write a folder that unmodified transformers loads without any other package.
+        export_transformers(package, personal_K, Path("mine"))
+        AutoModelForCausalLM.from_pretrained("mine")
 
     Args:
+        package: the package.
         values_K: float32 [k] to set at the masked positions, or of the adapter; None takes the package's own.
         folder: must not exist, or be empty; its parent must exist.
 
@@ -55,10 +44,65 @@ def export_transformers(
         InputError: values of another shape or dtype or not finite, or a folder that holds something.
         OSError: as the file system reports it; no folder is left.
     """
-    dtype = choice_of(ExportDtype, dtype, "a dtype")
     values_K = checked_values(package, values_K)
+    config = {key: value for key, value in package.config.items() if key != "torch_dtype"}
+    shapes = expected_tensors(package.config)
+    # Those that are quantized, then the others.
+    names = [*(info.name for info in package.manifest.tensors), *package.plain_names]
     with new_folder(folder) as temporary:
-        _write_folder(package, values_K, temporary, dtype)
+        for name in package.manifest.files():
+            if name != "config.json":
+                write_atomic(temporary / name, package.file(name))
+        text = json.dumps(config | {"dtype": "float32"}, indent=2, sort_keys=True) + "\n"
+        write_atomic(temporary / "config.json", text.encode())
+        write_float32(
+            temporary / WEIGHTS_FILE, {name: shapes[name] for name in names}, _tensors(package, values_K)
+        )
+
+
+def export_peft(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> None:
+    """Write a folder for `peft.PeftModel.from_pretrained(base, folder)`; LoRA-FA becomes a LoRA.
+
+    Args:
+        package: one with an adapter.
+        values_K: float32 [k], the adapter's numbers; None takes the package's own, which change nothing.
+        folder: must not exist, or be empty; its parent must exist.
+
+    Raises:
+        InputError: a package with a mask; else as `export_transformers`.
+        OSError: as the file system reports it; no folder is left.
+    """
+    adapter = package.manifest.adapter
+    if adapter is None:
+        raise InputError(
+            "This package has a mask and no adapter: its sparse values are no low-rank matrices. Export it "
+            "for transformers or gguf."
+        )
+    values_K = checked_values(package, values_K)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for info, a_RK, b_NR in adapter_matrices(package, values_K):
+        name = f"base_model.model.{info.name.removesuffix('.weight')}.lora"
+        shapes |= {f"{name}_A.weight": a_RK.shape, f"{name}_B.weight": b_NR.shape}
+    matrices = (matrix for _, *both in adapter_matrices(package, values_K) for matrix in both)
+    with new_folder(folder) as temporary:
+        write_atomic(temporary / CONFIG_FILE, _peft_config(package, adapter))
+        write_float32(temporary / ADAPTER_FILE, shapes, matrices)
+
+
+def _peft_config(package: Package, adapter: AdapterInfo) -> bytes:
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": [t.name.removesuffix(".weight") for t in package.manifest.tensors if t.count],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+    }
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
 def checked_values(package: Package, values_K: NDArray[np.float32] | None) -> NDArray[np.float32]:
@@ -91,19 +135,6 @@ def adapter_matrices(
         start += info.count
 
 
-def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Return the header of a safetensors file, for tensors (dtype, shape) in this order."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, (dtype, shape) in tensors.items():
-        end = position + math.prod(shape) * ITEM_BYTES[dtype]
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
-
-
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` where the block ends without an error, else is removed.
@@ -112,7 +143,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         InputError: `folder` holds something.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"expected a new or empty folder, {folder} holds files")
+        raise InputError(f"{folder} holds files. Name a new or empty folder.")
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
     try:
         yield temporary
@@ -123,54 +154,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     fsync_folder(folder.parent)
 
 
-def _write_folder(package: Package, values_K: NDArray[np.float32], folder: Path, dtype: ExportDtype) -> None:
-    for name in package.manifest.files():
-        if name != "config.json":
-            write_atomic(folder / name, package.file(name))
-    config = package.config
-    if dtype is ExportDtype.FLOAT32:
-        config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": "float32"}
-    write_atomic(folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-    with (folder / WEIGHTS_FILE).open("wb") as file:
-        _write_weights(file, package, values_K, dtype)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_weights(
-    file: BinaryIO, package: Package, values_K: NDArray[np.float32], dtype: ExportDtype
-) -> None:
-    """The safetensors format: header length, header, tensors one after the other."""
-    shapes = expected_tensors(package.config)
-    file.write(safetensors_header({x: (_dtype_of(package, x, dtype), shapes[x]) for x in _names(package)}))
-    for tensor in _tensors(package, values_K):
-        file.write(_encoded(tensor, _dtype_of(package, tensor.name, dtype)).data)
-
-
-def _names(package: Package) -> list[str]:
-    """The order of the tensors in the file: those that are quantized, then the others."""
-    return [info.name for info in package.manifest.tensors] + list(package.plain_names)
-
-
-def _dtype_of(package: Package, name: str, dtype: ExportDtype) -> str:
-    if dtype is ExportDtype.FLOAT32:
-        return "F32"
-    if name in package.plain_names:
-        return _source_dtype(package, package.plain_dtype(name))
-    if package.manifest.adapter is None:
-        return package.values_dtype(name)
-    return _source_dtype(package, package.plain_dtype(f"{shape_of(package.config).about.embedding}.weight"))
-
-
-def _source_dtype(package: Package, dtype: str) -> str:
-    """The dtype itself; of a table in Q8_0 that of the model's other tensors, float32 where it has none."""
-    if dtype != Q8_0:
-        return dtype
-    others = (package.plain_dtype(name) for name in package.plain_names)
-    return next((other for other in others if other != Q8_0), "F32")
-
-
-def _tensors(package: Package, values_K: NDArray[np.float32]) -> Iterator[RawTensor]:
+def _tensors(package: Package, values_K: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
     adapter, start = package.manifest.adapter, 0
     low_rank = iter(()) if adapter is None else adapter_matrices(package, values_K)
     for info in package.manifest.tensors:
@@ -181,22 +165,6 @@ def _tensors(package: Package, values_K: NDArray[np.float32]) -> Iterator[RawTen
             _, a_RK, b_NR = next(low_rank)
             weight_NK += np.float32(adapter.scale) * (b_NR @ a_RK)
         start += info.count
-        yield RawTensor(
-            name=info.name, dtype="F32", shape=info.shape, data=weight_NK.reshape(-1).view(np.uint8)
-        )
+        yield weight_NK
     for name in package.plain_names:
-        yield package.plain(name)
-
-
-def _encoded(tensor: RawTensor, dtype: str) -> NDArray[np.uint8]:
-    """The tensor's bytes in `dtype`, rounded to nearest, ties to even, where it is coarser."""
-    if tensor.dtype == dtype:
-        return tensor.data
-    number = np.ascontiguousarray(tensor.float32(), dtype="<f4").reshape(-1)
-    if dtype == "F32":
-        return number.view(np.uint8)
-    if dtype == "F16":
-        return number.astype("<f2").view(np.uint8)
-    bits = number.view("<u4")
-    rounded: NDArray[np.uint32] = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
-    return rounded.astype("<u2").view(np.uint8)
+        yield package.plain(name).float32()

@@ -36,21 +36,6 @@ def check_values(values_VK: NDArray[np.float32], limits: ModelLimits) -> None:
         raise InputError("expected at least one variant of the values, got none")
 
 
-def check_directions(directions_QK: NDArray[np.generic], limits: ModelLimits) -> NDArray[np.float32]:
-    """The directions as float32.
-
-    Raises:
-        InputError: not [q, k] with q of at least 1, or neither integer nor float32 nor float64.
-    """
-    if directions_QK.ndim != 2 or directions_QK.shape[1] != limits.k or len(directions_QK) == 0:
-        raise InputError(f"expected directions [q, {limits.k}], got {list(directions_QK.shape)}")
-    if directions_QK.dtype.kind != "i" and directions_QK.dtype not in (np.float32, np.float64):
-        raise InputError(
-            f"expected directions of integers, float32 or float64, got dtype {directions_QK.dtype}"
-        )
-    return directions_QK.astype(np.float32)
-
-
 def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
     """
     Raises:

@@ -5,7 +5,7 @@ optimizers, and it returns numbers as they come out of the forward pass: a loss 
 returned, not repaired.
 
 Arrays: V variants, K masked weights of the whole package (tensors concatenated in `tensor_id` order),
-Q directions, B sequences, T positions.
+B sequences, T positions.
 
 Every implementation passes `tests/unit/engines/conformance.py`.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.sampling import TokenSampling
-from permille.zo.estimators import Batch, LossEngine
+from permille.zo.estimators import Batch, Differentiable, LossEngine
 
 REVERSE_PASSES = 3
 """Layer passes of a gradient: forward, again within the reverse pass, and back."""
@@ -34,15 +34,10 @@ class EngineInfo(TypedDict):
 
 
 class Engine(LossEngine, Protocol):
-    """A loaded package: losses, exact directional derivatives, and text for local use.
+    """A loaded package: losses, and text for local use.
 
     Calls from several threads are safe and are served one at a time.
     """
-
-    @property
-    def k(self) -> int:
-        """Number of masked weights of the package."""
-        ...
 
     @property
     def layer_passes(self) -> int:
@@ -51,44 +46,9 @@ class Engine(LossEngine, Protocol):
         What is computed once for several variants counts once. Divided by the number of decoder layers these
         are forward passes of a row, by which results compare methods.
         """
-        ...
-
-    def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Mean loss over the batch's target tokens, one for each variant of the sparse values.
-
-        Args:
-            values_VK: float32 [v, k], v >= 1.
-            batch: see `Batch`; right padded.
-
-        Returns:
-            float32 [v]; not finite where the forward pass was not.
-
-        Raises:
-            InputError: a shape, dtype or token id is not what the package needs; no target.
-        """
-        ...
-
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
-        """Exact `grad f(values) . z_i` for each direction, `f` being the mean loss that `losses` returns.
-
-        Args:
-            values_K: float32 [k].
-            directions_QK: float32 or an integer type, [q, k], used as they are (the caller divides by sigma).
-
-        Returns:
-            The loss `f(values)`, which the shared primal pass gives for nothing, and float64 [q], in units of
-            the directions.
-
-        Raises:
-            InputError: as `losses`.
-        """
-        ...
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """Loss of each target token, float32 [targets], row-major in the batch; their mean is the loss."""
-        ...
 
     def generate(
         self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
@@ -101,27 +61,10 @@ class Engine(LossEngine, Protocol):
         Raises:
             InputError: an argument is outside its range; raised by the call, not by the first `next`.
         """
-        ...
 
     def info(self) -> EngineInfo:
         """Name, version, compute dtype, threads and device."""
-        ...
 
 
-class GradientEngine(Engine, Protocol):
+class GradientEngine(Engine, Differentiable, Protocol):
     """An engine that also differentiates backward: every masked weight's derivative in one call."""
-
-    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """The mean loss over the batch's target tokens, and its gradient by the sparse values.
-
-        Args:
-            values_K: float32 [k].
-            batch: as `losses`.
-
-        Returns:
-            The loss, and float32 [k]: `d loss / d values`; not finite where the forward pass was not.
-
-        Raises:
-            InputError: as `losses`.
-        """
-        ...

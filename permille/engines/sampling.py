@@ -69,7 +69,7 @@ def next_token(
         InputError: the logits are not finite, so the sparse values cannot be used.
     """
     if not np.isfinite(logit_D).all():
-        raise InputError("expected finite logits, got NaN or infinity: these sparse values break the model")
+        raise InputError("The logits are not finite: these sparse values break the model.")
     if sampling.repeat_penalty != 1.0 and written:
         logit_D = logit_D.copy()
         recent = np.unique(written[-REPEATED_TOKENS:])

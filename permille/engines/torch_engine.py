@@ -7,7 +7,7 @@ The weights stay as the package has them (`coded_layers`). The gradient is torch
 decoder layer keeps its input and computes the rest again. Losses are float32 whatever the decoder computes
 in; their mean is taken in float64.
 
-# Legend: V variants, K masked weights, Q directions, B sequences, T tokens, L target tokens.
+# Legend: V variants, K masked weights, B sequences, T tokens, L target tokens.
 """
 
 import threading
@@ -27,7 +27,7 @@ from torch.nn import functional
 from permille.choices import choice_of
 from permille.engines.coded_layers import as_tensor
 from permille.engines.coded_model import load_coded_model, resident_bytes
-from permille.engines.inputs import ModelLimits, check_batch, check_directions, check_prompt, check_values
+from permille.engines.inputs import ModelLimits, check_batch, check_prompt, check_values
 from permille.engines.interface import REVERSE_PASSES, EngineInfo
 from permille.engines.sampling import TokenSampling, next_token
 from permille.errors import InputError, OperatorError
@@ -142,15 +142,6 @@ class TorchEngine:
             values_K[None], check_batch(batch, self._limits, soft=True)
         )[0]
         return losses_L
-
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
-        """`grad f . z_i`, from one reverse pass, whose cost does not depend on the number of directions."""
-        check_values(values_K[None], self._limits)
-        directions_QK = check_directions(directions_QK, self._limits)
-        loss, gradient_K = self.gradient(values_K, batch)
-        return loss, directions_QK.astype(np.float64) @ gradient_K
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         """The mean loss and its gradient by the sparse values, by reverse mode."""

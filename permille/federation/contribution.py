@@ -9,13 +9,12 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from numpy.typing import NDArray
 
 from permille.digests import digest_bytes
 from permille.errors import InputError, PackageError
-from permille.federation.definition import MAX_CONTRIBUTED, Definition
+from permille.federation.definition import MAX_CONTRIBUTED, Definition, check_signature
 from permille.zo.header import check_range
 from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
 
@@ -120,10 +119,7 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
     values = steps * definition.log.queries + 1
     if not values <= size <= values * MAX_BYTES:
         raise PackageError("round-content", f"expected {values} integers, got {size} bytes")
-    try:
-        key.verify(data[-SIGNATURE_BYTES:], data[:-SIGNATURE_BYTES])
-    except InvalidSignature as exc:
-        raise PackageError("round-signature", "expected the signature of the device, got another") from exc
+    check_signature(key, data[-SIGNATURE_BYTES:], data[:-SIGNATURE_BYTES], "the device")
     try:
         numbers = unzigzag(decode_varints(data[_HEAD.size : -SIGNATURE_BYTES]))
         return Contribution(

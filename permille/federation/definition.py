@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Final
 
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from permille.choices import EstimatorKind
@@ -180,6 +181,18 @@ class Definition:
                 "expected the mean and equal weights with privacy, "
                 f"got {self.rule} and weights to {self.max_weight}"
             )
+
+
+def check_signature(key: Ed25519PublicKey, signature: bytes, signed: bytes, whose: str) -> None:
+    """Refuse what this key did not sign.
+
+    Raises:
+        PackageError: `round-signature`.
+    """
+    try:
+        key.verify(signature, signed)
+    except InvalidSignature as exc:
+        raise PackageError("round-signature", f"expected the signature of {whose}, got another") from exc
 
 
 def encode_key(key: Ed25519PublicKey) -> str:

@@ -13,16 +13,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
-from permille.errors import InputError
 from permille.federation.definition import MAX_CONTRIBUTED, Definition
 from permille.training.adam import Moments, adam_step
-from permille.zo.estimators import Batch, Descent, LossEngine
+from permille.zo.estimators import Batch, Descent, LossEngine, differentiable
 from permille.zo.header import LogHeader
 from permille.zo.journal import Journal
 from permille.zo.lattice import values
@@ -32,10 +30,6 @@ from permille.zo.steps import JournaledSteps, change_step, take_step
 
 JOURNAL = "steps.journal"
 MOMENTS = "steps.moments"
-
-
-class _Gradients(Protocol):
-    def gradient(self, values_W: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,7 +61,7 @@ class LocalRound:
         )
 
     def moved(self, c_TQ: NDArray[np.int64], *, after: int = 0) -> NDArray[np.int64]:
-        """Where steps from `after` on move the state, on the device's unit, int64 [W]."""
+        """Replay steps from `after` on: the state's move, on the device's unit, int64 [W]."""
         return replay(self.definition.log, c_TQ, start=self.first_step + after)
 
 
@@ -126,12 +120,7 @@ class _GradientSteps:
         """Take the local steps of one step from a state; durable on return."""
         if self._moments.step == step + 1:  # killed before the journal had it
             return self._moments.record()
-        if not hasattr(engine, "gradient"):
-            raise InputError(
-                "This federation follows the gradient, and the engine has no reverse pass. "
-                "Take part with the engine light or torch."
-            )
-        gradients, rules, header = cast("_Gradients", engine), self._rules, self._descent.header
+        gradients, rules, header = differentiable(engine), self._rules, self._descent.header
         exponent = rules.log.step_unit_exponent
         before_W = s_W << rules.guard_bits
         moments, losses = replace(self._moments, s_K=before_W), []

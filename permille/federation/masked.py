@@ -27,7 +27,7 @@ from permille.federation.contribution import (
     Place,
     decode_contribution,
 )
-from permille.federation.definition import MAX_BYTES, MAX_DEVICES, Definition
+from permille.federation.definition import MAX_BYTES, MAX_DEVICES, Definition, check_signature
 from permille.privacy.masks import SEAL_BYTES, SEED_BYTES, mask_of, seal_context, seal_seed
 from permille.privacy.rules import KEEPER_MINIMUM
 
@@ -144,11 +144,9 @@ def decode_masked(data: bytes, definition: Definition, key: Ed25519PublicKey) ->
     if number >= definition.rounds:
         raise PackageError("round-content", f"expected a round below {definition.rounds}, got {number}")
     device_key = key.public_bytes_raw()
-    try:
-        key.verify(data[-SIGNATURE_BYTES:], data[:-SIGNATURE_BYTES])
-        key.verify(seal_signature, seal_context(definition.digest, number, device_key) + seal)
-    except InvalidSignature as exc:
-        raise PackageError("round-signature", "expected the signatures of the device, got others") from exc
+    check_signature(key, data[-SIGNATURE_BYTES:], data[:-SIGNATURE_BYTES], "the device")
+    context = seal_context(definition.digest, number, device_key)
+    check_signature(key, seal_signature, context + seal, "the device")
     return Masked(
         definition=definition,
         round_number=number,

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from numpy.typing import NDArray
 
 from permille.digests import digest_bytes
 from permille.errors import InputError, PackageError
 from permille.federation.contribution import SIGNATURE_BYTES, Contribution
-from permille.federation.definition import MAX_DEVICES, MAX_WEIGHT, Definition, Rule
+from permille.federation.definition import MAX_DEVICES, MAX_WEIGHT, Definition, Rule, check_signature
 from permille.federation.masked import Masked
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT, state_digest
 from permille.zo.records import weight_of_rows
@@ -158,10 +157,7 @@ class Head:
         """
         if len(data) != HEAD_BYTES or not data.startswith(HEAD_MAGIC):
             raise PackageError("round-content", f"expected a head, got {len(data)} bytes")
-        try:
-            definition.key.verify(data[_HEAD.size :], data[: _HEAD.size])
-        except InvalidSignature as exc:
-            raise PackageError("round-signature", "expected the federation's signature, got another") from exc
+        check_signature(definition.key, data[_HEAD.size :], data[: _HEAD.size], "the federation")
         _, named, number, reach, chain, state = _HEAD.unpack_from(data)
         if named != digest_bytes(definition.digest):
             raise PackageError("round-chain", f"expected federation {definition.digest}, got {named.hex()}")

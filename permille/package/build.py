@@ -56,20 +56,16 @@ class SourceModel(Protocol):
     @property
     def config(self) -> Mapping[str, Any]:
         """Its `config.json`."""
-        ...
 
     @property
     def names(self) -> Sequence[str]:
         """Names of all tensors, as `permille.models.families.expected_tensors` has them."""
-        ...
 
     def raw(self, name: str) -> RawTensor:
         """Return a tensor in the model's own dtype."""
-        ...
 
     def file(self, name: str, *, limit: int) -> bytes | None:
         """Return a tokenizer's or license's file of at most `limit` bytes, or None."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ The same tensors in the same order give the same bytes. Reading is in `reader`; 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,21 @@ from permille.package.limits import FILE_NAMES, Role
 from permille.package.manifest import AdapterInfo, Layer, Quantization, TensorInfo
 from permille.package.safetensors_io import SafetensorsWriter
 from permille.quantization.nf4 import NF4_CODES
-from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor
+from permille.quantization.types import (
+    Coded,
+    QuantizedTensor,
+    Scheme,
+    SparseTensor,
+    packed_size,
+    scales_shape,
+)
 from permille.tensors import FLOATS, Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
 SCALES, MINIMA, PATTERN, CODE_BOOKS = ".scales", ".minima", ".pattern", ".code_books"
+
+# Dtype and shape of tensors, by name or what follows it.
+Layout = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def write_dense(blobs: BlobFolder, tensors: Iterable[tuple[str, Coded]], how: Quantization) -> Layer:
@@ -77,7 +87,7 @@ def write_mask(blobs: BlobFolder, mask: Mapping[str, NDArray[np.uint32]], order:
     with SafetensorsWriter(blobs) as writer:
         for name in order:
             indices = np.asarray(mask.get(name, np.empty(0, np.uint32)))
-            if indices.dtype != np.uint32 or indices.ndim != 1 or not _increases(indices):
+            if indices.dtype != np.uint32 or indices.ndim != 1 or not np.all(indices[1:] > indices[:-1]):
                 raise InputError(f"expected strictly increasing uint32 indices of {name!r}")
             writer.add(name, "U32", indices.shape, indices)
         return _layer(Role.MASK, writer.finish())
@@ -151,8 +161,44 @@ def masked_values(weight: RawTensor, indices: NDArray[np.uint32]) -> RawTensor:
     return RawTensor(name=weight.name, dtype=weight.dtype, shape=indices.shape, data=data)
 
 
+def dense_layout(
+    scheme: Scheme, shape: tuple[int, int], group_size: int, *, bits: int, has_minima: bool
+) -> Layout:
+    """Return dtype and shape of the tensors of one weight, by what follows its name (FORMAT 4.2).
+
+        dense_layout(Scheme.INT4, (2, 32), 32, bits=4, has_minima=False)
+        # {"": ("U8", (32,)), ".scales": ("F32", (2, 1))}
+
+    Args:
+        bits: of a code; of SOURCE the package tells.
+        has_minima: of SOURCE in four bits.
+    """
+    scales = scales_shape(scheme, shape, group_size)
+    size = packed_size(bits, shape)
+    codes = ("I8", shape) if bits == 8 else ("U8", (size,))
+    match scheme:
+        case Scheme.INT4 | Scheme.INT8:
+            return {"": codes, SCALES: ("F32", scales)}
+        case Scheme.SQUEEZELLM:
+            return {"": codes, CODE_BOOKS: ("F16", scales)}
+        case Scheme.NF4:
+            state = (len(quant_state(shape, group_size)),)
+            book = ("F32", NF4_CODES.shape)
+            return {
+                "": ("U8", (size, 1)),
+                ABSMAX: ("F32", scales),
+                QUANT_MAP: book,
+                QUANT_STATE: ("U8", state),
+            }
+        case Scheme.SOURCE:
+            minima: Layout = {MINIMA: ("F16", scales)} if has_minima else {}
+            return {"": codes, SCALES: ("F16", scales), **minima}
+        case other:
+            assert_never(other)
+
+
 def quant_state(shape: tuple[int, int], group_size: int) -> bytes:
-    """The quantization state that bitsandbytes stores with an NF4 weight.
+    """Return the quantization state that bitsandbytes stores with an NF4 weight.
 
     Its dtype is float32, so dequantizing loses nothing (ADR 13).
     """
@@ -178,33 +224,19 @@ def _add_table(writer: SafetensorsWriter, table: RawTensor) -> None:
 
 
 def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTensor) -> None:
+    scheme, shape, group_size = quantized.scheme, quantized.shape, quantized.group_size
     scales = np.asarray(quantized.scales, "<f4")
-    match quantized.scheme:
-        case Scheme.INT4:
-            writer.add(name, "U8", (quantized.packed.size,), quantized.packed)
-            writer.add(name + SCALES, "F32", scales.shape, scales)
-        case Scheme.INT8:
-            writer.add(name, "I8", quantized.shape, quantized.packed)
-            writer.add(name + SCALES, "F32", scales.shape, scales)
-        case Scheme.SQUEEZELLM:
-            writer.add(name, "U8", (quantized.packed.size,), quantized.packed)
-            writer.add(name + CODE_BOOKS, "F16", scales.shape, scales.astype("<f2"))
-        case Scheme.NF4:
-            state = np.frombuffer(quant_state(quantized.shape, quantized.group_size), np.uint8)
-            writer.add(name, "U8", (quantized.packed.size, 1), quantized.packed)
-            writer.add(name + ABSMAX, "F32", scales.shape, scales)
-            writer.add(name + QUANT_MAP, "F32", NF4_CODES.shape, NF4_CODES)
-            writer.add(name + QUANT_STATE, "U8", state.shape, state)
-        case Scheme.SOURCE:
-            if quantized.bits == 8:
-                writer.add(name, "I8", quantized.shape, quantized.packed)
-            else:
-                writer.add(name, "U8", (quantized.packed.size,), quantized.packed)
-            writer.add(name + SCALES, "F16", scales.shape, scales.astype("<f2"))
-            if quantized.minima is not None:
-                writer.add(name + MINIMA, "F16", scales.shape, quantized.minima.astype("<f2"))
-        case other:
-            assert_never(other)
+    arrays: dict[str, NDArray[Any]] = {
+        "": quantized.packed,
+        QUANT_MAP: NF4_CODES,
+        QUANT_STATE: np.frombuffer(quant_state(shape, group_size), np.uint8),
+        MINIMA: scales if quantized.minima is None else quantized.minima,
+    }
+    has_minima = quantized.minima is not None
+    layout = dense_layout(scheme, shape, group_size, bits=quantized.bits, has_minima=has_minima)
+    for suffix, (dtype, stored) in layout.items():
+        array = arrays.get(suffix, scales)
+        writer.add(name + suffix, dtype, stored, array.astype("<f2") if dtype == "F16" else array)
 
 
 def _add_sparse(writer: SafetensorsWriter, name: str, sparse: SparseTensor) -> None:
@@ -224,7 +256,3 @@ def _check_float(tensor: RawTensor) -> None:
         raise InputError(f"expected {tensor.name!r} as one of {sorted(FLOATS)}, got {tensor.dtype}")
     if not tensor.all_finite():
         raise InputError(f"expected finite numbers in {tensor.name!r}, got NaN or infinity")
-
-
-def _increases(indices: NDArray[np.uint32]) -> bool:
-    return bool(np.all(indices[1:] > indices[:-1]))

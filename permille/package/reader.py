@@ -248,10 +248,6 @@ class Package:
                 parts.append(np.zeros(tensor.shape[0] * adapter.rank, np.float32))
         return np.concatenate(parts)
 
-    def values_dtype(self, name: str) -> str:
-        """The source model's dtype of a masked weight: BF16, F16 or F32 (KeyError: beside an adapter)."""
-        return self._layers[Role.VALUES].specs[name].dtype
-
     def reference_rows(self) -> reference_rows.ReferenceRows | None:
         """Return the reference rows that pull and measure (FORMAT 4.12), or None.
 

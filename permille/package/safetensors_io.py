@@ -18,11 +18,11 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.digests import JSON, canonical_json, parse_canonical
+from permille.digests import JSON, parse_canonical
 from permille.errors import InputError, PackageError
 from permille.package.blobs import CHUNK_BYTES, BlobFolder
 from permille.package.limits import MAX_HEADER_BYTES, MAX_LAYER_BYTES
-from permille.tensors import ITEM_BYTES, RawTensor
+from permille.tensors import ITEM_BYTES, RawTensor, safetensors_header
 
 _METADATA: JSON = {"format": "pt"}
 _MAX_DIMENSIONS = 8
@@ -148,7 +148,7 @@ class SafetensorsWriter:
     def __init__(self, blobs: BlobFolder) -> None:
         self._blobs = blobs
         self._spools: dict[int, BinaryIO] = {}
-        self._entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        self._entries: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], data: NDArray[np.generic]) -> None:
         """Append a tensor.
@@ -171,13 +171,12 @@ class SafetensorsWriter:
         if width not in self._spools:
             self._spools[width] = tempfile.TemporaryFile(dir=self._blobs.incoming())  # noqa: SIM115
         self._spools[width].write(flat.data)
-        self._entries[name] = (dtype, shape, flat.size)
+        self._entries[name] = (dtype, shape)
 
     def finish(self) -> tuple[str, int]:
         """Write the blob; returns its digest and its size in bytes."""
         header = self._header()
         with self._blobs.writer() as writer:
-            writer.write(len(header).to_bytes(8, "little"))
             writer.write(header)
             for width in sorted(self._spools, reverse=True):
                 spool = self._spools[width]
@@ -202,19 +201,13 @@ class SafetensorsWriter:
         self.close()
 
     def _header(self) -> bytes:
-        entries: dict[str, JSON] = {"__metadata__": _METADATA}
-        position = 0
-        for width in sorted(self._spools, reverse=True):
-            for name, (dtype, shape, size) in self._entries.items():
-                if ITEM_BYTES[dtype] == width:
-                    entries[name] = {
-                        "dtype": dtype,
-                        "shape": shape,
-                        "data_offsets": [position, position + size],
-                    }
-                    position += size
-        header = canonical_json(entries)
-        header += b" " * (-len(header) % 8)
-        if len(header) > MAX_HEADER_BYTES:
-            raise InputError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(header)}")
+        ordered = {
+            name: entry
+            for width in sorted(self._spools, reverse=True)
+            for name, entry in self._entries.items()
+            if ITEM_BYTES[entry[0]] == width
+        }
+        header = safetensors_header(ordered)
+        if len(header) - 8 > MAX_HEADER_BYTES:
+            raise InputError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(header) - 8}")
         return header

@@ -4,7 +4,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from permille.errors import PackageError
 from permille.models.families import expected_tensors, scoped_tensors, table_names
 from permille.package.layers import (
-    ABSMAX,
-    CODE_BOOKS,
     MINIMA,
     PATTERN,
     QUANT_MAP,
     QUANT_STATE,
     SCALES,
+    Layout,
+    dense_layout,
     quant_state,
     table_shape,
 )
@@ -34,14 +34,10 @@ from permille.quantization.types import (
     Sparsity,
     bits_of,
     kept_bounds,
-    packed_size,
     pattern_shape,
-    scales_shape,
 )
 from permille.tensors import Q8_0_WEIGHTS
 
-_BESIDE_CODES = {ABSMAX: "F32", QUANT_MAP: "F32", QUANT_STATE: "U8", SCALES: "F32", PATTERN: "U8"}
-_BESIDE_CODES |= {CODE_BOOKS: "F16", MINIMA: "F16"}
 _PROGRAM_HEADER = struct.Struct("<4x8sIQQQ")
 
 
@@ -62,13 +58,14 @@ def check_shapes(
     plain: dict[str, tuple[int, ...]] = {
         name: shape for name, shape in expected_tensors(config).items() if name not in quantized
     }
-    for name in coded_tables(layers[Role.PLAIN]):
+    for name in (name for name, spec in layers[Role.PLAIN].specs.items() if spec.dtype == "U8"):
         if name not in table_names(config) or plain.get(name, (0, 1))[-1] % Q8_0_WEIGHTS:
             raise PackageError("header-dtype", f"{name} must not be U8: it is no table in rows of 32")
         plain[name] = table_shape(plain[name])
     counts: dict[str, tuple[int, ...]] = {tensor.name: (tensor.count,) for tensor in manifest.tensors}
+    dense = _dense_layout(manifest, layers[Role.DENSE])
     expected: dict[Role, Mapping[str, tuple[int, ...]]] = {
-        Role.DENSE: _dense_shapes(manifest, layers[Role.DENSE]),
+        Role.DENSE: {name: shape for name, (_, shape) in dense.items()},
         Role.PLAIN: plain,
     }
     if manifest.adapter is not None:
@@ -79,42 +76,24 @@ def check_shapes(
             expected[role] = counts
     for role, shapes in expected.items():
         _check_layer_shapes(role, layers[role], shapes)
-    _check_dense_dtypes(manifest.scheme.name, layers[Role.DENSE])
+    for name, (dtype, _) in dense.items():
+        if (got := layers[Role.DENSE].specs[name].dtype) != dtype:
+            raise PackageError("header-dtype", f"expected {dtype} of {name}, got {got}")
 
 
-def coded_tables(plain: SafetensorsFile) -> tuple[str, ...]:
-    """Names of the tensors of a plain layer that are in Q8_0."""
-    return tuple(name for name, spec in plain.specs.items() if spec.dtype == "U8")
-
-
-def _dense_shapes(manifest: Manifest, dense: SafetensorsFile) -> dict[str, tuple[int, ...]]:
-    if manifest.scheme.sparsity is not None:
-        return _sparse_shapes(manifest, manifest.scheme.sparsity, dense)
+def _dense_layout(manifest: Manifest, dense: SafetensorsFile) -> Layout:
     scheme, group_size = manifest.scheme.name, manifest.scheme.group_size
-    shapes: dict[str, tuple[int, ...]] = {}
+    if manifest.scheme.sparsity is not None:
+        return _sparse_layout(manifest, manifest.scheme.sparsity, dense)
+    found: Layout = {}
     for tensor in manifest.tensors:
-        packed = packed_size(bits_of(scheme), tensor.shape)
-        scales = scales_shape(scheme, tensor.shape, group_size)
-        match scheme:
-            case Scheme.INT4:
-                shapes |= {tensor.name: (packed,), tensor.name + SCALES: scales}
-            case Scheme.INT8:
-                shapes |= {tensor.name: tensor.shape, tensor.name + SCALES: scales}
-            case Scheme.SQUEEZELLM:
-                shapes |= {tensor.name: (packed,), tensor.name + CODE_BOOKS: scales}
-            case Scheme.NF4:
-                state = (len(quant_state(tensor.shape, group_size)),)
-                shapes |= {tensor.name: (packed, 1), tensor.name + ABSMAX: scales}
-                shapes |= {tensor.name + QUANT_MAP: (16,), tensor.name + QUANT_STATE: state}
-            case Scheme.SOURCE:  # the layer itself tells in how many bits, and with minima or not
-                is_eight = is_int8(dense, tensor.name)
-                shapes |= {tensor.name: tensor.shape if is_eight else (packed,)}
-                shapes |= {tensor.name + SCALES: scales}
-                if not is_eight and tensor.name + MINIMA in dense.specs:
-                    shapes |= {tensor.name + MINIMA: scales}
-            case other:
-                assert_never(other)
-    return shapes
+        # Of SOURCE the layer itself tells in how many bits, and with minima or not.
+        is_eight = scheme is Scheme.SOURCE and is_int8(dense, tensor.name)
+        has_minima = not is_eight and tensor.name + MINIMA in dense.specs
+        bits = 8 if is_eight else bits_of(scheme)
+        layout = dense_layout(scheme, tensor.shape, group_size, bits=bits, has_minima=has_minima)
+        found |= {tensor.name + suffix: stored for suffix, stored in layout.items()}
+    return found
 
 
 def is_int8(dense: SafetensorsFile, name: str) -> bool:
@@ -122,24 +101,22 @@ def is_int8(dense: SafetensorsFile, name: str) -> bool:
     return name in dense.specs and dense.specs[name].dtype == "I8"
 
 
-def _sparse_shapes(
-    manifest: Manifest, sparsity: Sparsity, dense: SafetensorsFile
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a sparse dense layer.
+def _sparse_layout(manifest: Manifest, sparsity: Sparsity, dense: SafetensorsFile) -> Layout:
+    """Return the layout of a sparse dense layer.
 
     A bitmap's numbers of codes and scales are taken from the layer, within the bounds of the shape.
-
     `check_pattern` compares them with the bitmap when it is read.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    found: Layout = {}
     for tensor in manifest.tensors:
         fewest, most = kept_bounds(sparsity, tensor.shape)
         codes, scales = (_stored_size(dense, tensor.name + suffix) for suffix in ("", SCALES))
-        shapes[tensor.name + PATTERN] = pattern_shape(sparsity, tensor.shape)
-        shapes[tensor.name] = (min(max(codes, (fewest + 1) // 2), (most + 1) // 2),)
         group = manifest.scheme.group_size
-        shapes[tensor.name + SCALES] = (min(max(scales, -(-fewest // group)), -(-most // group)),)
-    return shapes
+        codes = min(max(codes, (fewest + 1) // 2), (most + 1) // 2)
+        scales = min(max(scales, -(-fewest // group)), -(-most // group))
+        found[tensor.name + PATTERN] = ("U8", pattern_shape(sparsity, tensor.shape))
+        found |= {tensor.name: ("U8", (codes,)), tensor.name + SCALES: ("F32", (scales,))}
+    return found
 
 
 def _stored_size(layer: SafetensorsFile, name: str) -> int:
@@ -156,16 +133,6 @@ def _check_layer_shapes(role: Role, layer: SafetensorsFile, shapes: Mapping[str,
         if layer.specs[name].shape != shape:
             got = layer.specs[name].shape
             raise PackageError("tensor-shape", f"expected {shape} of {name} in {role}, got {got}")
-
-
-def _check_dense_dtypes(scheme: Scheme, dense: SafetensorsFile) -> None:
-    beside = _BESIDE_CODES | ({SCALES: "F16"} if scheme is Scheme.SOURCE else {})
-    for name, spec in dense.specs.items():
-        is_eight = scheme is Scheme.INT8 or (scheme is Scheme.SOURCE and spec.dtype == "I8")
-        codes = "I8" if is_eight else "U8"
-        wanted = next((dtype for suffix, dtype in beside.items() if name.endswith(suffix)), codes)
-        if spec.dtype != wanted:
-            raise PackageError("header-dtype", f"expected {wanted} of {name}, got {spec.dtype}")
 
 
 def check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from permille.choices import Allocation, MaskMethod
+from permille.choices import MaskMethod
 from permille.models.families import SCOPE_PATTERN
 from permille.schemas.fields import Closed, Count, Density, Digest, Id, Seed, WholeNumber
 from permille.schemas.jobs import Made
@@ -42,10 +42,6 @@ class _AnyMask(Closed):
     density: Density = 0.001
     seed: Seed = Field(default=0, description="seed of the choice of sequences, or of a random mask")
     scope: Scope = "all"
-    allocation: Allocation = Field(
-        default=Allocation.TENSOR,
-        description="tensor: the same density in every tensor; global: the largest scores of all tensors",
-    )
 
 
 class FisherMask(_AnyMask):

@@ -31,8 +31,17 @@ from permille.errors import InputError
 from permille.models.families import scoped_tensors, shape_of
 from permille.models.layerwise import DecoderLayer
 from permille.sensitivity.backward import check_sequences, check_tokens, differentiable, sequence_loss
-from permille.sensitivity.scores import IN_MEMORY_BYTES, PartialSums, Scores, Shapes, zero_scores
-from permille.sensitivity.shards import SHARD_SEQUENCES, divide, merge, shard_ranges
+from permille.sensitivity.scores import (
+    IN_MEMORY_BYTES,
+    SHARD_SEQUENCES,
+    PartialSums,
+    Scores,
+    Shapes,
+    divide,
+    merge,
+    shard_ranges,
+    zero_scores,
+)
 from permille.sensitivity.streamed import StreamedModel, backward_by_layer
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ exact, the result does not depend on a sorting algorithm, and beside the scores 
 memory stays at some MB.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.choices import Allocation, MaskMethod, choice_of
+from permille.choices import MaskMethod, choice_of
 from permille.errors import InputError
 from permille.zo.philox import philox4x32_10
 
@@ -45,7 +45,6 @@ def select_mask(
     method: MaskMethod | str,
     density: float | str | Decimal,
     seed: int = 0,
-    allocation: Allocation | str = Allocation.TENSOR,
     *,
     weights: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> Mask:
@@ -63,78 +62,75 @@ def select_mask(
         Flat row-major indices uint32, strictly increasing.
 
     Raises:
-        InputError: NaN, infinite or negative scores; a density outside (0, 1]; a method or allocation that
-            does not exist; `random` with global allocation.
+        InputError: NaN, infinite or negative scores; a density outside (0, 1]; a method that does
+            not exist.
     """
     method = choice_of(MaskMethod, method, "a method")
-    allocation = choice_of(Allocation, allocation, "an allocation")
-    if method is MaskMethod.RANDOM:
-        if allocation is Allocation.GLOBAL:
-            raise InputError("expected allocation tensor for a random mask: every weight is equally likely")
-        return {
-            name: _random_mask(
-                name, tensors[name], None if weights is None else weights[name], density, seed, tensor_id
-            )
-            for tensor_id, name in enumerate(tensors)
-        }
-    ranked = _Ranked(tensors=tensors, method=method, weights=weights)
-    if allocation is Allocation.GLOBAL:
-        return _select(ranked, list(tensors), density)
     mask: Mask = {}
-    for name in tensors:
-        mask |= _select(ranked, [name], density)
+    for tensor_id, name in enumerate(tensors):
+        tensor, own = tensors[name], None if weights is None else weights[name]
+        if not 0 < tensor.size <= _LARGEST_TENSOR:
+            raise InputError(f"{name}: expected 1 to 2**32 weights, got {tensor.size}")
+        wanted = count(density, tensor.size)
+        if method is MaskMethod.RANDOM:
+            mask[name] = _random_mask(tensor.size, own, wanted, seed, tensor_id)
+        else:
+            mask[name] = _largest(_Ranked(name=name, tensor=tensor, method=method, weights=own), wanted)
     return mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranked:
-    """Criterion of the choice: scores or weights, and which weights are zero."""
+    """A tensor's ranks: by scores or by weights, and below all those of weights that are zero."""
 
-    tensors: Mapping[str, NDArray[np.float32]]
+    name: str
+    tensor: NDArray[np.float32]
     method: MaskMethod
-    weights: Mapping[str, NDArray[np.float32]] | None
+    weights: NDArray[np.float32] | None
 
-    def of(self, name: str) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-        """Chunks (first index, rank): 0 of a weight that is zero, else above it in the order of scores."""
-        pruned = None if self.weights is None else self.weights[name].reshape(-1) == 0
-        for start, rank in _ranks(name, self.tensors[name], self.method):
-            rank += np.uint32(1)
-            if pruned is not None:
-                rank[pruned[start : start + rank.size]] = 0
-            yield start, rank
+    def chunks(self) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+        """Chunks (first index, rank): 0 of a weight that is zero, else above it in the order of scores.
+
+        The bits of a float32 that is not negative order as the numbers do.
+        """
+        flat = self.tensor.reshape(-1)
+        kept = None if self.weights is None else self.weights.reshape(-1) != 0
+        for start in range(0, flat.size, _CHUNK):
+            chunk = np.array(flat[start : start + _CHUNK], dtype=np.float32)
+            if self.method is MaskMethod.MAGNITUDE:
+                np.abs(chunk, out=chunk)
+            good = np.isfinite(chunk) & (chunk >= 0)
+            if not good.all():
+                bad = chunk[np.argmin(good)]
+                raise InputError(f"{self.name}: expected finite scores of at least 0, got {bad}")
+            rank = (chunk + np.float32(0)).view(np.uint32) + np.uint32(1)  # + 0 turns -0 into 0
+            yield start, rank if kept is None else rank * kept[start : start + rank.size]
 
 
-def _select(ranked: _Ranked, names: Sequence[str], density: float | str | Decimal) -> Mask:
-    """The largest of all `names` together; of those equal to the threshold, the first by tensor, then by
-    index."""
-    wanted = count(density, sum(_checked_size(name, ranked.tensors[name]) for name in names))
-    threshold, ties = _threshold(ranked, names, wanted)
+def _largest(ranked: _Ranked, wanted: int) -> NDArray[np.uint32]:
+    """The largest of a tensor; of those equal to the threshold, the first."""
+    threshold, ties = _threshold(ranked, wanted)
     if threshold == 0:  # fewer weights are left than are wanted
         ties = 0
-    mask: Mask = {}
-    for name in names:
-        found: list[NDArray[np.int64]] = []
-        for start, rank in ranked.of(name):
-            above = np.flatnonzero(rank > threshold)
-            equal = np.flatnonzero(rank == threshold)[:ties]
-            ties -= equal.size
-            found.append(start + np.union1d(above, equal))
-        mask[name] = np.concatenate(found).astype(np.uint32)
-    return mask
+    found: list[NDArray[np.int64]] = []
+    for start, rank in ranked.chunks():
+        above = np.flatnonzero(rank > threshold)
+        equal = np.flatnonzero(rank == threshold)[:ties]
+        ties -= equal.size
+        found.append(start + np.union1d(above, equal))
+    return np.concatenate(found).astype(np.uint32)
 
 
-def _threshold(ranked: _Ranked, names: Sequence[str], wanted: int) -> tuple[int, int]:
+def _threshold(ranked: _Ranked, wanted: int) -> tuple[int, int]:
     """Rank of the `wanted`-th largest, and how many weights of exactly that rank are wanted."""
     high = np.zeros(1 << 16, np.int64)
-    for name in names:
-        for _, rank in ranked.of(name):
-            high += np.bincount(rank >> np.uint32(16), minlength=high.size)
+    for _, rank in ranked.chunks():
+        high += np.bincount(rank >> np.uint32(16), minlength=high.size)
     top, wanted = _bin_of(high, wanted)
     low = np.zeros(1 << 16, np.int64)
-    for name in names:
-        for _, rank in ranked.of(name):
-            within = rank[rank >> np.uint32(16) == top]
-            low += np.bincount(within & np.uint32(0xFFFF), minlength=low.size)
+    for _, rank in ranked.chunks():
+        within = rank[rank >> np.uint32(16) == top]
+        low += np.bincount(within & np.uint32(0xFFFF), minlength=low.size)
     bottom, wanted = _bin_of(low, wanted)
     return top << 16 | bottom, wanted
 
@@ -147,46 +143,16 @@ def _bin_of(histogram: NDArray[np.int64], wanted: int) -> tuple[int, int]:
     return histogram.size - 1 - position, wanted - above
 
 
-def _ranks(
-    name: str, tensor: NDArray[np.float32], method: MaskMethod
-) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-    """Chunks (first index, rank): the bits of a non-negative float32, which order as the numbers do."""
-    flat = tensor.reshape(-1)
-    for start in range(0, flat.size, _CHUNK):
-        chunk = np.array(flat[start : start + _CHUNK], dtype=np.float32)
-        if method is MaskMethod.MAGNITUDE:
-            np.abs(chunk, out=chunk)
-        if not (np.isfinite(chunk) & (chunk >= 0)).all():
-            raise InputError(f"{name}: expected finite scores of at least 0, got {_first_bad(chunk)}")
-        yield start, (chunk + np.float32(0)).view(np.uint32)  # + 0 turns -0 into 0
-
-
-def _first_bad(chunk: NDArray[np.float32]) -> float:
-    return float(chunk[np.argmin(np.isfinite(chunk) & (chunk >= 0))])
-
-
-def _checked_size(name: str, tensor: NDArray[np.float32]) -> int:
-    if not 0 < tensor.size <= _LARGEST_TENSOR:
-        raise InputError(f"{name}: expected 1 to 2**32 weights, got {tensor.size}")
-    return tensor.size
-
-
 def _random_mask(
-    name: str,
-    tensor: NDArray[np.float32],
-    weights: NDArray[np.float32] | None,
-    density: float | str | Decimal,
-    seed: int,
-    tensor_id: int,
+    size: int, weights: NDArray[np.float32] | None, wanted: int, seed: int, tensor_id: int
 ) -> NDArray[np.uint32]:
     """Drawn among the weights that are not zero, as many as the density asks of all."""
-    size = _checked_size(name, tensor)
     kept = None if weights is None else np.flatnonzero(weights)
     if kept is None or kept.size == size:
-        return _random_indices(size, count(density, size), seed, tensor_id)
+        return _random_indices(size, wanted, seed, tensor_id)
     if not kept.size:
         return np.empty(0, np.uint32)
-    chosen = _random_indices(kept.size, min(count(density, size), kept.size), seed, tensor_id)
+    chosen = _random_indices(kept.size, min(wanted, kept.size), seed, tensor_id)
     return kept[chosen].astype(np.uint32)
 
 

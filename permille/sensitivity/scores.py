@@ -1,5 +1,8 @@
 """Scores: one float32 a weight in scope, in one flat array that is memory or a mapped file; and their file.
 
+Sequences are summed in shards by their number; the sums of the shards are added in their order, in float32.
+It needs neither torch nor a model.
+
 The file is safetensors with float32 tensors [N, K] in tensor_id order (FORMAT 4.1), so any safetensors
 library reads it. Scores are the input of every mask: with the same file, every machine selects the same
 weights.
@@ -17,17 +20,19 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.digests import JSON, canonical_json
 from permille.errors import InputError
 from permille.files import fsync_folder
 from permille.package.blobs import BlobFolder
 from permille.package.safetensors_io import SafetensorsFile
-from permille.tensors import release
+from permille.tensors import release, safetensors_header
 
 Shapes = Sequence[tuple[str, tuple[int, int]]]
 
 _CHUNK = 1 << 22
 IN_MEMORY_BYTES = 4 << 30
+SHARD_SEQUENCES = 16
+_MOST_SHARDS = 64  # each leaves an array as large as the scores, until they are added
+_FLOPS = 8  # a token and weight: forward 2, backward 4, the forward again for recomputed activations 2
 
 
 class Scores(Mapping[str, NDArray[np.float32]]):
@@ -143,7 +148,7 @@ def load_scores(path: Path) -> Scores:
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """What a stopped Fisher job leaves: the sum of its finished shards, under a name that says of what.
+    """Sum of the finished shards that a stopped Fisher job leaves, under a name that says of what.
 
     One file `<fingerprint>-<shards>.safetensors` a job; a new one is whole before the old one goes. A sum of
     anything else (another model, other sequences) has another fingerprint, and is neither used nor touched.
@@ -205,12 +210,53 @@ def _file_parts(scores: Scores) -> Iterator[bytes]:
 
 
 def _header(shapes: Shapes) -> bytes:
-    entries: dict[str, JSON] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, shape in shapes:
-        end = position + math.prod(shape) * 4
-        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    header = canonical_json(entries)
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
+    return safetensors_header({name: ("F32", shape) for name, shape in shapes})
+
+
+def fisher_work(tokens: int, parameters: int) -> float:
+    """Floating-point operations that scoring takes, roughly."""
+    return float(_FLOPS) * tokens * parameters
+
+
+def shard_ranges(sequences: int) -> list[range]:
+    """The shards of a job of so many sequences: a function of the number alone, not of who does the work.
+
+    Shards of 16 sequences; of more than 1,024 sequences, 64 shards of a multiple of 16.
+
+    Raises:
+        InputError: no sequence.
+    """
+    if sequences < 1:
+        raise InputError(f"expected at least 1 sequence, got {sequences}")
+    size = SHARD_SEQUENCES * max(1, -(-sequences // (SHARD_SEQUENCES * _MOST_SHARDS)))
+    return [range(start, min(start + size, sequences)) for start in range(0, sequences, size)]
+
+
+def join_shards(paths: Sequence[Path], sequences: int, *, spill_dir: Path | None = None) -> Scores:
+    """Scores of the sums in files, one a shard and in their order: the bits of `fisher_scores`.
+
+    Raises:
+        PackageError, InputError: a file holds no such sums, or those of other tensors.
+    """
+    total = zero_scores(load_scores(paths[0]).shapes, spill_dir=spill_dir)
+    for path in paths:
+        partial = load_scores(path)
+        if partial.shapes != total.shapes:
+            raise InputError(f"expected sums of {len(total.shapes)} tensors in {path.name}, got other ones")
+        merge(total, partial)
+    divide(total, sequences)
+    return total
+
+
+def merge(total: Scores, partial: Scores) -> None:
+    """total += partial, in float32; call it in the order of the shards, the first onto zeros."""
+    for name in total:
+        sum_NK = total[name]
+        np.add(sum_NK, partial[name], out=sum_NK)
+
+
+def divide(total: Scores, sequences: int) -> None:
+    """The sum of squares becomes their mean: one float32 division a score."""
+    for name in total:
+        mean_NK = total[name]
+        np.divide(mean_NK, np.float32(sequences), out=mean_NK)

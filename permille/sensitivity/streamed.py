@@ -38,7 +38,7 @@ class StreamedModel:
 
 
 Watched = Callable[[DecoderLayer, int], AbstractContextManager[None]]
-"""What to do around one layer's backward for the sequence of this number."""
+"""Context around one layer's backward for the sequence of this number."""
 
 
 def backward_by_layer(

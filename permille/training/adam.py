@@ -174,17 +174,13 @@ def adam_step(
         rejected step: all but its number, loss and flags stays as it was.
     """
     rejected = replace(moments, step=moments.step + 1, loss=loss, flags=int(StepFlag.REJECTED))
-    if not _all_finite(loss, gradient_K):
+    if not (math.isfinite(loss) and np.isfinite(gradient_K).all()):
         return rejected
     moved, change_K = _adam(moments, gradient_K, rate)
     exact_K = np.rint(change_K / math.ldexp(1.0, step_unit_exponent)) + moments.s_K
     if np.abs(exact_K).max() > STATE_LIMIT:
         return rejected
     return replace(moved, step=moments.step + 1, s_K=exact_K.astype(np.int64), loss=loss, flags=0)
-
-
-def _all_finite(loss: float, gradient_K: NDArray[np.float32]) -> bool:
-    return math.isfinite(loss) and bool(np.isfinite(gradient_K).all())
 
 
 def _adam(

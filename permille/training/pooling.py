@@ -105,10 +105,11 @@ def pool(
     held_out = max(2, len(rows_NT) // HELD_OUT_SHARE)
     train_NT, held_NT = rows_NT[:-held_out], rows_NT[-held_out:]
     if len(train_NT) < plan.batch_rows:
-        raise InputError(f"expected at least {plan.batch_rows + held_out} sequences, got {len(rows_NT)}")
+        least = plan.batch_rows + held_out
+        raise InputError(f"Pooling needs {least} sequences or more, and has {len(rows_NT)}.")
     rate, w_base_K = learning_rate(package), package.values()
     if not 0 < rate < math.inf:
-        raise InputError(f"expected masked weights other than 0, got a rate of {rate}")
+        raise InputError(f"The masked weights are all 0, or too large: the rate is {rate}.")
     exponent, reference = unit_exponent(rate), Reference.of(package)
     moments = _kept(checkpoint) or Moments.first(len(w_base_K), np.zeros(len(w_base_K), np.int64))
     while moments.step < plan.steps:

@@ -62,11 +62,9 @@ class Chat(Protocol):
 
     def prompt(self, question: str) -> NDArray[np.int64]:
         """Return the token ids of a conversation with one question, up to the start of the answer."""
-        ...
 
     def stop_ids(self) -> frozenset[int]:
         """Return the tokens that end an answer."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,10 +2,10 @@
 
 All directions are along `z / sigma` (unit variance), and a step moves by the mean over the directions of
 a block of `projected_grad * z / sigma`. Its expectation is the gradient, up to terms of the order of
-epsilon squared (none for forward mode). Costs, in forward passes of the batch, with q directions: SPSA 2 q,
-one-sided q, forward mode about q + 1 of somewhat dearer passes, split 2 P_1 of the lower block's layers and
-2 P_2 of the others. The last holds for the light engine, which computes once what variants share; others make
-2 P_2 whole passes. `layer_passes` of an engine counts what it did.
+epsilon squared (none for exact derivatives). Costs, in forward passes of the batch, with q directions: SPSA
+2 q, one-sided q, exact derivatives (`forward`) about 3 whatever q is, split 2 P_1 of the lower block's layers
+and 2 P_2 of the others. The last holds for the light engine, which computes once what variants share; others
+make 2 P_2 whole passes. `layer_passes` of an engine counts what it did.
 
 Estimators know nothing of models, engines nothing of optimizers: `LossEngine` is the seam.
 
@@ -16,7 +16,7 @@ D = sign of the upper direction (2).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,17 +80,52 @@ class LossEngine(Protocol):
     @property
     def k(self) -> int:
         """Number of masked weights."""
-        ...
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Losses of v variants of the values on one batch, float32 [v]."""
-        ...
+        """Return the mean loss over the batch's target tokens, one for each variant of the sparse values.
 
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
-        """The loss `f` at `values_K`, and `grad f . direction` there for each direction, float64 [q]."""
-        ...
+        Args:
+            values_VK: float32 [v, k], v >= 1.
+            batch: see `Batch`; right padded.
+
+        Returns:
+            float32 [v]; not finite where the forward pass was not.
+
+        Raises:
+            InputError: a shape, dtype or token id is not what the package needs; no target.
+        """
+
+
+class Differentiable(Protocol):
+    """An engine's reverse pass."""
+
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        """Return the mean loss over the batch's target tokens, and its gradient by the sparse values.
+
+        Args:
+            values_K: float32 [k].
+            batch: as `losses`.
+
+        Returns:
+            The loss, and float32 [k]: `d loss / d values`; not finite where the forward pass was not.
+
+        Raises:
+            InputError: as `losses`.
+        """
+
+
+def differentiable(engine: LossEngine) -> Differentiable:
+    """Return the reverse pass of an engine.
+
+    Raises:
+        InputError: it can only infer.
+    """
+    if not hasattr(engine, "gradient"):
+        raise InputError(
+            "This engine computes no gradients. Choose the engine light or torch, or train by forward passes "
+            "alone: --method zeroth-order --estimator one-sided."
+        )
+    return cast("Differentiable", engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -235,15 +270,18 @@ def _forward(
 ) -> tuple[float, NDArray[np.float64]]:
     """Exact directional derivatives `grad f . z_i / sigma`: no epsilon, and the same log.
 
+    All of them come from one gradient. Forward-mode differentiation gives the same numbers for a tangent pass
+    a direction, and every engine that had it has a reverse pass, too.
+
     Returns:
         The loss at the state, and the q scalars in float64.
     """
     header = descent.header
     values_K = values(descent.w_base_K, s_K, header.step_unit_exponent)
-    directions_QK = z_QK.astype(np.float32)
-    directions_QK /= np.float32(header.sigma)
-    loss, scalars_Q = engine.directional_derivatives(values_K, directions_QK, batch)
-    return loss, _scalars(scalars_Q, header.queries)
+    loss, gradient_K = differentiable(engine).gradient(values_K, batch)
+    wide_K = gradient_K.astype(np.float64) / header.sigma
+    # One by one: all directions at float64 would be gigabytes.
+    return loss, np.array([z_K @ wide_K for z_K in z_QK])
 
 
 _ESTIMATES: dict[EstimatorKind, Estimate] = {

@@ -52,7 +52,7 @@ def read_journal(path: Path) -> JournalContents:
     try:
         return parse_journal(path.read_bytes(), path)
     except FileNotFoundError as exc:
-        raise InputError(f"expected a journal at {path}, got no file") from exc
+        raise InputError(f"There is no journal at {path}.") from exc
 
 
 class Journal:
@@ -77,7 +77,7 @@ class Journal:
             InputError: `path` exists.
         """
         if path.exists():
-            raise InputError(f"expected no file at {path}, got one: a journal is never overwritten")
+            raise InputError(f"{path} exists, and a journal is never overwritten.")
         write_atomic(path, encode_header(header), mode=0o600)
         return cls.open(path)
 
@@ -93,7 +93,7 @@ class Journal:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError as exc:
-            raise InputError(f"expected a journal at {path}, got no file") from exc
+            raise InputError(f"There is no journal at {path}.") from exc
         try:
             _lock(descriptor, path)
             contents = parse_journal(_read_all(descriptor), path)
@@ -122,9 +122,7 @@ class Journal:
             OperatorError: the disk refused; the journal then ends at its last whole record and takes no more.
         """
         if self._broken:
-            raise OperatorError(
-                f"expected a journal that can be written, got an earlier failure of {self.path}"
-            )
+            raise OperatorError(f"{self.path} is closed, or could not be written before. Open it again.")
         check_record(record, self.header, expected_step=self.next_step)
         weight = self._weight + weight_of(record)
         check_weight(weight)
@@ -134,7 +132,7 @@ class Journal:
             os.fsync(self._descriptor)
         except OSError as exc:
             self._broken = True
-            raise OperatorError(f"expected to append step {record.step} to {self.path}, got {exc}") from exc
+            raise OperatorError(f"Cannot append step {record.step} to {self.path}: {exc}") from exc
         self._end += len(entry)
         self._weight = weight
         self._records.append(record)
@@ -159,7 +157,7 @@ def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as exc:
-        raise RetryableError(f"expected to be the only writer of {path}, got another one") from exc
+        raise RetryableError(f"Another process writes {path}. Try again when it has ended.") from exc
 
 
 def _read_all(descriptor: int) -> bytes:

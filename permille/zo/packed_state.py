@@ -18,16 +18,20 @@ from numpy.typing import NDArray
 
 from permille.digests import canonical_json, is_digest
 from permille.errors import InputError, PackageError
-from permille.package.limits import STATE_BLOCK_WEIGHTS
+from permille.package.limits import STATE_BLOCK_WEIGHTS as BLOCK_WEIGHTS
 from permille.package.reader import Package
-from permille.zo.header import MAX_K
-from permille.zo.lattice import STATE_LIMIT, check_step_unit_exponent
+from permille.zo.header import MAX_K, check_range
+from permille.zo.lattice import (
+    MAX_STEP_UNIT_EXPONENT,
+    MIN_STEP_UNIT_EXPONENT,
+    STATE_LIMIT,
+    state_digest,
+)
 from permille.zo.varints import unzigzag, zigzag
 
 MAGIC = b"PMLSTA1\n"
 FORMAT = "permille-state"
 VERSION = 1
-BLOCK_WEIGHTS = STATE_BLOCK_WEIGHTS
 MAX_HEADER_BYTES = 1024
 
 _HEAD = struct.Struct("<8sI")
@@ -63,12 +67,9 @@ class StateHeader:
         for name, digest in (("package_digest", self.package_digest), ("mask_digest", self.mask_digest)):
             if not is_digest(digest):
                 raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
-        for name, number in (("step_unit_exponent", self.step_unit_exponent), ("k", self.k)):
-            if type(number) is not int:
-                raise InputError(f"expected {name} as an integer, got {number!r}")
-        check_step_unit_exponent(self.step_unit_exponent)
-        if not 1 <= self.k <= MAX_K:
-            raise InputError(f"expected k from 1 to {MAX_K}, got {self.k}")
+        exponent = self.step_unit_exponent
+        check_range("step_unit_exponent", exponent, MIN_STEP_UNIT_EXPONENT, MAX_STEP_UNIT_EXPONENT)
+        check_range("k", self.k, 1, MAX_K)
 
     def to_bytes(self) -> bytes:
         """Canonical JSON of the header (FORMAT 11.1)."""
@@ -100,6 +101,14 @@ class PackedState:
     header: StateHeader
     s_K: NDArray[np.int64]
 
+    @property
+    def digest(self) -> str:
+        """Digest of the state (FORMAT 10)."""
+        header = self.header
+        return state_digest(
+            self.s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent
+        )
+
     def check_binding(self, *, package_digest: str, mask_digest: str, k: int) -> None:
         """Refuse a state of another package.
 
@@ -110,6 +119,19 @@ class PackedState:
         if found != (package_digest, mask_digest, k):
             expected = f"package {package_digest}, mask {mask_digest} and {k} weights"
             raise PackageError("state-binding", f"expected a state of {expected}, got one of {found}")
+
+
+def read_state(package: Package, data: bytes) -> PackedState:
+    """Read a packed state of this very package.
+
+        state = read_state(package, (folder / "adopted.state").read_bytes())
+
+    Raises:
+        PackageError: a rule of FORMAT 11 is broken; `state-binding`: the state is of another package.
+    """
+    state = decode_state(data, max_bytes=len(data), max_k=package.k)
+    state.check_binding(package_digest=package.digest, mask_digest=package.mask_digest, k=package.k)
+    return state
 
 
 def pooled_state(package: Package) -> PackedState | None:

@@ -53,7 +53,7 @@ def replay(
 
 
 def work_of(header: LogHeader, steps: int) -> int:
-    """What a replay costs, in additions of dense signs: 6e10 a second on one core with the native kernels.
+    """Cost of a replay, in additions of dense signs: 6e10 a second on one core with the native kernels.
 
     A step of groups costs one pass over the weights, whatever their number, as much as a hundred of these.
     """

@@ -54,8 +54,7 @@ def _look(home: Path, version: int) -> bool:
     """Bring the metadata up to date; whether it lists a version for the device."""
     opened = open_home(home)
     enrolment, _ = require_enrolment(opened)
-    api = open_api(opened, connection=_connect)
-    with api.connection:
+    with open_api(opened, connection=_connect) as api:
         trusted = TrustedReleases(opened.trust, enrolment.root.encode(), api.signed_file)
         return trusted.find(target_path(enrolment.release, version)) is not None
 

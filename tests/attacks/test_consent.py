@@ -55,8 +55,7 @@ def _as_if_the_clock_went_back(folder: Path) -> None:
 def _send_all(home: Home) -> None:
     collect_reports(home)
     _as_if_the_clock_went_back(home.reports)
-    api = open_api(home, connection=_connect)
-    with api.connection:
+    with open_api(home, connection=_connect) as api:
         deliver(home, api)
 
 
@@ -129,8 +128,7 @@ def test_consent_that_is_withdrawn_during_the_upload_counts(tmp_path: Path, mome
                 return real(path)
 
             service.take_fault = arriving  # type: ignore[method-assign]
-        api = open_api(home, connection=lambda server, ca_file: Connection(server, sleep=withdraw))
-        with api.connection:
+        with open_api(home, connection=lambda server, ca_file: Connection(server, sleep=withdraw)) as api:
             deliver(home, api)
         assert not service.logs
         assert not list(home.reports.glob("*.log"))

@@ -164,8 +164,7 @@ def test_verify_names_what_is_damaged_and_mends_it_with_the_damaged_bytes_alone(
         service.publish(published.digest, 1)
         home = open_home(tmp_path / "home")
         enrolment = enroll(home, service.url, service.invitation, connection=fast_connection)
-        api = open_api(home, connection=fast_connection)
-        with api.connection:
+        with open_api(home, connection=fast_connection) as api:
             pull(home, api, enrolment, now_s=1_800_000_000)
             assert verify(home) == Verified(packages=1)
             stored = {

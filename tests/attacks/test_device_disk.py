@@ -13,7 +13,7 @@ import pytest
 
 from permille.errors import OperatorError, PermilleError
 from permille_agent.cli.main import main
-from permille_agent.cli.status import read_status
+from permille_agent.cli.status import Status
 from permille_agent.state.home import open_home
 from permille_agent.state.lock import lock_holder
 from permille_agent.training.outcome import RunResult
@@ -78,7 +78,7 @@ def test_a_training_that_found_no_room_goes_on_to_the_same_end(tmp_path: Path) -
                 except PermilleError as exc:
                     refused += 1
                     assert "space" in str(exc) or "too large" in str(exc), exc
-                read_status(home).document()
+                Status(home).document()
         assert refused > 0
         assert lock_holder(home) is None
         assert same(train_quickly(home, [text]), undisturbed)

@@ -9,8 +9,8 @@ from permille.digests import digest_of
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
-from permille.package.plan import check_plan
 from permille.package.reader import verify_package
+from permille_agent.link.pull import check_plan
 from tests.attacks import malformed_layers, malformed_manifests
 from tests.attacks.forge import Attack, Forge
 from tests.unit.package.tiny import Tiny, write_tiny

@@ -147,7 +147,7 @@ def test_all_conversations_of_a_run_have_one_budget(monkeypatch: pytest.MonkeyPa
     with pytest.raises(PackageError, match="all texts together"):
         for _ in range(100):
             try:
-                tokenizer.tokenize(talk, tokenizer.chat_template(), row_tokens=32)
+                tokenizer.tokenize(talk, row_tokens=32)
             except PackageError as exc:
                 if "all texts together" in str(exc):
                     raise
@@ -168,10 +168,10 @@ def test_special_tokens_are_looked_for_within_the_limits(monkeypatch: pytest.Mon
     talk = (("user", "<|no|>" * 20_000), ("assistant", "you"))
     spent_s = time.process_time()  # of this process: the child's is limited
     with pytest.raises(PackageError, match="sandbox-limit"):
-        tokenizer.tokenize(Conversation(talk), tokenizer.chat_template(), row_tokens=32)
+        tokenizer.tokenize(Conversation(talk), row_tokens=32)
     assert time.process_time() - spent_s < 1.0
     with pytest.raises(InputError, match="special token"):
-        tokenizer.chat_prompt(tokenizer.chat_template(), (("user", "<|7|>"),))
+        tokenizer.chat_prompt((("user", "<|7|>"),))
 
 
 @pytest.mark.attack(8, "a template repeats a text without end")
@@ -188,8 +188,8 @@ def test_a_template_that_grows_is_refused_and_the_tokenizer_works_on(template: s
     files = {"tokenizer.json": tiny_tokenizer().to_str().encode(), "chat_template.jinja": template.encode()}
     tokenizer = TextTokenizer(files.get)
     with pytest.raises(PackageError):
-        tokenizer.chat_template().render((("user", "hello"),))
-    found = tokenizer.tokenize(PlainText("the river"), tokenizer.chat_template(), row_tokens=32)
+        tokenizer.chat_prompt((("user", "hello"),))
+    found = tokenizer.tokenize(PlainText("the river"), row_tokens=32)
     assert tokenizer.decode(found.ids_T.tolist()) == "the river"
 
 

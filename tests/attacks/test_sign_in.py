@@ -125,7 +125,8 @@ def _enrol_and_poll(url: str, home: Path, invitation: str) -> bool:
     opened, kept = open_home(home), _Kept(url)
     enroll(opened, url, invitation, connection=lambda _server, _ca_file: kept)
     try:
-        open_api(opened, connection=lambda _server, _ca_file: kept).release("tiny", "stable")
+        with open_api(opened, connection=lambda _server, _ca_file: kept) as api:
+            api.release("tiny", "stable")
     except RequestRefusedError as exc:
         return exc.status == 404
     finally:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from permille.errors import OperatorError, PackageError, PermilleError
 from permille_agent.cli.main import main
-from permille_agent.cli.status import read_status
+from permille_agent.cli.status import Status
 from permille_agent.daemon.state import DaemonState, read_daemon_state
 from permille_agent.link.forget import forget
 from permille_agent.link.report import Delivery, collect_reports, read_reports
@@ -61,7 +61,7 @@ def _flip(data: bytes, place: int, bit: int) -> bytes:
 
 def _words(home: Home) -> str:
     console = Console(record=True, width=400, file=io.StringIO())
-    status = read_status(home)
+    status = Status(home)
     status.document()
     status.render(console)
     return console.export_text()

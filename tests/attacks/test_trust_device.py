@@ -77,8 +77,7 @@ def device(
         service.publish(packages[0].digest, 1)
         home = open_home(tmp_path / "home")
         enrolment = enroll(home, service.url, service.invitation, connection=_connect)
-        api = open_api(home, connection=_connect)
-        with api.connection:
+        with open_api(home, connection=_connect) as api:
             device = Device(home, api, enrolment, service)
             device.pull()
             yield device

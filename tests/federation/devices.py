@@ -26,15 +26,14 @@ from permille.federation.contribution import Contribution, decode_contribution, 
 from permille.federation.definition import Definition, decode_key
 from permille.package.reader import Package
 from permille_agent.federation import part as part_module
-from permille_agent.federation.by_hand import join_federation
-from permille_agent.federation.exchange import exchange
+from permille_agent.federation.exchange import exchange, join_federation
 from permille_agent.federation.membership import memberships
 from permille_agent.federation.part import RoundPart, parts, train_part, waiting_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.enrolment import enroll, open_api, require_enrolment
 from permille_agent.state.home import Home, open_home
-from permille_agent.state.lock import hold_rounds_lock
+from permille_agent.state.lock import hold_lock
 from permille_agent.text.preparation import Prepared
 from permille_agent.training.options import RunContext
 from tests.bigram_engine import bigram_engine
@@ -226,8 +225,7 @@ class Device:
         """A connection of this device, which holds its lock of rounds; its bytes are counted."""
         _metered.meter = self.meter
         try:
-            api = open_api(self.home)
-            with api.connection, hold_rounds_lock(self.home):
+            with open_api(self.home) as api, hold_lock(self.home, "federations", of=self.home.rounds_lock):
                 yield api
         finally:
             _metered.meter = None

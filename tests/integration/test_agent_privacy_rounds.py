@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from sqlalchemy import select
 
 from permille.store import tables
-from permille_agent.federation.by_hand import TookPart
+from permille_agent.federation.exchange import TookPart
 from permille_agent.link.forget import forget
 from permille_keeper.main import init, public_text
 from tests.federations import Site, make_site

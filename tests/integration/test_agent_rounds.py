@@ -23,7 +23,7 @@ from permille.zo.lattice import values
 from permille_agent.cli.main import main
 from permille_agent.federation import part
 from permille_agent.federation.adopted import adopted_round, adopted_state
-from permille_agent.federation.by_hand import TookPart
+from permille_agent.federation.exchange import TookPart
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import require_enrolment
@@ -297,7 +297,8 @@ def test_an_adopted_round_is_where_training_begins_and_alone_a_candidate(
     active = active_model(agents[0].home)
     assert active is not None
     package = Package.open(BlobFolder(agents[0].home.blobs), active.package)
-    pooled_K = values(package.values(), *adopted_state(agents[0].home, package, start.start))
+    adopted = adopted_state(agents[0].home, package, start.start)
+    pooled_K = values(package.values(), adopted.s_K, adopted.header.step_unit_exponent)
     assert np.array_equal(model_values(agents[0].home, active, package), pooled_K)
 
     own = train(agents[0], seed=1)  # goes on from the active model, which is that state

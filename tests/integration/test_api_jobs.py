@@ -96,7 +96,6 @@ def test_job_is_accepted_with_its_place_and_payload(stocked: Api) -> None:
         "length": 32,
         "seed": 0,
         "scope": "all",
-        "allocation": "tensor",
     }
 
 

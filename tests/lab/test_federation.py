@@ -35,8 +35,7 @@ def clients(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[Clie
         path = folder / f"{number}.txt"
         path.write_text("\n\n".join(sentences(40, seed=number)))
         documents, _ = read_documents([path])
-        template = tokenizer.chat_template()
-        tokens = [tokenizer.tokenize(each.content, template, row_tokens=32) for each in documents]
+        tokens = [tokenizer.tokenize(each.content, row_tokens=32) for each in documents]
         train, test = packed_rows(tokens[:-1], 32), document_rows(tokens[-1:], 32)
         found.append(Client(name=f"{number}", train=train, test=test))
     return found

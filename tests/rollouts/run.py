@@ -291,8 +291,8 @@ def enrolled(site: Site, folder: Path, installed: Home, count: int, pool: Thread
         invitation = site.call("POST", "/v1/invitations", body, expected=201).json()["invitation"]
         connection = _connection(site.url)
         enrolment = enroll(home, site.url, invitation, connection=lambda _server, _ca: connection)
-        api = open_api(home, connection=lambda _server, _ca: connection)
-        return Device(home=home, api=api, id=enrolment.device_id, now_s=time.time())
+        with open_api(home, connection=lambda _server, _ca: connection) as api:  # it stays open, see below
+            return Device(home=home, api=api, id=enrolment.device_id, now_s=time.time())
 
     with patch.object(Connection, "close", lambda _: None):  # the thread's next device needs it, too
         return list(pool.map(one, range(count)))

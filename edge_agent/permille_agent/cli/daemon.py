@@ -13,6 +13,7 @@ import typer
 
 from permille.plain_text import echo
 from permille_agent.cli.console import PERSONALISE, EngineOption, JsonOption, home_of, show
+from permille_agent.state.lock import hold_lock
 from permille_agent.training.engines import AUTO
 
 
@@ -50,7 +51,6 @@ def run(
     one object a line.
     """
     from permille_agent.daemon.loop import Daemon
-    from permille_agent.state.lock import hold_daemon_lock
 
     home = home_of(context)
     if as_json:
@@ -59,7 +59,7 @@ def run(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _set_from_signal(stop))
-    with hold_daemon_lock(home):
+    with hold_lock(home, "run", of=home.daemon_lock):
         daemon = Daemon(home, stop, engine=engine)
         if once:
             daemon.run_once()

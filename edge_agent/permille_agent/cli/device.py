@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from permille.errors import PermilleError
 from permille.plain_text import echo
 from permille_agent.cli.console import (
     DEVICE,
@@ -15,9 +16,11 @@ from permille_agent.cli.console import (
     home_of,
     show,
 )
+from permille_agent.state.choices import add_references, read_references, remove_references
+from permille_agent.state.home import Home
+from permille_agent.state.lock import hold_lock
 
 if TYPE_CHECKING:
-    from permille_agent.state.home import Home
     from permille_agent.state.models import Active
 
 data = typer.Typer(
@@ -44,9 +47,9 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
 
       permille-agent status --json | jq .active.personal
     """
-    from permille_agent.cli.status import read_status
+    from permille_agent.cli.status import Status
 
-    now = read_status(home_of(context))
+    now = Status(home_of(context))
     show(now.document(), as_json=as_json, render=now.render)
 
 
@@ -65,8 +68,6 @@ def data_add(
 
       permille-agent data add ~/notes ~/mail/sent.jsonl
     """
-    from permille_agent.state.choices import add_references
-    from permille_agent.state.lock import hold_lock
     from permille_agent.text.reading import survey
 
     home = home_of(context)
@@ -85,7 +86,6 @@ def data_add(
 @data.command("list")
 def data_list(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the files and folders that the daemon trains on."""
-    from permille_agent.state.choices import read_references
 
     show({"data": [str(path) for path in read_references(home_of(context))]}, as_json=as_json)
 
@@ -100,8 +100,6 @@ def data_remove(
 
     The files stay. What was learned from them stays until `reset` or `forget`.
     """
-    from permille_agent.state.choices import remove_references
-    from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     with hold_lock(home, "data", wait_s=10.0):
@@ -117,7 +115,6 @@ def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
       permille-agent rollback
     """
     from permille_agent.state import models
-    from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     with hold_lock(home, "rollback"):
@@ -135,7 +132,6 @@ def reset(context: typer.Context, as_json: JsonOption = False) -> None:
     The personal model is kept: `rollback` brings it back.
     """
     from permille_agent.state import models
-    from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     with hold_lock(home, "reset"):
@@ -176,7 +172,6 @@ def forget(
     from permille_agent.cli.federations import tell_service
     from permille_agent.link.forget import PROMISE, forget_run
     from permille_agent.link.forget import forget as erase
-    from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     if run is not None:
@@ -214,14 +209,12 @@ def _delete_uploaded(context: typer.Context, wanted: int) -> int:
     """Ask the service for the deletions now; returns how many still wait."""
     if not wanted:
         return 0
-    from permille.errors import PermilleError
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.report import deliver, read_reports
 
     home = home_of(context)
     try:
-        api = open_api(home)
-        with api.connection:
+        with open_api(home) as api:
             deliver(home, api)
     except PermilleError as exc:
         echo(f"uploaded logs are deleted when the service can be reached: {exc}", err=True)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from permille.errors import InputError, PermilleError
 from permille.plain_text import echo
 from permille_agent.cli.console import COMPUTING, SHARING, EngineOption, ExitCode, JsonOption, home_of, show
 from permille_agent.cli.device import agrees
+from permille_agent.state.choices import read_references
+from permille_agent.state.home import Home
+from permille_agent.state.lock import hold_lock
 from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
     from permille.federation.definition import Definition
     from permille_agent.federation.membership import Membership
-    from permille_agent.state.home import Home
 
 _CONTRIBUTION_BYTES = 180  # of a contribution beside its integers, which take three bytes at most
 _INTEGER_BYTES = 3
@@ -68,8 +72,7 @@ def list_federations(context: typer.Context, as_json: JsonOption = False) -> Non
     """
     from permille_agent.link.enrolment import open_api
 
-    api = open_api(home_of(context))
-    with api.connection:
+    with open_api(home_of(context)) as api:
         offers = api.federations()
     show({"federations": [offer.model_dump(mode="json") for offer in offers]}, as_json=as_json)
 
@@ -94,7 +97,6 @@ def join(
 
     Your text never leaves the device. `leave` ends the agreement.
     """
-    from permille.errors import InputError
     from permille_agent.federation.exchange import fetch_definition, find_offer
     from permille_agent.federation.membership import join as join_here
     from permille_agent.link.enrolment import open_api, require_enrolment
@@ -102,8 +104,7 @@ def join(
 
     home = home_of(context)
     enrolment, _ = require_enrolment(home)
-    api = open_api(home)
-    with api.connection:
+    with open_api(home) as api:
         offer = find_offer(api.federations(), name)
         definition = fetch_definition(home, api, enrolment, offer)
         release = installed_release(home)
@@ -185,8 +186,7 @@ def run(
 
       permille-agent federations run
     """
-    from permille_agent.federation.by_hand import take_part
-    from permille_agent.state.choices import read_references
+    from permille_agent.federation.exchange import take_part
     from permille_agent.training.options import RunContext
 
     home = home_of(context)
@@ -251,17 +251,12 @@ def document_of(membership: Membership) -> dict[str, object]:
 
 def tell_service(home: Home) -> bool:
     """Tell the service now of federations that were left; else the next exchange does."""
-    from datetime import UTC, datetime
 
-    from permille.errors import PermilleError
     from permille_agent.federation.exchange import exchange
     from permille_agent.link.enrolment import open_api
-    from permille_agent.state.choices import read_references
-    from permille_agent.state.lock import hold_rounds_lock
 
     try:
-        api = open_api(home)
-        with api.connection, hold_rounds_lock(home, wait_s=2.0):
+        with open_api(home) as api, hold_lock(home, "federations", wait_s=2.0, of=home.rounds_lock):
             exchange(home, api, now=datetime.now(UTC), has_text=bool(read_references(home)))
     except PermilleError as exc:
         echo(f"the service is told when it can be reached: {exc}", err=True)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from permille.errors import InputError
 from permille.plain_text import echo
 from permille_agent.cli.console import (
     COMPUTING,
@@ -25,6 +26,7 @@ from permille_agent.cli.console import (
     home_of,
     show,
 )
+from permille_agent.state.home import as_json as json_of
 from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
@@ -105,7 +107,6 @@ def compare(
       permille-agent compare --prompt "Dear Anna," --max-tokens 80
     """
     from permille_agent.local.compare import compare as compare_models
-    from permille_agent.state.home import as_json as json_of
 
     home = home_of(context)
     with _open_model(context, threads, engine) as model:
@@ -209,7 +210,6 @@ def chat(
 
     Type /reset to start a new conversation, /exit or Ctrl-D to end.
     """
-    from permille.errors import InputError
 
     beginning = [("system", system)] if system else []
     messages = list(beginning)
@@ -315,9 +315,7 @@ def export(
     the adapter alone, if the package trains one. --format executorch needs torch and ExecuTorch's exporter.
     The export is personal data.
     """
-    from permille.engines.export import export_transformers
-    from permille.engines.peft import export_peft
-    from permille.errors import InputError
+    from permille.engines.export import export_peft, export_transformers
     from permille.package.blobs import BlobFolder
     from permille.package.reader import Package
     from permille_agent.state.models import carries_pooled, require_active
@@ -361,7 +359,6 @@ def export(
 @contextmanager
 def _needing(extra: str) -> Iterator[None]:
     """Say which extra has what is imported within. Raises InputError: it is not installed."""
-    from permille.errors import InputError
 
     try:
         yield

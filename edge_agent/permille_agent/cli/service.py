@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from permille.errors import InputError
 from permille.plain_console import PlainConsole
 from permille_agent.cli.console import DEVICE, SHARING, START, ExitCode, JsonOption, home_of, show
+from permille_agent.state.choices import read_consent, set_sharing
+from permille_agent.state.home import Home
+from permille_agent.state.lock import LockedError, hold_lock
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from permille_agent.link.pull import Pulled
-    from permille_agent.state.home import Home
 
 share_log = typer.Typer(
     no_args_is_help=True,
@@ -73,7 +76,6 @@ def enroll(
     From then on the device trusts the root of signatures that the invitation names, and no other.
     """
     from permille_agent.link.enrolment import enroll as enroll_device
-    from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     with hold_lock(home, "enroll"):
@@ -92,7 +94,6 @@ def pull(context: typer.Context, as_json: JsonOption = False) -> None:
 
     An interrupted download continues where it ended.
     """
-    from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     with hold_lock(home, "pull"):
@@ -126,13 +127,11 @@ def verify(
     """
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.verify import verify as look_for_damage
-    from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     with hold_lock(home, "verify"):
         if repair:
-            api = open_api(home)
-            with api.connection:
+            with open_api(home) as api:
                 found = look_for_damage(home, api)
         else:
             found = look_for_damage(home)
@@ -152,11 +151,9 @@ def report(context: typer.Context, as_json: JsonOption = False) -> None:
     """
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.report import collect_reports, deliver, queue_again
-    from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
-    api = open_api(home)
-    with hold_lock(home, "report"), api.connection:
+    with open_api(home) as api, hold_lock(home, "report"):
         collect_reports(home)
         queue_again(home)
         delivered = deliver(home, api)
@@ -204,7 +201,6 @@ def share_state_off(context: typer.Context, as_json: JsonOption = False) -> None
 def share_log_show(context: typer.Context, as_json: JsonOption = False) -> None:
     """Show whether logs and states are shared, and which were uploaded."""
     from permille_agent.link.report import Delivery, read_reports
-    from permille_agent.state.choices import read_consent
 
     home = home_of(context)
     uploaded = [report.run_id for report in read_reports(home) if report.log_delivery is Delivery.SENT]
@@ -229,15 +225,12 @@ def share_log_delete(
 
       permille-agent share-log delete 5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11
     """
-    from permille.errors import InputError
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.report import deliver, want_deletion
-    from permille_agent.state.lock import hold_lock
     from permille_agent.training.run import named_run
 
     home = home_of(context)
-    api = open_api(home)
-    with hold_lock(home, "share-log"), api.connection:
+    with open_api(home) as api, hold_lock(home, "share-log"):
         with contextlib.suppress(InputError):  # its folder may be gone, its report is not
             run = run and named_run(home, run).run_id
         wanted = want_deletion(home, run)
@@ -264,23 +257,19 @@ def unenroll(
     """
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.forget import unenroll as leave
-    from permille_agent.state.lock import hold_lock
 
     home = home_of(context)
     with hold_lock(home, "unenroll"):
         if local_only:
             leave(home, None)
         else:
-            api = open_api(home)
-            with api.connection:
+            with open_api(home) as api:
                 leave(home, api)
     show({"unenrolled": True, "service_told": not local_only}, as_json=as_json)
 
 
 def _set_sharing(context: typer.Context, choice: str, *, share: bool, as_json: bool) -> None:
     from permille_agent.link.report import withdraw_logs
-    from permille_agent.state.choices import set_sharing
-    from permille_agent.state.lock import LockedError, hold_lock
 
     home = home_of(context)
     set_sharing(home, **{choice.removeprefix("share_"): share})
@@ -296,8 +285,7 @@ def _pull(home: Home, *, quiet: bool) -> Pulled:
     from permille_agent.link.pull import pull as pull_release
 
     enrolment, _ = require_enrolment(home)
-    api = open_api(home)
-    with api.connection, _progress(quiet) as bar:
+    with open_api(home) as api, _progress(quiet) as bar:
         task = bar.add_task("package", total=None)
         return pull_release(
             home,

@@ -1,7 +1,6 @@
 """Output of `permille-agent status`, read from the home folder without network access."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -14,59 +13,79 @@ from permille.errors import PermilleError
 from permille_agent.cli.federations import document_of
 from permille_agent.daemon.state import DaemonState, read_daemon_state
 from permille_agent.federation.membership import memberships
-from permille_agent.link.enrolment import Enrolment, load_enrolment
-from permille_agent.link.report import RUN_ID, Delivery, RunReport, read_report
+from permille_agent.link.enrolment import load_enrolment
+from permille_agent.link.report import RUN_ID, Delivery, read_report
 from permille_agent.link.rollout import Part, read_standing
 from permille_agent.state.choices import Consent, read_consent, read_references
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import (
-    Active,
-    InstalledRelease,
     active_model,
     carries_pooled,
     installed_release,
     read_manifest,
 )
-from permille_agent.text.documents import Learn
 from permille_agent.training.decision import Decision
 from permille_agent.training.outcome import RunOutcome, outcome_words
-from permille_agent.training.progress import Standing, read_progress
-from permille_agent.training.run import BegunRun, RunFolder, list_runs
+from permille_agent.training.progress import read_progress
+from permille_agent.training.run import BegunRun, list_runs
 
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The state of one home folder; None where there is nothing yet, or only what is `damaged`."""
+    """The state of one home folder, read without a network. What cannot be read is told and hides nothing.
 
-    home: Path
-    enrolment: Enrolment | None
-    release: InstalledRelease | None
-    active: Active | None
-    pooled: bool
-    active_trains: str
-    trains: str
-    data: tuple[Path, ...]
-    share_log: bool
-    share_state: bool
-    progress: Standing | None
-    run: RunFolder | None
-    outcome: RunOutcome | None
-    reports: tuple[RunReport, ...]
-    federations: tuple[dict[str, object], ...]
-    rollout: Part | None
-    daemon: DaemonState
-    run_id: str | None
-    decision: Decision | None
-    learn: Learn | None
-    damaged: tuple[str, ...]
+        Status(home).document()["active"]
+
+    Attributes are None where there is nothing yet, or only what is `damaged`.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self.home, self._damaged = home, dict[str, None]()
+        runs = list_runs(home)
+        self.run = run = runs[-1] if runs else None
+        self.enrolment = self._read(lambda: load_enrolment(home), None)
+        self.release = release = self._read(lambda: installed_release(home), None)
+        self.active = active = self._read(lambda: active_model(home), None)
+        self.pooled = active is not None and self._read(lambda: carries_pooled(home, active.package), False)
+        self.active_trains = self._trains(active.package if active else None)
+        self.trains = self._trains(release.manifest_digest if release else None)
+        self.data: tuple[Path, ...] = self._read(lambda: read_references(home), ())
+        self.consent = self._read(lambda: read_consent(home), Consent())
+        self.progress = read_progress(home)
+        self.run_id = self._read(lambda: run.run_id if run else None, None)
+        begun = self._read(lambda: run.require("run", BegunRun) if run else None, None)
+        self.learn = begun.definition.options.learn if begun else None
+        self.outcome = self._read(lambda: run.load("outcome", RunOutcome) if run else None, None)
+        self.decision = self._read(lambda: run.load("decision", Decision) if run else None, None)
+        names = sorted(path.stem for path in home.reports.glob("*.json") if RUN_ID.fullmatch(path.stem))
+        reports = [self._read(partial(read_report, home, name), None) for name in names]
+        self.reports = [report for report in reports if report is not None]
+        federations = [self._read(partial(document_of, each), None) for each in memberships(home)]
+        self.federations = [found for found in federations if found is not None]
+        self.rollout = self._read(lambda: read_standing(home).part, None)
+        self.daemon = self._read(lambda: read_daemon_state(home), DaemonState())
+
+    @property
+    def damaged(self) -> list[str]:
+        """Return what could not be read, each once."""
+        return list(self._damaged)
+
+    def _read(self, part: Callable[[], Found], otherwise: Found) -> Found:
+        try:
+            return part()
+        except PermilleError as exc:
+            self._damaged[str(exc)] = None
+            return otherwise
+
+    def _trains(self, package: str | None) -> str:
+        return self._read(lambda: read_manifest(self.home, package).trains if package else "", "")
 
     def document(self) -> dict[str, object]:
         """Return the status as one JSON document."""
         release, active, daemon = self.release, self.active, self.daemon
         return {
-            "home": str(self.home),
+            "home": str(self.home.root),
             "enrolment": self.enrolment.document() if self.enrolment else None,
             "release": release
             and {
@@ -84,14 +103,14 @@ class Status:
                 "trains": self.active_trains,
             },
             "data": [str(path) for path in self.data],
-            "share_log": self.share_log,
-            "share_state": self.share_state,
+            "share_log": self.consent.share_log,
+            "share_state": self.consent.share_state,
             "training": self.progress and as_json(self.progress),
             "last_run": self.run
             and {
                 "run": self.run.name,
                 "run_id": self.run_id,
-                "outcome": self._outcome(),
+                "outcome": self.outcome.metrics.outcome.value if self.outcome else "unfinished",
                 "learn": self.learn and self.learn.value,
                 "metrics": self.outcome and as_json(self.outcome.metrics),
             },
@@ -100,7 +119,7 @@ class Status:
                 "refused": [{"run_id": r.run_id, "reason": r.reason} for r in self.reports if r.reason],
                 "uploaded_logs": [r.run_id for r in self.reports if r.log_delivery is Delivery.SENT],
             },
-            "federations": list(self.federations),
+            "federations": self.federations,
             "rollout": self.rollout
             and {
                 "id": self.rollout.rollout,
@@ -117,7 +136,7 @@ class Status:
                 "poll_error": daemon.poll_error or None,
                 "training_error": daemon.training_error or None,
             },
-            "damaged": list(self.damaged),
+            "damaged": self.damaged,
         }
 
     def render(self, console: Console) -> None:
@@ -134,7 +153,7 @@ class Status:
         # After the request, which has the run's id.
         refused = [one.reason.partition(": ")[2] or one.reason for one in self.reports if one.reason]
         rows = [
-            ("home", str(self.home)),
+            ("home", str(self.home.root)),
             ("enrolled", f"{enrolment.server} as {enrolment.name}" if enrolment else "no"),
             ("follows", f"{enrolment.release} ({enrolment.alias})" if enrolment else "-"),
             (
@@ -151,8 +170,8 @@ class Status:
             ("refused because", "\n".join(dict.fromkeys(refused))),  # the same words once
             ("rounds", "\n".join(map(_round_words, self.federations))),
             ("tries", _part_words(self.rollout) if self.rollout else ""),
-            ("shares logs", "yes" if self.share_log else "no"),
-            ("shares states", "yes" if self.share_state else "no"),
+            ("shares logs", "yes" if self.consent.share_log else "no"),
+            ("shares states", "yes" if self.consent.share_state else "no"),
             ("daemon", f"asked the service last {daemon.last_poll}" if daemon.last_poll else "has not run"),
             ("waits because", "; ".join(daemon.waiting_for)),
             ("poll failed", daemon.poll_error),
@@ -170,9 +189,6 @@ class Status:
         if self.active.run:
             return f"personal, run {self.active.run}"
         return "the pooled model" if self.pooled else "the base model"
-
-    def _outcome(self) -> str:
-        return self.outcome.metrics.outcome.value if self.outcome else "unfinished"
 
     def _run_words(self) -> str:
         if self.run is None:
@@ -197,47 +213,3 @@ def _round_words(federation: dict[str, object]) -> str:
     if federation["last"]:
         words = f"{words}, the last one (round {federation['last_round']}) {federation['last']}"
     return f"{words}; waits: {federation['waiting_for']}" if federation["waiting_for"] else words
-
-
-def read_status(home: Home) -> Status:
-    """Read all that `status` shows; what cannot be read is told, and hides nothing else."""
-    damaged: list[str] = []
-
-    def read(part: Callable[[], Found], otherwise: Found) -> Found:
-        try:
-            return part()
-        except PermilleError as exc:
-            damaged.append(str(exc))
-            return otherwise
-
-    runs = list_runs(home)
-    run = runs[-1] if runs else None
-    active: Active | None = read(lambda: active_model(home), None)
-    names = sorted(path.stem for path in home.reports.glob("*.json") if RUN_ID.fullmatch(path.stem))
-    reports = [read(partial(read_report, home, name), None) for name in names]
-    federations = [read(partial(document_of, membership), None) for membership in memberships(home)]
-    release: InstalledRelease | None = read(lambda: installed_release(home), None)
-    consent = read(lambda: read_consent(home), Consent())
-    return Status(
-        home=home.root,
-        enrolment=read(lambda: load_enrolment(home), None),
-        release=release,
-        active=active,
-        pooled=active is not None and read(lambda: carries_pooled(home, active.package), False),
-        active_trains=read(lambda: read_manifest(home, active.package).trains if active else "", ""),
-        trains=read(lambda: read_manifest(home, release.manifest_digest).trains if release else "", ""),
-        data=read(lambda: read_references(home), ()),
-        share_log=consent.share_log,
-        share_state=consent.share_state,
-        progress=read_progress(home),
-        run=run,
-        run_id=read(lambda: run.run_id, None) if run else None,
-        learn=read(lambda: run.require("run", BegunRun).definition.options.learn, None) if run else None,
-        outcome=read(lambda: run.load("outcome", RunOutcome), None) if run else None,
-        decision=read(lambda: run.load("decision", Decision), None) if run else None,
-        reports=tuple(report for report in reports if report is not None),
-        federations=tuple(found for found in federations if found is not None),
-        rollout=read(lambda: read_standing(home).part, None),
-        daemon=read(lambda: read_daemon_state(home), DaemonState()),
-        damaged=tuple(dict.fromkeys(damaged)),
-    )

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from permille.choices import Method
+from permille.choices import Method, choice_of
+from permille.errors import InputError
 from permille.plain_console import PlainConsole
 from permille_agent.cli.console import (
     COMPUTING,
@@ -25,11 +26,14 @@ from permille_agent.cli.console import (
     home_of,
     show,
 )
+from permille_agent.state.choices import read_consent, read_references
+from permille_agent.state.home import Home
+from permille_agent.state.home import as_json as json_of
+from permille_agent.state.lock import hold_lock
 from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
     from permille_agent.link.report import Delivery
-    from permille_agent.state.home import Home
     from permille_agent.training.options import TrainOptions
     from permille_agent.training.outcome import RunResult
     from permille_agent.training.progress import LiveProgress
@@ -177,10 +181,6 @@ def train(
     weakened until the loss on general text rises by at most --keep-general. Stop it with Ctrl-C: the same
     command goes on where it ended.
     """
-    from permille.choices import choice_of
-    from permille.errors import InputError
-    from permille_agent.state.choices import read_consent
-    from permille_agent.state.home import as_json as json_of
     from permille_agent.state.models import active_model, training_of_release
     from permille_agent.text.documents import Learn
     from permille_agent.training.options import (
@@ -248,11 +248,8 @@ def _train(
     wanted: _Shared,
 ) -> tuple["RunResult", "Delivery"]:
     """Train, report; share the log or state of a run that has ended, too, where this command says so."""
-    from permille.errors import InputError
     from permille.schemas.runs import LogForm
     from permille_agent.link import report
-    from permille_agent.state.choices import read_consent, read_references
-    from permille_agent.state.lock import hold_lock
     from permille_agent.training.options import RunContext
     from permille_agent.training.train import run_training
 

@@ -9,8 +9,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -37,7 +37,7 @@ from permille_agent.link.rollout import note_failure
 from permille_agent.link.verify import verify
 from permille_agent.state.choices import read_consent, read_references
 from permille_agent.state.home import Home, write_record
-from permille_agent.state.lock import LockedError, hold_lock, hold_rounds_lock
+from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.state.models import installed_release
 from permille_agent.training.engines import AUTO
 
@@ -46,16 +46,13 @@ POLL_LIMIT_S = 6 * 3600.0
 POLICY_CHECK_S = 60.0
 JITTER = 0.25
 RETRY_TRAINING_S = 3600.0
+PIECE_S = 10.0
 LONGEST_PAUSE_S = 24 * 3600.0
 
 log = logging.getLogger("permille.agent")
 
 Train = Callable[[Home, TrainingRequest, Callable[[], bool]], str]
 TrainPart = Callable[[Home, RoundRequest, Callable[[], bool]], str]
-
-
-def _local_now() -> datetime:
-    return datetime.now().astimezone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +63,7 @@ class World:
     train: Train = train_in_child
     train_part: TrainPart = train_in_child
     machine: Callable[[], PowerAndLoad] = read_machine
-    now: Callable[[], datetime] = _local_now
+    now: Callable[[], datetime] = lambda: datetime.now().astimezone()
     monotonic: Callable[[], float] = time.monotonic
     rng: random.Random = field(default_factory=random.Random)
 
@@ -133,7 +130,7 @@ class Daemon:
         except PermilleError as exc:
             self._failed_polls += 0 if isinstance(exc, LockedError) else 1
             log.warning("poll: %s: %s", type(exc).__name__, exc)
-            self._note(poll_error=f"{type(exc).__name__}: {exc}"[:500])
+            self._note(poll_error=_words(exc))
             return self._pause_after(exc)
         self._failed_polls = 0
         return POLL_S * (1.0 + self._world.rng.uniform(-JITTER, JITTER))
@@ -177,9 +174,8 @@ class Daemon:
         return "text and package are as they were"
 
     def _poll(self) -> None:
-        api = open_api(self._home, connection=self._world.connection)
         enrolment, _ = require_enrolment(self._home)
-        with api.connection:
+        with open_api(self._home, connection=self._world.connection) as api:
             self._exchange(api)  # waits for no training, which holds the writers' lock
             with hold_lock(self._home, "run"):
                 collect_reports(self._home)
@@ -196,7 +192,7 @@ class Daemon:
         """Exchange rounds with the service: follow, send and accept."""
         self._next_exchange = self._world.monotonic() + POLL_S
         try:
-            with hold_rounds_lock(self._home):
+            with hold_lock(self._home, "federations", of=self._home.rounds_lock):
                 has_text = bool(read_references(self._home))
                 done = exchange(self._home, api, now=self._world.now(), has_text=has_text)
         except LockedError as exc:
@@ -212,8 +208,7 @@ class Daemon:
         """
         if self._world.monotonic() >= self._next_exchange:
             try:
-                api = open_api(self._home, connection=self._world.connection)
-                with api.connection:
+                with open_api(self._home, connection=self._world.connection) as api:
                     self._exchange(api)
             except PermilleError as exc:
                 log.warning("rounds: %s: %s", type(exc).__name__, exc)
@@ -261,9 +256,9 @@ class Daemon:
             engine=self._engine,
         )
         log.info("round %d of %s starts", number, membership.path.name[:12])
-        meter = _Meter(self, policy, lambda: part.path.is_dir())
         try:
-            outcome = self._world.train_part(self._home, request, meter.keep_going)
+            with self._metered(policy, part.path.is_dir) as keep_going:
+                outcome = self._world.train_part(self._home, request, keep_going)
         except LockedError as exc:
             log.info("the round waits: %s", exc)
             return False
@@ -274,8 +269,6 @@ class Daemon:
                 log.warning("round %d: `permille-agent federations status` says why it failed", number)
                 membership.end(number, f"failed: {exc}")
             return False
-        finally:
-            meter.charge()
         log.info("round %d ended: %s", number, outcome)
         return outcome == READY
 
@@ -291,17 +284,15 @@ class Daemon:
             engine=self._engine,
         )
         log.info("training starts: %d data references", len(request.data_paths))
-        meter = _Meter(self, policy, lambda: not self.exchange_meanwhile())
         try:
-            outcome = self._world.train(self._home, request, meter.keep_going)
+            with self._metered(policy, lambda: not self.exchange_meanwhile()) as keep_going:
+                outcome = self._world.train(self._home, request, keep_going)
         except LockedError as exc:
             log.info("training waits: %s", exc)
             return False
         except PermilleError as exc:
             self._training_failed(exc, wanted)
             return False
-        finally:
-            meter.charge()
         log.info("training ended: %s", outcome)
         if outcome == "interrupted":
             self._note(last_outcome=outcome)
@@ -335,23 +326,38 @@ class Daemon:
             pause_s = min(POLL_LIMIT_S, max(error.retry_after_s, POLICY_CHECK_S))
         return pause_s * (1.0 + self._world.rng.uniform(0.0, JITTER))
 
-    def charge(self, seconds: float) -> float:
-        """Count seconds of training towards today; returns all of today's."""
-        state = self._today(read_daemon_state(self._home))
-        state = replace(state, seconds_used=state.seconds_used + seconds)
-        write_record(self._home.daemon, state)
-        return state.seconds_used
+    @contextmanager
+    def _metered(self, policy: Policy, wanted: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+        """Count the time of one training. Yields what it asks, again and again, before it goes on.
 
-    def may_go_on(self, policy: Policy) -> bool:
-        """Return whether a running training may continue. Load is ignored."""
-        decision = may_continue(policy, self._world.machine(), now=self._world.now())
-        if not decision.allowed:
-            log.info("training stops: %s", "; ".join(decision.reasons))
-        return decision.allowed and not self._stop.is_set()
+        The count is written in pieces, so that a kill loses at most one of them. Load does not end a
+        training; `wanted` says whether nothing else speaks against going on.
+        """
+        since = self._world.monotonic()
 
-    def monotonic(self) -> float:
-        """Return the time of the daemon's monotonic clock."""
-        return self._world.monotonic()
+        def charge() -> float:
+            nonlocal since
+            now = self._world.monotonic()
+            used, since = now - since, now
+            state = self._today(read_daemon_state(self._home))
+            state = replace(state, seconds_used=state.seconds_used + used)
+            write_record(self._home.daemon, state)
+            return state.seconds_used
+
+        def keep_going() -> bool:
+            is_due = self._world.monotonic() - since >= PIECE_S
+            if is_due and charge() >= policy.minutes_per_day * 60.0:
+                log.info("training stops: the minutes of today are used")
+                return False
+            decision = may_continue(policy, self._world.machine(), now=self._world.now())
+            if not decision.allowed:
+                log.info("training stops: %s", "; ".join(decision.reasons))
+            return decision.allowed and not self._stop.is_set() and wanted()
+
+        try:
+            yield keep_going
+        finally:
+            charge()
 
     def _today(self, state: DaemonState) -> DaemonState:
         today = self._world.now().date().isoformat()
@@ -364,35 +370,3 @@ class Daemon:
 
 def _words(error: PermilleError) -> str:
     return f"{type(error).__name__}: {error}"[:500]
-
-
-class _Meter:
-    """Counts the time of one training, in pieces, so that a kill loses at most one piece of the count.
-
-    Args:
-        wanted: asked each time: whether nothing else speaks against going on.
-    """
-
-    PIECE_S = 10.0
-
-    def __init__(self, daemon: Daemon, policy: Policy, wanted: Callable[[], bool]) -> None:
-        self._daemon = daemon
-        self._policy = policy
-        self._wanted = wanted
-        self._since = daemon.monotonic()
-
-    def keep_going(self) -> bool:
-        """Return whether the training may continue. It is called repeatedly during training."""
-        if self._daemon.monotonic() - self._since >= self.PIECE_S and self.charge() >= self._limit_s():
-            log.info("training stops: the minutes of today are used")
-            return False
-        return self._daemon.may_go_on(self._policy) and self._wanted()
-
-    def charge(self) -> float:
-        """Write down what was used since the last time; returns the seconds of today."""
-        now = self._daemon.monotonic()
-        used, self._since = now - self._since, now
-        return self._daemon.charge(used)
-
-    def _limit_s(self) -> float:
-        return self._policy.minutes_per_day * 60.0

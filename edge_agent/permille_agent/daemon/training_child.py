@@ -69,8 +69,7 @@ class _Order:
     """The line that the child reads: a personal run, or a part of a round."""
 
     home: Path
-    request: TrainingRequest | None = None
-    round: RoundRequest | None = None
+    request: TrainingRequest | RoundRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +98,7 @@ def train_in_child(
         ChildDiedError: the child died without an answer.
     """
     command = [sys.executable, "-P", "-m", "permille_agent.daemon.training_child"]
-    if isinstance(request, RoundRequest):
-        order = _Order(home=home.root, round=request)
-    else:
-        order = _Order(home=home.root, request=request)
-    line = json.dumps(as_json(order)) + "\n"
+    line = json.dumps(as_json(_Order(home=home.root, request=request))) + "\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         answer = _supervise(child, line, keep_going)
     if child.returncode != 0 or not answer:
@@ -136,11 +131,9 @@ def run_child(stdin: TextIO, stdout: TextIO) -> int:
 
 def _train(order: _Order, stop: threading.Event) -> str:
     home = open_home(order.home)
-    if order.round is not None:
-        return _train_part(home, order.round, stop)
-    if order.request is not None:
-        return _train_personal(home, order.request, stop)
-    raise InputError("expected a run or a part of a round, got neither")
+    if isinstance(order.request, RoundRequest):
+        return _train_part(home, order.request, stop)
+    return _train_personal(home, order.request, stop)
 
 
 def _train_part(home: Home, request: RoundRequest, stop: threading.Event) -> str:

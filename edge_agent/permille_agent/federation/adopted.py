@@ -7,14 +7,10 @@ better is judged on this device. One file, below the folder of a federation that
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from permille.errors import OperatorError
 from permille.files import write_atomic
 from permille.package.reader import Package
-from permille.zo.lattice import state_digest
-from permille.zo.packed_state import decode_state
+from permille.zo.packed_state import PackedState, read_state
 from permille_agent.state.home import Home, read_record, write_record
 
 _STATE = "adopted.state"
@@ -43,8 +39,8 @@ def adopted_round(home: Home, package_digest: str) -> AdoptedRound | None:
     return None if found is None else found[1]
 
 
-def adopted_state(home: Home, package: Package, start: str) -> tuple[NDArray[np.int64], int]:
-    """Read the state that `start` names, and the exponent of its unit.
+def adopted_state(home: Home, package: Package, start: str) -> PackedState:
+    """Read the state that `start` names.
 
     Raises:
         OperatorError: it was replaced or left meanwhile.
@@ -52,13 +48,9 @@ def adopted_state(home: Home, package: Package, start: str) -> tuple[NDArray[np.
     """
     found = _adopted(home, package.digest)
     if found is not None and found[1].start == start:
-        data = (found[0] / _STATE).read_bytes()
-        state = decode_state(data, max_bytes=len(data), max_k=package.k)
-        state.check_binding(package_digest=package.digest, mask_digest=package.mask_digest, k=package.k)
-        exponent = state.header.step_unit_exponent
-        digest = state_digest(state.s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
-        if digest == found[1].state_digest:
-            return state.s_K, exponent
+        state = read_state(package, (found[0] / _STATE).read_bytes())
+        if state.digest == found[1].state_digest:
+            return state
     raise OperatorError("The federation has moved on from the state that this run began from. Train again.")
 
 

@@ -1,6 +1,11 @@
 """Exchange of rounds between this device and its service, one pass at a time.
 
-The daemon and scripts call it.
+The daemon calls `exchange` at each poll, and trains a part in a child when its policy allows.
+`take_part` does both at once, for scripts and programs that embed the agent:
+
+    took = take_part(home, [Path("notes")])
+
+A pass of an exchange:
 
     leave where the user left -> follow the history -> send what is ready -> accept an invitation
 
@@ -11,8 +16,9 @@ pass that is killed anywhere is followed by one that sends the same bytes.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from permille.digests import digest_of
@@ -25,21 +31,25 @@ from permille.package.reader import Package
 from permille.schemas.federations import FederationOffer, FederationState
 from permille.trust.roles import federation_path
 from permille_agent.federation.adopted import AdoptedRound, keep_adopted, kept_round
-from permille_agent.federation.history import max_bytes, update_history
 from permille_agent.federation.ledger import charge, is_used_up
 from permille_agent.federation.membership import (
     Membership,
     drop_left,
+    join,
+    max_bytes,
     memberships,
     read_definition,
+    update_history,
 )
-from permille_agent.federation.part import Invited, RoundPart, begin_part, parts
+from permille_agent.federation.part import Invited, RoundPart, begin_part, parts, train_part, waiting_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
-from permille_agent.link.enrolment import Enrolment
+from permille_agent.link.enrolment import Connect, Enrolment, connect, open_api, require_enrolment
 from permille_agent.link.trust import TrustedReleases
 from permille_agent.state.home import Home
+from permille_agent.state.lock import hold_lock
 from permille_agent.state.models import installed_release
+from permille_agent.training.options import RunContext
 
 log = logging.getLogger("permille.agent")
 
@@ -58,15 +68,15 @@ def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
     Raises:
         InputError: there is none, or more than one.
     """
-    found = [each for each in offers if name == each.name or _digits(each).startswith(name)]
+    found = [
+        each
+        for each in offers
+        if name == each.name or each.definition_digest.removeprefix("sha256:").startswith(name)
+    ]
     if not name or len(found) != 1:
         known = ", ".join(sorted(each.name for each in offers)) or "none"
         raise InputError(f"The service offers no federation {name!r:.60}, only: {known}.")
     return found[0]
-
-
-def _digits(offer: FederationOffer) -> str:
-    return offer.definition_digest.removeprefix("sha256:")
 
 
 def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: FederationOffer) -> Definition:
@@ -252,3 +262,61 @@ class _Exchange:
             ),
         )
         return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TookPart:
+    """Result of a pass: invitations accepted, parts trained, contributions that the service took."""
+
+    invited: int
+    trained: int
+    sent: int
+
+
+def take_part(
+    home: Home,
+    data_paths: Sequence[Path],
+    context: RunContext = RunContext(),
+    *,
+    connection: Connect = connect,
+) -> TookPart:
+    """Follow all federations of this device, train the parts that it is invited to, and send them.
+
+    Raises:
+        RetryableError, OperatorError: the service cannot be reached or refuses this device; another process
+            trains, or exchanges rounds.
+    """
+    _, identity = require_enrolment(home)
+    with (
+        open_api(home, connection=connection) as api,
+        hold_lock(home, "federations", of=home.rounds_lock),
+    ):
+        first = exchange(home, api, now=datetime.now(UTC), has_text=bool(data_paths))
+        trained = 0
+        while (part := waiting_part(home, datetime.now(UTC))) is not None:
+            try:
+                with hold_lock(home, "federations run"):
+                    if not train_part(home, part, data_paths, identity, context):
+                        break
+                trained += 1
+            except (InputError, PackageError) as exc:
+                part.membership.end(int(part.path.name), f"failed: {exc}")
+        second = exchange(home, api, now=datetime.now(UTC), has_text=True) if trained else Exchanged()
+    invited, sent = first.invited + second.invited, first.sent + second.sent
+    return TookPart(invited=invited, trained=trained, sent=sent)
+
+
+def join_federation(home: Home, name: str, *, connection: Connect = connect) -> Membership:
+    """Join a running federation by its name, without asking; the command asks before it does the same.
+
+    Raises:
+        InputError: no such federation is offered to this device.
+        PackageError: its definition is not signed.
+    """
+    enrolment, _ = require_enrolment(home)
+    with open_api(home, connection=connection) as api:
+        offer = find_offer(api.federations(), name)
+        definition = fetch_definition(home, api, enrolment, offer)
+        membership = join(home, definition, federation_id=offer.id, name=offer.name)
+        api.join_federation(offer.id)
+    return membership

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from permille.errors import InputError, OperatorError
 from permille.federation.definition import Definition
-from permille.privacy.rules import Privacy
 from permille.privacy.zcdp import dp_epsilon_of, rho_of
 from permille_agent.state.home import Home, read_record, write_record
 
@@ -75,7 +74,13 @@ def charge(home: Home, definition: Definition, *, name: str, number: int, digest
     if definition.privacy is None:
         return
     ledger = read_ledger(home)
-    account = ledger.accounts.get(definition.digest) or _account(name, definition.privacy)
+    account = ledger.accounts.get(definition.digest) or Account(
+        name=name,
+        noise_hundredths=definition.privacy.noise_hundredths,
+        participations=definition.privacy.participations,
+        delta_exponent=definition.privacy.delta_exponent,
+        rounds={},
+    )
     charged = account.rounds.get(str(number))
     if charged == digest:
         return
@@ -85,13 +90,3 @@ def charge(home: Home, definition: Definition, *, name: str, number: int, digest
         raise InputError(f"All {account.participations} rounds that this device agreed to are used up.")
     account = replace(account, rounds={**account.rounds, str(number): digest})
     write_record(home.ledger, Ledger(accounts={**ledger.accounts, definition.digest: account}))
-
-
-def _account(name: str, privacy: Privacy) -> Account:
-    return Account(
-        name=name,
-        noise_hundredths=privacy.noise_hundredths,
-        participations=privacy.participations,
-        delta_exponent=privacy.delta_exponent,
-        rounds={},
-    )

@@ -28,8 +28,7 @@ from permille.files import fsync_folder, write_atomic
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
-from permille_agent.federation.history import load_history
-from permille_agent.federation.membership import Membership, memberships
+from permille_agent.federation.membership import Membership, load_history, memberships
 from permille_agent.link.api import Identity
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.state.models import installed_release, opening
@@ -134,7 +133,7 @@ def find_part(home: Home, federation: str, number: int) -> RoundPart:
         for part in parts(membership):
             if (membership.path.name, part.path.name) == (federation, str(number)):
                 return part
-    raise InputError(f"expected a part of round {number}, found none")
+    raise InputError(f"Round {number} has no part here: the user left, or the round is over.")
 
 
 def waiting_part(home: Home, now: datetime) -> RoundPart | None:
@@ -174,7 +173,7 @@ def _train(
 ) -> bool:
     membership, invited = part.membership, part.invited()
     if invited is None:
-        raise InputError(f"expected an invitation in {part.path}, found none")
+        raise InputError(f"The invitation of {part.path} is missing.")
     if part.contribution.exists():
         return True
     definition = membership.definition()

@@ -47,7 +47,7 @@ from permille_agent.link.client import (
     RequestRefusedError,
     ServiceUnavailableError,
 )
-from permille_agent.state.home import Home
+from permille_agent.state.home import Home, first_error
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -340,8 +340,5 @@ def _parse(model: type[Model], data: bytes) -> Model:
     try:
         return model.model_validate_json(data, extra="ignore")
     except ValidationError as exc:  # also the page of a hotel's network
-        first = exc.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ServiceUnavailableError(
-            f"The service sent a malformed {model.__name__.lower()}: {where}: {first['msg']}"
-        ) from exc
+        said = f"The service sent a malformed {model.__name__.lower()}: {first_error(exc)}"
+        raise ServiceUnavailableError(said) from exc

@@ -7,7 +7,8 @@ enrol. Enrolling the same key again gives the same device.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,8 +93,12 @@ def require_enrolment(home: Home) -> tuple[Enrolment, Identity]:
     return enrolment, identity
 
 
-def open_api(home: Home, *, connection: Connect = connect) -> DeviceApi:
-    """Open the API as the enrolled device. Close its connection after use.
+@contextmanager
+def open_api(home: Home, *, connection: Connect = connect) -> Iterator[DeviceApi]:
+    """Open the API as the enrolled device, and close its connection after use.
+
+        with open_api(home) as api:
+            deliver(home, api)
 
     Raises:
         OperatorError: the device is not enrolled.
@@ -101,7 +106,8 @@ def open_api(home: Home, *, connection: Connect = connect) -> DeviceApi:
     enrolment, identity = require_enrolment(home)
     ca_file = home.ca_file if enrolment.private_ca else None
     credentials = Credentials(device_id=enrolment.device_id, identity=identity)
-    return DeviceApi(connection(enrolment.server, ca_file), credentials)
+    with connection(enrolment.server, ca_file) as opened:
+        yield DeviceApi(opened, credentials)
 
 
 def enroll(

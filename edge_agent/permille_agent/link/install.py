@@ -153,7 +153,7 @@ def _compute(package: "Package") -> None:
         raise PackageError("package-trial", "The tokenizer does not return the sentence that it was given")
     ids_BT = ids_T[None, : int(package.config.get("max_position_embeddings") or len(ids_T))]
     if ids_BT.size < 2:
-        raise InputError(f"expected a sentence of at least 2 tokens, got {ids_BT.size}")
+        raise InputError(f"The trial needs a sentence of at least 2 tokens, and has {ids_BT.size}.")
     target_BT = np.ones(ids_BT.shape, dtype=np.bool_)
     batch = Batch(input_ids_BT=ids_BT, attention_BT=target_BT.copy(), target_BT=target_BT)
     target_BT[:, 0] = False

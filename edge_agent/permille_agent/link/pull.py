@@ -10,17 +10,17 @@ new one beats it. A program is fetched where its runtime is.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 
 from tuf.api.metadata import TargetFile
 
+from permille.digests import digest_of
 from permille.engines.executorch.build import programs_run_here
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest
-from permille.package.plan import DownloadPlan, check_plan
 from permille.package.reader import Package
 from permille.trust.roles import aliases_of, target_path, training_of
 from permille_agent.link.api import DeviceApi
@@ -41,6 +41,8 @@ from permille_agent.state.models import (
 )
 
 STALE_S = 3600.0
+# Room for the file system's own needs, partial files and the state of a run.
+RESERVE_BYTES = 64 << 20
 # What an alias looks like that has moved since the metadata was read: the end of a rollout moves it.
 _MOVED = ("release-unlisted", "release-alias")
 
@@ -141,6 +143,56 @@ def _pull(
         download_bytes=plan.download_bytes,
         package_bytes=plan.package_bytes,
         collected_bytes=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownloadPlan:
+    """The layers to fetch, smallest first: a package that cannot be opened is found out early."""
+
+    manifest: Manifest
+    layers: tuple[Layer, ...]
+    download_bytes: int
+    package_bytes: int
+
+
+def check_plan(
+    manifest_bytes: bytes,
+    expected_digest: str,
+    free_bytes: int,
+    *,
+    present: Container[str] = (),
+    program: bool = True,
+) -> DownloadPlan:
+    """Check a manifest against its digest, its rules and the free disk.
+
+    Args:
+        free_bytes: of the disk that will hold the blobs.
+        present: digests that need no download.
+        program: whether a program is wanted; what does not run it does without.
+
+    Raises:
+        PackageError: `blob-digest`, or a rule of FORMAT 3.
+        OperatorError: the disk is too small.
+    """
+    if len(manifest_bytes) > MAX_MANIFEST_BYTES:
+        got = len(manifest_bytes)
+        raise PackageError("json-size", f"A manifest may have {MAX_MANIFEST_BYTES} bytes, got {got}")
+    if digest_of(manifest_bytes) != expected_digest:
+        got_digest = digest_of(manifest_bytes)
+        raise PackageError("blob-digest", f"expected a manifest {expected_digest!r:.100}, got {got_digest}")
+    manifest = Manifest.from_bytes(manifest_bytes)
+    wanted = (layer for layer in manifest.layers if program or layer.role is not Role.PROGRAM)
+    missing = {layer.digest: layer for layer in wanted if layer.digest not in present}
+    layers = tuple(sorted(missing.values(), key=lambda layer: (layer.size_bytes, layer.digest)))
+    download = sum(layer.size_bytes for layer in layers)
+    if download and download + RESERVE_BYTES > free_bytes:
+        raise OperatorError(
+            f"The disk has {free_bytes} bytes free, and the download needs {download + RESERVE_BYTES}. "
+            "Make room, and run it again."
+        )
+    return DownloadPlan(
+        manifest=manifest, layers=layers, download_bytes=download, package_bytes=manifest.size_bytes
     )
 
 

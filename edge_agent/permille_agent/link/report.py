@@ -352,7 +352,7 @@ def _log_path(home: Home, run_id: str) -> Path:
 
 def _write_log(home: Home, run_id: str, log: bytes) -> None:
     if len(log) > MAX_LOG_BYTES:
-        raise InputError(f"expected a log of at most {MAX_LOG_BYTES} bytes, got {len(log)}")
+        raise InputError(f"The log has {len(log)} bytes, more than the {MAX_LOG_BYTES} that are sent.")
     try:
         write_atomic(_log_path(home, run_id), log, mode=0o600)
     except OSError as exc:

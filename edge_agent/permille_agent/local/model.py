@@ -6,7 +6,7 @@ All share one engine and its quantized weights; they differ in the sparse values
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -20,7 +20,7 @@ from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
-from permille_agent.state.home import Home
+from permille_agent.state.home import Home, first_error
 from permille_agent.state.models import Active, opening, require_active
 from permille_agent.text.documents import Learn
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
@@ -41,10 +41,8 @@ class Variant(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Settings of text generation, as in `permille.engines.sampling.TokenSampling`.
-
-    `stop` lists texts that end the generation.
+class Sampling(TokenSampling):
+    """Settings of text generation. `stop` lists texts that end it.
 
     The defaults are for models that name no settings of their own. A small model at a temperature of 1 writes
     nonsense, and without a penalty it repeats itself for ever at a low one.
@@ -53,9 +51,7 @@ class Sampling:
     max_new_tokens: int = 128
     temperature: float = 0.2
     top_p: float = 0.9
-    top_k: int = 0
     repeat_penalty: float = 1.1
-    seed: int = 0
     stop: tuple[str, ...] = ()
 
 
@@ -150,8 +146,7 @@ class LocalModel:
             InputError: as `complete`, or there is no chat template, or a message contains a special token.
             PackageError: the chat template fails.
         """
-        template = self.tokenizer.chat_template()
-        return self._generate(self.tokenizer.chat_prompt(template, messages), variant, sampling)
+        return self._generate(self.tokenizer.chat_prompt(messages), variant, sampling)
 
     def write(self, prompt: str, variant: Variant, sampling: Sampling) -> str:
         """Write a sample: a chat model answers a prompt that ends in a question mark, all else is continued.
@@ -176,15 +171,7 @@ class LocalModel:
         ids = self.engine.generate(
             self.values(variant),
             prompt_ids,
-            TokenSampling(
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                repeat_penalty=sampling.repeat_penalty,
-                seed=sampling.seed,
-                stop_ids=self.tokenizer.stop_ids,
-            ),
+            replace(sampling, stop_ids=self.tokenizer.stop_ids),
         )
         pieces = self.tokenizer.stream(_counted(ids, generated, limit))
         return generated, until_stop(pieces, sampling.stop, generated)
@@ -201,8 +188,7 @@ def own_sampling(package: Package) -> Sampling:
     try:
         found = _GenerationConfig.model_validate(json.loads(package.file(GENERATION_CONFIG)))
     except ValidationError as exc:
-        first = exc.errors(include_url=False, include_input=False)[0]
-        raise PackageError("generation-config", f"{first['loc'][0]}: {first['msg']}") from exc
+        raise PackageError("generation-config", first_error(exc)) from exc
     named = (found.temperature, found.top_p, found.top_k)
     penalty = found.repetition_penalty
     if found.do_sample is None and not any(named):

@@ -203,10 +203,6 @@ def _entry(model: LocalModel, variant: Variant) -> dict[str, Any]:
     }
 
 
-def _running(model: LocalModel) -> dict[str, Any]:
-    return {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": model.positions}
-
-
 def _show(model: LocalModel, variant: Variant) -> Mapping[str, Any]:
     package, details = model.package, _details(model)
     family = details["family"]

@@ -10,6 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from permille.errors import InputError, PermilleError
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
+from permille_agent.state.home import first_error
 
 MOST_TOKENS: Final = 32_768
 DEFAULT_TOKENS: Final = 1024
@@ -83,19 +84,15 @@ class Form(Protocol):
 
     def whole(self, text: str, generated: Generated) -> Mapping[str, Any]:
         """Return the whole answer in one document."""
-        ...
 
     def documents(self, pieces: Iterator[str], generated: Generated) -> Iterator[Mapping[str, Any]]:
         """Yield the documents of a stream."""
-        ...
 
     def encode(self, document: Mapping[str, Any]) -> bytes:
         """Return a document of a stream as it is sent."""
-        ...
 
     def end(self) -> bytes:
         """Return what is sent after the last document."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,6 @@ class Interface(Protocol):
 
     def get(self, model: LocalModel, path: str) -> Mapping[str, Any] | None:
         """Answer a GET; None where there is no such path."""
-        ...
 
     def post(self, model: LocalModel, path: str, body: bytes) -> Reply | Mapping[str, Any] | None:
         """Answer a POST; None where there is no such path.
@@ -131,11 +127,9 @@ class Interface(Protocol):
             InputError: the request is malformed, or the model cannot do what it asks for.
             NoEmbeddingsError: it asks for embeddings.
         """
-        ...
 
     def error(self, status: HTTPStatus, message: str) -> Mapping[str, Any]:
         """Return the document of an error."""
-        ...
 
 
 def parsed(kind: type[Request], body: bytes) -> Request:
@@ -147,8 +141,7 @@ def parsed(kind: type[Request], body: bytes) -> Request:
     try:
         return kind.model_validate_json(body)
     except ValidationError as exc:
-        first = exc.errors(include_url=False, include_input=False)[0]
-        raise InputError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from exc
+        raise InputError(first_error(exc)) from exc
 
 
 def variant_of(model: LocalModel, name: str | None) -> Variant:

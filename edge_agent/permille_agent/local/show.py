@@ -9,10 +9,11 @@ loss on the user's text, too.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
@@ -41,54 +42,11 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 630.0, 20.0, 190.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The answers of both models to a question, always the likeliest next piece."""
-
-    question: str
-    base: str
-    personal: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """The content of `samples.json` of a run; no answers where the model has no chat template."""
 
     samples: tuple[Sample, ...]
-    answers: tuple[Answer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """The judgement in numbers that say something.
-
-    Attributes:
-        percent: how much likelier the next piece became.
-        sure, beside: the gain on the base, and on what was in use (`beside_name`); empty where not compared.
-        by_parts: little text was judged part by part, by states that are not this one.
-    """
-
-    loss_base: float
-    loss: float
-    percent: float
-    perplexity_base: float
-    perplexity: float
-    sure: str
-    beside: str
-    beside_name: str
-    by_parts: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """Losses on the select split as a line in a picture of 640 x 220."""
-
-    points: str
-    base_y: float
-    kept_x: float
-    kept_y: float
-    low: float
-    high: float
-    steps: int
+    answers: tuple[Sample, ...] = ()
 
 
 def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
@@ -104,7 +62,8 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
     folder = _run(home, name)
     end = folder.require("outcome", RunOutcome)
     decision = folder.load("decision", Decision)
-    gain = _gain(decision, by_parts=folder.load("learned", LearnedText) is not None)
+    by_parts = folder.load("learned", LearnedText) is not None
+    gain = _gain(decision, by_parts=by_parts)
     written, no_samples = None, ""
     if gain is not None:
         try:
@@ -113,7 +72,6 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
             no_samples = str(exc)
     metrics, active = end.metrics, active_model(home)
     source = folder.load("data", TextSource) or TextSource()
-    by_parts = gain is not None and gain.by_parts  # what is evaluated there selects nothing
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
         Path(__file__).with_name("show.html.jinja").read_text(encoding="utf-8")
     )
@@ -161,24 +119,30 @@ def _run(home: Home, name: str | None) -> RunFolder:
     return ended[-1]
 
 
-def _gain(decision: Decision | None, *, by_parts: bool) -> Gain | None:
+def _gain(decision: Decision | None, *, by_parts: bool) -> Mapping[str, Any] | None:
+    """Put the judgement into numbers that say something.
+
+    `percent` is how much likelier the next piece became. Judged `by_parts`, little text was judged by states
+    that are not this one.
+    """
     if decision is None or decision.loss_base is None or decision.loss_personal is None:
         return None
     base, personal = decision.loss_base, decision.loss_personal
-    return Gain(
-        loss_base=base,
-        loss=personal,
-        percent=100.0 * math.expm1(min(50.0, base - personal)),
-        perplexity_base=math.exp(min(50.0, base)),
-        perplexity=math.exp(min(50.0, personal)),
-        sure=str(decision.against_base) if decision.against_base else "",
-        beside=str(decision.against_active) if decision.against_active else "",
-        beside_name="the pooled model" if decision.pooled else "the model in use before",
-        by_parts=by_parts,
-    )
+    return {
+        "loss_base": base,
+        "loss": personal,
+        "percent": 100.0 * math.expm1(min(50.0, base - personal)),
+        "perplexity_base": math.exp(min(50.0, base)),
+        "perplexity": math.exp(min(50.0, personal)),
+        "sure": decision.against_base,
+        "beside": decision.against_active,
+        "beside_name": "the pooled model" if decision.pooled else "the model in use before",
+        "by_parts": by_parts,
+    }
 
 
-def _curve(folder: RunFolder, decision: Decision) -> Curve | None:
+def _curve(folder: RunFolder, decision: Decision) -> Mapping[str, Any] | None:
+    """Draw the losses on the select split as a line in a picture of 640 x 220."""
     evaluations, kept = folder.evaluations(decision.descent), decision.step
     found = [(evaluation.step, evaluation.loss) for evaluation in evaluations if evaluation.loss is not None]
     if len(found) < 2:
@@ -194,15 +158,15 @@ def _curve(folder: RunFolder, decision: Decision) -> Curve | None:
 
     chosen = next(((step, loss) for step, loss in found if step == kept), found[0])
     kept_x, kept_y = place(*chosen)
-    return Curve(
-        points=" ".join(f"{x},{y}" for x, y in (place(step, loss) for step, loss in found)),
-        base_y=place(*found[0])[1],
-        kept_x=kept_x,
-        kept_y=kept_y,
-        low=low,
-        high=high,
-        steps=steps,
-    )
+    return {
+        "points": " ".join(f"{x},{y}" for x, y in (place(step, loss) for step, loss in found)),
+        "base_y": place(*found[0])[1],
+        "kept_x": kept_x,
+        "kept_y": kept_y,
+        "low": low,
+        "high": high,
+        "steps": steps,
+    }
 
 
 def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Written:
@@ -222,13 +186,14 @@ def _questions(model: LocalModel) -> Sequence[str]:
     return reference.questions() if reference is not None and model.tokenizer.can_chat else ()
 
 
-def _answer(model: LocalModel, question: str) -> Answer:
+def _answer(model: LocalModel, question: str) -> Sample:
+    """Let both models answer a question, always by the likeliest next piece."""
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0.0)
     base, personal = (
         "".join(model.reply([("user", question)], variant, sampling)[1]).strip()
         for variant in (Variant.BASE, Variant.PERSONAL)
     )
-    return Answer(question=question, base=base, personal=personal)
+    return Sample(prompt=question, base=base, personal=personal)
 
 
 def _parts(train: int, select: int, test: int) -> str:

@@ -18,7 +18,7 @@ from permille.errors import OperatorError
 from permille.files import write_atomic
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    from pydantic import TypeAdapter, ValidationError
 
 STATE_LIMIT_BYTES = 16 << 20
 CHECKSUM = "sha256"
@@ -226,5 +226,10 @@ def _words(error: ValueError | RecursionError) -> str:
 
     if not isinstance(error, ValidationError):
         return str(error)
+    return first_error(error)
+
+
+def first_error(error: "ValidationError") -> str:
+    """Say which field is wrong, and how, never what is in it."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -32,46 +32,22 @@ class LockedError(RetryableError):
 
 
 @contextmanager
-def hold_lock(home: Home, purpose: str, *, wait_s: float = 0.0) -> Iterator[None]:
+def hold_lock(home: Home, purpose: str, *, wait_s: float = 0.0, of: Path | None = None) -> Iterator[None]:
     """Hold the writers' lock, as `permille-agent <purpose>`.
+
+        with hold_lock(home, "train"):
+            run_training(home, [Path("notes")], TrainOptions(minutes=20))
+
+    Args:
+        wait_s: how long to wait for another process.
+        of: another lock of the home folder. `daemon_lock` makes one daemon a folder; `rounds_lock` is for
+            exchanging rounds with the service, which no training keeps waiting.
 
     Raises:
         LockedError: another process holds it after `wait_s`; the message says which.
         OperatorError: the lock file cannot be made.
     """
-    with _hold(home.lock, purpose, wait_s):
-        yield
-
-
-@contextmanager
-def hold_daemon_lock(home: Home) -> Iterator[None]:
-    """Hold the lock that makes one daemon a home folder; the writers' lock is taken for each piece of work.
-
-    Raises:
-        LockedError: another daemon runs.
-    """
-    with _hold(home.daemon_lock, "run", 0.0):
-        yield
-
-
-@contextmanager
-def hold_rounds_lock(home: Home, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock of who exchanges rounds with the service; a training does not keep it from anyone.
-
-    Raises:
-        LockedError: another process exchanges rounds.
-    """
-    with _hold(home.rounds_lock, "federations", wait_s):
-        yield
-
-
-def _lock(path: Path) -> FileLock:
-    # Thread-local: a program's two threads are two writers, only one of them may work.
-    return FileLock(path, mode=0o600, thread_local=True, is_singleton=True, fallback_to_soft=False)
-
-
-@contextmanager
-def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
+    path = home.lock if of is None else of
     lock = _lock(path)
     try:
         lock.acquire(timeout=wait_s)
@@ -91,6 +67,11 @@ def _hold(path: Path, purpose: str, wait_s: float) -> Iterator[None]:
         if lock.lock_counter == 1:
             _note(path).unlink(missing_ok=True)
         lock.release()
+
+
+def _lock(path: Path) -> FileLock:
+    # Thread-local: a program's two threads are two writers, only one of them may work.
+    return FileLock(path, mode=0o600, thread_local=True, is_singleton=True, fallback_to_soft=False)
 
 
 def lock_holder(home: Home) -> Holder | None:

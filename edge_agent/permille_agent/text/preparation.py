@@ -210,10 +210,9 @@ def tokenize(
     report = report or DataReport()
     known = []
     tokenized = []
-    template = tokenizer.chat_template()
     for document in documents:
         try:
-            tokens = tokenizer.tokenize(document.content, template, row_tokens=row_tokens)
+            tokens = tokenizer.tokenize(document.content, row_tokens=row_tokens)
         except InputError as exc:
             report.bad("conversation", str(exc))
             report.read -= 1

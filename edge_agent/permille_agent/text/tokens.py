@@ -56,6 +56,7 @@ class TextTokenizer:
     """The tokenizer of one package, with its special tokens and chat template.
 
     Attributes:
+        template: the package's chat template, or the plain one for packages without a template.
         stop_ids: all `eos_token_id` of the package's files, and the template's end of a turn.
     """
 
@@ -72,7 +73,7 @@ class TextTokenizer:
 
         def load() -> bytes:
             if (data := read_file("tokenizer.json")) is None:
-                raise PackageError("tokenizer", "expected a tokenizer.json in the package, found none")
+                raise PackageError("tokenizer", "The package has no tokenizer.json.")
             return data
 
         self._files = files = TokenizerFiles.read(read_file)
@@ -80,6 +81,7 @@ class TextTokenizer:
         self._learn = learn
         ends = ends_of_turn(files.template)
         self._sandbox = Sandbox(load, tokens=(self.bos or "", self.eos or "", *ends))
+        self.template = ChatTemplate(files.template, files.variables, self._sandbox)
         known = answered(self._sandbox.start, "tokenizer")
         self._bos_id: int | None = known["ids"][0] if self.bos else None
         self._eos_id: int | None = known["ids"][1] if self.eos else None
@@ -107,10 +109,6 @@ class TextTokenizer:
                 "`permille-agent generate`, or install a package made from an instruct model"
             )
 
-    def chat_template(self) -> ChatTemplate:
-        """The package's chat template, or the plain one for packages without a template."""
-        return ChatTemplate(self._files.template, self._files.variables, self._sandbox)
-
     def prompt(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a prompt to continue. Special tokens in it are treated as text.
 
@@ -124,7 +122,7 @@ class TextTokenizer:
             raise InputError("The prompt is empty. Write at least one word.")
         return ids_T
 
-    def chat_prompt(self, template: ChatTemplate, messages: Sequence[tuple[str, str]]) -> NDArray[np.int64]:
+    def chat_prompt(self, messages: Sequence[tuple[str, str]]) -> NDArray[np.int64]:
         """Return the ids of a conversation up to the start of the assistant's next turn.
 
         Raises:
@@ -133,7 +131,7 @@ class TextTokenizer:
         """
         self.require_chat()
         self._refuse_special(messages)
-        text = template.render(messages, add_generation_prompt=True)
+        text = self.template.render(messages, add_generation_prompt=True)
         return self._encode(text, rendered=True).ids_T
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -152,12 +150,11 @@ class TextTokenizer:
             with suppress(PackageError):
                 self._ask({**request, "ids": []}, 0)
 
-    def tokenize(self, content: Content, template: ChatTemplate, *, row_tokens: int) -> TokenizedDocument:
+    def tokenize(self, content: Content, *, row_tokens: int) -> TokenizedDocument:
         """Convert a document to tokens, and mark the tokens that count in the loss.
 
         Args:
             content: the document.
-            template: of this package; used for conversations only.
             row_tokens: a prompt is shortened from its start so that its completion fits into a row of so many
                 tokens.
 
@@ -172,7 +169,7 @@ class TextTokenizer:
             case Completion(prompt, completion):
                 return self._completion(prompt, completion, row_tokens)
             case Conversation(messages):
-                return self._conversation(messages, template)
+                return self._conversation(messages)
 
     def _completion(self, prompt: str, completion: str, row_tokens: int) -> TokenizedDocument:
         text = prompt + completion
@@ -191,9 +188,9 @@ class TextTokenizer:
         start = max(0, first - kept)
         return TokenizedDocument(whole.ids_T[start:], whole.target_T[start:], whole.bytes_T[start:])
 
-    def _conversation(self, messages: Sequence[tuple[str, str]], template: ChatTemplate) -> TokenizedDocument:
+    def _conversation(self, messages: Sequence[tuple[str, str]]) -> TokenizedDocument:
         self._refuse_special(messages)
-        text, spans = template.render_with_targets(messages, self._learn.roles)
+        text, spans = self.template.render_with_targets(messages, self._learn.roles)
         return _document(self._encode(text, rendered=True), text, spans)
 
     def _encode_literal(self, text: str) -> "_Encoding":

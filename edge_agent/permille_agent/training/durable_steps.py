@@ -1,6 +1,9 @@
 """Durable steps of a descent: in a journal for zeroth order, as a state for the gradient.
 
-A step is durable before it counts, so a descent that is killed anywhere goes on with the same bits.
+A step is durable before it counts, so a descent that is killed anywhere goes on with the same bits. Adam on
+the lattice is the library's (`permille.training.adam`); here are its batches and its files.
+
+Shapes: K = masked weights.
 """
 
 from typing import Protocol
@@ -9,17 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import PackageError
-from permille.training.adam import Moments
-from permille.zo.estimators import Descent
+from permille.files import write_atomic
+from permille.training.adam import Moments, adam_step
+from permille.zo.estimators import Descent, differentiable
+from permille.zo.header import LogHeader
 from permille.zo.journal import Journal
-from permille.zo.lattice import STATE_LIMIT
+from permille.zo.lattice import STATE_LIMIT, values
+from permille.zo.packed_state import StateHeader, StateOrigin, encode_state, read_state
 from permille.zo.records import StepFlag
 from permille.zo.steps import JournaledSteps
-from permille_agent.training.gradient_steps import (
-    load_best_state,
-    store_best_state,
-    take_gradient_step,
-)
 from permille_agent.training.run import Run
 
 
@@ -35,24 +36,19 @@ class Steps(Protocol):
     @property
     def step(self) -> int:
         """Number of the next step."""
-        ...
 
     @property
     def rejected(self) -> int:
         """Return the number of rejected steps."""
-        ...
 
     def take(self) -> float:
         """Make a step; returns its loss."""
-        ...
 
     def keep(self) -> None:
         """Keep the state as the best one so far. It is durable on return."""
-        ...
 
     def best(self, step: int) -> NDArray[np.int64]:
         """Return the state before `step`: the last one that was kept, or the first."""
-        ...
 
 
 class LoggedSteps:
@@ -117,18 +113,29 @@ class GradientSteps:
 
     def take(self) -> float:
         """See `Steps`."""
-        self._moments = take_gradient_step(self._run, self._descent, self._moments, self.s_K)
+        header, step = self._descent.header, self._moments.step
+        values_K = values(self._run.w_base_K, self.s_K, header.step_unit_exponent)
+        loss, gradient_K = pulled_gradient(self._run, values_K, step)
+        self._moments = adam_step(
+            self._moments,
+            loss,
+            gradient_K,
+            rate=header.learning_rate_at(step),
+            step_unit_exponent=header.step_unit_exponent,
+        )
         self._moments.store(self._path)
         self.s_K = self._moments.s_K
         return self._moments.loss
 
     def keep(self) -> None:
         """See `Steps`."""
-        store_best_state(self._run, self._descent, self._number, self.s_K)
+        store_best_state(self._run, self._descent.header, self._number, self.s_K)
 
     def best(self, step: int) -> NDArray[np.int64]:
         """See `Steps`."""
-        return load_best_state(self._run, self._number) if step else self._first_K
+        if not step:
+            return self._first_K
+        return read_state(self._run.package, self._run.folder.best_state(self._number).read_bytes()).s_K
 
 
 def first_state(run: Run, exponent: int) -> NDArray[np.int64]:
@@ -143,3 +150,38 @@ def first_state(run: Run, exponent: int) -> NDArray[np.int64]:
     if max(int(s_K.max()), -int(s_K.min())) << finer > STATE_LIMIT:
         raise PackageError("state-limit", f"expected a state within 2^53 on a unit of 2^{exponent}")
     return s_K << finer
+
+
+def pulled_gradient(run: Run, values_K: NDArray[np.float32], step: int) -> tuple[float, NDArray[np.float32]]:
+    """Compute the loss of the step's batch, and its gradient plus that of the pull towards the base.
+
+    The pull is the divergence from the base's answers on two rows of the package's reference. It keeps what
+    the base knows: Li and Hoiem, "Learning without Forgetting" (arXiv 1606.09282).
+
+    Raises:
+        InputError: the engine can only infer.
+    """
+    engine = differentiable(run.engine)
+    loss, gradient_K = engine.gradient(values_K, run.batches(step))
+    if (pull := run.pull(step)) is not None:
+        _, pull_K = engine.gradient(values_K, pull)
+        gradient_K = gradient_K + pull_K
+    gradient_K[: run.trained.start] = 0  # so Adam leaves them where they are
+    return loss, gradient_K
+
+
+def store_best_state(run: Run, header: LogHeader, number: int, s_K: NDArray[np.int64]) -> None:
+    """Keep the best state of a descent without a log, as it is shared and backed up; durable on return."""
+    write_atomic(run.folder.best_state(number), packed_state(header, s_K), mode=0o600)
+
+
+def packed_state(header: LogHeader, s_K: NDArray[np.int64]) -> bytes:
+    """Encode a personal state that a log of this header leads to, or would (FORMAT 11)."""
+    of_state = StateHeader(
+        package_digest=header.package_digest,
+        mask_digest=header.mask_digest,
+        step_unit_exponent=header.step_unit_exponent,
+        k=header.k,
+        origin=StateOrigin.PERSONAL,
+    )
+    return encode_state(of_state, s_K)

@@ -19,7 +19,7 @@ from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest, values
 from permille.zo.log import encode_canonical
-from permille.zo.packed_state import decode_state, pooled_state
+from permille.zo.packed_state import pooled_state, read_state
 from permille.zo.records import StepRecord, coefficients_of
 from permille.zo.replay import replay
 from permille_agent.federation.adopted import START as FEDERATION_START
@@ -28,7 +28,7 @@ from permille_agent.state.home import Home
 from permille_agent.state.models import Active, active_model
 from permille_agent.text.preparation import Prepared
 from permille_agent.training.decision import Decision
-from permille_agent.training.gradient_steps import packed_state
+from permille_agent.training.durable_steps import packed_state
 from permille_agent.training.options import Start, TrainOptions
 from permille_agent.training.run import (
     POOLED_START,
@@ -84,14 +84,18 @@ def personal_state(home: Home, run: str, package: Package) -> StartState:
     s_K = scaled(trained.s_K, decision.strength)
     digest = state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
     if digest != decision.scaled_digest:
-        raise PackageError("state-digest", f"expected the state {decision.scaled_digest}, got {digest}")
+        raise _other_state(folder)
     return StartState(s_K=s_K, step_unit_exponent=exponent)
 
 
 def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> StartState:
     """Read the state at full strength."""
-    if folder.best_state(decision.descent).exists():
-        return _unlogged_state(folder, decision, package)
+    unlogged = folder.best_state(decision.descent)
+    if unlogged.exists():
+        state = read_state(package, unlogged.read_bytes())
+        if state.digest != decision.state_digest:
+            raise _other_state(folder)
+        return StartState(s_K=state.s_K, step_unit_exponent=state.header.step_unit_exponent)
     header, records = _selected_log(folder, decision)
     header.check_binding(
         package_digest=package.digest, mask_digest=package.mask_digest, counts=package.counts
@@ -99,25 +103,18 @@ def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> S
     s_K = _cached_state(folder, decision, header)
     if s_K is None:
         s_K = replay(header, coefficients_of(records, header))
-        if (digest := _digest(s_K, header)) != decision.state_digest:
-            raise PackageError(
-                "state-digest",
-                f"expected the state {decision.state_digest} from the log's replay, got {digest}",
-            )
+        if _digest(s_K, header) != decision.state_digest:
+            raise _other_state(folder)
         store_state(folder, s_K)
     return StartState(s_K=s_K, step_unit_exponent=header.step_unit_exponent)
 
 
-def _unlogged_state(folder: RunFolder, decision: Decision, package: Package) -> StartState:
-    """Read the state of a run without a log."""
-    data = folder.best_state(decision.descent).read_bytes()
-    found = decode_state(data, max_bytes=len(data), max_k=package.k)
-    found.check_binding(package_digest=package.digest, mask_digest=package.mask_digest, k=package.k)
-    exponent = found.header.step_unit_exponent
-    digest = state_digest(found.s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
-    if digest != decision.state_digest:
-        raise PackageError("state-digest", f"expected the state {decision.state_digest}, got {digest}")
-    return StartState(s_K=found.s_K, step_unit_exponent=exponent)
+def _other_state(folder: RunFolder) -> PackageError:
+    return PackageError(
+        "state-digest",
+        f"The state of the run {folder.name} is not the one that was judged: a file is damaged. Erase it "
+        f"with `permille-agent forget --run {folder.name}` and train again.",
+    )
 
 
 def find_start(home: Home, package: Package, prepared: Prepared, options: TrainOptions) -> str | None:
@@ -173,8 +170,10 @@ def start_state(home: Home, package: Package, start: str | None) -> StartState |
     if start == POOLED_START:
         return pooled_start(package)
     if start.startswith(FEDERATION_START):
-        s_K, exponent = adopted_state(home, package, start)
-        return StartState(s_K=s_K, step_unit_exponent=exponent, is_candidate=True)
+        state = adopted_state(home, package, start)
+        return StartState(
+            s_K=state.s_K, step_unit_exponent=state.header.step_unit_exponent, is_candidate=True
+        )
     digest = find_run(home, start).require("run", BegunRun).definition.package
     of = package if digest == package.digest else Package.open(package.blobs, digest)
     return personal_state(home, start, of)
@@ -225,10 +224,8 @@ def _selected_log(folder: RunFolder, decision: Decision) -> tuple[LogHeader, lis
     """Read the header and the records of the log prefix that the decision selected."""
     contents = read_journal(folder.journal(decision.descent))
     if len(contents.records) < decision.step:
-        raise PackageError(
-            "state-log",
-            f"expected {decision.step} steps in the journal of {folder.name}, got {len(contents.records)}",
-        )
+        got = f"{len(contents.records)} of the {decision.step} steps that were adopted"
+        raise PackageError("state-log", f"The journal of the run {folder.name} has {got}.")
     return contents.header, list(contents.records[: decision.step])
 
 

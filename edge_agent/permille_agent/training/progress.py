@@ -27,15 +27,12 @@ class RunProgress(Protocol):
 
     def phase(self, name: str) -> None:
         """Report that a new phase begins."""
-        ...
 
     def step(self, done: int, total: int, loss: float) -> None:
         """Report that a training step is durable: `done` of `total`, with the batch's loss."""
-        ...
 
     def evaluated(self, step: int, loss: float, first_loss: float) -> None:
         """Report that the select split was evaluated before step `step`."""
-        ...
 
 
 class SilentProgress:

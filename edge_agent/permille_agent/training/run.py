@@ -282,16 +282,7 @@ def named_run(home: Home, name: str) -> RunFolder:
 
 def list_runs(home: Home) -> list[RunFolder]:
     """List all runs, the one that was begun first in front."""
-    return _runs_in(home.runs)
-
-
-def other_runs(run: RunFolder) -> list[RunFolder]:
-    """List the runs beside this one, the one that was begun first in front."""
-    return [other for other in _runs_in(run.path.parent) if other != run]
-
-
-def _runs_in(folder: Path) -> list[RunFolder]:
-    found = [RunFolder(path) for path in folder.iterdir() if (path / "run.json").is_file()]
+    found = [RunFolder(path) for path in home.runs.iterdir() if (path / "run.json").is_file()]
     return sorted(found, key=lambda run: ((run.path / "run.json").stat().st_mtime_ns, run.name))
 
 

@@ -2,8 +2,8 @@
 
 Epsilon starts where `epsilon * sqrt(k)` is about 0.5, and is checked: the projected gradients at epsilon and
 at 2 epsilon, as the run's own estimator gives them, must agree,
-`|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is tried. Forward mode has
-no epsilon, so nothing is checked there.
+`|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is tried. Exact derivatives
+have no epsilon, so nothing is checked there.
 
 Steps are normalised: a step's scalars are divided by their root mean square, so the learning rate alone
 says how long it is. It starts where that is 0.5: `learning_rate * sqrt(k / q)`, because the mean of q
@@ -72,7 +72,6 @@ class StepSize:
     learning_rate: float
     start: float
     losses: dict[int, float | None]
-    base_loss: float
 
 
 def search_seed(seed: int, stage: str) -> int:
@@ -89,7 +88,7 @@ def find_epsilon(run: Run) -> Probe:
     """
     start = EPSILON_NORM / math.sqrt(run.trained.stop - run.trained.start)
     if run.options.estimator is EstimatorKind.FORWARD:
-        probe = run.folder.once("search-forward", Probe, lambda: _exact_probe(run, start))
+        probe = run.folder.once("search-forward", Probe, lambda: _probe(run, start))
         if not probe.g_rms:
             raise SearchFailed(f"The gradient on this text is 0 or not finite: {probe.g_rms}.")
         return probe
@@ -115,15 +114,13 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
         SearchFailed: no learning rate gave a finite loss.
     """
     start = STEP_NORM / step_spread(run.descent(seed=0, epsilon=epsilon).header)
-    base = run.folder.once("search-base", LossFound, lambda: _loss_found(_loss(run, run.w_base_K)))
-    if base.loss is None:
-        raise SearchFailed("The loss of the base model on this text is not finite.")
+    base_loss(run)
     losses: dict[int, float] = {}
     wanted = [-1, 0, 1]
     while wanted:
         for power in wanted:
-            trial = Trial(run, epsilon, start * TRIAL_FACTOR**power, trial_steps)
-            found = run.folder.once(f"search-trial-{power}", LossFound, trial.run_steps)
+            trial = partial(_trial, run, epsilon, start * TRIAL_FACTOR**power, trial_steps)
+            found = run.folder.once(f"search-trial-{power}", LossFound, trial)
             losses[power] = math.inf if found.loss is None else found.loss
         best = min(losses, key=lambda power: (losses[power], power))
         edge = best - 1 if best == min(losses) else best + 1 if best == max(losses) else None
@@ -134,35 +131,38 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
         learning_rate=start * TRIAL_FACTOR**best,
         start=start,
         losses={power: finite_or_none(loss) for power, loss in sorted(losses.items())},
-        base_loss=base.loss,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A few steps from the base with one learning rate. The steps are thrown away."""
+def _trial(run: Run, epsilon: float, learning_rate: float, steps: int) -> LossFound:
+    """Make a few steps from the base with one learning rate, and evaluate the state they end with.
 
-    run: Run
-    epsilon: float
-    learning_rate: float
-    steps: int
+    The steps are thrown away.
+    """
+    descent = run.descent(
+        seed=search_seed(run.options.seed, "race"),
+        epsilon=epsilon,
+        learning_rate=learning_rate,
+        total_steps=steps,
+        schedule=Schedule.LINEAR,
+    )
+    descent = with_step_unit(descent)
+    header, s_K = descent.header, np.zeros(run.package.k, dtype=np.int64)
+    for step in range(steps):
+        apply_record(s_K, run.take_step(descent, s_K, step), header)
+    return _loss_found(run, values(run.w_base_K, s_K, header.step_unit_exponent))
 
-    def run_steps(self) -> LossFound:
-        """Make the steps and evaluate the state they end with."""
-        run = self.run
-        descent = run.descent(
-            seed=search_seed(run.options.seed, "race"),
-            epsilon=self.epsilon,
-            learning_rate=self.learning_rate,
-            total_steps=self.steps,
-            schedule=Schedule.LINEAR,
-        )
-        descent = with_step_unit(descent)
-        header, s_K = descent.header, np.zeros(run.package.k, dtype=np.int64)
-        for step in range(self.steps):
-            record = run.take_step(descent, s_K, step)
-            apply_record(s_K, record, header)
-        return _loss_found(_loss(run, values(run.w_base_K, s_K, header.step_unit_exponent)))
+
+def base_loss(run: Run) -> float:
+    """Evaluate where the run begins, once.
+
+    Raises:
+        SearchFailed: the loss is not finite.
+    """
+    found = run.folder.once("search-base", LossFound, lambda: _loss_found(run, run.first_values()))
+    if found.loss is None:
+        raise SearchFailed("The loss of the base model on this text is not finite.")
+    return found.loss
 
 
 def with_step_unit(descent: Descent) -> Descent:
@@ -186,17 +186,13 @@ def step_spread(header: LogHeader) -> float:
 
 
 def _probe(run: Run, epsilon: float) -> Probe:
-    g_N, g2_N = (np.asarray(_projected(run, factor * epsilon)) for factor in (1, 2))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        error = float(np.linalg.norm(g_N - g2_N) / np.linalg.norm(g_N))
-    return Probe(
-        epsilon=epsilon, relative_error=finite_or_none(error), g_rms=finite_or_none(_rms(g_N.tolist()))
-    )
-
-
-def _exact_probe(run: Run, epsilon: float) -> Probe:
-    g_rms = finite_or_none(_rms(_projected(run, epsilon)))
-    return Probe(epsilon=epsilon, relative_error=0.0, g_rms=g_rms)
+    g_N, error = np.asarray(_projected(run, epsilon)), 0.0
+    if run.options.estimator is not EstimatorKind.FORWARD:  # which is exact
+        g2_N = np.asarray(_projected(run, 2 * epsilon))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            error = float(np.linalg.norm(g_N - g2_N) / np.linalg.norm(g_N))
+    g_rms = math.sqrt(sum(g * g for g in g_N.tolist()) / len(g_N))
+    return Probe(epsilon=epsilon, relative_error=finite_or_none(error), g_rms=finite_or_none(g_rms))
 
 
 def _projected(run: Run, epsilon: float) -> list[float]:
@@ -211,13 +207,6 @@ def _projected(run: Run, epsilon: float) -> list[float]:
     return scalars
 
 
-def _loss(run: Run, values_K: NDArray[np.float32]) -> float:
-    return mean_loss(run.engine, values_K, run.prepared.select)
-
-
-def _loss_found(loss: float) -> LossFound:
-    return LossFound(loss=finite_or_none(loss))
-
-
-def _rms(scalars: list[float]) -> float:
-    return math.sqrt(sum(g * g for g in scalars) / len(scalars))
+def _loss_found(run: Run, values_K: NDArray[np.float32]) -> LossFound:
+    rows = run.prepared.select or run.prepared.test
+    return LossFound(loss=finite_or_none(mean_loss(run.engine, values_K, rows)))

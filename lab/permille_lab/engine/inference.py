@@ -94,7 +94,7 @@ def _step(folder: Path, sizes: Sizes, name: str, digest: str) -> Step:
 def _torch_dual(package: Package, sizes: Sizes) -> Step:
     import torch
 
-    from permille.engines.dual import dual_model
+    from permille.engines.executorch.exporting import dual_model
 
     torch.set_num_threads(sizes.threads)
     module, batch = dual_model(package), sizes.batch(package)

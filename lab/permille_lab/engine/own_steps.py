@@ -10,7 +10,7 @@ from permille.choices import EstimatorKind
 from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.package.reader import Package
-from permille.zo.estimators import Batch, Descent
+from permille.zo.estimators import Batch, Descent, differentiable
 from permille.zo.header import LogHeader, Schedule
 from permille.zo.steps import apply_record, take_step
 
@@ -38,15 +38,13 @@ class Metered:
         self.losses_seen = losses_V.tolist()
         return losses_V
 
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         """As the engine."""
         begin = time.perf_counter()
-        loss, derivatives_Q = self.engine.directional_derivatives(values_K, directions_QK, batch)
+        loss, gradient_K = differentiable(self.engine).gradient(values_K, batch)
         self.seconds += time.perf_counter() - begin
         self.losses_seen = [loss]
-        return loss, derivatives_Q
+        return loss, gradient_K
 
 
 class EngineStep:

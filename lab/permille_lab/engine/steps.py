@@ -76,7 +76,7 @@ def measure_steps(folder: Path, sizes: Sizes) -> Result:
 
 
 def measure_queries(folder: Path, sizes: Sizes) -> Result:
-    """Eight queries a step: finite differences and forward-mode, beside a step of one."""
+    """Eight queries a step: finite differences and exact derivatives, beside a step of one."""
     before = machine()
     package = sizes.package(folder)
     steps: dict[str, Step] = {"spsa, 1 query": _ours(package, sizes, LIGHT)}

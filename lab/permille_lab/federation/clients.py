@@ -106,10 +106,7 @@ class _Texts:
             path = Path(folder) / "text.jsonl"
             path.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
             documents, _ = read_documents([path])
-        template = self._tokenizer.chat_template()
-        found = (
-            self._tokenizer.tokenize(each.content, template, row_tokens=ROW_TOKENS) for each in documents
-        )
+        found = (self._tokenizer.tokenize(each.content, row_tokens=ROW_TOKENS) for each in documents)
         return [each for each in found if each.targets]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from permille.choices import EstimatorKind
 from permille.engines.factory import LIGHT
+from permille.engines.interface import REVERSE_PASSES
 from permille.package.reader import Package
 from permille_agent.embed import SearchFailed, TrainOptions
 from permille_lab.learning.runs import options_for, text_run
@@ -39,7 +40,7 @@ class Contender:
         passes = {
             EstimatorKind.SPSA: 2 * self.queries,
             EstimatorKind.ONE_SIDED: self.queries,
-            EstimatorKind.FORWARD: self.queries + 1,
+            EstimatorKind.FORWARD: REVERSE_PASSES,
             EstimatorKind.SPLIT: self.queries,
         }
         return passes[self.estimator] * self.batch_rows

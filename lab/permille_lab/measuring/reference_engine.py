@@ -1,10 +1,9 @@
 """The reference engine: a package's forward pass by transformers, one variant and one sequence at a time.
 
 Slow and obvious, in float32 on a CPU: what fast engines are compared with. Weights are decoded as a whole.
-Derivatives are torch's own: forward mode by `torch.func.jvp`, the gradient by reverse mode. Means of losses
-are taken in float64.
+The gradient is torch's own, by reverse mode. Means of losses are taken in float64.
 
-# Legend: V variants, K masked weights, Q directions, T tokens of a sequence, R target tokens.
+# Legend: V variants, K masked weights, T tokens of a sequence, R target tokens.
 """
 
 import threading
@@ -16,11 +15,11 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.func import functional_call, jvp
+from torch.func import functional_call
 from torch.nn import functional
 
 from permille.engines.decoded_model import load_decoded_model
-from permille.engines.inputs import ModelLimits, check_batch, check_directions, check_prompt, check_values
+from permille.engines.inputs import ModelLimits, check_batch, check_prompt, check_values
 from permille.engines.interface import EngineInfo
 from permille.engines.sampling import TokenSampling, next_token
 from permille.engines.torch_engine import divergence
@@ -86,29 +85,6 @@ class ReferenceEngine:
             parts = [self._sequence_losses(value_K, *sequence) for sequence in _sequences(batch)]
             losses_R: NDArray[np.float32] = torch.cat(parts).numpy()
         return losses_R
-
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
-        """`grad f . z_i` by forward mode, direction by direction."""
-        check_values(values_K[None], self._limits)
-        directions_QK = check_directions(directions_QK, self._limits)
-        batch = check_batch(batch, self._limits, soft=True)
-        loss_sum, slope_Q = 0.0, np.zeros(len(directions_QK))
-        with self._lock, torch.no_grad():
-            value_K = torch.tensor(values_K)
-            for sequence in _sequences(batch):
-
-                def loss_of(value_K: Tensor, sequence: _Sequence = sequence) -> Tensor:
-                    return self._sequence_losses(value_K, *sequence).double().sum()
-
-                for query, direction_K in enumerate(directions_QK):
-                    self._layer_passes += self._layers  # of the tangent
-                    loss, slope = jvp(loss_of, (value_K,), (torch.tensor(direction_K),))  # type: ignore[misc]
-                    slope_Q[query] += float(slope)
-                loss_sum += float(loss)
-        targets = int(batch.target_BT.sum())
-        return loss_sum / targets, slope_Q / targets
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         """The mean loss and its gradient by the sparse values, by reverse mode, sequence by sequence."""

@@ -133,18 +133,6 @@ class Trainable:
         result: NDArray[np.float32] = gradient_K.cpu().numpy()
         return total, result
 
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
-        """Return the loss, and `grad f . z_i` from the gradient.
-
-        At this model's size these equal forward mode's numbers.
-        """
-        loss, gradient_K = self.gradient(values_K, batch)
-        wide_K = gradient_K.astype(np.float64)
-        # Take them one by one: all directions of all weights in float64 would be gigabytes.
-        return loss, np.array([direction_K.astype(np.float64) @ wide_K for direction_K in directions_QK])
-
     def _install(self, values_K: NDArray[np.float32]) -> None:
         if values_K.shape != (self.k,) or values_K.dtype != np.float32:
             raise InputError(
@@ -227,8 +215,8 @@ def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> T
 def dora(model: "PreTrainedModel", rank: int, *, seed: int) -> Trainable:
     """Put LoRA's adapters on the direction of each row of a weight, and train its length (Liu 2024).
 
-    The gradient is the authors' (their section 4.3), which holds the norm of a row fixed. So
-    `directional_derivatives` are not the losses' own.
+    The gradient is the authors' (their section 4.3), which holds the norm of a row fixed. So it is not the
+    losses' own.
     """
     from peft import LoraConfig
 

@@ -164,8 +164,7 @@ class Study:
         documents, _ = read_documents([path])
         if not documents:
             return None
-        template = self.tokenizer.chat_template()
-        found = self.tokenizer.tokenize(documents[0].content, template, row_tokens=self.options.row_tokens)
+        found = self.tokenizer.tokenize(documents[0].content, row_tokens=self.options.row_tokens)
         return found if found.targets else None
 
     def _filled(self, documents: Iterable[Document], wanted: int) -> list[TokenizedDocument]:

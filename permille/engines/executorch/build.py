@@ -49,7 +49,7 @@ def build(library: Path = LIBRARY) -> Path:
     wheel = runtime_folder()
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
-        raise OperatorError("expected a C++ compiler (c++, g++ or clang++), found none")
+        raise OperatorError("There is no C++ compiler. Install one (c++, g++ or clang++), or name it in CXX.")
     portable = wheel / "include/executorch/runtime/core/portable_type/c10"
     part = library.with_name(f"{library.name}.{os.getpid()}.part")
     command = [compiler, *_FLAGS, *_DEFINES, f"-I{wheel / 'include'}", f"-I{portable}", "-w", str(SOURCE)]

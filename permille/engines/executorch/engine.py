@@ -48,7 +48,7 @@ class ExecutorchEngine:
         self._threads = threads or available_processors()
         path = package.program()
         if path is None:
-            raise InputError("expected a package with a program, got one without: `permille exports create`")
+            raise InputError("The package has no program. Make one: `permille exports create`.")
         self._program = Program(path, threads=self._threads)
         digest, parent = np.zeros(32, np.uint8), package.manifest.parent().digest
         self._program.run("package", (), digest)
@@ -110,18 +110,6 @@ class ExecutorchEngine:
         losses_R: Array = self._losses(values_K[None], batch)[0][batch.target_BT[:, 1:]]
         return losses_R
 
-    def directional_derivatives(
-        self,
-        values_K: Array,  # noqa: ARG002
-        directions_QK: Array,  # noqa: ARG002
-        batch: Batch,  # noqa: ARG002
-    ) -> tuple[float, NDArray[np.float64]]:
-        """
-        Raises:
-            InputError: always; an inference engine has no derivatives.
-        """
-        raise InputError('expected an engine with derivatives, got "executorch": train with --estimator spsa')
-
     def generate(
         self,
         values_K: Array,  # noqa: ARG002
@@ -132,7 +120,7 @@ class ExecutorchEngine:
         Raises:
             InputError: always; a program computes losses of rows.
         """
-        raise InputError('expected an engine that writes text, got "executorch": take "auto"')
+        raise InputError('"executorch" writes no text. Choose the engine "auto".')
 
     def _losses(self, values_VK: Array, batch: Batch) -> Array:
         """[V, B, T - 1] for a checked batch."""

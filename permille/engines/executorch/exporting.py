@@ -3,9 +3,16 @@
     layer = export_program(package, ProgramShape(variants=32, rows=64, tokens=128))
     write_manifest(package.blobs, package.manifest.with_addition(layer, {"weights": "float32"}))
 
+The frozen weights are read once for all variants (P-RGE, section 3.4, with the values in the place of
+LoRA's B). What moves the values stays outside: integers on a lattice, as for every engine.
+`sparse_add` is an operator so that a program names it; a runtime may bring its own.
+
 float32 by the XNNPACK backend, or, of an int4 package, its 4-bit codes with activations in 8 bits. Scales are
 then bfloat16, as XNNPACK has them, and linears whose rows are no multiple of the group stay float32. The
 sparse values, attention, norms and the head are float32 either way.
+
+# Legend: V variants, R rows of the pass (a sequence under a variant each), T tokens, K and N inputs and
+# outputs of a linear, C its masked weights; `values_VK` has the masked weights of the whole package.
 """
 
 import os
@@ -16,11 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
 
 from permille.choices import ProgramWeights, choice_of
-from permille.engines.decoded_model import MaskedLinear, load_decoded_model
-from permille.engines.dual import DualModel, dual_model
+from permille.engines.decoded_model import DecodedModel, MaskedLinear, load_decoded_model
 from permille.engines.executorch.program import ProgramShape
 from permille.engines.export import checked_values, new_folder
 from permille.errors import InputError
@@ -55,7 +63,7 @@ def export_program(
     """
     weights = choice_of(ProgramWeights, weights, "weights of a program")
     if weights is ProgramWeights.INT4 and package.manifest.scheme.name is not Scheme.INT4:
-        raise InputError(f"expected an int4 package for 4-bit weights, got {package.manifest.scheme.name}")
+        raise InputError(f"4-bit weights need an int4 package, this one is {package.manifest.scheme.name}.")
     _check_exporter()
     module = dual_model(package)
     if weights is ProgramWeights.INT4:
@@ -105,13 +113,85 @@ def export_executorch(package: Package, values_K: NDArray[np.float32] | None, fo
             return file.tell()
 
 
+@torch.library.custom_op("permille::sparse_add", mutates_args=())
+def sparse_add(
+    y_RTN: Tensor, x_RTK: Tensor, values_VC: Tensor, variant_R: Tensor, row_C: Tensor, column_C: Tensor
+) -> Tensor:
+    """`y_r + x_r S_v^T`, v the row's variant, S_v [N, K] zero but for `values_v` at (row, column)."""
+    product_RTC = x_RTK[..., column_C] * values_VC[variant_R, None]
+    return y_RTN.index_add(2, row_C, product_RTC)
+
+
+@sparse_add.register_fake
+def _(y_RTN: Tensor, *_others: Tensor) -> Tensor:
+    return torch.empty_like(y_RTN)
+
+
+class DualSparseLinear(nn.Module):
+    """`y_v = x_v W_v^T + b`: W is 0 at the mask, and each variant adds its own values there (ADR 12)."""
+
+    def __init__(self, masked: MaskedLinear) -> None:
+        """Take over a masked layer, whose weight is changed."""
+        super().__init__()
+        self.linear = masked.dense(torch.zeros_like(masked.values))
+        self.values = nn.Parameter(masked.values.data[None], requires_grad=False)
+        self.register_buffer("variant_R", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("row_C", masked.row_C)
+        self.register_buffer("column_C", masked.column_C)
+        self.variant_R: Tensor
+        self.row_C: Tensor
+        self.column_C: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, T, K], or OPT's [R * T, K]; `values` [V, C] and `variant_R` are replaced from outside."""
+        y: Tensor = self.linear(x)
+        x_RTK, y_RTN = (tensor.reshape(len(self.variant_R), -1, tensor.shape[-1]) for tensor in (x, y))
+        added: Tensor = sparse_add(y_RTN, x_RTK, self.values, self.variant_R, self.row_C, self.column_C)
+        return added.view(y.shape)
+
+
+class DualModel(nn.Module):
+    """A package's token losses under several variants of the sparse values."""
+
+    def __init__(self, package: Package, model: DecodedModel) -> None:
+        super().__init__()
+        self.model = model.module
+        self._counts = list(package.counts)
+        self._value_names = model.value_names
+
+    def forward(self, values_VK: Tensor, variant_R: Tensor, ids_RT: Tensor) -> Tensor:
+        """`-log p(token t + 1 | tokens to t)` of each row under its variant, float32 [R, T - 1]."""
+        replaced = dict(zip(self._value_names, torch.split(values_VK, self._counts, dim=1), strict=True))
+        replaced |= {name.removesuffix("values") + "variant_R": variant_R for name in self._value_names}
+        logits = functional_call(self.model, replaced, (ids_RT,), {"use_cache": False}).logits[:, :-1]
+        loss = functional.cross_entropy(logits.flatten(0, 1), ids_RT[:, 1:].flatten(), reduction="none")
+        return loss.view(len(ids_RT), -1)
+
+
+def dual_model(package: Package) -> DualModel:
+    """Build the module in float32, every linear decoded.
+
+    Raises:
+        InputError: a family that we do not know, attention that is not causal, or an adapter.
+    """
+    if package.manifest.adapter is not None:
+        raise InputError("A program needs a package with a mask, and this one has an adapter.")
+    model = load_decoded_model(package)
+    for name in model.value_names:
+        path = name.removesuffix(".values")
+        masked = model.module.get_submodule(path)
+        assert isinstance(masked, MaskedLinear)  # what load_decoded_model put there
+        model.module.set_submodule(path, DualSparseLinear(masked))
+    return DualModel(package, model).eval()
+
+
 class _Logits(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(ids_BT, use_cache=False).logits
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        logits: Tensor = self.model(ids_BT, use_cache=False).logits
         return logits
 
 
@@ -136,7 +216,7 @@ def _check_exporter() -> None:
         raise InputError(f"exporting needs {name}: pip install 'permille[executorch]'") from exc
 
 
-def _lower(exported: torch.export.ExportedProgram, constants: Mapping[str, torch.Tensor]) -> Any:
+def _lower(exported: torch.export.ExportedProgram, constants: Mapping[str, Tensor]) -> Any:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
@@ -163,7 +243,7 @@ def _set_codes(module: DualModel, package: Package) -> None:
             layer.weight = nn.Parameter(_codes(quantized, package.mask(info.name)), requires_grad=False)
 
 
-def _codes(quantized: QuantizedTensor, mask: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> torch.Tensor:
+def _codes(quantized: QuantizedTensor, mask: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> Tensor:
     from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
         IntxUnpackedToInt8Tensor,
         IntxUnpackedToInt8TensorActivationQuantization,
@@ -173,7 +253,7 @@ def _codes(quantized: QuantizedTensor, mask: np.ndarray[tuple[int], np.dtype[np.
     code_NK = (code.astype(np.int8) - np.int8(8))[: np.prod(quantized.shape)].reshape(quantized.shape)
     code_NK.reshape(-1)[mask] = 0
     scale_NG = torch.from_numpy(quantized.scales.copy())
-    tensor: torch.Tensor = IntxUnpackedToInt8Tensor(
+    tensor: Tensor = IntxUnpackedToInt8Tensor(
         qdata=torch.from_numpy(code_NK),
         scale=scale_NG,
         zero_point=torch.zeros_like(scale_NG, dtype=torch.int8),

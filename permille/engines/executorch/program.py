@@ -49,7 +49,7 @@ class Program:
         self._opened = ctypes.c_void_p()
         code = self._library.program_open(str(path).encode(), threads or 0, ctypes.byref(self._opened))
         if code:
-            raise InputError(f"expected a program of ExecuTorch, got {self._error(code)}")
+            raise InputError(f"This is no program of ExecuTorch: {self._error(code)}")
         self._close = weakref.finalize(self, self._library.program_close, self._opened)
 
     def input_shape(self, method: str, index: int) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class Program:
         sizes, rank = (ctypes.c_int64 * 4)(), ctypes.c_int()
         code = self._library.program_input(self._opened, method.encode(), index, sizes, ctypes.byref(rank))
         if code:
-            raise InputError(f"expected method {method} with inputs, got {self._error(code)}")
+            raise InputError(f"The program has no such input of {method}: {self._error(code)}")
         return tuple(sizes[: rank.value])
 
     def run(self, method: str, inputs: tuple[NDArray[Any], ...], out: NDArray[Any]) -> None:
@@ -87,7 +87,7 @@ class Program:
             ctypes.c_size_t(out.nbytes),
         )
         if code:
-            raise InputError(f"expected {method} to run, got {self._error(code)}")
+            raise InputError(f"{method} does not run: {self._error(code)}")
 
     def _error(self, code: int) -> str:
         message = self._library.program_message().decode(errors="replace")

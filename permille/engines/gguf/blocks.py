@@ -38,7 +38,7 @@ from permille.quantization.types import QuantizedTensor, Scheme
 
 BLOCK = 32
 WEIGHT = np.float32(300)
-"""What a squared error of a masked weight counts against a neighbour's: the mask has some 30 % of the Fisher
+"""Weight of a masked weight's squared error against a neighbour's: the mask has some 30 % of the Fisher
 information in 0.1 % of the weights."""
 _CHUNK_BLOCKS = 1 << 13
 _LARGEST_HALF = 65504.0
@@ -101,7 +101,7 @@ def encode(
     if kind is BlockType.F32:
         return np.ascontiguousarray(weight_NK, "<f4").view(np.uint8)
     if float(np.abs(weight_NK).max(initial=0.0)) > _LARGEST_HALF:
-        raise InputError(f"expected numbers that float16 can hold in {name}, got larger ones: export f32")
+        raise InputError(f"{name} has numbers that float16 cannot hold. Export f32.")
     if kind is BlockType.F16:
         return np.ascontiguousarray(weight_NK, "<f2").view(np.uint8)
     weight_BS = np.ascontiguousarray(weight_NK).reshape(-1, BLOCK)

@@ -96,8 +96,8 @@ def export_gguf(
     adapter = package.manifest.adapter
     if adapter is not None:
         raise InputError(
-            f"expected a package with a mask for gguf, got one with an adapter ({adapter.kind}): "
-            "export peft, of which llama.cpp's convert_lora_to_gguf.py makes its own adapter, or transformers"
+            f"GGUF is written of packages with a mask, and this one has an adapter ({adapter.kind}). Export "
+            "peft, of which llama.cpp's convert_lora_to_gguf.py makes its own adapter, or transformers."
         )
     values_K = checked_values(package, values_K)
     if kind is BlockType.SOURCE and scheme is not Scheme.SOURCE:
@@ -106,8 +106,8 @@ def export_gguf(
         raise InputError("Q4_1 is written of packages of scheme source alone (--type source). Export q8_0.")
     if kind is BlockType.Q4_0 and scheme is not Scheme.INT4:
         raise InputError(
-            f"expected an int4 package for q4_0, got {scheme}, whose levels it lacks: export "
-            + ("source" if scheme is Scheme.SOURCE else "q8_0")
+            f"Q4_0 is written of int4 packages, and lacks the levels of {scheme}. Export "
+            + ("source." if scheme is Scheme.SOURCE else "q8_0.")
         )
     description, vocabulary = describe(package.config), None
     if "tokenizer.json" in package.manifest.files():
@@ -262,7 +262,7 @@ class _Weights:
     def _name(self, name: str) -> str:
         found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
-            raise InputError(f"expected a tensor that llama.cpp knows, got {name}")
+            raise InputError(f"llama.cpp knows no tensor {name}.")
         return found
 
 

@@ -74,7 +74,7 @@ def vocabulary_of(package: Package, rows: int) -> Vocabulary:
     try:
         return _read(package, rows)
     except (PackageError, KeyError, TypeError, AttributeError, IndexError) as exc:
-        raise InputError(f"expected a tokenizer.json of the known form: {exc!r:.200}") from exc
+        raise InputError(f"The tokenizer.json is of an unknown form: {exc!r:.200}") from exc
 
 
 def _read(package: Package, rows: int) -> Vocabulary:
@@ -94,7 +94,7 @@ def _read(package: Package, rows: int) -> Vocabulary:
             f"expected token ids below {rows}, the rows of the embedding; got {max(ids.values())}"
         )
     pairs = [tuple(pair.split(" ", 1) if isinstance(pair, str) else pair) for pair in model["merges"]]
-    cut = None if _is_sentencepiece(document) else _cut(document)
+    cut = None if model.get("byte_fallback") else _cut(document)  # sentencepiece cuts by scores
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [TokenType.UNUSED] * rows
     for token, number in ids.items():
@@ -123,10 +123,6 @@ def _read(package: Package, rows: int) -> Vocabulary:
         add_eos="eos" in special and last,
         chat_template=files.template,
     )
-
-
-def _is_sentencepiece(document: Mapping[str, Any]) -> bool:
-    return bool(document["model"].get("byte_fallback"))
 
 
 def _space_first(document: Mapping[str, Any]) -> bool:

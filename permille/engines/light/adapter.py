@@ -5,8 +5,7 @@ adds its part of `B low`. Backwards, with d the gradient at the output and `e = 
 
     d_B = d^T low,   d_A = e^T x,   d_x += e A
 
-# Legend: N, K = out and in features; R rank; C the adapter's numbers; G groups of variants, and in a tangent
-pass the primal and after it its Q tangents; M tokens.
+# Legend: N, K = out and in features; R rank; C the adapter's numbers; G groups of variants; M tokens.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ _PART = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LowRank:
-    """What some groups of variants have in an adapter: `low_GMR`, and B of each."""
+    """Some groups' part in an adapter: `low_GMR`, and B of each."""
 
     low_GMR: Array
     b_GNR: Array
@@ -62,19 +61,6 @@ class LightAdapter:
         threads.each(part, [(group, rows) for group in range(groups) for rows in blocks(tokens, _PART)])
         low_GMR *= self._scale
         return LowRank(low_GMR=low_GMR, b_GNR=self._b(values_GK))
-
-    def of_tangents(
-        self, blas: Blas, threads: Threads, x_GMK: Array, value_K: Array, z_QK: Array
-    ) -> tuple[LowRank, LowRank]:
-        """Of primal and tangents: what B sends of `(A x)'`, and what B' of each direction sends of `A x`."""
-        ones = np.broadcast_to(value_K, (len(x_GMK), len(value_K)))
-        low_GMR = self.of_variants(blas, threads, x_GMK, ones).low_GMR
-        primal_QMR = np.broadcast_to(low_GMR[0], low_GMR[1:].shape).copy()
-        if self._frozen_RK is None:
-            x_QMK = np.broadcast_to(x_GMK[0], (len(z_QK), *x_GMK.shape[1:]))
-            low_GMR[1:] += self.of_variants(blas, threads, x_QMK, z_QK).low_GMR
-        moved = LowRank(low_GMR=low_GMR, b_GNR=self._b(ones))
-        return moved, LowRank(low_GMR=primal_QMR, b_GNR=self._b(z_QK))
 
     def add_gradient(
         self, threads: Threads, x_MK: Array, d_out_MN: Array, value_K: Array, gradient_K: Array

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.light import layers as numbers
-from permille.engines.light.decoder import finish, run_layer
 from permille.engines.light.linear import LightLinear, Tools
 from permille.engines.light.model import LightLayer, LightModel
-from permille.engines.light.passes import LossPass, Workspace
+from permille.engines.light.passes import LossPass, Workspace, finish, run_layer
 from permille.engines.light.sequences import JoinedSequences
 from permille.engines.light.threads import blocks
 from permille.models.architecture import Architecture
@@ -60,7 +59,7 @@ class TextPass(LossPass):
         return logit_D
 
     def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
-        """See `Pass`."""
+        """See `LossPass`."""
         if x_GMK.shape[1] > 1:
             super().linear(layers, x_GMK, outs)
             return
@@ -84,7 +83,7 @@ class TextPass(LossPass):
                 low_rank.add(self._tools.blas, 0, slice(None), out_1MN[0])
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
-        """See `Pass`."""
+        """See `LossPass`."""
         if x_GMH.shape[1] > 1:
             super().feed_forward(gate, up, x_GMH, out_GMI)
             return
@@ -99,7 +98,7 @@ class TextPass(LossPass):
         out_GMI *= up_GMI
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
-        """See `Pass`. New keys and values join those of the tokens before."""
+        """See `LossPass`. New keys and values join those of the tokens before."""
         key_SBD, value_SBD = self._memory(layer)
         stop = self.length + k.shape[1]
         key_SBD[self.length : stop], value_SBD[self.length : stop] = k[0], v[0]

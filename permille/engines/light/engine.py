@@ -10,8 +10,8 @@ With `int8` the linear layers of a loss see their inputs in 8 bits: a step of a 
 float32's on a processor with AVX2 (`docs/results/engine.md`). Sparse values, attention, norms and head stay
 float32, and so do derivatives and generated text.
 
-# Legend: V variants, G groups of them, K masked weights, Q directions, B sequences, T and M tokens, H hidden
-size, R target tokens.
+# Legend: V variants, G groups of them, K masked weights, B sequences, T and M tokens, H hidden size, R target
+tokens.
 """
 
 import threading
@@ -21,14 +21,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.inputs import check_batch, check_directions, check_prompt, check_values
+from permille.engines.inputs import check_batch, check_prompt, check_values
 from permille.engines.interface import REVERSE_PASSES, EngineInfo
 from permille.engines.light.blas import Blas
-from permille.engines.light.decoder import finish, run_layer
 from permille.engines.light.decoding import TextPass
 from permille.engines.light.linear import Tools
 from permille.engines.light.model import LightModel, load_model
-from permille.engines.light.passes import LossPass, TangentPass, Workspace
+from permille.engines.light.passes import LossPass, Workspace, finish, run_layer
 from permille.engines.light.reverse import ReversePass
 from permille.engines.light.sequences import (
     Groups,
@@ -53,8 +52,6 @@ Array = NDArray[np.float32]
 DEFAULT_MAX_TOKENS = 1024
 # Fewer tokens of one variant than this make its products slow: then rather fewer variants at a time.
 _FEW_TOKENS = 256
-# Tangents of one pass share the primal: rather fewer tokens at a time than the primal twice.
-_FEW_TANGENT_TOKENS = 128
 # Hidden states below the first masked layer, of masks of upper layers alone: 128 rows of 256 tokens at 1.1B.
 DEFAULT_KEPT_BYTES = 256 << 20
 
@@ -158,28 +155,6 @@ class LightEngine:
                     found.append((id_S, np.exp(logit_D[id_S] - total)))
         ids_RS, probability_RS = (np.stack(column) for column in zip(*found, strict=True))
         return SoftTargets(ids_RN=ids_RS, probability_RN=probability_RS.astype(np.float32))
-
-    def directional_derivatives(
-        self, values_K: Array, directions_QK: Array, batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
-        """`grad f . z_i` by forward-mode: one primal pass, and its tangents for all directions beside it."""
-        check_values(values_K[None], self._model.limits)
-        values_K = np.ascontiguousarray(values_K)  # parts of it go to kernels
-        z_QK = check_directions(directions_QK, self._model.limits)
-        batch = check_batch(batch, self._model.limits, soft=True)
-        most = max(1, self._max_tokens // _FEW_TANGENT_TOKENS - 1)
-        queries = -(-len(z_QK) // -(-len(z_QK) // most))
-        sums_Q, loss_sum = np.zeros(len(z_QK)), 0.0
-        with self._lock:
-            for first in range(0, len(z_QK), queries):
-                part = slice(first, first + queries)
-                loss_sum = 0.0
-                for joined in join_sequences(batch, max(1, self._max_tokens // (queries + 1))):
-                    loss, sums = self._derivative_sums(values_K, z_QK[part], joined)
-                    loss_sum += loss
-                    sums_Q[part] += sums
-        targets = int(batch.target_BT.sum())
-        return loss_sum / targets, sums_Q / targets
 
     def gradient(self, values_K: Array, batch: Batch) -> tuple[float, Array]:
         """The loss and its gradient by a reverse pass: some three times the work of a loss, whatever k is."""
@@ -295,28 +270,6 @@ class LightEngine:
             run_layer(run, self._model.architecture, self._model.layers[number], x)
             self._layer_passes += len(groups) * len(joined.sequences)
         yield groups, finish(run, self._model, self._before_targets(x_GMH[: len(groups)], joined))
-
-    def _derivative_sums(
-        self, value_K: Array, z_QK: Array, joined: JoinedSequences
-    ) -> tuple[float, NDArray[np.float64]]:
-        """Sum over the part's targets of the token losses, and of their derivative along each direction [q].
-
-        A derivative is the tangent of the hidden state times the head's gradient, which all directions share.
-        """
-        run = TangentPass(self._exact, self._model.architecture, self._workspace, joined, value_K, z_QK)
-        with np.errstate(all="ignore"):
-            x_QMH = self._residual(1 + len(z_QK), joined, self._exact)
-            x_QMH[1:] = 0
-            for layer in self._model.layers[self._model.first_masked :]:
-                run_layer(run, self._model.architecture, layer, x_QMH)
-                self._layer_passes += len(x_QMH) * len(joined.sequences)
-            states_QRH = finish(run, self._model, self._before_targets(x_QMH, joined))
-            loss_R, gradient_RH = self._model.head.gradients(states_QRH[0], joined.target_R, joined.soft)
-            sums_Q = [
-                np.einsum("rh,rh->r", tangent_RH, gradient_RH).sum(dtype=np.float64)
-                for tangent_RH in states_QRH[1:]
-            ]
-        return float(loss_R.sum(dtype=np.float64)), np.array(sums_Q)
 
     def _residual(self, states: int, joined: JoinedSequences, tools: Tools) -> Array:
         """Work memory [states, M, H] whose first state is what enters the first masked layer."""

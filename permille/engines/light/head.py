@@ -267,7 +267,7 @@ def _part_losses(part: _Running) -> Array:
 
 
 def _pulls(part: _Running) -> tuple[Array, Array]:
-    """How much a row's loss moves with the logits: `d loss / d logit_j = whole q_j + named_j`, the second for
+    """Derivative of a row's loss by the logits: `d loss / d logit_j = whole q_j + named_j`, the second for
     named tokens alone.
 
     With P the named tokens' mass, `rest` that of all others and `r = rest / q_rest`:

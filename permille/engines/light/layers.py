@@ -1,10 +1,9 @@
-"""The pointwise and row-wise parts of a decoder, and how a small change of the input moves them.
+"""The pointwise and row-wise parts of a decoder.
 
 What the kernels of `permille.native.layers` do not take is done in numpy, with the same results to rounding.
 
 Each function works on some rows and writes to a place that the caller gives, so that rows can be split over
-threads. A tangent is what forward-mode differentiation makes of the function: derivatives are written by
-hand, from the formula above them.
+threads.
 
 # Legend: M tokens, H width, T tokens of one sequence, S tokens that it attends to (its own among them), A
 # heads, B key-value heads, D numbers of a head, E = rotated / 2.
@@ -35,20 +34,8 @@ def norm(
         out += bias_H
 
 
-def norm_tangent(
-    kind: NormKind, x_MH: Array, change_MH: Array, weight_H: Array, epsilon: float, out: Array
-) -> None:
-    """`out = w r (x' - n mean(n x'))`, `n = x r`, `r = 1 / sqrt(mean(x^2) + epsilon)` (LAYER: centred)."""
-    scaled_MH, r_M1 = standardized(kind, x_MH, epsilon)
-    if kind is NormKind.LAYER:
-        change_MH = change_MH - change_MH.mean(axis=1, keepdims=True)
-    np.multiply(scaled_MH, (scaled_MH * change_MH).mean(axis=1, keepdims=True), out=out)
-    np.subtract(change_MH, out, out=out)
-    out *= r_M1
-    out *= weight_H
-
-
 def standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, Array]:
+    """Return `n = x r` and `r = 1 / sqrt(mean(x^2) + epsilon)` (LAYER: of the centred x)."""
     if kind is NormKind.LAYER:
         x_MH = x_MH - x_MH.mean(axis=1, keepdims=True)
     mean_M = np.einsum("mh,mh->m", x_MH, x_MH) / np.float32(x_MH.shape[1])
@@ -113,7 +100,7 @@ def _tanh_argument(x: Array) -> Array:
 
 
 def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
-    """Rotate the first 2E numbers of every head, in place. Linear, so it is its own tangent."""
+    """Rotate the first 2E numbers of every head, in place."""
     if native.rotate(x_MAD, cosine_ME, sine_ME):
         return
     half = cosine_ME.shape[1]
@@ -140,30 +127,6 @@ def attention(q_TAD: Array, k_SBD: Array, v_SBD: Array, scores: AttentionScores,
     for q_GTD, k_SD, v_SD, out_GTD in _by_head(q_TAD, k_SBD, v_SBD, out_TAD):
         weight_GTS, _ = attention_weights(q_GTD, k_SD, scores)
         np.matmul(weight_GTS, v_SD, out=out_GTD)
-
-
-def attention_tangents(
-    q_QTAD: Array, k_QTBD: Array, v_QTBD: Array, scores: AttentionScores, out_QTAD: Array
-) -> None:
-    """The first of the 1 + Q is the primal, the others its tangents:
-
-    `out' = P' v + P v'`, `P' = P (s' - sum(P s'))`, `s' = scale (q' k + q k') slope`.
-    """
-    primal = _by_head(q_QTAD[0], k_QTBD[0], v_QTBD[0], out_QTAD[0])
-    for head, (q_GTD, k_TD, v_TD, out_GTD) in enumerate(primal):
-        weight_GTT, slope_GTT = attention_weights(q_GTD, k_TD, scores)
-        np.matmul(weight_GTT, v_TD, out=out_GTD)
-        for query in range(1, len(q_QTAD)):
-            parts = _by_head(q_QTAD[query], k_QTBD[query], v_QTBD[query], out_QTAD[query])
-            dq_GTD, dk_TD, dv_TD, dout_GTD = parts[head]
-            change_GTT = np.matmul(dq_GTD, k_TD.T)
-            change_GTT += np.matmul(q_GTD, dk_TD.T)
-            change_GTT *= np.float32(scores.scale)
-            if slope_GTT is not None:
-                change_GTT *= slope_GTT
-            change_GTT -= np.einsum("gts,gts->gt", weight_GTT, change_GTT)[..., None]
-            change_GTT *= weight_GTT
-            dout_GTD[...] = np.matmul(change_GTT, v_TD) + np.matmul(weight_GTT, dv_TD)
 
 
 def _by_head(

@@ -13,8 +13,7 @@ is a sparse product of its own, with the inputs in float32 (ADR 20):
 
     y = round8(x) dequantize(codes)^T + x (W - dequantize(codes))^T + b
 
-# Legend: N, K = out and in features; C masked weights; G groups of variants; M tokens; R rows of a tile; Q
-# directions.
+# Legend: N, K = out and in features; C masked weights; G groups of variants; M tokens; R rows of a tile.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,16 +87,6 @@ class LayerValues:
     low_rank: LowRank | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerTangents:
-    """The values of a primal in one layer, and the directions of its tangents; of an adapter see
-    `LightAdapter.of_tangents`."""
-
-    value_1C: Array
-    z_QC: Array
-    low_rank: tuple[LowRank, LowRank] | None
-
-
 class LightLinear:
     """A quantized layer, with masked weights or an adapter."""
 
@@ -150,13 +139,6 @@ class LightLinear:
         if self.adapter is not None:
             low_rank = self.adapter.of_variants(tools.blas, tools.threads, x_GMK, values_GK)
         return LayerValues(masked_GC=values_GK[:, self.span], low_rank=low_rank)
-
-    def tangents(self, tools: Tools, x_QMK: Array, value_K: Array, z_QK: Array) -> LayerTangents:
-        """This layer's part of a primal's values and of the directions of its tangents."""
-        low_rank = None
-        if self.adapter is not None:
-            low_rank = self.adapter.of_tangents(tools.blas, tools.threads, x_QMK, value_K, z_QK)
-        return LayerTangents(value_1C=value_K[None, self.span], z_QC=z_QK[:, self.span], low_rank=low_rank)
 
     def variants_tile(
         self, tools: Tools, inputs: Inputs, values: LayerValues, rows: slice, out_GMN: Array
@@ -219,35 +201,6 @@ class LightLinear:
             difference_GC=values_GC[:, first:last] - decode_at(self.weight, indices),
         )
 
-    def tangent_tile(
-        self, tools: Tools, x_QMK: Array, tangents: LayerTangents, rows: slice, name: str
-    ) -> Array:
-        """The primal and, after it, the tangents `W x' + (z on the mask) x`: [1 + Q, M, R] in scratch memory
-        of this name."""
-        count, tokens = x_QMK.shape[:2]
-        width = rows.stop - rows.start
-        part_QMR = tools.threads.scratch(name, count * tokens * width).reshape(count, tokens, width)
-        _, weight_RK = next(self.weights(tools.threads, rows, tangents.value_1C))
-        tools.blas.product(x_QMK.reshape(-1, self.columns), weight_RK, part_QMR.reshape(-1, width))
-        if self.bias_N is not None:
-            part_QMR[0] += self.bias_N[rows]
-        first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
-        if last > first:
-            sparse_product(
-                x_QMK[0],
-                self.row_start_N1[rows.start : rows.stop + 1] - np.int32(first),
-                (self.indices[first:last] % np.uint32(self.columns)).astype(np.int32),
-                np.ascontiguousarray(tangents.z_QC[:, first:last]),
-                part_QMR[1:],
-            )
-        if tangents.low_rank is not None:
-            moved, directed = tangents.low_rank
-            for state in range(count):
-                moved.add(tools.blas, state, rows, part_QMR[state])
-                if state:
-                    directed.add(tools.blas, state - 1, rows, part_QMR[state])
-        return part_QMR
-
     def _multiplied(
         self, tools: Tools, x_GMK: Array, values_GC: Array, rows: slice
     ) -> Iterator[tuple[int, Callable[[Array], None]]]:
@@ -285,17 +238,14 @@ class LightLinear:
         decode_tile(self.weight, rows.start, rows.stop, tile_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         for group, value_C in enumerate(values_GC):
-            if last > first:
-                part = self.indices[first:last]
-                set_values(tile_RK, part, value_C[first:last], rows.start * self.columns)
+            set_values(tile_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
             yield group, tile_RK
 
     def fill(self, rows: slice, value_C: Array, out_RK: Array) -> None:
         """Some rows of the weight with the values of one variant, into memory of the caller's."""
         decode_tile(self.weight, rows.start, rows.stop, out_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
-        if last > first:
-            set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
+        set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
 
     def multiply(self, blas: Blas, x_MK: Array, weight_RK: Array, rows: slice, out_MR: Array) -> None:
         """`x W^T + b` for the rows of a tile."""

@@ -1,7 +1,13 @@
-"""The passes through a decoder: groups of variants, and a primal with its tangents.
+"""The forward pass of a decoder: its parts, and their order in a layer.
 
-# Legend: G groups of variants, Q directions, M tokens, H hidden size, K features, A heads, D numbers of a
-head, C masked weights of a layer.
+States are [G, M, H]: groups of variants, each with its values. The residual is changed in place.
+
+Three stretches of work memory serve a layer beside the residual. "normed" holds what goes into a part of the
+layer and then what comes out of it; "inner" what lies between, in the attention (queries, keys, values) as in
+the feed-forward part; "kept" is for the parallel block alone.
+
+# Legend: G groups of variants, M tokens, H hidden size, K features, A heads, B key-value heads, D numbers of
+a head, C masked weights of a layer.
 """
 
 import math
@@ -11,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.light import layers as numbers
-from permille.engines.light.linear import Inputs, LayerTangents, LightLinear, Tools
-from permille.engines.light.model import LightLayer, Norm
+from permille.engines.light.linear import Inputs, LightLinear, Tools
+from permille.engines.light.model import LightLayer, LightModel, Norm
 from permille.engines.light.sequences import JoinedSequences
 from permille.engines.light.threads import blocks
 from permille.models.architecture import Architecture
+from permille.models.descriptions import BlockKind
 from permille.models.rope import Rope
 from permille.native.int8 import padded, quantize_tokens
 
@@ -46,12 +53,13 @@ class Workspace:
         self._kept.clear()
 
 
-class _Tokens:
-    """Parts that every pass over joined sequences shares: work memory, positions, tasks over rows."""
+class LossPass:
+    """States are groups of variants, with their values for each layer."""
 
     def __init__(
         self, tools: Tools, architecture: Architecture, workspace: Workspace, joined: JoinedSequences
     ) -> None:
+        self._values_GK = np.empty((0, 0), np.float32)
         self._tools = tools
         self._architecture = architecture
         self._workspace = workspace
@@ -59,7 +67,10 @@ class _Tokens:
         self._tables: dict[int, tuple[Array, Array]] = {}
 
     def buffers(self, name: str, x_GMK: Array, *widths: int) -> list[Array]:
-        """See `Pass`."""
+        """Return work memory [G, M, width] for each width, G and M those of x, one after the other.
+
+        The same name gives the same memory.
+        """
         states, tokens = x_GMK.shape[:2]
         flat = self._workspace.take(name, (states * tokens * sum(widths),))
         stops = [states * tokens * sum(widths[: index + 1]) for index in range(len(widths))]
@@ -69,7 +80,7 @@ class _Tokens:
         ]
 
     def rotate(self, layer: LightLayer, x_GMAD: Array) -> None:
-        """See `Pass`. Linear: primal and tangents alike."""
+        """Rotate to positions, in place."""
         rope = layer.settings.rope
         if rope is None:
             return
@@ -90,22 +101,12 @@ class _Tokens:
         tasks = [(state, rows) for state in range(x.shape[0]) for rows in blocks(x.shape[1], _ROWS)]
         self._tools.threads.each(work, tasks)
 
-
-class LossPass(_Tokens):
-    """States are groups of variants, with their values for each layer."""
-
-    def __init__(
-        self, tools: Tools, architecture: Architecture, workspace: Workspace, joined: JoinedSequences
-    ) -> None:
-        super().__init__(tools, architecture, workspace, joined)
-        self._values_GK = np.empty((0, 0), np.float32)
-
     def set_values(self, values_GK: Array) -> None:
         """The values of each group, [g, k], until set anew."""
         self._values_GK = values_GK
 
     def norm(self, norm: Norm, x_GMH: Array, out_GMH: Array) -> None:
-        """See `Pass`."""
+        """Norm each token; `out` may be x."""
 
         def rows(task: tuple[int, slice]) -> None:
             state, part = task
@@ -115,20 +116,27 @@ class LossPass(_Tokens):
         self._each_row(x_GMH, rows)
 
     def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
-        """See `Pass`."""
-
+        """Compute quantized layers of the same input, each to its own [G, M, N]."""
         inputs = self._inputs(x_GMK)
-
         values = {id(layer): layer.values(self._tools, x_GMK, self._values_GK) for layer in layers}
 
         def tile(task: tuple[LightLinear, Array, slice]) -> None:
             layer, out_GMN, rows = task
             layer.variants_tile(self._tools, inputs, values[id(layer)], rows, out_GMN)
 
-        self._tools.threads.each(tile, _tile_tasks(layers, outs, self._tools.threads.count))
+        threads = self._tools.threads
+        tasks = [
+            (layer, out, rows)
+            for layer, out in zip(layers, outs, strict=True)
+            for rows in layer.tiles(threads.count)
+        ]
+        threads.each(tile, tasks)
 
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
-        """See `Pass`. Gate and up go tile by tile, so that the gate's output never exists as a whole."""
+        """Compute `act(gate x) * (up x)`, or `act(up x)` without a gate.
+
+        Gate and up go tile by tile, so that the gate's output never exists as a whole.
+        """
         tools, kind = self._tools, self._architecture.activation
         inputs, first = self._inputs(x_GMH), up if gate is None else gate
         first_values = first.values(tools, x_GMH, self._values_GK)
@@ -163,7 +171,7 @@ class LossPass(_Tokens):
         return Inputs(x_GMK=x_GMK, q_GMP=q_GMP, scale_GM=scale_GM)
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
-        """See `Pass`."""
+        """Attend causally within each sequence; arrays are [G, M, heads, D]."""
 
         def sequence(task: tuple[int, slice]) -> None:
             state, rows = task
@@ -173,87 +181,99 @@ class LossPass(_Tokens):
         self._tools.threads.each(sequence, tasks)
 
 
-class TangentPass(_Tokens):
-    """State 0 is the primal, the others are its tangents in the directions."""
-
-    def __init__(
-        self,
-        tools: Tools,
-        architecture: Architecture,
-        workspace: Workspace,
-        joined: JoinedSequences,
-        value_K: Array,
-        z_QK: Array,
-    ) -> None:
-        super().__init__(tools, architecture, workspace, joined)
-        self._value_K, self._z_QK = value_K, z_QK
-
-    def norm(self, norm: Norm, x_QMH: Array, out_QMH: Array) -> None:
-        """See `Pass`."""
-
-        def rows(part: slice) -> None:
-            primal = _flat(x_QMH[0, part])
-            primal = primal.copy() if np.may_share_memory(x_QMH, out_QMH) else primal
-            for state in range(1, len(x_QMH)):
-                change, out = _flat(x_QMH[state, part]), _flat(out_QMH[state, part])
-                numbers.norm_tangent(norm.kind, primal, change.copy(), norm.weight_H, norm.epsilon, out)
-            out = _flat(out_QMH[0, part])
-            numbers.norm(norm.kind, primal, norm.weight_H, norm.bias_H, norm.epsilon, out)
-
-        self._tools.threads.each(rows, blocks(x_QMH.shape[1], _ROWS))
-
-    def linear(self, layers: Sequence[LightLinear], x_QMK: Array, outs: Sequence[Array]) -> None:
-        """See `Pass`."""
-
-        tangents = {id(layer): self._tangents(layer, x_QMK) for layer in layers}
-
-        def tile(task: tuple[LightLinear, Array, slice]) -> None:
-            layer, out_QMN, rows = task
-            out_QMN[:, :, rows] = layer.tangent_tile(self._tools, x_QMK, tangents[id(layer)], rows, "product")
-
-        self._tools.threads.each(tile, _tile_tasks(layers, outs, self._tools.threads.count))
-
-    def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_QMH: Array, out_QMI: Array) -> None:
-        """`(a(g) u)' = a'(g) g' u + a(g) u'`."""
-        kind, first = self._architecture.activation, up if gate is None else gate
-        first_tangents = self._tangents(first, x_QMH)
-        up_tangents = first_tangents if gate is None else self._tangents(up, x_QMH)
-
-        def tile(rows: slice) -> None:
-            gate_QMR = first.tangent_tile(self._tools, x_QMH, first_tangents, rows, "gate")
-            slope_MR = numbers.slope(kind, gate_QMR[0])
-            numbers.activate(kind, gate_QMR[0])
-            gate_QMR[1:] *= slope_MR
-            if gate is not None:
-                up_QMR = up.tangent_tile(self._tools, x_QMH, up_tangents, rows, "up")
-                gate_QMR[1:] *= up_QMR[0]
-                up_QMR[1:] *= gate_QMR[0]
-                gate_QMR[1:] += up_QMR[1:]
-                gate_QMR[0] *= up_QMR[0]
-            out_QMI[:, :, rows] = gate_QMR
-
-        self._tools.threads.each(tile, up.tiles(self._tools.threads.count))
-
-    def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
-        """See `Pass`."""
-
-        def sequence(rows: slice) -> None:
-            numbers.attention_tangents(q[:, rows], k[:, rows], v[:, rows], layer.scores, out[:, rows])
-
-        self._tools.threads.each(sequence, self._joined.sequences)
-
-    def _tangents(self, layer: LightLinear, x_QMK: Array) -> LayerTangents:
-        return layer.tangents(self._tools, x_QMK, self._value_K, self._z_QK)
-
-
 def _flat(x: Array) -> Array:
     """[M, H] as it is; [M, A, D] of contiguous heads, for norms of heads, as [M A, D]: always a view."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _tile_tasks(
-    layers: Sequence[LightLinear], outs: Sequence[Array], threads: int
-) -> list[tuple[LightLinear, Array, slice]]:
-    return [
-        (layer, out, rows) for layer, out in zip(layers, outs, strict=True) for rows in layer.tiles(threads)
-    ]
+def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> None:
+    """The layer's output takes the place of its input."""
+    kind = architecture.block
+    attended_GMH = _attention(run, architecture, layer, x_GMH)
+    if kind is BlockKind.PARALLEL:
+        (added_GMH,) = run.buffers("kept", x_GMH, x_GMH.shape[2])
+        np.add(attended_GMH, x_GMH, out=added_GMH)
+        np.add(_mlp(run, layer, x_GMH), added_GMH, out=x_GMH)
+        return
+    if layer.norm_attention_out is not None:
+        run.norm(layer.norm_attention_out, attended_GMH, attended_GMH)
+    scale_residual(architecture, attended_GMH)
+    x_GMH += attended_GMH
+    if kind is BlockKind.POST and layer.norm_attention is not None:
+        run.norm(layer.norm_attention, x_GMH, x_GMH)
+    moved_GMH = _mlp(run, layer, x_GMH, normed=kind is not BlockKind.POST)
+    if layer.norm_mlp_out is not None:
+        run.norm(layer.norm_mlp_out, moved_GMH, moved_GMH)
+    scale_residual(architecture, moved_GMH)
+    x_GMH += moved_GMH
+    if kind is BlockKind.POST and layer.norm_mlp is not None:
+        run.norm(layer.norm_mlp, x_GMH, x_GMH)
+
+
+def scale_residual(architecture: Architecture, added: Array) -> None:
+    """Multiply what a part of a layer adds by the family's factor, in place."""
+    if architecture.residual_scale != 1:
+        added *= np.float32(architecture.residual_scale)
+
+
+def norm_heads(run: LossPass, norm: Norm, x_GMAD: Array) -> None:
+    """Norm each head, in place; or all heads of a token as one, where the norm is as wide."""
+    x = x_GMAD.reshape(*x_GMAD.shape[:2], -1, len(norm.weight_H))
+    run.norm(norm, x, x)
+
+
+def finish(run: LossPass, model: LightModel, states_GRH: Array) -> Array:
+    """Return the input of the head, from the last layer's hidden states, which are overwritten."""
+    if model.final_norm is not None:
+        run.norm(model.final_norm, states_GRH, states_GRH)
+    return states_GRH if model.project_out_EH is None else states_GRH @ model.project_out_EH.T
+
+
+def _attention(run: LossPass, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> Array:
+    norm = None if architecture.block is BlockKind.POST else layer.norm_attention
+    normed_GMH = _normed(run, norm, x_GMH)
+    outs, (q, k, v) = head_buffers(run, "inner", architecture, layer, x_GMH)
+    run.linear(layer.projections, normed_GMH, outs)
+    if layer.norm_query is not None and layer.norm_key is not None:
+        norm_heads(run, layer.norm_query, q)
+        norm_heads(run, layer.norm_key, k)
+    if layer.settings.rope is not None:
+        run.rotate(layer, q)
+        run.rotate(layer, k)
+    (out_GMA,) = run.buffers("normed", x_GMH, architecture.heads * architecture.head)
+    run.attend(layer, q, k, v, out_GMA.reshape(q.shape))
+    (result_GMH,) = run.buffers("inner", x_GMH, x_GMH.shape[2])
+    run.linear([layer.output], out_GMA, [result_GMH])
+    return result_GMH
+
+
+def head_buffers(
+    run: LossPass, name: str, architecture: Architecture, layer: LightLayer, x_GMH: Array
+) -> tuple[list[Array], tuple[Array, Array, Array]]:
+    """Work memory for the outputs of `layer.projections`, and in it q, k and v [G, M, heads, D]."""
+    head, heads, kv_heads = architecture.head, architecture.heads, architecture.kv_heads
+    if layer.fused is not None:
+        (fused_GMN,) = run.buffers(name, x_GMH, 3 * heads * head)
+        parts = fused_GMN.reshape(*fused_GMN.shape[:2], heads, 3, head)
+        return [fused_GMN], (parts[..., 0, :], parts[..., 1, :], parts[..., 2, :])
+    counts = (heads, kv_heads, kv_heads)
+    found = run.buffers(name, x_GMH, *(count * head for count in counts))
+    q, k, v = (out.reshape(*out.shape[:2], count, head) for out, count in zip(found, counts, strict=True))
+    return found, (q, k, v)
+
+
+def _mlp(run: LossPass, layer: LightLayer, x_GMH: Array, *, normed: bool = True) -> Array:
+    normed_GMH = _normed(run, layer.norm_mlp if normed else None, x_GMH)
+    (inner_GMI,) = run.buffers("inner", x_GMH, layer.up.rows)
+    run.feed_forward(layer.gate, layer.up, normed_GMH, inner_GMI)
+    (result_GMH,) = run.buffers("normed", x_GMH, x_GMH.shape[2])
+    run.linear([layer.down], inner_GMI, [result_GMH])
+    return result_GMH
+
+
+def _normed(run: LossPass, norm: Norm | None, x_GMH: Array) -> Array:
+    if norm is None:
+        return x_GMH
+    (normed_GMH,) = run.buffers("normed", x_GMH, x_GMH.shape[2])
+    run.norm(norm, x_GMH, normed_GMH)
+    return normed_GMH

@@ -7,7 +7,6 @@ leaves no folder.
 """
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from permille.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint
 from permille.models.gguf.config import GgufModel, read_model
 from permille.models.gguf.file import GgufFile
 from permille.models.gguf.tokenizer import chat_template, tokenizer_files
+from permille.tensors import write_float32
 
 FOLDERS = "gguf"
 """Folder of converted files, below the model root."""
@@ -74,30 +74,9 @@ def convert(path: Path, folder: Path) -> None:
         (folder / name).write_text(json.dumps(document, ensure_ascii=False))
     if (template := chat_template(file)) is not None:
         (folder / "chat_template.jinja").write_text(template)
-    _write_weights(model, folder / WEIGHTS_FILE)
+    shapes = {name: tuple(file.tensors[stored].shape) for name, stored in model.names.items()}
+    write_float32(folder / WEIGHTS_FILE, shapes, _tensors(model))
     Checkpoint(folder)
-
-
-def _write_weights(model: GgufModel, path: Path) -> None:
-    """Write a safetensors file in float32, one tensor at a time.
-
-    The writer of the safetensors library needs all tensors in memory.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, stored in model.names.items():
-        shape = model.file.tensors[stored].shape
-        end = begin + 4 * int(np.prod(shape))
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    with path.open("wb") as out:
-        out.write(len(head).to_bytes(8, "little") + head)
-        for number in _tensors(model):
-            out.write(number.data)
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def _tensors(model: GgufModel) -> Iterator[NDArray[np.float32]]:

@@ -29,7 +29,7 @@ PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weig
 # Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
 FISHER_FLOPS = 8
 FORWARD_FLOPS = 2
-SHARD_SEQUENCES, MOST_SHARDS = 16, 64  # of a mask that is scored by parts: `permille.sensitivity.shards`
+SHARD_SEQUENCES, MOST_SHARDS = 16, 64  # of a mask that is scored by parts: `permille.sensitivity.scores`
 # auto-round as `permille.quantization.rounding` calls it: steps a block, of so many sequences; copies of the
 # model, hidden vectors that are kept of each token of the text, and of each token of a step.
 ROUNDING_STEPS, ROUNDING_BATCH = 200, 8

@@ -48,6 +48,5 @@ def enrolment(home: Home, service: DeviceService) -> Enrolment:
 @pytest.fixture
 def api(home: Home, enrolment: Enrolment) -> Iterator[DeviceApi]:
     """The service, as the enrolled device."""
-    opened = open_api(home, connection=fast_connection)
-    with opened.connection:
+    with open_api(home, connection=fast_connection) as opened:
         yield opened

@@ -94,30 +94,14 @@ class Conformance:
 
     def derivatives_are_those_of_reverse_mode(self) -> None:
         batch, values_K = tiny_batch(), variants(self.tiny.package, 2)[1]
-        z_QK = np.random.default_rng(2).choice(np.array([-1, 1], np.int8), (3, self.engine.k))
         expected_K = self._gradient(values_K, batch)
-        expected_Q = z_QK @ expected_K
-        loss, got_Q = self.engine.directional_derivatives(values_K, z_QK.astype(np.float32), batch)
-        assert got_Q.shape == (3,)
         expected_loss = self.engine.losses(values_K[None], batch)[0]
-        assert abs(loss - expected_loss) <= self.loss_tolerance
-        atol = self.derivative_tolerance * np.abs(expected_Q).max()
-        np.testing.assert_allclose(got_Q, expected_Q, rtol=0, atol=atol)
         loss, got_K = self._gradient_engine().gradient(values_K, batch)
         assert abs(loss - expected_loss) <= self.loss_tolerance
         assert got_K.dtype == np.float32
         assert got_K.shape == (self.engine.k,)
         atol = self.derivative_tolerance * np.abs(expected_K).max()
         np.testing.assert_allclose(got_K, expected_K, rtol=0, atol=atol)
-
-    def derivatives_are_linear_in_the_direction(self) -> None:
-        batch, values_K = tiny_batch(), self.tiny.package.values()
-        z_QK = np.random.default_rng(3).standard_normal((2, self.engine.k)).astype(np.float32)
-        both_QK = np.stack([*z_QK, z_QK[0] - 2 * z_QK[1], np.zeros_like(z_QK[0])])
-        _, got_Q = self.engine.directional_derivatives(values_K, both_QK, batch)
-        atol = 4 * self.derivative_tolerance * np.abs(got_Q).max()
-        np.testing.assert_allclose(got_Q[2], got_Q[0] - 2 * got_Q[1], rtol=0, atol=atol)
-        assert got_Q[3] == 0
 
     def infinite_values_give_losses_that_are_not_finite(self) -> None:
         values_VK = variants(self.tiny.package, 2)
@@ -183,9 +167,6 @@ class Conformance:
         assert abs(loss - self._divergences(moved_K, batch).mean()) <= self.loss_tolerance
         # Along the gradient itself the loss moves most, so the difference is well above rounding.
         z_K = gradient_K / np.linalg.norm(gradient_K)
-        _, derivative_Q = self.engine.directional_derivatives(moved_K, z_K[None], batch)
-        atol = self.derivative_tolerance * float(np.linalg.norm(gradient_K))
-        np.testing.assert_allclose(derivative_Q, [gradient_K @ z_K], rtol=0, atol=atol)
         step = np.float32(0.01)
         up, down = (self._divergences(moved_K + sign * step * z_K, batch).mean() for sign in (1, -1))
         np.testing.assert_allclose(
@@ -237,7 +218,6 @@ class Conformance:
     def wrong_input_of_derivatives_and_text_is_refused(self) -> None:
         batch, values_K = tiny_batch(), self.tiny.package.values()
         for call in (
-            lambda: self.engine.directional_derivatives(values_K, values_K, batch),
             lambda: self._gradient_engine().gradient(values_K[:-1], batch),
             lambda: self._gradient_engine().gradient(values_K, _with_token(batch, VOCABULARY)),
             lambda: self.engine.generate(values_K, np.array([VOCABULARY]), TokenSampling(max_new_tokens=1)),
@@ -306,7 +286,6 @@ LOSS_RULES: tuple[Callable[[Conformance], None], ...] = (
 RULES = (
     *LOSS_RULES,
     Conformance.derivatives_are_those_of_reverse_mode,
-    Conformance.derivatives_are_linear_in_the_direction,
     Conformance.soft_targets_are_those_of_the_reference,
     Conformance.soft_targets_have_the_derivatives_of_their_loss,
     Conformance.a_distribution_on_one_token_is_that_token,

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from permille.engines.dual import DualModel, dual_model
-from permille.engines.executorch.exporting import export_program
+from permille.engines.executorch.exporting import DualModel, dual_model, export_program
 from permille.engines.executorch.program import ProgramShape
 from permille.errors import InputError
 from permille.package.reader import Package
@@ -54,7 +53,7 @@ def test_all_variants_in_one_pass_have_the_losses_of_the_reference(family: str, 
 @pytest.mark.parametrize(("family", "scheme"), [("llama", Scheme.INT8), ("gemma3_text", Scheme.SQUEEZELLM)])
 def test_the_exported_program_is_the_module(family: str, scheme: Scheme, tmp_path: Path) -> None:
     package = tiny_package(tmp_path, family, scheme).package
-    with pytest.raises(InputError, match=f"expected an int4 package for 4-bit weights, got {scheme}"):
+    with pytest.raises(InputError, match=f"need an int4 package, this one is {scheme}"):
         export_program(package, ProgramShape(variants=1, rows=1, tokens=TOKENS), weights="int4")
     module: DualModel = dual_model(package)
     inputs = _dual_inputs(package)

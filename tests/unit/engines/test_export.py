@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from permille.choices import AdapterKind
-from permille.engines.dual import dual_model
-from permille.engines.export import ExportDtype, export_transformers
+from permille.engines.executorch.exporting import dual_model
+from permille.engines.export import ADAPTER_FILE, CONFIG_FILE, export_peft, export_transformers
 from permille.engines.gguf.export import export_gguf
 from permille.engines.light.engine import LightEngine
-from permille.engines.peft import ADAPTER_FILE, CONFIG_FILE, export_peft
 from permille.errors import InputError
 from permille.package.build import ChosenAdapter
 from permille.quantization.types import Scheme
@@ -58,7 +56,6 @@ def test_unmodified_peft_loads_an_adapter(family: str, kind: str, scope: str, tm
     package, values_K = tiny.package, variants(tiny.package, 2, scale=0.1)[1]
     export_transformers(package, None, tmp_path / "base")
     export_transformers(package, values_K, tmp_path / "merged")
-    export_transformers(package, values_K, tmp_path / "small", dtype=ExportDtype.MODEL)
     export_peft(package, values_K, tmp_path / "adapter")
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [CONFIG_FILE, ADAPTER_FILE]
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
@@ -80,26 +77,15 @@ def test_unmodified_peft_loads_an_adapter(family: str, kind: str, scope: str, tm
 
 
 def test_formats_that_a_package_has_no_numbers_for_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="low-rank matrices; export it for transformers or gguf"):
+    with pytest.raises(InputError, match=r"low-rank matrices\. Export it for transformers or gguf"):
         export_peft(tiny.package, None, tmp_path / "out")
     adapter = ChosenAdapter(kind=AdapterKind.LORA_FA, rank=4, alpha=8)
     package = tiny_package(tmp_path / "adapter", "llama", adapter=adapter).package
-    with pytest.raises(InputError, match=r"export peft, of which llama.cpp's convert_lora_to_gguf.py"):
+    with pytest.raises(InputError, match=r"Export peft, of which llama.cpp's convert_lora_to_gguf.py"):
         export_gguf(package, None, tmp_path / "out", kind="f16")
-    with pytest.raises(InputError, match="expected a package with a mask, got one with an adapter"):
+    with pytest.raises(InputError, match="needs a package with a mask, and this one has an adapter"):
         dual_model(package)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_models_dtype_is_torchs_rounding(tiny: Tiny, tmp_path: Path) -> None:
-    values_K = variants(tiny.package, 2)[1]
-    export_transformers(tiny.package, values_K, tmp_path / "exact")
-    export_transformers(tiny.package, values_K, tmp_path / "small", dtype=ExportDtype.MODEL)
-    exact, small = (load_file(tmp_path / name / "model.safetensors") for name in ("exact", "small"))
-    assert exact.keys() == small.keys()
-    for name, tensor in exact.items():
-        assert tensor.dtype == torch.float32
-        assert torch.equal(small[name], tensor.bfloat16())
 
 
 def test_an_export_has_nothing_of_the_quantization_and_is_its_users_alone(tiny: Tiny, tmp_path: Path) -> None:
@@ -127,7 +113,7 @@ def test_a_failed_export_leaves_nothing(tiny: Tiny, tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("permille.engines.export._write_weights", full)
+    monkeypatch.setattr("permille.engines.export.write_float32", full)
     with pytest.raises(OSError, match="No space"):
         export_transformers(tiny.package, None, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["blobs"]

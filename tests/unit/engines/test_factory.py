@@ -53,7 +53,7 @@ def test_the_light_engine_refuses_another_device(package: Package) -> None:
 
 
 def test_a_runtime_that_is_not_installed_is_named(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"expected a package with a program"):
+    with pytest.raises(InputError, match="The package has no program"):
         open_engine(package, "executorch")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(InputError, match=r"needs its runtime: pip install --no-deps executorch"):

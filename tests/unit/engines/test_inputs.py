@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from permille.engines.inputs import ModelLimits, check_batch, check_directions, check_prompt, check_values
+from permille.engines.inputs import ModelLimits, check_batch, check_prompt, check_values
 from permille.errors import InputError
 from permille.zo.estimators import Batch
 
@@ -71,8 +71,6 @@ def test_sequences_beyond_the_models_positions_are_refused() -> None:
 
 F32, I64 = np.float32, np.int64
 VALUES = [np.zeros(3, F32), np.zeros((1, 2), F32), np.zeros((1, 3)), np.zeros((0, 3), F32)]
-DIRECTIONS = [np.zeros(3), *(np.zeros(shape) for shape in ((1, 2), (0, 3)))]
-DIRECTIONS += [np.zeros((1, 3), bool), np.zeros((1, 3), complex)]
 PROMPTS = [np.zeros(0, I64), np.zeros((1, 2), I64), np.zeros(2), np.array([10]), np.zeros(6, I64)]
 
 
@@ -80,17 +78,9 @@ PROMPTS = [np.zeros(0, I64), np.zeros((1, 2), I64), np.zeros(2), np.array([10]),
     ("check", "message", "wrong"),
     [
         *((check_values, "expected", values) for values in VALUES),
-        *((check_directions, "expected directions", directions) for directions in DIRECTIONS),
         *((check_prompt, "expected", prompt) for prompt in PROMPTS),
     ],
 )
 def test_arrays_that_are_wrong_are_refused(check: Any, message: str, wrong: np.ndarray[Any, Any]) -> None:
     with pytest.raises(InputError, match=message):
         check(wrong, LIMITS)
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.float32, np.float64])
-def test_directions_become_float32(dtype: type[np.generic]) -> None:
-    got = check_directions(np.array([[1, -1, 1]], dtype), LIMITS)
-    assert got.dtype == np.float32
-    np.testing.assert_array_equal(got, [[1, -1, 1]])

@@ -259,18 +259,17 @@ def test_layers_below_the_mask_are_computed_once(
 ) -> None:
     package = tiny_package(tmp_path, "llama", Scheme.INT4, scope="layers:1").package
     values_VK, batch = variants(package, 3, scale=0.1), tiny_batch()
-    z_QK = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (2, package.k))
     none, kept = (LightEngine(package, kept_bytes=size, int8=int8) for size in (0, 1 << 20))
     expected_V = none.losses(values_VK, batch)
-    expected_loss, expected_Q = none.directional_derivatives(values_VK[0], z_QK, batch)
+    expected_loss, expected_K = none.gradient(values_VK[0], batch)
 
     computed = _below_mask_counted(kept, monkeypatch)
     for _ in range(2):
         np.testing.assert_array_equal(kept.losses(values_VK, batch), expected_V)
     assert len(computed) == 3
     for _ in range(2):
-        loss, found_Q = kept.directional_derivatives(values_VK[0], z_QK, batch)
-        assert (loss, found_Q.tolist()) == (expected_loss, expected_Q.tolist())
+        loss, found_K = kept.gradient(values_VK[0], batch)
+        assert (loss, found_K.tolist()) == (expected_loss, expected_K.tolist())
     # What losses keep in 8 bits is not taken for derivatives, which are of float32.
     assert len(computed) == (6 if int8 else 3)
 
@@ -359,15 +358,6 @@ def test_a_gradient_counts_the_passes_of_the_masked_layers(tmp_path: Path) -> No
     assert engine.layer_passes == 2 * (2 + 2 * 3 * 2)  # what lies below is kept
 
 
-def test_values_of_any_layout_have_derivatives(tmp_path: Path) -> None:
-    package = tiny_package(tmp_path, "llama").package
-    values_K = package.values()
-    engine, directions_QK = LightEngine(package), np.ones((1, package.k), np.float32)
-    strided_K = np.stack([values_K, values_K], axis=1)[:, 0]
-    expected = engine.directional_derivatives(values_K, directions_QK, tiny_batch())
-    assert engine.directional_derivatives(strided_K, directions_QK, tiny_batch()) == expected
-
-
 @pytest.mark.parametrize("call", ["open", "losses", "derivatives", "generate"])
 def test_embedding_and_head_are_never_copied(call: str, tmp_path: Path) -> None:
     shape = Shape(hidden=64, inner=96, layers=1, heads=4, kv_heads=2, vocabulary=160_000)
@@ -380,7 +370,7 @@ def test_embedding_and_head_are_never_copied(call: str, tmp_path: Path) -> None:
         if call == "losses":
             engine.losses(values_K[None], batch)
         elif call == "derivatives":
-            engine.directional_derivatives(values_K, np.ones((1, package.k), np.float32), batch)
+            engine.gradient(values_K, batch)
         elif call == "generate":
             list(engine.generate(values_K, np.array([1, 2]), TokenSampling(max_new_tokens=2)))
 

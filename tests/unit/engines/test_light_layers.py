@@ -1,8 +1,6 @@
-"""The parts between the products: kernels against numpy, numpy against plain formulas, tangents against
-differences."""
+"""The parts between the products: kernels against numpy, numpy against plain formulas."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from permille.models.architecture import Activation
 from permille.models.descriptions import NormKind
 from permille.native import layers as native
 from permille.native.library import VARIABLE, paths
+from tests.unit.engines.tiny import difference
 
 Array = NDArray[np.float32]
 RNG = np.random.default_rng(0)
@@ -146,12 +145,6 @@ def test_a_kernel_leaves_alone_what_it_cannot_take() -> None:
     assert not native.product_bf16(x[0], np.zeros((2, 7), np.uint16), np.empty(2, np.float32))
 
 
-def _difference(function: Callable[[float], NDArray[np.float64]], step: float = 1e-2) -> NDArray[np.float64]:
-    """Central difference of fourth order at 0."""
-    near, far = (function(step) - function(-step), function(2 * step) - function(-2 * step))
-    return (8 * near - far) / (12 * step)
-
-
 @pytest.mark.parametrize("kind", Activation)
 def test_slopes_are_those_of_the_activations(kind: Activation) -> None:
     x = _random(50)
@@ -160,37 +153,7 @@ def test_slopes_are_those_of_the_activations(kind: Activation) -> None:
     def value(step: float) -> NDArray[np.float64]:
         return layers.activate(kind, (x + step).astype(np.float32)).astype(np.float64)
 
-    np.testing.assert_allclose(layers.slope(kind, x), _difference(value), rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize("kind", NormKind)
-def test_tangents_of_norms_are_differences(kind: NormKind) -> None:
-    x, change, weight = _random(4, 12), _random(4, 12), _random(12)
-
-    def value(step: float) -> NDArray[np.float64]:
-        out = np.empty_like(x)
-        layers.norm(kind, (x + step * change).astype(np.float32), weight, None, 1e-5, out)
-        return out.astype(np.float64)
-
-    out = np.empty_like(x)
-    layers.norm_tangent(kind, x, change, weight, 1e-5, out)
-    np.testing.assert_allclose(out, _difference(value), rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, 2.0)])
-def test_tangents_of_attention_are_differences(window: int | None, cap: float | None) -> None:
-    q, k, v = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 8)
-
-    def value(step: float) -> NDArray[np.float64]:
-        out: Array = np.empty_like(q[0])
-        moved_q, moved_k, moved_v = ((x[0] + step * x[1]).astype(np.float32) for x in (q, k, v))
-        layers.attention(moved_q, moved_k, moved_v, AttentionScores(0.4, window, cap), out)
-        return out.astype(np.float64)
-
-    out = np.empty_like(q)
-    layers.attention_tangents(q, k, v, AttentionScores(0.4, window, cap), out)
-    np.testing.assert_allclose(out[0], value(0.0), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(out[1], _difference(value), rtol=0, atol=2e-3)
+    np.testing.assert_allclose(layers.slope(kind, x), difference(value), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("queries", [1, 5])

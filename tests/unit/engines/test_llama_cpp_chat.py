@@ -59,13 +59,10 @@ def answers(package: Package, folder: Path, context: int) -> tuple[list[str], li
     values_K = package.values()
     values_K = values_K + (0.2 * values_K.std() * rng.standard_normal(len(values_K))).astype(np.float32)
     engine, tokenizer = open_engine(package, LIGHT, threads=1), package_tokenizer(package)
-    template = tokenizer.chat_template()
     sampling = TokenSampling(max_new_tokens=TOKENS, temperature=0.0, stop_ids=tokenizer.stop_ids)
     own = [
         "".join(
-            tokenizer.stream(
-                engine.generate(values_K, tokenizer.chat_prompt(template, [("user", asked)]), sampling)
-            )
+            tokenizer.stream(engine.generate(values_K, tokenizer.chat_prompt([("user", asked)]), sampling))
         )
         for asked in QUESTIONS
     ]
@@ -74,7 +71,7 @@ def answers(package: Package, folder: Path, context: int) -> tuple[list[str], li
     assert parts is not None
     assert parts.go() in (folder / MODELFILE).read_text()  # what Ollama sends is what was asked here
     for asked in QUESTIONS:
-        own_prompt = template.render([("user", asked)], add_generation_prompt=True)
+        own_prompt = tokenizer.template.render([("user", asked)], add_generation_prompt=True)
         assert parts.render([("user", asked)]) == own_prompt
     tokenizer.close()
     with LlamaCpp(folder / GGUF_FILE, context=context) as peer:

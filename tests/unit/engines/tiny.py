@@ -89,6 +89,12 @@ class Tiny:
     reference: Any
 
 
+def difference(function: Callable[[float], NDArray[np.float64]], step: float = 1e-2) -> NDArray[np.float64]:
+    """Central difference of fourth order at 0."""
+    near, far = (function(step) - function(-step), function(2 * step) - function(-2 * step))
+    return (8 * near - far) / (12 * step)
+
+
 def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
     """A random float32 model; norms and biases are not all ones and zeros, or a bug there would not show."""
     settings = _SHARED | CONFIGS[family] | {"max_position_embeddings": POSITIONS} | changes

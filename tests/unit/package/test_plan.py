@@ -7,7 +7,7 @@ import pytest
 from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
-from permille.package.plan import RESERVE_BYTES, check_plan
+from permille_agent.link.pull import RESERVE_BYTES, check_plan
 from tests.unit.package.tiny import Tiny, write_tiny
 
 
@@ -40,7 +40,7 @@ def test_a_disk_that_is_one_byte_too_small_is_refused(tiny: Tiny) -> None:
     data = tiny.manifest.to_bytes()
     need = check_plan(data, tiny.digest, 1 << 40).download_bytes + RESERVE_BYTES
     assert check_plan(data, tiny.digest, need).layers
-    with pytest.raises(OperatorError, match=f"expected {need} bytes of free disk, got {need - 1}"):
+    with pytest.raises(OperatorError, match=f"{need - 1} bytes free, and the download needs {need}"):
         check_plan(data, tiny.digest, need - 1)
 
 

@@ -15,8 +15,7 @@ from permille.models.families import scoped_tensors
 from permille.models.layerwise import LayerStream
 from permille.sensitivity import fisher
 from permille.sensitivity.fisher import add_shard, fisher_scores, scope_shapes, shard_sums
-from permille.sensitivity.scores import save_scores, zero_scores
-from permille.sensitivity.shards import join_shards, shard_ranges
+from permille.sensitivity.scores import join_shards, save_scores, shard_ranges, zero_scores
 from permille.sensitivity.streamed import StreamedModel
 
 FAMILIES: dict[str, dict[str, Any]] = {

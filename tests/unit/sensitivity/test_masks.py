@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from permille.choices import Allocation, MaskMethod
+from permille.choices import MaskMethod
 from permille.errors import InputError
 from permille.sensitivity import masks
 from permille.sensitivity.masks import count, select_mask
@@ -87,16 +87,6 @@ def test_each_tensor_has_its_own_count() -> None:
     assert [mask[name].size for name in mask] == [5, 10]
 
 
-def test_global_allocation_takes_the_largest_of_all_tensors_together() -> None:
-    scores = {"b": np.array([[1, 9, 9]], np.float32), "a": np.array([[9, 0, 8], [1, 1, 9]], np.float32)}
-    mask = select_mask(scores, MaskMethod.FISHER, 3 / 9, allocation=Allocation.GLOBAL)
-    assert {name: mask[name].tolist() for name in mask} == {"b": [1, 2], "a": [0]}
-    scores = {"b": np.zeros((1, 2), np.float32), "a": np.ones((1, 2), np.float32)}
-    none = select_mask(scores, MaskMethod.FISHER, 0.5, allocation=Allocation.GLOBAL)
-    assert [none["b"].size, none["a"].size] == [0, 2]
-    assert none["b"].dtype == np.uint32
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1e-30])
 def test_scores_without_a_rank_are_refused_with_the_tensors_name(value: float) -> None:
     score = np.ones((3, 3), np.float32)
@@ -139,10 +129,8 @@ def test_random_indices_are_the_first_distinct_draws_of_the_tensors_stream(seed:
         assert mask[name].tolist() == sorted(chosen[: count(0.3, tensor.size)])
 
 
-def test_random_has_no_global_allocation_and_takes_64_bit_seeds_only() -> None:
+def test_random_takes_64_bit_seeds_only() -> None:
     tensors = {"a": np.zeros((4, 4), np.float32)}
-    with pytest.raises(InputError, match="allocation tensor"):
-        select_mask(tensors, MaskMethod.RANDOM, 0.5, allocation=Allocation.GLOBAL)
     for seed in (-1, 1 << 64):
         with pytest.raises(InputError, match="seed"):
             select_mask(tensors, MaskMethod.RANDOM, 0.5, seed=seed)
@@ -161,10 +149,6 @@ def test_weights_that_are_zero_are_never_chosen(method: MaskMethod) -> None:
     mask = select_mask(scores, method, 0.25, 3, weights=weights)
     assert {name: len(found) for name, found in mask.items()} == {"a": 16, "b": 8, "c": 0}
     assert all(weights[name].reshape(-1)[found].all() for name, found in mask.items())
-    if method is not MaskMethod.RANDOM:
-        mask = select_mask(scores, method, 0.15, allocation=Allocation.GLOBAL, weights=weights)
-        assert sum(map(len, mask.values())) == 29
-        assert all(weights[name].reshape(-1)[found].all() for name, found in mask.items())
 
 
 def test_tensors_are_read_one_at_a_time() -> None:
@@ -178,8 +162,8 @@ def test_tensors_are_read_one_at_a_time() -> None:
         def __len__(self) -> int:
             return 2
 
-    mask = select_mask(Lazy(), MaskMethod.MAGNITUDE, 0.25, allocation=Allocation.GLOBAL)
-    assert {name: mask[name].tolist() for name in mask} == {"a": [], "b": [0, 1, 2]}
+    mask = select_mask(Lazy(), MaskMethod.MAGNITUDE, 0.25)
+    assert {name: mask[name].tolist() for name in mask} == {"a": [0, 1], "b": [0, 1]}
 
 
 def test_names_are_taken_for_what_they_say_and_others_refused() -> None:
@@ -189,5 +173,3 @@ def test_names_are_taken_for_what_they_say_and_others_refused() -> None:
         assert np.array_equal(named["a"], meant["a"])
     with pytest.raises(InputError, match="expected a method of fisher, magnitude, random; got 'fish'"):
         select_mask(weights, "fish", 0.1)
-    with pytest.raises(InputError, match="expected an allocation of tensor, global; got 'gobal'"):
-        select_mask(weights, "fisher", 0.1, allocation="gobal")

@@ -143,7 +143,6 @@ def body(kind: JobKind, **options: object) -> Mapping[str, Any]:
 def test_a_form_makes_the_request_with_ids_for_names_and_no_defaults_of_its_own() -> None:
     made = body(JobKind.BUILD, model_id="b", mask_corpus_id="stories", mask_density=0.01)
     assert made["model_id"] == MODELS[1]["id"]
-    assert made["mask"].pop("allocation") == "tensor"
     assert made["mask"] == {"corpus_id": f"corpus_{ULIDS[0]}", "density": 0.01, "method": "fisher"}
     assert made["quantization"] == {"scheme": "nf4", "embeddings": "q8_0"}
     made = body(JobKind.BUILD, model_id="b", adapter_kind="lora-fa", adapter_rank=16)

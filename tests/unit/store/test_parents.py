@@ -74,7 +74,6 @@ def test_parts_get_the_payloads_of_jobs_of_their_own(db: Database, tenant_id: st
     assert payloads["mask"] == {
         "model_id": MODEL,
         **PAYLOAD["mask"],
-        "allocation": "tensor",
         "length": 512,
         "scope": "all",
         "sequences": 100,

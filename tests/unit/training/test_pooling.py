@@ -12,13 +12,13 @@ from permille.engines.light.engine import LightEngine
 from permille.errors import InputError
 from permille.package.build import write_manifest
 from permille.package.limits import Role
-from permille.package.plan import check_plan
 from permille.package.reader import Package, verify_package
 from permille.training.pooling import Pooled, PoolingPlan, pool, write_pooled
 from permille.training.reference import Reference, make_reference
 from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille.zo.packed_state import StateOrigin, pooled_state
+from permille_agent.link.pull import check_plan
 from tests.bigram_engine import BigramEngine
 from tests.packages import pooled_package, sentences, tiny_package, tiny_tokenizer
 from tests.unit.engines.tiny import VOCABULARY
@@ -118,10 +118,10 @@ def test_a_damaged_checkpoint_costs_steps_and_no_bit(
 def test_too_little_text_and_weights_of_zero_are_refused(
     package: Package, rows: NDArray[np.int64], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match="expected at least 5 sequences, got 4"):
+    with pytest.raises(InputError, match="needs 5 sequences or more, and has 4"):
         trained(package, rows[:4], tmp_path / "moments")
     monkeypatch.setattr(package, "values", lambda: np.zeros(package.k, np.float32))
-    with pytest.raises(InputError, match=r"other than 0, got a rate of 0\.0"):
+    with pytest.raises(InputError, match=r"all 0, or too large: the rate is 0\.0"):
         pool(BigramEngine(package), package, rows, PLAN, checkpoint=tmp_path / "moments")
 
 

@@ -323,7 +323,6 @@ def test_a_model_that_changed_is_refused(bench: Bench) -> None:
     [
         ({"corpus_id": None}, "corpus_id"),
         ({"method": "guess"}, "Input tag 'guess'"),
-        ({"allocation": "fair"}, "'tensor' or 'global'"),
         ({"scope": "layers:7-"}, "layers"),
         ({"sequences": 100_000}, "sequences"),
         ({"model_id": f"model_{EXAMPLE_ULID}"}, "no model"),

@@ -132,13 +132,6 @@ class QuadraticEngine:
         losses: NDArray[np.float32] = (0.5 * (self.curvature_K * away_VK**2).sum(axis=1)).astype(np.float32)
         return losses
 
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
-        gradient_K = self.curvature_K * (values_K.astype(np.float64) - self.target_K)
-        derivatives: NDArray[np.float64] = directions_QK.astype(np.float64) @ gradient_K
-        return float(self.losses(values_K[None], batch)[0]), derivatives
-
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         gradient_K = self.curvature_K * (values_K.astype(np.float64) - self.target_K)
         return float(self.losses(values_K[None], batch)[0]), gradient_K.astype(np.float32)
@@ -147,15 +140,13 @@ class QuadraticEngine:
 class FixedEngine(QuadraticEngine):
     """Returns fixed numbers, whatever it is asked."""
 
-    def __init__(self, losses: Sequence[float], derivatives: Sequence[float] = (), k: int = 147) -> None:
+    def __init__(self, losses: Sequence[float], slope: float = 0.0, k: int = 147) -> None:
         super().__init__(np.zeros(k, dtype=np.float32), np.zeros(k, dtype=np.float32))
         self._losses = losses
-        self._derivatives = derivatives
+        self._slope = slope
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         return np.array(self._losses, dtype=np.float32)
 
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
-        return float(np.mean(self._losses)), np.array(self._derivatives, dtype=np.float64)
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
+        return float(np.mean(self._losses)), np.full(self.k, self._slope, dtype=np.float32)

@@ -14,8 +14,7 @@ from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
 from permille.sensitivity.coverage import mask_report
 from permille.sensitivity.masks import select_mask
 from permille.sensitivity.plots import curve_picture
-from permille.sensitivity.scores import Scores, put_scores
-from permille.sensitivity.shards import SHARD_SEQUENCES, fisher_work
+from permille.sensitivity.scores import SHARD_SEQUENCES, Scores, fisher_work, put_scores
 from permille.store.artifacts import SCORES, Blob, Made
 from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks import shard
@@ -55,9 +54,7 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
         scored, score = _Scored(tensors=model.checkpoint.weights(request.scope), provenance={}), "magnitude"
     context.progress(_SCORED, "selecting")
     weights = model.checkpoint.weights(request.scope)
-    mask = select_mask(
-        scored.tensors, request.method, request.density, request.seed, request.allocation, weights=weights
-    )
+    mask = select_mask(scored.tensors, request.method, request.density, request.seed, weights=weights)
     order = [name for name, _ in scoped_tensors(model.checkpoint.config)]
     layer = write_mask(context.blobs, mask, order)
     context.progress(0.95, "reporting")
@@ -67,7 +64,6 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
         "method": request.method.value,
         "density": decimal_text(request.density),
         "scope": request.scope,
-        "allocation": request.allocation.value,
         "seed": request.seed,
         "mask": layer.digest,
         "versions": versions(),

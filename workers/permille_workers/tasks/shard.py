@@ -18,8 +18,7 @@ from permille.errors import InputError
 from permille.package.blobs import BlobFolder
 from permille.schemas.jobs import JobKind
 from permille.schemas.masks import Dtype, FisherMaskCreate, ShardRequest
-from permille.sensitivity.scores import Scores, put_scores
-from permille.sensitivity.shards import join_shards, shard_ranges
+from permille.sensitivity.scores import Scores, join_shards, put_scores, shard_ranges
 from permille.store.jobs import claims
 from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks.sources import open_model

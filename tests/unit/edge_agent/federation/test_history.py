@@ -10,8 +10,7 @@ from permille.errors import PackageError
 from permille.federation.catch_up import encode_catch_up
 from permille.federation.definition import Definition
 from permille.federation.rounds import History, Round, combine
-from permille_agent.federation.history import load_history, update_history
-from permille_agent.federation.membership import Membership, join
+from permille_agent.federation.membership import Membership, join, load_history, update_history
 from permille_agent.state.home import Home
 from tests.unit.federation.federations import KEY, make_contributions, make_definition
 

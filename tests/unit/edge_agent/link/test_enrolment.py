@@ -117,6 +117,8 @@ def test_a_token_that_no_header_can_carry_is_the_services_fault(
 ) -> None:
     body = json.dumps({"access_token": "tok\u00e9n\r\n", "token_type": "Bearer", "expires_in": 60}).encode()
     service.faults = [Fault(path="/v1/device-tokens$", status=201, body=body)]
-    api = open_api(home, connection=fast_connection)
-    with api.connection, pytest.raises(ServiceUnavailableError, match="a malformed token"):
+    with (
+        open_api(home, connection=fast_connection) as api,
+        pytest.raises(ServiceUnavailableError, match="a malformed token"),
+    ):
         api.unenrol()

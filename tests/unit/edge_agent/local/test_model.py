@@ -13,7 +13,7 @@ import pytest
 
 from permille.errors import InputError, OperatorError
 from permille_agent.cli import main as cli
-from permille_agent.cli.status import read_status
+from permille_agent.cli.status import Status
 from permille_agent.local.compare import compare
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant, until_stop
 from permille_agent.local.show import show_run
@@ -110,7 +110,7 @@ def test_samples_of_conversations_are_the_users_questions(chatting: Home) -> Non
 def test_another_choice_of_turns_is_another_run_and_is_told(chatting: Home) -> None:
     definitions = [TrainOptions(steps=5, learn=learn).definition() for learn in Learn]
     assert all(definitions.count(definition) == 1 for definition in definitions)
-    last_run = read_status(chatting).document()["last_run"]
+    last_run = Status(chatting).document()["last_run"]
     assert isinstance(last_run, dict)
     assert last_run["learn"] == "user"
     page = show_run(chatting, None, bigram_engine)
@@ -247,7 +247,7 @@ def test_the_guides_lines_export_for_other_programs(
     assert 0.999 < answers[1]["change_kept"] < 1
     refused = ["export", "four", "--format", "gguf", "--type", "q4_0", "--json"]
     assert cli.main(["--home", str(trained.root), *refused]) == 3
-    assert "export q8_0" in capsys.readouterr().err
+    assert "Export q8_0" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "executorch", None)  # where it is not installed
     refused = ["export", "four", "--format", "executorch"]
     assert cli.main(["--home", str(trained.root), *refused]) == 3

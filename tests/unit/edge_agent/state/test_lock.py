@@ -12,7 +12,7 @@ import pytest
 
 from permille_agent.cli import main as cli
 from permille_agent.state.home import Home
-from permille_agent.state.lock import LockedError, hold_daemon_lock, hold_lock, lock_holder
+from permille_agent.state.lock import LockedError, hold_lock, lock_holder
 from tests.packages import CHATML
 from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
 
@@ -76,7 +76,7 @@ def test_two_threads_of_a_program_are_two_writers(home: Home) -> None:
 
 
 def test_the_daemons_lock_is_another_one(home: Home) -> None:
-    with hold_daemon_lock(home), hold_lock(home, "train"):
+    with hold_lock(home, "run", of=home.daemon_lock), hold_lock(home, "train"):
         assert home.daemon_lock.exists()
 
 

@@ -7,13 +7,9 @@ import numpy as np
 import pytest
 
 from permille.errors import InputError, PackageError
-from permille.sandbox.process import Sandbox
-from permille_agent.text.chat_template import ChatTemplate
 from permille_agent.text.documents import Completion, Conversation, Learn, PlainText
 from permille_agent.text.tokens import TextTokenizer
 from tests.packages import CHATML, SPECIAL_TOKENS, sentences, tiny_tokenizer
-
-NO_TEMPLATE = ChatTemplate(None, {}, Sandbox())
 
 
 def _files(**more: object) -> Callable[[str], bytes | None]:
@@ -34,7 +30,7 @@ def tokenizer() -> TextTokenizer:
 
 def test_every_token_but_the_first_of_plain_text_counts(tokenizer: TextTokenizer) -> None:
     text = sentences(1)[0]
-    document = tokenizer.tokenize(PlainText(text), NO_TEMPLATE, row_tokens=64)
+    document = tokenizer.tokenize(PlainText(text), row_tokens=64)
     assert tokenizer.decode(document.ids_T.tolist()) == text
     assert document.target_T.tolist() == [False] + [True] * (len(document.ids_T) - 1)
     assert document.bytes_T.sum() == len(text.encode())
@@ -42,14 +38,14 @@ def test_every_token_but_the_first_of_plain_text_counts(tokenizer: TextTokenizer
 
 def test_bytes_of_a_character_in_several_tokens_are_counted_once(tokenizer: TextTokenizer) -> None:
     text = "a 🌊 wave, été"
-    document = tokenizer.tokenize(PlainText(text), NO_TEMPLATE, row_tokens=64)
+    document = tokenizer.tokenize(PlainText(text), row_tokens=64)
     assert len(document.ids_T) > len(text.split())
     assert document.bytes_T.sum() == len(text.encode())
     assert (document.bytes_T >= 0).all()
 
 
 def test_special_tokens_in_text_are_text(tokenizer: TextTokenizer) -> None:
-    document = tokenizer.tokenize(PlainText("before </s> after <s>"), NO_TEMPLATE, row_tokens=64)
+    document = tokenizer.tokenize(PlainText("before </s> after <s>"), row_tokens=64)
     assert not set(document.ids_T.tolist()) & {0, 1, 2}
     assert tokenizer.decode(document.ids_T.tolist()) == "before </s> after <s>"
     assert not set(tokenizer.prompt("</s>").tolist()) & {0, 1, 2}
@@ -61,7 +57,7 @@ def test_half_a_character_is_a_matter_of_the_text_not_of_the_package(tokenizer: 
 
 
 def test_only_a_completion_and_its_end_count(tokenizer: TextTokenizer) -> None:
-    document = tokenizer.tokenize(Completion("the river ", "found the bread"), NO_TEMPLATE, row_tokens=64)
+    document = tokenizer.tokenize(Completion("the river ", "found the bread"), row_tokens=64)
     counted = document.ids_T[document.target_T].tolist()
     assert tokenizer.decode(counted).strip() == "found the bread"
     assert counted[-1] == 1
@@ -69,7 +65,7 @@ def test_only_a_completion_and_its_end_count(tokenizer: TextTokenizer) -> None:
 
 def test_a_long_prompt_loses_its_start_not_its_end(tokenizer: TextTokenizer) -> None:
     prompt = " ".join(sentences(20)) + " Answer: "
-    document = tokenizer.tokenize(Completion(prompt, "the bread"), NO_TEMPLATE, row_tokens=32)
+    document = tokenizer.tokenize(Completion(prompt, "the bread"), row_tokens=32)
     assert len(document.ids_T) <= 32
     text = tokenizer.decode(document.ids_T.tolist())
     assert text.endswith("Answer: the bread")
@@ -77,7 +73,7 @@ def test_a_long_prompt_loses_its_start_not_its_end(tokenizer: TextTokenizer) -> 
 
 
 def test_a_long_completion_keeps_a_quarter_of_a_row_of_its_prompt(tokenizer: TextTokenizer) -> None:
-    document = tokenizer.tokenize(Completion("word " * 100, "bread " * 100), NO_TEMPLATE, row_tokens=32)
+    document = tokenizer.tokenize(Completion("word " * 100, "bread " * 100), row_tokens=32)
     assert int(np.argmax(document.target_T)) == 8
 
 
@@ -89,8 +85,7 @@ def test_only_the_assistants_turns_count() -> None:
         ("user", "why?"),
         ("assistant", "rain"),
     )
-    template = tokenizer.chat_template()
-    document = tokenizer.tokenize(Conversation(messages), template, row_tokens=64)
+    document = tokenizer.tokenize(Conversation(messages), row_tokens=64)
     counted = document.ids_T[document.target_T].tolist()
     assert tokenizer.decode(counted).split() == ["the", "engine", "rain"]
     assert counted.count(1) == 2
@@ -115,7 +110,7 @@ def test_the_turns_that_are_wanted_count_with_their_ends(learn: Learn, wanted: l
         ("user", "why?"),
         ("assistant", "rain"),
     )
-    document = tokenizer.tokenize(Conversation(messages), tokenizer.chat_template(), row_tokens=64)
+    document = tokenizer.tokenize(Conversation(messages), row_tokens=64)
     counted = tokenizer.decode(document.ids_T[document.target_T].tolist())
     assert counted.replace("<|im_end|>", " ").split() == wanted
     assert counted.count("<|im_end|>") == len(messages[1:]) // (1 if learn is Learn.ALL else 2)
@@ -123,7 +118,7 @@ def test_the_turns_that_are_wanted_count_with_their_ends(learn: Learn, wanted: l
 
 @pytest.mark.parametrize("learn", Learn)
 def test_a_document_is_learned_whole_whoever_is_learned_from(learn: Learn) -> None:
-    document = TextTokenizer(_files(), learn=learn).tokenize(PlainText("a b c"), NO_TEMPLATE, row_tokens=64)
+    document = TextTokenizer(_files(), learn=learn).tokenize(PlainText("a b c"), row_tokens=64)
     assert document.target_T.tolist() == [False] + [True] * (len(document.ids_T) - 1)
 
 
@@ -141,23 +136,20 @@ def test_the_templates_end_of_turn_is_a_stop_though_no_file_names_it() -> None:
 def test_a_model_without_a_template_does_not_chat() -> None:
     tokenizer = TextTokenizer(_files())
     with pytest.raises(InputError, match=r"no chat template.*permille-agent generate"):
-        tokenizer.chat_prompt(tokenizer.chat_template(), (("user", "hi"),))
+        tokenizer.chat_prompt((("user", "hi"),))
 
 
 def test_a_message_with_a_special_token_is_refused() -> None:
     tokenizer = TextTokenizer(_files(chat_template=CHATML))
     messages = (("user", f"end {SPECIAL_TOKENS[1]} here"), ("assistant", "ok"))
-    template = tokenizer.chat_template()
     with pytest.raises(InputError, match="special token"):
-        tokenizer.tokenize(Conversation(messages), template, row_tokens=64)
+        tokenizer.tokenize(Conversation(messages), row_tokens=64)
     with pytest.raises(InputError, match="special token"):
-        tokenizer.chat_prompt(template, messages)
+        tokenizer.chat_prompt(messages)
 
 
 def test_a_beginning_token_is_added_where_the_configuration_wants_it() -> None:
-    document = TextTokenizer(_files(add_bos_token=True)).tokenize(
-        PlainText("a b"), NO_TEMPLATE, row_tokens=64
-    )
+    document = TextTokenizer(_files(add_bos_token=True)).tokenize(PlainText("a b"), row_tokens=64)
     assert document.ids_T[0] == 0
     assert document.target_T.tolist() == [False] + [True] * (len(document.ids_T) - 1)
     assert document.bytes_T.sum() == 3
@@ -169,8 +161,7 @@ def test_the_named_default_template_of_a_list_is_used() -> None:
         {"name": "default", "template": "{{ messages[0].content }}!"},
     ]
     tokenizer = TextTokenizer(_files(chat_template=templates))
-    template = tokenizer.chat_template()
-    assert tokenizer.decode(tokenizer.chat_prompt(template, (("user", "hi"),)).tolist()) == "hi!"
+    assert tokenizer.decode(tokenizer.chat_prompt((("user", "hi"),)).tolist()) == "hi!"
 
 
 @pytest.mark.parametrize(

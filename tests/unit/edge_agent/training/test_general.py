@@ -17,8 +17,8 @@ from permille.zo.estimators import Batch
 from permille.zo.lattice import state_digest, values
 from permille.zo.packed_state import decode_state
 from permille_agent.state.models import Active, reset
+from permille_agent.training.durable_steps import pulled_gradient
 from permille_agent.training.evaluation import GeneralLoss, keep_general
-from permille_agent.training.gradient_steps import pulled_gradient
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.personal import personal_state
 from permille_agent.training.run import Run, find_run

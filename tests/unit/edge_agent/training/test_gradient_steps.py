@@ -23,10 +23,10 @@ from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille.zo.packed_state import decode_state
 from permille.zo.replay import replay
 from permille_agent.link.report import Delivery, collect_reports, share_run
-from permille_agent.training import durable_steps, gradient_steps
+from permille_agent.training import durable_steps
 from permille_agent.training.decision import Decision
 from permille_agent.training.options import Start, TrainOptions, choose_method
-from permille_agent.training.plan import budget_of_gradient, make_plan
+from permille_agent.training.plan import budget_of_time, make_plan
 from permille_agent.training.run import BegunRun, Run, StartState, find_run
 from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import Stop, planned_descent
@@ -108,7 +108,7 @@ def kill_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return wrapped
 
     monkeypatch.setattr(Moments, "store", counted(Moments.store))
-    monkeypatch.setattr(durable_steps, "store_best_state", counted(gradient_steps.store_best_state))
+    monkeypatch.setattr(durable_steps, "store_best_state", counted(durable_steps.store_best_state))
     monkeypatch.setattr(Journal, "append", counted(Journal.append))
 
 
@@ -163,7 +163,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(begin: Begin, package: Pack
 
 
 def test_an_engine_that_can_only_infer_is_refused_by_name(begin: Begin, package: Package) -> None:
-    with pytest.raises(InputError, match="Train with --method zeroth-order"):
+    with pytest.raises(InputError, match="train by forward passes alone: --method zeroth-order"):
         plan_and_train(begin(PRIVATE, engine=LossesOnly(package)))
 
 
@@ -194,10 +194,10 @@ def test_a_run_goes_on_from_a_state_exactly(begin: Begin, package: Package) -> N
 
 def test_time_and_passes_bound_the_steps() -> None:
     numbers = {"step_s": 0.5, "evaluation_s": 0.2, "judgement_s": 1.0}
-    short = budget_of_gradient(60.0, **numbers, most_steps=1000)
+    short = budget_of_time(60.0, **numbers, trials=0, most_steps=1000)
     assert 60 < short.steps < 120
     assert short.limit_s is not None
-    assert budget_of_gradient(6000.0, **numbers, most_steps=90).steps == 90
+    assert budget_of_time(6000.0, **numbers, trials=0, most_steps=90).steps == 90
 
 
 def test_options_of_a_gradient_know_whether_there_is_a_log() -> None:

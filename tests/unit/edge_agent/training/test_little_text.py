@@ -18,7 +18,7 @@ from permille.schemas.runs import Outcome
 from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille.zo.packed_state import decode_state
-from permille_agent.cli.status import read_status
+from permille_agent.cli.status import Status
 from permille_agent.local.show import show_run
 from permille_agent.state.models import Active, reset
 from permille_agent.text.preparation import prepare
@@ -111,7 +111,7 @@ def _bits(selected: SelectedState) -> list[bytes]:
 def test_status_and_the_page_say_how_it_was_judged(device: Device) -> None:
     device.train(**OPTIONS)
     console = Console(record=True, width=200, file=io.StringIO())
-    read_status(device.home).render(console)
+    Status(device.home).render(console)
     assert "(little text, judged part by part)" in console.export_text()
     page = show_run(device.home, None, bigram_engine).read_text()
     assert "judged what the ones before them taught; then all trained" in page

@@ -112,16 +112,9 @@ def test_a_run_says_how_long_a_step_takes_and_how_many_fit(package: Package, tmp
     assert told == "a step takes 2 s here: 10000 steps in 30 minutes, all that this text is good for"
 
 
-def test_a_run_of_so_many_steps_is_told_by_the_newest_like_it(package: Package, tmp_path: Path) -> None:
-    text, engine = user_text(tmp_path), bigram_engine(package)
-    folder = tmp_path / "runs"
-    run = run_of(package, engine, text, folder / "new", steps=100)
+def test_a_run_of_so_many_steps_has_no_forecast(package: Package, tmp_path: Path) -> None:
+    run = run_of(package, bigram_engine(package), user_text(tmp_path), tmp_path / "runs/a", steps=100)
     assert forecast(run, _plan(100)) is None
-    _begun(run_of(package, engine, text, folder / "unlike", queries=8), 9.0)
-    _begun(run_of(package, engine, text, folder / "like"), 3.0)
-    (folder / "damaged").mkdir()
-    (folder / "damaged/run.json").write_text("{")
-    assert forecast(run, _plan(100)) == "a step took 3 s here before: 100 steps will take about 5 min"
 
 
 def test_the_forecast_is_told_before_the_first_step(package: Package, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from permille.schemas.runs import Outcome
 from permille.training.pooling import PoolingPlan, pool, write_pooled
 from permille.zo.lattice import state_digest, values
 from permille.zo.packed_state import StateOrigin, decode_state, pooled_state
-from permille_agent.cli.status import read_status
+from permille_agent.cli.status import Status
 from permille_agent.local.compare import compare
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.local.show import show_run
@@ -83,7 +83,7 @@ def test_without_a_state_of_its_own_a_device_runs_the_pooled_one(device: Device)
         greedy = Sampling(max_new_tokens=12, temperature=0.0)
         texts = {one: "".join(model.complete("On day", one, greedy)[1]) for one in model.variants}
     assert texts[Variant.POOLED] != texts[Variant.BASE]
-    status = read_status(device.home)
+    status = Status(device.home)
     assert status.document()["active"] == {
         "package": device.package.digest, "run": None, "personal": False, "pooled": True,
         "trains": device.package.manifest.trains,

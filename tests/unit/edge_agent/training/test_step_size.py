@@ -44,12 +44,11 @@ class FunctionEngine(BigramEngine):
         self.calls += 1
         return np.array([self._function(values_K - self._base_K) for values_K in values_VK], dtype=np.float32)
 
-    def directional_derivatives(
-        self, values_K: NDArray[np.float32], directions_QK: NDArray[np.float32], batch: Batch
-    ) -> tuple[float, NDArray[np.float64]]:
+    def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         """A constant slope along the first weight."""
-        loss = float(self._function(values_K - self._base_K))
-        return loss, self._slope * directions_QK[:, 0].astype(np.float64)
+        gradient_K = np.zeros(self.k, np.float32)
+        gradient_K[0] = self._slope
+        return float(self._function(values_K - self._base_K)), gradient_K
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """The function at every target."""
