@@ -24,9 +24,9 @@ _CODE = """
 import sys
 from pathlib import Path
 from permille.errors import PermilleError
-from permille.models.sources import HubRef, resolve_model
+from permille.models.sources import download_model
 try:
-    print(resolve_model(HubRef(repository=sys.argv[1], commit=sys.argv[2]), Path(sys.argv[3])))
+    print(download_model(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
 except PermilleError as exc:
     print(f"{type(exc).__name__}: {exc}")
 """
