@@ -157,6 +157,9 @@ def test_exit_codes_tell_scripts_what_to_do(up: Running, tmp_path: Path) -> None
     assert up.permille("models", "add", "x").returncode == 2
     assert up.permille("nonsense").returncode == 2
     assert permille("--url", up.url, "--token", "pmo_wrong", "models", "list").returncode == 6
+    for address in (up.url.removeprefix("http://"), up.url.replace("http", "https")):
+        asked = permille("--url", address, "--token", "x", "models", "list")
+        assert (asked.returncode, "with http://" in asked.stderr) == (2, True), asked.stderr
     assert permille("--data-dir", str(tmp_path), "models", "list").returncode == 5
     error = permille("--url", up.url, "--token", "pmo_wrong", "models", "list", "--json")
     document = json.loads(error.stdout)

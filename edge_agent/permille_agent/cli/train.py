@@ -313,7 +313,7 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
         where = f", and its model is {'' if in_use else 'not '}in use" if adopted else ""
         console.print(
             f"This text was trained on before with these options{where}. Nothing was computed. "
-            "Use another --seed to try again. The earlier result:",
+            "Change the text or an option to train again. The earlier result:",
             highlight=False,
         )
     colour = "green" if result.outcome.value == "adopted" else "yellow"

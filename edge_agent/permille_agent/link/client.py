@@ -285,6 +285,8 @@ def _network_errors(server: str) -> Iterator[None]:
         if _is_certificate_error(exc):
             message = f"This device does not trust the certificate of {server}: {exc}"
             raise OperatorError(f"{message}. Name a private authority with `enroll --ca-file`.") from exc
+        if "WRONG_VERSION_NUMBER" in str(exc):
+            raise OperatorError(f"{server} answers without TLS. Write its address with http://.") from exc
         raise ServiceUnavailableError(f"{server} does not answer: {str(exc) or type(exc).__name__}") from exc
 
 

@@ -122,7 +122,8 @@ def enroll(
     """Enrol this device, or the same device again; the caller holds the writers' lock.
 
     Args:
-        name: what operators see. The default says nothing about the user or the machine.
+        name: what operators see. The default is the name that it has, or one that says nothing about the
+            user or the machine.
 
     Raises:
         InputError: the invitation is refused, or the device is enrolled with another server.
@@ -135,12 +136,17 @@ def enroll(
         form = "22 characters (A-Z a-z 0-9 _ -), a dot and 32 hexadecimal digits"
         raise InputError(f"This is not the whole invitation, which has {form}. Copy all of it.")
     identity = load_or_create_identity(home)
-    name = name or f"device-{identity.public_key[:8]}"
+    known = load_enrolment(home)
+    name = name or (f"device-{identity.public_key[:8]}" if known is None else known.name)
     with connection(server, ca_file) as opened:
         try:
             answer = DeviceApi(opened).enrol(invitation, identity, name)
-        except (RequestRefusedError, AccessRefusedError) as exc:
-            raise InputError(f"The invitation is not valid, or was used before: {exc}") from exc
+        except AccessRefusedError as exc:
+            raise InputError(
+                "The invitation is not valid, or was used before. Ask the operator for a new one."
+            ) from exc
+        except RequestRefusedError as exc:
+            raise InputError(f"The service refuses this device: {exc}") from exc
     if (got := _root_digits(answer.root)) != parts[1]:
         raise PackageError(
             "trust-root", f"The service has the root {got}, but the invitation names {parts[1]}"

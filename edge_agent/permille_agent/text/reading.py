@@ -89,6 +89,8 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
         InputError: no document at all; the message says why.
     """
     documents, report = survey(paths)
+    if not documents and (missing := [path for path in paths if not path.exists()]):
+        raise InputError(f"There is no file or folder {missing[0]}.")
     if not documents:
         raise InputError(f"There is no text in {', '.join(map(str, paths))}: {report.summary()}")
     return documents, report

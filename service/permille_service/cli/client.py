@@ -170,7 +170,12 @@ def _error(response: httpx.Response) -> CommandError:
     problem = problem if isinstance(problem, dict) else {}
     title, detail = problem.get("title", response.reason_phrase), problem.get("detail", response.status_code)
     wrong = problem.get("errors")
-    message = f"{title}: {in_words(wrong) if response.status_code == 422 and wrong else detail}"
+    if response.status_code == 422 and wrong:
+        message = in_words(wrong)
+    elif response.status_code in (404, 409) and problem.get("detail"):
+        message = str(detail)  # a sentence of its own
+    else:
+        message = f"{title}: {detail}"
     return CommandError(
         message, exit_of_status(response.status_code), problem or {"status": response.status_code}
     )
@@ -199,6 +204,10 @@ def _field_in_words(location: str, message: str) -> str:
 
 
 def _unreachable(http: httpx.Client, exc: httpx.TransportError) -> CommandError:
+    if isinstance(exc, httpx.UnsupportedProtocol):
+        return CommandError(f"Write the address {http.base_url} with http:// or https://.", Exit.USAGE)
+    if "WRONG_VERSION_NUMBER" in str(exc):
+        return CommandError(f"{http.base_url} answers without TLS. Write it with http://.", Exit.USAGE)
     return CommandError(
         f"No service answers at {http.base_url}: {str(exc) or type(exc).__name__}", Exit.RETRY
     )

@@ -41,6 +41,18 @@ def test_the_same_key_enrols_again_as_the_same_device(
     assert len(service.devices) == 1
 
 
+def test_a_device_that_enrols_again_keeps_its_name(home: Home, service: DeviceService) -> None:
+    named = enroll(home, service.url, service.invitation, name="kitchen", connection=fast_connection)
+    again = enroll(home, service.url, service.invitation, connection=fast_connection)
+    assert (named.name, again.name) == ("kitchen", "kitchen")
+
+
+def test_an_address_with_tls_of_a_service_without_says_so(home: Home, service: DeviceService) -> None:
+    server = service.url.replace("http:", "https:")
+    with pytest.raises(OperatorError, match=r"answers without TLS. Write its address with http://"):
+        enroll(home, server, service.invitation, connection=fast_connection)
+
+
 def test_a_used_invitation_is_refused_for_another_device(
     home: Home, service: DeviceService, enrolment: Enrolment, tmp_path: Path
 ) -> None:
