@@ -10,14 +10,16 @@ gardener of the examples it measures the loss of held-out text and the rise of g
     other      the same state of the next person
     pooled     the same steps on as many tokens of other people
     prompt     the base with the person's text before the document, as much as fits in 1,024 tokens
-    both       the same with the own state
+    control    the base with the next person's text before the document
+    both       the prompt of own text, with the own state
     lora       peft's LoRA (rank 8, AdamW at 0.001) on the same base in float32, as many steps
 
 Other figures:
 
+    memory     what a training takes beside the package, own and lora
     tasks      accuracy of multiple choice, without an example, before and after
     decode     tokens a second, beside llama.cpp on the GGUF file where llama-cpp-python is installed
-    shapes     a step of 1 x 256 tokens at the shapes of larger models
+    shapes     a step of one row at the shapes of larger models
     frontier   the sparse values beside adapters, along the gradient and by zeroth order, at three strengths
 
 Finished cells are kept: a run that was stopped goes on.
@@ -55,7 +57,7 @@ from permille_lab.engine.decode import llama_cpp_seconds, token_seconds
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.dense import dense_model, mean_loss
-from permille_lab.measuring.machine import machine, resident
+from permille_lab.measuring.machine import AnonymousPeak, machine, resident
 from permille_lab.measuring.model_packages import Sources, folder_from_environment
 from permille_lab.people.study import Person, targets
 from permille_lab.people.user_texts import Collection, User, cohort, read_users
@@ -72,7 +74,7 @@ _LORA_RANK, _LORA_RATE = 8, 1e-3
 _ITEMS = 400
 _COHORT = 10
 _DECODE_ROUNDS = 5
-_FIGURES = ("decode", "shapes", "people", "tasks", "frontier")
+_FIGURES = ("memory", "decode", "shapes", "people", "tasks", "frontier")
 _TASKS = {
     Task.SST2: "SST-2_glue/dev.tsv",
     Task.RTE: "RTE/train.jsonl",
@@ -88,7 +90,7 @@ _TRAINABLES: dict[Trainable, float | ChosenAdapter] = {
 
 
 class Bench:
-    """Everything that a cell needs: the subject, the people in their order, and the general text."""
+    """The subject, the people in their order, and the general text: all that a cell needs."""
 
     def __init__(self, subject: Subject, people: Sequence[User], general: Sequence[Batch]) -> None:
         self.subject, self.people, self.general = subject, people, general
@@ -146,6 +148,23 @@ class Bench:
             "machine": machine(),
         }
 
+    def control(self, user: User, next_user: User) -> Result:
+        """Measure the base after another person's text: the share of a prompt's gain that is only form."""
+        study = self.subject.study
+        shown = study.person(next_user).train
+        prompted = [_after(shown, document) for document in study.person(user).test]
+        return {"user": user.name, "nats": self.nats(self.package.values(), prompted)}
+
+    def memory(self, user: User) -> Result:
+        """Sample the memory that no file backs while a state is trained, and while peft's LoRA is."""
+        person = self.subject.study.person(user)
+        before = resident()["RssAnon"]
+        with AnonymousPeak() as own:
+            self.subject.study.train(person, "memory")
+        with AnonymousPeak() as lora:
+            self._lora(person)
+        return {"own_bytes": own.bytes - before, "lora_bytes": lora.bytes - before}
+
     def frontier(self, user: User) -> Result:
         """Held-out and general loss of one training at several strengths."""
         person = self.subject.study.person(user)
@@ -158,7 +177,7 @@ class Bench:
         return {"points": points, "k": self.package.k, "seconds": round(seconds, 1)}
 
     def task(self, task: Task, path: Path, user: User | None) -> Result:
-        """Whether each item is answered right, by the base or by a person's state at its strength."""
+        """Mark each item as right or wrong, for the base or for a person's state at its strength."""
         values_K = self.package.values()
         if user is not None:
             values_K, _ = self.kept(self.state(self.subject.study.person(user))[0])
@@ -281,10 +300,13 @@ def main() -> None:
     for seed in options.seeds:
         along = TrainOptions(seed=seed, steps=STEPS)
         main_bench = bench(Trainable.SPARSE, along)
+        if "memory" in options.figures:  # first: memory that was freed would be used again unseen
+            cells.once("memory", {"user": people[0].name}, partial(main_bench.memory, people[0]))
         if "people" in options.figures:
             for user, next_user in zip(people, [*ring[1:], ring[0]], strict=False):
                 settings = {"user": user.name, "seed": seed, "steps": STEPS}
                 cells.once("people", settings, partial(main_bench.measured, user, next_user))
+                cells.once("control", settings, partial(main_bench.control, user, next_user))
         if "tasks" in options.figures:
             for trained in (None, people[0]):
                 name = None if trained is None else trained.name
@@ -296,9 +318,9 @@ def main() -> None:
             measure = partial(main_bench.decode, options.gguf, options.threads)
             cells.once("decode", {"threads": options.threads}, measure)
         if "shapes" in options.figures:
-            for shape in ("0.5B", "1.1B"):
+            for shape, tokens in (("0.5B", 256), ("1.1B", 256), ("0.5B", 1024)):
                 sizes = Sizes(
-                    shape=shape, layers=None, sequences=1, tokens=256, rounds=1, tables=Embeddings.Q8_0
+                    shape=shape, layers=None, sequences=1, tokens=tokens, rounds=1, tables=Embeddings.Q8_0
                 )
                 cells.once("shapes", sizes.settings(), partial(gradients.measure, options.folder, sizes))
         if "frontier" in options.figures:

@@ -13,19 +13,20 @@ STRENGTHS = (8, 4, 2)
 
 
 class State(StrEnum):
-    """What answers for a person."""
+    """A contender: a state, and the text that the prompt shows it."""
 
     BASE = "base"
     OWN = "own state"
     OTHER = "another person's state"
     POOLED = "state of other people's text"
     PROMPT = "own text in the prompt"
+    CONTROL = "another person's text in the prompt"
     BOTH = "own text in the prompt and own state"
     LORA = "LoRA of peft, rank 8"
 
 
 class Trainable(StrEnum):
-    """What is trained."""
+    """The numbers that a frontier run trains."""
 
     SPARSE = "sparse"
     LORA_FA_1 = "lora-fa-1"
@@ -36,7 +37,14 @@ class Trainable(StrEnum):
 def tables(results: Path) -> dict[str, str]:
     """Return the tables by the names that the template has for them."""
     cells = Cells(results / "real.jsonl")
-    people = pd.DataFrame([result for _, result in cells.of("people")])
+    controls = {result["user"]: result["nats"] for _, result in cells.of("control")}
+    people = pd.DataFrame(
+        [
+            result | {"nats": result["nats"] | {State.CONTROL.value: controls[result["user"]]}}
+            for _, result in cells.of("people")
+            if result["user"] in controls
+        ]
+    )
     return {
         "people": markdown(_states(people[people["user"] != "gardener"])),
         "gardener": markdown(_states(people[people["user"] == "gardener"])),
@@ -45,6 +53,7 @@ def tables(results: Path) -> dict[str, str]:
         "frontier": markdown(_frontier(cells)),
         "decode": markdown(_decode(cells)),
         "shapes": markdown(_shapes(cells)),
+        "memory": markdown(_memory(cells)),
     }
 
 
@@ -137,11 +146,25 @@ def _shapes(cells: Cells) -> pd.DataFrame:
         [
             {
                 "shape": settings["shape"],
+                "row": f"{settings['tokens']} tokens",
                 "package": f"{result['package_bytes'] / 1e6:.0f} MB",
                 "seconds of a step": result["gradient_s"],
                 "of a forward pass": result["forward_s"],
                 "resident above the package": f"{result['above_package_bytes'] / 1e6:.0f} MB",
             }
             for settings, result in cells.of("shapes")
+        ]
+    )
+
+
+def _memory(cells: Cells) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {
+                "person": settings["user"],
+                "own state": f"{result['own_bytes'] / 1e6:.0f} MB",
+                State.LORA.value: f"{result['lora_bytes'] / 1e6:.0f} MB",
+            }
+            for settings, result in cells.of("memory")
         ]
     )
