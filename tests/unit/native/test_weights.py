@@ -87,7 +87,7 @@ def test_rows_of_a_sparse_weight_are_the_quantizers_bits(
         assert np.array_equal(out.view(np.uint32), expected_NK[first:last].view(np.uint32))
     flat = np.arange(0, w_NK.size, 3, dtype=np.uint32)
     assert np.array_equal(decode_at(weight, flat), expected_NK.reshape(-1)[flat])
-    with pytest.raises(InputError, match="as many codes"):
+    with pytest.raises(InputError, match="another number of places"):
         SparseRows.of(
             dataclasses.replace(tensor, kept=quantize(np.ones((1, 9), np.float32), Scheme.INT4, 32))
         )
