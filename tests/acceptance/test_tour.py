@@ -168,7 +168,7 @@ def test_the_tour_runs_as_it_stands(tmp_path: Path) -> None:
 
 def assert_nothing_but_what_the_extras_ask_for(server: list[Environment], device: list[Environment]) -> None:
     (cloud,), (edge,) = server, device
-    foreign = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "celery", "bitsandbytes", "datasets", "pytest")
+    foreign = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "celery", "datasets", "pytest")
     assert [name for name in foreign if edge.can_import(name)] == []
     assert [name for name in ("platformdirs", "celery", "psycopg", "pytest") if cloud.can_import(name)] == []
     assert edge.can_import("torch") and cloud.can_import("torch")

@@ -170,10 +170,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "layer types in a family without": {"layer_types": ["full_attention"] * 2},
     "no epsilon": {"rms_norm_eps": 0},
     "an epsilon beyond all floats": {"rms_norm_eps": 10**400},
-    "positions beyond all floats": {
-        "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16},
-        "max_position_embeddings": 10**400,
-    },
     "a stretched rope without a base": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0} | YARN},
     "an epsilon that is no number": {"rms_norm_eps": "1e-5"},
 }
@@ -185,6 +181,12 @@ def test_mathematics_that_it_does_not_have_is_refused_by_name(name: str) -> None
     architecture_of(config)
     with pytest.raises(InputError, match=r"light engine: expected .*torch engine"):
         architecture_of(config | REFUSED[name])
+
+
+def test_positions_beyond_all_floats_are_refused_in_few_words() -> None:
+    with pytest.raises(InputError, match=r"max_position_embeddings in config.json must be") as refused:
+        architecture_of(_config("llama") | {"max_position_embeddings": 10**400})
+    assert len(str(refused.value)) < 400
 
 
 def test_a_rotation_of_more_than_a_head_and_windows_without_a_size_are_refused() -> None:
