@@ -274,8 +274,10 @@ def _check_options(minutes: object, steps: object, options: Mapping[str, Any]) -
 
 
 def _is_file_name(text: str) -> bool:
-    # No part of a path has more bytes: the question would be an error of the system.
-    return len(text.encode()) < 256 and text.isprintable() and Path(text).expanduser().exists()
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, no home of that name, a null character
+        return False
 
 
 def _written(path: Path, texts: Iterable[Text]) -> list[Path]:

@@ -252,7 +252,7 @@ class CodedLinear(nn.Module):
         if self.bias is not None:
             y = y + self.bias
         if self.added is not None:
-            # In float32 up to the sum: a small perturbation must still reach the output (ADR 18).
+            # In float32 up to the sum, so that the part of the values is rounded once (ADR 18).
             added: Tensor = self.added(x.reshape(len(self.values_VC), -1, x.shape[-1]), self.values_VC)
             y = (y.float() + added.view(y.shape)).to(y.dtype)
         return y.view(*x.shape[:-1], -1)

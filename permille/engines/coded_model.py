@@ -65,6 +65,11 @@ class CodedModel:
         for linear, values_VC in zip(self.linears, torch.split(values_VK, list(counts), dim=1), strict=True):
             linear.values_VC = values_VC
 
+    def clear_values(self) -> None:
+        """Let go of the values of the last call, and of what autograd keeps of them."""
+        for linear in self.linears:
+            linear.values_VC = torch.empty(1, 0)
+
 
 def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype) -> CodedModel:
     """Copy the package's codes to the device, and build its model around them.

@@ -157,6 +157,7 @@ class TorchEngine:
                 self._layer_passes += (REVERSE_PASSES - 1) * self._layers * len(rows.ids_BT)
                 loss_sum += float(loss.detach())
                 sum_K += gradient_1K[0].cpu().numpy()
+            self._model.clear_values()
         targets = int(batch.target_BT.sum())
         return loss_sum / targets, (sum_K / targets).astype(np.float32)
 
@@ -203,6 +204,7 @@ class TorchEngine:
                 self._model.set_values(some_VK, self._counts)
                 parts = [self._losses_of(rows, len(some_VK)) for rows in self._parts(batch, len(some_VK))]
                 found.append(torch.cat(parts, dim=1).cpu().numpy())
+                self._model.clear_values()
         return np.concatenate(found)
 
     def _parts(self, batch: Batch, variants: int) -> Iterator[_Rows]:

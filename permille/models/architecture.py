@@ -99,7 +99,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         residual_scale = settings.number("residual_multiplier", 1.0)
         logits_scale = 1 / settings.number("logits_scaling", 1.0)
     layers = _layers(settings, shape, positions)
-    limits = [layer.rope.longest for layer in layers if layer.rope is not None and layer.rope.longest]
+    limits = [
+        layer.rope.longest for layer in layers if layer.rope is not None and layer.rope.longest is not None
+    ]
     found = Architecture(
         family=shape.family,
         prefix=about.prefix,
@@ -200,6 +202,9 @@ def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
         }
         return rope_of(parameters | given | scaling, head=shape.head, positions=positions)
     parameters = scaling or given
+    if shape.family is Family.MINISTRAL3 and "llama_4_scaling_beta" not in parameters:
+        # transformers would take a rotation of its own here.
+        raise unsupported("rope_parameters with llama_4_scaling_beta", parameters)
     if shape.about.rotation is Rotation.SHARE:
         parameters.setdefault("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
         context = settings.size("original_max_position_embeddings", 4096)

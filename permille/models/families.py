@@ -80,6 +80,20 @@ _SHARED_KEYS = (
 )
 
 
+# What published configs of Gemma 3 leave to transformers' defaults.
+_SILENT: Mapping[str, Config] = {
+    "gemma3": {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_208,
+    }
+}
+
+
 def text_config(config: Config) -> Config:
     """Return the config of the text model, where a model sees pictures, too; else the config itself.
 
@@ -93,7 +107,7 @@ def text_config(config: Config) -> Config:
     if not isinstance(inner, Mapping):
         raise InputError(f"config.json of a {model_type} model has no text_config. Download it again.")
     shared = {key: config[key] for key in _SHARED_KEYS if config.get(key) is not None}
-    return {"model_type": TEXT_MODELS[model_type].value, **inner, **shared}
+    return {"model_type": TEXT_MODELS[model_type].value, **_SILENT.get(model_type, {}), **inner, **shared}
 
 
 def family_of(config: Config) -> Family:

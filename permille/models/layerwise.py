@@ -161,7 +161,7 @@ class _Recorder(nn.Module):
 def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+    config = AutoConfig.for_model(**checkpoint.config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return model.eval().requires_grad_(False)

@@ -37,7 +37,10 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
         folder,
         config=AutoConfig.for_model(**config),
         # The text model of one with vision, by the names of older and newer checkpoints.
-        key_mapping={r"^(model\.language_model|language_model\.model)\.": "model."},
+        key_mapping={
+            r"^(model\.language_model|language_model\.model)\.": "model.",
+            r"^language_model\.lm_head\.": "lm_head.",
+        },
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=False,

@@ -38,6 +38,7 @@ _KEYS: dict[str, frozenset[str]] = {
             "beta_fast",
             "beta_slow",
             "llama_4_scaling_beta",
+            "max_position_embeddings",
             "mscale",
             "mscale_all_dim",
             "original_max_position_embeddings",
@@ -118,9 +119,11 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
 
 
 def _context(given: Mapping[str, Any], positions: int) -> float:
-    return positive(
-        "original_max_position_embeddings", given.get("original_max_position_embeddings", positions)
-    )
+    key = "original_max_position_embeddings"
+    context = positive(key, given.get(key, positions))
+    if context < 1 or context != int(context):
+        raise unsupported(f"{key} to be a whole number of at least 1", context)
+    return context
 
 
 def _short_factors(given: Mapping[str, Any], count: int) -> NDArray[np.float64]:

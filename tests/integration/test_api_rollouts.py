@@ -266,6 +266,8 @@ def test_a_wave_opens_when_it_is_approved_and_no_request_approves_two(
     sweep(api, moments)
     found = show(api, made["id"])
     assert (found["wave"], found["awaits_approval"]) == (1, True)
+    assert api.post(f"{path}/pause").json()["awaits_approval"] is False
+    api.post(f"{path}/resume")
     for wave, status in ((1, 422), (3, 409), (2, 200), (2, 200)):
         assert api.post(f"{path}/approve", {"wave": wave}).status_code == status
     sweep(api, moments, 1)

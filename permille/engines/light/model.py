@@ -226,7 +226,9 @@ class _Parts:
         if adapter is None:
             mask = self._package.mask(name)
             first, last = np.searchsorted(mask, (rows.start * columns, rows.stop * columns)).tolist()
-            indices = mask[first:last] - np.uint32(rows.start * columns)
+            indices = mask[first:last]
+            if rows.start:  # else it stays a view of the mapped file
+                indices = indices - np.uint32(rows.start * columns)
             return LightLinear(coded, indices, start + first, bias_N)
         beside = None
         if name in self._adapted:

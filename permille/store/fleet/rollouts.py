@@ -141,7 +141,7 @@ def approve(row: Rollout, wave: int) -> None:
         raise ConflictError("The rollout needs no approval: it was made without `approval`.")
     if not 2 <= wave <= min(row.wave + 2, len(rules.waves)):
         raise ConflictError(f"Wave {row.wave + 1} of {len(rules.waves)} is open: approve the one after it.")
-    row.approved = max(row.approved, wave)
+    row.approved, row.awaits_approval = max(row.approved, wave), False
 
 
 def stop(session: Session, row: Rollout) -> None:
@@ -402,6 +402,7 @@ def _open_wave(session: Session, row: Rollout, wave: int) -> None:
 
 
 def _move(row: Rollout, state: RolloutState) -> None:
+    row.awaits_approval = False
     row.state, row.revision = state.value, row.revision + 1
 
 

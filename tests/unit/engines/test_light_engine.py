@@ -172,6 +172,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "an epsilon beyond all floats": {"rms_norm_eps": 10**400},
     "a stretched rope without a base": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0} | YARN},
     "an epsilon that is no number": {"rms_norm_eps": "1e-5"},
+    "a context that is no whole number": {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 0.5},
+    },
 }
 
 
@@ -181,6 +184,13 @@ def test_mathematics_that_it_does_not_have_is_refused_by_name(name: str) -> None
     architecture_of(config)
     with pytest.raises(InputError, match=r"light engine: expected .*torch engine"):
         architecture_of(config | REFUSED[name])
+
+
+def test_a_ministral_without_its_rotation_is_refused() -> None:
+    config = _config("ministral3")
+    assert architecture_of(config).positions == 32
+    with pytest.raises(InputError, match="llama_4_scaling_beta"):
+        architecture_of(config | {"rope_parameters": None})
 
 
 def test_positions_beyond_all_floats_are_refused_in_few_words() -> None:

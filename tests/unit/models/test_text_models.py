@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.descriptions import Family
+from permille.models.families import shape_of, text_config
+from permille.models.layerwise import LayerStream
 from permille.models.loading import load_model
 
 _TEXT = {
@@ -48,17 +50,25 @@ def _gemma3() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def _ministral3() -> Any:
+def _ministral3(*, tied: bool = True) -> Any:
     text = _TEXT | {"model_type": "ministral3", "rope_parameters": _YARN, "pad_token_id": 0}
     vision = _VISION | {"model_type": "pixtral", "head_dim": 8}
-    config = transformers.Mistral3Config(text_config=text, vision_config=vision)
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
     return transformers.Mistral3ForConditionalGeneration(config)
 
 
-CASES = [(_gemma3, Family.GEMMA3_TEXT), (_ministral3, Family.MINISTRAL3)]
+def _untied() -> Any:
+    return _ministral3(tied=False)
 
 
-@pytest.fixture(params=CASES, ids=["gemma3", "mistral3"])
+CASES = [
+    (_gemma3, Family.GEMMA3_TEXT),
+    (_ministral3, Family.MINISTRAL3),
+    (_untied, Family.MINISTRAL3),
+]
+
+
+@pytest.fixture(params=CASES, ids=["gemma3", "mistral3", "untied"])
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Family, Path]:
     torch.manual_seed(0)
     make, family = request.param
@@ -74,6 +84,10 @@ def _check(model: Any, family: Family, folder: Path) -> None:
     loaded, ids = load_model(folder), torch.arange(20)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-5)
+    stream = LayerStream(checkpoint)
+    with stream.ends() as ends:
+        hidden_BTH = ends.embed(ids)
+    assert (len(hidden_BTH[0]), stream.layers) == (20, 2)
 
 
 def test_its_logits_are_those_of_the_whole(case: tuple[Any, Family, Path]) -> None:
@@ -83,7 +97,11 @@ def test_its_logits_are_those_of_the_whole(case: tuple[Any, Family, Path]) -> No
 @pytest.mark.parametrize(
     "names",
     [
-        {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower."},
+        {
+            "model.language_model.": "language_model.model.",
+            "model.vision_tower.": "vision_tower.",
+            "lm_head.": "language_model.lm_head.",
+        },
         {"language_model.model.": "model.language_model.", "vision_tower.": "model.vision_tower."},
     ],
 )
@@ -109,3 +127,21 @@ def test_a_config_without_its_text_part_or_with_codes_is_refused(case: tuple[Any
     path.write_text(json.dumps(config))
     with pytest.raises(InputError, match="has no text_config"):
         Checkpoint(case[2])
+
+
+def test_what_a_published_config_of_gemma_3_leaves_out_is_transformers_default() -> None:
+    """gemma-3-4b-it names four sizes of its text model and no heads."""
+    inner = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    shape = shape_of(text_config({"model_type": "gemma3", "text_config": inner}))
+    own = transformers.Gemma3Config(text_config=inner).text_config
+    assert (shape.heads, shape.kv_heads, shape.head, shape.vocabulary) == (
+        *(own.num_attention_heads, own.num_key_value_heads),
+        *(own.head_dim, own.vocab_size),
+    )
+    assert shape.layers == 34 and shape.hidden == 2560
