@@ -146,7 +146,9 @@ def _move(page: Page, rollout_id: str, move: str, exc: Exception | None) -> Resp
     known = _MOVES[_known(move, _MOVES)]
     with page.service.database.read() as session:
         row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
-        found = _followers(session, page.tenant_id, row.release, row.alias, row.group_id)
+        # A revert moves the alias, which devices outside of the group follow, too.
+        group_id = None if move == "revert" else row.group_id
+        found = _followers(session, page.tenant_id, row.release, row.alias, group_id)
         rollout = present(session, row)
     words = known.words.format(
         all=_count(found),
