@@ -25,6 +25,8 @@ from permille.engines.coded_layers import (
     as_tensor,
 )
 from permille.engines.decoded_model import transformers_config
+from permille.errors import InputError
+from permille.models.architecture import architecture_of
 from permille.models.families import is_tied, shape_of, table_names
 from permille.models.layerwise import restore_buffers
 from permille.package.manifest import TensorInfo
@@ -94,8 +96,16 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
         linears=linears,
         head=head,
         vocabulary=head.table.shape[0],
-        positions=getattr(config, "max_position_embeddings", None),
+        positions=_positions(package, getattr(config, "max_position_embeddings", None)),
     )
+
+
+def _positions(package: Package, most: int | None) -> int | None:
+    """The longest sequence: where a rotation changes beyond a length, that (see `models.rope`)."""
+    try:
+        return architecture_of(package.config).positions
+    except InputError:  # mathematics that transformers alone has
+        return most
 
 
 def resident_bytes(module: nn.Module) -> Counter[str]:

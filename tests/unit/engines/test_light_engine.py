@@ -86,13 +86,14 @@ LONG_ROPE = {
 }
 
 
+@pytest.mark.parametrize("make", [LightEngine, TorchEngine])
 @pytest.mark.parametrize("changes", [{}, {"factor": 4.0}, {"attention_factor": 1.2}])
 def test_a_long_rope_is_that_of_the_reference_up_to_the_original_context(
-    changes: dict[str, float], tmp_path: Path
+    changes: dict[str, float], make: Callable[[Package], GradientEngine], tmp_path: Path
 ) -> None:
     rope = LONG_ROPE | changes
     tiny = _tiny(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=40)
-    engine = LightEngine(tiny.package)
+    engine = make(tiny.package)
     Conformance(engine=engine, tiny=tiny).token_losses_are_those_of_the_reference()
     with pytest.raises(InputError, match="40"):
         list(engine.generate(tiny.package.values(), np.ones(41, np.int64), TokenSampling(max_new_tokens=1)))
