@@ -43,6 +43,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
     "service": service.tables,
     "sparse": sparse.tables,
     "learning": learning.learning_tables,
+    "zeroth-order": real.zeroth_order_tables,
 }
 
 

@@ -57,6 +57,24 @@ def tables(results: Path) -> dict[str, str]:
     }
 
 
+def zeroth_order_tables(results: Path) -> dict[str, str]:
+    """Return the table of `docs/results/zeroth-order.md`."""
+    rows = [
+        {
+            "values": f"{result['k']:,}",
+            "steps": settings["kind"].replace("_", "-"),
+            "number of steps": result["steps"],
+            "loss before": f"{result['loss_before']:.3f}",
+            "loss after": f"{result['loss_after']:.3f}",
+            "fall": f"{result['loss_before'] - result['loss_after']:.3f}",
+            "seconds": f"{result['cpu_s']:.0f}",
+        }
+        for settings, result in Cells(results / "zeroth-order.jsonl").of("zeroth order")
+        if settings["normalised"] and not settings["first_layer"]
+    ]
+    return {"contenders": markdown(pd.DataFrame(rows))}
+
+
 def _states(people: pd.DataFrame) -> pd.DataFrame:
     nats, general = (pd.DataFrame(list(people[name])) for name in ("nats", "general"))
     rows = []
