@@ -27,6 +27,7 @@ Finished cells are kept: a run that was stopped goes on.
 
 import importlib.util
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -159,8 +160,9 @@ class Bench:
         """Sample the memory that no file backs while a state is trained, and while peft's LoRA is."""
         person = self.subject.study.person(user)
         before = resident()["RssAnon"]
-        with AnonymousPeak() as own:
-            self.subject.study.train(person, "memory")
+        # In a folder of its own: a run that is finished would not be made again.
+        with tempfile.TemporaryDirectory() as folder, AnonymousPeak() as own:
+            replace(self.subject.study, folder=Path(folder)).train(person, "memory")
         with AnonymousPeak() as lora:
             self._lora(person)
         return {"own_bytes": own.bytes - before, "lora_bytes": lora.bytes - before}
