@@ -78,16 +78,11 @@ class Personalizer:
         root = Path(self._temporary.name if self._temporary else folder or "").expanduser().absolute()
         self._home = open_home(root)
         self._engine = EngineChoice(name=engine, threads=threads)
-        known = installed_release(self._home)
-        if known is not None and known.manifest_digest != package.digest:
-            # Its personal model stays in use until a training on the new package is adopted.
-            raise InputError(
-                f"{root} has another package, {known.manifest_digest}. Choose another folder, or open that "
-                "one with Personalizer.load(folder)."
-            )
-        if known is None:
+        self._package = package.digest
+        if self._installed() is None:  # else no lock: a folder can be read while a `fit` works in it
             with hold_lock(self._home, "install"):
-                install_package(self._home, package)
+                if self._installed() is None:
+                    install_package(self._home, package)
 
     @classmethod
     def load(cls, folder: str | Path, **options: Any) -> "Personalizer":
@@ -148,6 +143,7 @@ class Personalizer:
         _check_options(minutes, steps, options)
         told = TrainOptions(minutes=minutes, steps=steps, **options)
         with hold_lock(self._home, "fit"):
+            self._installed()
             # The file stays: a run reads its text again when it goes on.
             paths = [texts] if isinstance(texts, Path) else _written(self.folder / "fit.jsonl", texts)
             return run_training(self._home, paths, told, replace(context, engine_of=self._engine))
@@ -260,6 +256,21 @@ class Personalizer:
             shutil.copytree(self.folder, whole, ignore=shutil.ignore_patterns("*.lock", "*.holder"))
             whole.rename(target)
         return target
+
+    def _installed(self) -> str | None:
+        """Return the digest of the package in the folder, or None without one.
+
+        Raises:
+            InputError: it is another package.
+        """
+        known = installed_release(self._home)
+        if known is not None and known.manifest_digest != self._package:
+            # Its personal model stays in use until a training on the new package is adopted.
+            raise InputError(
+                f"{self.folder} has another package, {known.manifest_digest}. Choose another folder, or open "
+                "that one with Personalizer.load(folder)."
+            )
+        return None if known is None else known.manifest_digest
 
 
 def _check_options(minutes: object, steps: object, options: Mapping[str, Any]) -> None:

@@ -148,7 +148,7 @@ class CodedWeight(nn.Module):
         return heads[rows].repeat_interleave(self._group, dim=1)[:, : self.shape[1]].reshape(-1)
 
     def _places(self, pattern: Pattern, rows: slice) -> Tensor:
-        """Which weights of some rows are kept, bool [R, K]."""
+        """Return the kept weights of some rows as bool [R, K]."""
         assert self.pattern is not None
         device = self.pattern.device
         if pattern.sparsity is Sparsity.BITMAP:

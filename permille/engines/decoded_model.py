@@ -122,7 +122,9 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
         InputError: a family that we do not know, or attention that is not causal.
     """
     if config.get("use_bidirectional_attention"):
-        raise InputError("expected a causal language model, got one with use_bidirectional_attention")
+        raise InputError(
+            "The model reads in both directions (use_bidirectional_attention), so it cannot write."
+        )
     entries = {key: value for key, value in config.items() if key not in ("model_type", "dtype")}
     return AutoConfig.for_model(family_of(config).value, **entries)
 

@@ -85,9 +85,9 @@ class TorchEngine:
             OperatorError: the device is not there.
         """
         if threads is not None and threads < 1:
-            raise InputError(f"expected at least 1 thread, got {threads}")
+            raise InputError(f"threads must be at least 1, got {threads}.")
         if max_tokens < 1:
-            raise InputError(f"expected max_tokens of at least 1, got {max_tokens}")
+            raise InputError(f"max_tokens must be at least 1, got {max_tokens}.")
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = torch_device(device)

@@ -192,7 +192,7 @@ def check_signature(key: Ed25519PublicKey, signature: bytes, signed: bytes, whos
     try:
         key.verify(signature, signed)
     except InvalidSignature as exc:
-        raise PackageError("round-signature", f"expected the signature of {whose}, got another") from exc
+        raise PackageError("round-signature", f"The signature is not that of {whose}.") from exc
 
 
 def encode_key(key: Ed25519PublicKey) -> str:

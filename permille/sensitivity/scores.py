@@ -227,7 +227,7 @@ def shard_ranges(sequences: int) -> list[range]:
         InputError: no sequence.
     """
     if sequences < 1:
-        raise InputError(f"expected at least 1 sequence, got {sequences}")
+        raise InputError(f"Scores need at least 1 sequence, got {sequences}.")
     size = SHARD_SEQUENCES * max(1, -(-sequences // (SHARD_SEQUENCES * _MOST_SHARDS)))
     return [range(start, min(start + size, sequences)) for start in range(0, sequences, size)]
 

@@ -1,4 +1,4 @@
-"""What operators start from the page below `/ui`: the forms, who may send them, and what is refused."""
+"""Actions from the page below `/ui`: the forms, who may send them, and what is refused."""
 
 import re
 from collections.abc import Iterator

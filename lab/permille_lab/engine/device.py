@@ -1,4 +1,4 @@
-"""What the torch engine does on a device: `make gpu`, or small on a CPU by `make gpu DEVICE=cpu`.
+"""Check and time the torch engine on a device: `make gpu`, or small on a CPU by `make gpu DEVICE=cpu`.
 
     python -m permille_lab.engine.device --device cuda
 
@@ -158,7 +158,7 @@ def _named(device: str) -> str:
 
 
 def agrees(figure: str, result: Result) -> bool:
-    """Whether a cell says that the device does what it must."""
+    """Return whether a cell says that the device does what it must."""
     match figure:
         case "conformance":
             return bool(result["tests"]) and not result["failures"] + result["errors"]

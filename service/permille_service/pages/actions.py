@@ -1,4 +1,4 @@
-"""What operators start from the page: builds, releases, rollouts and invitations.
+"""Actions that operators start from the page: builds, releases, rollouts and invitations.
 
 Each form is made of the request that the API takes, and sent to the function of the API's route: rights,
 rules, errors and the audit log are the same. What devices will see is confirmed on a page that says how many

@@ -120,6 +120,6 @@ def _sort_errors(form: Form, problem: Problem | None) -> tuple[dict[str, str], l
 
 
 def _leads(place: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether the names of a place are among these parts, in this order."""
+    """Return whether the names of a place are among these parts, in this order."""
     rest = iter(parts)
     return all(name in rest for name in place)

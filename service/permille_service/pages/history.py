@@ -1,4 +1,4 @@
-"""What was run and who changed what: jobs with filters, two jobs or packages side by side, the audit log.
+"""Pages of the past: jobs with filters, two jobs or packages side by side, the audit log.
 
 Filters are in the address, so that a list can be kept and passed on.
 """
@@ -134,7 +134,7 @@ def compare_packages(page: ViewerPage, a: PackageToCompare, b: PackageToCompare)
 def show_audit(
     page: AdminPage, window: NumberPaging, wanted: Annotated[audit.AuditFilter, Depends(_audit_filter)]
 ) -> Response:
-    """Who changed what, newest first."""
+    """List the changes of the audit log, newest first."""
     with page.service.database.read() as session:
         found = audit.list_entries(session, tenant_id=page.tenant_id, wanted=wanted, window=window)
         lines = [(one, page_at(one.subject), list(lines_of(one.request or {}))) for one in found.items]

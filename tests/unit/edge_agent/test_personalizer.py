@@ -8,6 +8,7 @@ import pytest
 
 from permille.errors import InputError
 from permille.package.reader import Package
+from permille_agent.embed import install_package
 from permille_agent.personalizer import Personalizer
 from permille_agent.state.lock import LockedError, hold_lock
 from tests.packages import CHATML, sentences, tiny_package
@@ -35,6 +36,9 @@ def test_a_folder_with_another_package_is_refused(package: Package, tmp_path: Pa
     with pytest.raises(InputError, match=f"has another package, {package.digest}"):
         Personalizer(other, personal.folder, threads=1)
     Personalizer(package, personal.folder, threads=1)
+    install_package(personal._home, other)  # as another program may, meanwhile
+    with pytest.raises(InputError, match=f"has another package, {other.digest}"):
+        personal.fit(list(sentences(320, seed=3)), steps=1)
 
 
 def test_something_else_than_a_package_is_refused(tmp_path: Path) -> None:

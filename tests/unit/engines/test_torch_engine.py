@@ -1,4 +1,4 @@
-"""What the torch engine does beyond the conformance suite: codes that stay codes, derivatives, devices."""
+"""The torch engine beyond the conformance suite: codes that stay codes, derivatives, devices."""
 
 import gc
 import threading
@@ -175,7 +175,7 @@ def test_info_says_what_decides_the_bits(llama: Tiny) -> None:
     "options", [{"device": "tpu"}, {"compute_dtype": "float16"}, {"threads": 0}, {"max_tokens": 0}], ids=str
 )
 def test_options_that_are_wrong_are_refused(llama: Tiny, options: dict[str, str]) -> None:
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=r"expected|must be at least 1"):
         TorchEngine(llama.package, **options)  # type: ignore[arg-type]
 
 
@@ -188,7 +188,7 @@ def test_a_model_that_sees_the_future_is_refused(tmp_path: Path) -> None:
     model = tiny_model("gemma3_text")
     model.config.use_bidirectional_attention = True
     package = write_package(BlobFolder(tmp_path), model, Scheme.NF4)
-    with pytest.raises(InputError, match="causal"):
+    with pytest.raises(InputError, match="reads in both directions"):
         TorchEngine(package)
 
 

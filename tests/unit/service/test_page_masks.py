@@ -1,4 +1,4 @@
-"""What the page says of a mask: against the curve, and by kind, layer and tensor."""
+"""The words of the page about a mask: against the curve, and by kind, layer and tensor."""
 
 import numpy as np
 import pytest
