@@ -6,10 +6,12 @@ Nothing happens at import.
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import cache
 from typing import Any, Final
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.routing import BaseRoute
 
 from permille.files import make_private
 from permille.schemas.kinds import WORK
@@ -107,14 +109,11 @@ def create_app(settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=problems.operation_id,
+        routes=_routes(),
         lifespan=_closing(service),
-        dependencies=[Depends(check_given_once)],
         telemetry={"operation_spans": False, "metrics": False, "logs": False},
     )
     app.state.service = service
-    for router in ROUTERS:
-        app.include_router(router)
     console.install(app)
     pages.install(app)
     _document(app)
@@ -123,6 +122,18 @@ def create_app(settings: Settings) -> FastAPI:
     observing.install(app)
     check_routes(app)
     return app
+
+
+@cache
+def _routes() -> list[BaseRoute]:
+    """Return the routes. They hold no state, so all apps of a process share them once they are resolved."""
+    api = APIRouter(
+        dependencies=[Depends(check_given_once)],
+        generate_unique_id_function=problems.operation_id,
+    )
+    for router in (*ROUTERS, console.router, *pages.ROUTERS, observing.router):
+        api.include_router(router)
+    return api.routes
 
 
 def _open_service(settings: Settings) -> Service:

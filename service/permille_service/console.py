@@ -144,8 +144,7 @@ def root() -> RedirectResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Add the console and its files."""
+    """Add the console's files and its check of the disk."""
     service: Service = app.state.service
     app.state.writes = WriteCheck(service.database, service.blobs)
-    app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

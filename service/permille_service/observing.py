@@ -152,5 +152,4 @@ def install(app: FastAPI) -> None:
         buckets=_BUCKETS,
     )
     app.state.metrics = registry
-    app.include_router(router)
     app.add_middleware(Observed, requests=requests)

@@ -38,12 +38,10 @@ Next = Annotated[str, Query(alias="next", max_length=500)]
 
 
 def install(app: FastAPI) -> None:
-    """Add the page to an app."""
+    """Add what the page's routes need to an app."""
     styles, scripts = assets.load()
     app.state.assets = {asset.name: asset for asset in (styles, scripts)}
     app.state.templates = make_environment(styles, scripts)
-    for each in ROUTERS:
-        app.include_router(each)
 
 
 @router.get("/assets/{name}", dependencies=[PUBLIC])
