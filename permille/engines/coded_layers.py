@@ -308,7 +308,7 @@ class CodedHead(nn.Module):
     def __init__(self, table: CodedTable) -> None:
         super().__init__()
         self.table = table
-        self.place_L: Tensor | None = None
+        self.place_L: Tensor | slice = slice(None)
         """Rows of all hidden states, laid end to end, of which logits are computed: set for each call."""
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ activations again on the way back. Everything else is transformers' own code. No
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,31 +33,42 @@ from permille.models.layerwise import restore_buffers
 from permille.package.manifest import TensorInfo
 from permille.package.reader import Package
 
+Arguments = dict[str, Any]
 
-class CheckpointedLayer(nn.Module):
+
+class CodedLayer(nn.Module):
     """A decoder layer that keeps its input alone for the way back."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
+        self.stand_in: Callable[[Tensor, Arguments], Tensor] | None = None
+        """What is called in the layer's place, where it is set."""
 
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+    def forward(self, hidden: Tensor, **arguments: Any) -> Any:
         """As the layer's."""
+        if self.stand_in is not None:
+            return self.stand_in(hidden, arguments)
         if not torch.is_grad_enabled():
-            return self.layer(*arguments, **keywords)
-        return checkpoint(self.layer, *arguments, use_reentrant=False, preserve_rng_state=False, **keywords)
+            return self.layer(hidden, **arguments)
+        return checkpoint(self.layer, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedModel:
     """A causal language model of transformers.
 
+    Text runs through `module` as a whole. Losses take it apart, since variants share layers: `enter`, the
+    layers one by one, `logits`.
+
     Attributes:
+        layers: the decoder layers.
         linears: the layers with codes, in the package's order.
         head: chooses the positions of which logits are computed.
     """
 
     module: Any
+    layers: tuple[CodedLayer, ...]
     linears: tuple[CodedLinear, ...]
     head: CodedHead
     vocabulary: int
@@ -71,6 +83,38 @@ class CodedModel:
         """Let go of the values of the last call, and of what autograd keeps of them."""
         for linear in self.linears:
             linear.values_VC = torch.empty(1, 0)
+
+    def enter(self, ids_BT: Tensor) -> tuple[Tensor, list[Arguments]]:
+        """Return what enters the first layer, [B, T, H], and each layer's other arguments."""
+        entered: list[Tensor] = []
+        arguments: list[Arguments] = []
+
+        def note(hidden: Tensor, given: Arguments) -> Tensor:
+            # All rows have the causal mask, so that of one row serves as many as there will be.
+            mask = given.get("attention_mask")
+            entered.append(hidden)
+            arguments.append(given if mask is None else given | {"attention_mask": mask[:1]})
+            return hidden
+
+        self._around(self.module.base_model, ids_BT, note)
+        return entered[0], arguments
+
+    def logits(self, state_LH: Tensor) -> Tensor:
+        """Return logits, float32 [L, D], of states after the last layer."""
+        self.head.place_L = slice(None)
+        any_ids = torch.zeros(1, 1, dtype=torch.int64, device=state_LH.device)
+        logits: Tensor = self._around(self.module, any_ids, lambda *_: state_LH[None]).logits
+        return logits
+
+    def _around(self, module: Any, ids_BT: Tensor, stand_in: Callable[[Tensor, Arguments], Tensor]) -> Any:
+        """Run what transformers does before and after the decoder layers."""
+        for layer in self.layers:
+            layer.stand_in = stand_in
+        try:
+            return module(ids_BT, use_cache=False)
+        finally:
+            for layer in self.layers:
+                layer.stand_in = None
 
 
 def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype) -> CodedModel:
@@ -90,9 +134,11 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
     head = _tables(model, package, device, dtype)
     _fill(model, package, device, dtype)
     prefix = shape_of(package.config).about.prefix
-    model.set_submodule(prefix, nn.ModuleList(map(CheckpointedLayer, model.get_submodule(prefix))))
+    layers = tuple(map(CodedLayer, model.get_submodule(prefix)))
+    model.set_submodule(prefix, nn.ModuleList(layers))
     return CodedModel(
         module=model,
+        layers=layers,
         linears=linears,
         head=head,
         vocabulary=head.table.shape[0],

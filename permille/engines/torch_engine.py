@@ -26,10 +26,11 @@ from torch.nn import functional
 
 from permille.choices import choice_of
 from permille.engines.coded_layers import as_tensor
-from permille.engines.coded_model import load_coded_model, resident_bytes
+from permille.engines.coded_model import CodedModel, load_coded_model, resident_bytes
 from permille.engines.inputs import ModelLimits, check_batch, check_prompt, check_values
 from permille.engines.interface import REVERSE_PASSES, EngineInfo
 from permille.engines.sampling import TokenSampling, next_token
+from permille.engines.variants import Groups, first_masked, layer_spans, run_variants
 from permille.errors import InputError, OperatorError
 from permille.package.reader import Package
 from permille.version import __version__
@@ -98,7 +99,7 @@ class TorchEngine:
             k=package.k, vocabulary=self._model.vocabulary, positions=self._model.positions
         )
         self._lock = threading.Lock()
-        self._layers = int(package.config["num_hidden_layers"])
+        self._spans = layer_spans(package)
         self._layer_passes = 0
 
     @property
@@ -148,13 +149,17 @@ class TorchEngine:
         check_values(values_K[None], self._limits)
         batch = check_batch(batch, self._limits, soft=True)
         loss_sum, sum_K = 0.0, np.zeros(self.k)
+        layers, lowest = len(self._spans), first_masked(self._spans)
         with self._lock, torch.enable_grad():
             values_1K = self._tensor(values_K[None]).requires_grad_()
             self._model.set_values(values_1K, self._counts)
             for rows in self._parts(batch, 1):
-                loss = self._losses_of(rows, 1).double().sum()
+                run = _VariantsPass(self._model, self._counts, rows.ids_BT)
+                state = run.through(layers)
+                loss = self._losses_of(rows, state).double().sum()
                 (gradient_1K,) = torch.autograd.grad(loss, values_1K)
-                self._layer_passes += (REVERSE_PASSES - 1) * self._layers * len(rows.ids_BT)
+                above = (REVERSE_PASSES - 1) * (layers - lowest) * len(rows.ids_BT)
+                self._layer_passes += run.layer_passes + above
                 loss_sum += float(loss.detach())
                 sum_K += gradient_1K[0].cpu().numpy()
             self._model.clear_values()
@@ -184,9 +189,9 @@ class TorchEngine:
             # Per token, so that a consumer that pauses does not keep the engine from others.
             with self._lock, torch.no_grad():
                 self._model.set_values(values_1K, self._counts)
-                last = torch.tensor([len(ids) - 1], device=self._device)
-                logits_1D = self._logits(self._tensor(ids[None]), last, past_key_values=cache, use_cache=True)
-                logits_D = logits_1D[0].cpu().numpy()
+                self._model.head.place_L = torch.tensor([len(ids) - 1], device=self._device)
+                found = self._model.module(self._tensor(ids[None]), past_key_values=cache, use_cache=True)
+                logits_D = found.logits[0].cpu().numpy()
             token = next_token(logits_D, sampling, rng, written)
             if token in sampling.stop_ids:
                 return
@@ -196,16 +201,25 @@ class TorchEngine:
 
     def _token_losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """[V, L] for a checked batch, in parts of at most `max_tokens`."""
-        most = max(1, self._max_tokens // batch.input_ids_BT.shape[1])
-        found = []
-        for first in range(0, len(values_VK), most):
-            some_VK = self._tensor(values_VK[first : first + most])
-            with self._lock, torch.no_grad():
-                self._model.set_values(some_VK, self._counts)
-                parts = [self._losses_of(rows, len(some_VK)) for rows in self._parts(batch, len(some_VK))]
-                found.append(torch.cat(parts, dim=1).cpu().numpy())
-                self._model.clear_values()
-        return np.concatenate(found)
+        found_VL = np.empty((len(values_VK), int(batch.target_BT.sum())), np.float32)
+        rest_VL = found_VL
+        with self._lock, torch.no_grad():
+            for rows in self._parts(batch, len(values_VK)):
+                part_VL, rest_VL = np.split(rest_VL, [len(rows.target_L)], axis=1)
+                for groups, state in self._states(values_VK, rows):
+                    losses_GL = self._losses_of(rows, state).cpu().numpy()
+                    for variants, losses_L in zip(groups, losses_GL, strict=True):
+                        part_VL[variants] = losses_L
+            self._model.clear_values()
+        return found_VL
+
+    def _states(self, values_VK: NDArray[np.float32], rows: _Rows) -> Iterator[tuple[Groups, Tensor]]:
+        """Yield groups of equal variants, and their states after the last layer."""
+        run = _VariantsPass(self._model, self._counts, rows.ids_BT)
+        entering = run.through(first_masked(self._spans))
+        room = max(1, self._max_tokens // rows.ids_BT.numel())
+        yield from run_variants(run, values_VK, self._spans, entering, room=room)
+        self._layer_passes += run.layer_passes
 
     def _parts(self, batch: Batch, variants: int) -> Iterator[_Rows]:
         """The rows that have targets, as many at a time as the bound on tokens allows."""
@@ -225,26 +239,47 @@ class TorchEngine:
                 soft=soft,
             )
 
-    def _losses_of(self, rows: _Rows, variants: int) -> Tensor:
-        """[V, L]: `-log p(token | tokens before it)` of the targets, or the divergence from soft ones."""
-        self._layer_passes += self._layers * variants * len(rows.ids_BT)
-        first_V1 = torch.arange(variants, device=self._device)[:, None] * rows.ids_BT.numel()
-        logits_SD = self._logits(rows.ids_BT.repeat(variants, 1), (first_V1 + rows.place_L).view(-1))
+    def _losses_of(self, rows: _Rows, state_GBTH: Tensor) -> Tensor:
+        """[G, L]: `-log p(token | tokens before it)` of the targets, or the divergence from soft ones."""
+        groups = len(state_GBTH)
+        logits_SD = self._model.logits(state_GBTH.flatten(1, 2)[:, rows.place_L].flatten(0, 1))
         if rows.soft is None:
-            losses_S = functional.cross_entropy(logits_SD, rows.target_L.repeat(variants), reduction="none")
+            losses_S = functional.cross_entropy(logits_SD, rows.target_L.repeat(groups), reduction="none")
         else:
-            soft = rows.soft.repeated(variants)
+            soft = rows.soft.repeated(groups)
             losses_S = divergence(logits_SD, self._tensor(soft.ids_RN), self._tensor(soft.probability_RN))
-        return losses_S.view(variants, -1)
-
-    def _logits(self, ids_BT: Tensor, place_L: Tensor, **options: Any) -> Tensor:
-        """Logits float32 [L, D] at some places of sequences, under the values that are set."""
-        self._model.head.place_L = place_L
-        logits: Tensor = self._model.module(ids_BT, **({"use_cache": False} | options)).logits
-        return logits
+        return losses_S.view(groups, -1)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return as_tensor(array, self._device)
+
+
+class _VariantsPass:
+    """A `DecoderPass` of some rows; states are [G, B, T, H]."""
+
+    def __init__(self, model: CodedModel, counts: tuple[int, ...], ids_BT: Tensor) -> None:
+        entered_BTH, self._arguments = model.enter(ids_BT)
+        self._entered, self.layer_passes = entered_BTH[None], 0
+        self._model, self._counts = model, counts
+
+    def through(self, layers: int) -> Tensor:
+        """Return the state after the lowest layers."""
+        state = self._entered
+        for number in range(layers):
+            state = self.run_layer(number, state)
+        return state
+
+    def keep(self, state: Tensor) -> Tensor:
+        return state
+
+    def fork(self, state: Tensor, source_G: list[int], values_GK: NDArray[np.float32]) -> Tensor:
+        self._model.set_values(as_tensor(values_GK, state.device), self._counts)
+        return state[source_G]
+
+    def run_layer(self, number: int, state: Tensor) -> Tensor:
+        self.layer_passes += len(state) * state.shape[1]
+        found: Tensor = self._model.layers[number](state.flatten(0, 1), **self._arguments[number])
+        return found.view(state.shape)
 
 
 def divergence(logits_LD: Tensor, ids_LN: Tensor, p_LN: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ All directions are along `z / sigma` (unit variance), and a step moves by the me
 a block of `projected_grad * z / sigma`. Its expectation is the gradient, up to terms of the order of
 epsilon squared (none for exact derivatives). Costs, in forward passes of the batch, with q directions: SPSA
 2 q, one-sided q, exact derivatives (`forward`) about 3 whatever q is, split 2 P_1 of the lower block's layers
-and 2 P_2 of the others. The last holds for the light engine, which computes once what variants share; others
-make 2 P_2 whole passes. `layer_passes` of an engine counts what it did.
+and 2 P_2 of the others. The light and the torch engine compute once what variants share
+(`permille.engines.variants`); an exported program has no such parts and makes 2 P_2 whole passes.
+`layer_passes` of an engine counts what it did.
 
 Estimators know nothing of models, engines nothing of optimizers: `LossEngine` is the seam.
 

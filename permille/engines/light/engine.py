@@ -30,14 +30,13 @@ from permille.engines.light.model import LightModel, load_model
 from permille.engines.light.passes import LossPass, Workspace, finish, run_layer
 from permille.engines.light.reverse import ReversePass
 from permille.engines.light.sequences import (
-    Groups,
     JoinedSequences,
     LowerLayerStates,
-    agreeing,
     join_sequences,
 )
 from permille.engines.light.threads import Threads
 from permille.engines.sampling import TokenSampling, next_token
+from permille.engines.variants import Groups, run_variants
 from permille.errors import InputError
 from permille.native.library import cpu_path
 from permille.package.reader import Package
@@ -228,48 +227,14 @@ class LightEngine:
     def _states(self, values_VK: Array, joined: JoinedSequences) -> Iterator[tuple[Groups, Array]]:
         """Yield groups of equal variants, and what the head reads before each target, [g, R, H].
 
-        A layer is computed once for all variants whose values agree in it and in the layers below. So what
-        lies below the first perturbed layer is computed once a batch, whichever estimator, mask or scope
-        decides where that is. A variant's numbers do not depend on how many go through a layer together.
+        A variant's numbers do not depend on how many go through a layer together.
         """
-        most = max(1, self._max_tokens // len(joined.id_M))
-        x_GMH = self._residual(min(most, len(values_VK)), joined, self._tools)
-        run = LossPass(self._tools, self._model.architecture, self._workspace, joined)
-        groups = [list(range(len(values_VK)))]
-        yield from self._states_above(run, joined, values_VK, (self._model.first_masked, groups), x_GMH)
-
-    def _states_above(
-        self, run: LossPass, joined: JoinedSequences, values_VK: Array, at: tuple[int, Groups], x_GMH: Array
-    ) -> Iterator[tuple[Groups, Array]]:
-        """The same from a layer on, whose inputs x holds for the groups; x has room for more of them."""
-        first, groups = at
-        for number in range(first, len(self._model.layers)):
-            parts = [
-                (group, part)
-                for group, variants in enumerate(groups)
-                for part in agreeing(values_VK, variants, self._model.spans[number])
-            ]
-            if len(parts) > len(x_GMH):  # as many at a time as fit, each from what was computed once
-                kept_GMH = x_GMH[: len(groups)].copy()
-                for begin in range(0, len(parts), len(x_GMH)):
-                    some = parts[begin : begin + len(x_GMH)]
-                    for place, (group, _) in enumerate(some):
-                        x_GMH[place] = kept_GMH[group]
-                    of = (number, [part for _, part in some])
-                    yield from self._states_above(run, joined, values_VK, of, x_GMH)
-                return
-            for place in range(len(parts) - 1, -1, -1):  # from the last one on: a group stands at or before
-                if parts[place][0] != place:
-                    x_GMH[place] = x_GMH[parts[place][0]]
-            if len(parts) != len(groups) or number == first:
-                groups = [part for _, part in parts]
-                chosen = [variants[0] for variants in groups]
-                whole = chosen == list(range(len(values_VK)))
-                run.set_values(values_VK if whole else values_VK[chosen])
-            x = x_GMH[: len(groups)]
-            run_layer(run, self._model.architecture, self._model.layers[number], x)
-            self._layer_passes += len(groups) * len(joined.sequences)
-        yield groups, finish(run, self._model, self._before_targets(x_GMH[: len(groups)], joined))
+        room = min(max(1, self._max_tokens // len(joined.id_M)), len(values_VK))
+        x_GMH = self._residual(room, joined, self._tools)
+        run = _VariantsPass(self._tools, self._model, self._workspace, joined, x_GMH)
+        for groups, found_GMH in run_variants(run, values_VK, self._model.spans, x_GMH[:1], room=room):
+            yield groups, finish(run, self._model, self._before_targets(found_GMH, joined))
+        self._layer_passes += run.layer_passes
 
     def _residual(self, states: int, joined: JoinedSequences, tools: Tools) -> Array:
         """Work memory [states, M, H] whose first state is what enters the first masked layer."""
@@ -300,3 +265,28 @@ class LightEngine:
         """The hidden states [g, R, H] that the losses need, in work memory that no layer uses any more."""
         shape = (len(x_GMH), len(joined.state_R), x_GMH.shape[2])
         return np.take(x_GMH, joined.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
+
+
+class _VariantsPass(LossPass):
+    """A `DecoderPass` in work memory that has room for the states of some groups."""
+
+    def __init__(
+        self, tools: Tools, model: LightModel, workspace: Workspace, joined: JoinedSequences, room_GMH: Array
+    ) -> None:
+        super().__init__(tools, model.architecture, workspace, joined)
+        self._model, self._room_GMH = model, room_GMH
+        self.layer_passes = 0
+
+    def keep(self, state: Array) -> Array:
+        return state.copy()
+
+    def fork(self, state: Array, source_G: list[int], values_GK: Array) -> Array:
+        for place in range(len(source_G) - 1, -1, -1):  # from the last on: a source stands at or before it
+            self._room_GMH[place] = state[source_G[place]]
+        self.set_values(values_GK)
+        return self._room_GMH[: len(source_G)]
+
+    def run_layer(self, number: int, state: Array) -> Array:
+        run_layer(self, self._model.architecture, self._model.layers[number], state)
+        self.layer_passes += len(state) * len(self._joined.sequences)
+        return state

@@ -16,10 +16,10 @@ from permille.engines.light.adapter import LightAdapter
 from permille.engines.light.head import LightHead, StoredMatrix
 from permille.engines.light.layers import AttentionScores
 from permille.engines.light.linear import LightLinear, Tools
+from permille.engines.variants import Spans, first_masked, layer_spans
 from permille.errors import InputError
 from permille.models.architecture import Architecture, LayerSettings, architecture_of
 from permille.models.descriptions import NormKind
-from permille.models.families import layer_of
 from permille.native.sparse import coded_rows
 from permille.package.reader import Package
 from permille.quantization.types import Coded, SparseTensor, rows_of
@@ -76,7 +76,6 @@ class LightModel:
 
     Attributes:
         first_masked: the lowest layer with a masked weight.
-        spans: where each layer's values are among the package's.
     """
 
     architecture: Architecture
@@ -89,7 +88,7 @@ class LightModel:
     head: LightHead
     limits: ModelLimits
     first_masked: int
-    spans: tuple[tuple[slice, ...], ...]
+    spans: Spans
     hidden: int
 
     def embed(self, id_M: NDArray[np.int64], position_M: NDArray[np.int64]) -> Array:
@@ -118,7 +117,7 @@ def load_model(package: Package, tools: Tools) -> LightModel:
     parts = _Parts(package, architecture)
     embedding = StoredMatrix(package.plain(f"{architecture.embedding}.weight"))
     head = embedding if architecture.tied else StoredMatrix(package.plain("lm_head.weight"))
-    masked = [layer_of(info.name) or 0 for info in package.manifest.tensors if info.count]
+    spans = layer_spans(package)
     has_positions = architecture.learned_positions is not None
     return LightModel(
         architecture=architecture,
@@ -140,8 +139,8 @@ def load_model(package: Package, tools: Tools) -> LightModel:
             vocabulary=embedding.rows,
             positions=architecture.positions,
         ),
-        first_masked=min(masked, default=len(architecture.layers)),
-        spans=parts.spans(len(architecture.layers)),
+        first_masked=first_masked(spans),
+        spans=spans,
     )
 
 
@@ -235,15 +234,6 @@ class _Parts:
             frozen_RK = self._package.adapter_matrix(name) if adapter.kind is AdapterKind.LORA_FA else None
             beside = LightAdapter(rows, columns, adapter.rank, adapter.scale, start, frozen_RK)
         return LightLinear(coded, np.empty(0, np.uint32), start, bias_N, beside)
-
-    def spans(self, layers: int) -> tuple[tuple[slice, ...], ...]:
-        """Find where each layer's values are."""
-        found: list[list[slice]] = [[] for _ in range(layers)]
-        for info in self._package.manifest.tensors:
-            if info.count:
-                start = self._start[info.name]
-                found[layer_of(info.name) or 0].append(slice(start, start + info.count))
-        return tuple(tuple(spans) for spans in found)
 
     def norm(self, prefix: str, leaf: str | None, *, scale: float = 1.0) -> Norm | None:
         """None: there is no such norm. A norm without weights (OPT) is one of ones.

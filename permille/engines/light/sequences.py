@@ -4,7 +4,7 @@ The last token of a sequence is never read, and what comes after its last target
 being causal. So a sequence ends before its last target, and one without targets is left out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,21 +46,6 @@ class JoinedSequences:
             state_R=nothing,
             target_R=nothing,
         )
-
-
-Groups = list[list[int]]
-"""Variants by their place in a call, those together that are one to the layers so far."""
-
-
-def agreeing(values_VK: Array, variants: list[int], spans: Sequence[slice]) -> Groups:
-    """Divide variants into those that agree in a layer's values, bit by bit."""
-    if len(variants) == 1:
-        return [variants]
-    found: dict[bytes, list[int]] = {}
-    for variant in variants:
-        key = b"".join(values_VK[variant, span].tobytes() for span in spans)
-        found.setdefault(key, []).append(variant)
-    return list(found.values())
 
 
 class LowerLayerStates:

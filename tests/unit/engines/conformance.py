@@ -13,8 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from permille.engines.interface import Engine, GradientEngine
+from permille.engines.interface import REVERSE_PASSES, Engine, GradientEngine
 from permille.engines.sampling import TokenSampling
+from permille.engines.variants import first_masked, layer_spans
 from permille.errors import InputError
 from permille.zo.estimators import Batch, SoftTargets
 from tests.unit.engines.tiny import (
@@ -71,6 +72,24 @@ class Conformance:
         together = self.engine.losses(values_VK, batch)
         alone = [self.engine.losses(values_K[None], batch)[0] for values_K in values_VK]
         np.testing.assert_allclose(together, alone, rtol=0, atol=self.loss_tolerance)
+
+    def what_variants_agree_in_is_computed_once(self) -> None:
+        """Layer passes of four variants that differ in the last layer alone, and of a gradient."""
+        spans, rows = layer_spans(self.tiny.package), 3
+        lowest, last = first_masked(spans), len(spans) - 1
+        values_VK = variants(self.tiny.package, 4, scale=0.1)
+        for span in (span for own in spans[:last] for span in own):
+            values_VK[1:, span] = values_VK[0, span]
+        batches = [_moved(tiny_batch(), by) for by in (1, 2)]  # tokens that no engine kept states of
+        before = self.engine.layer_passes
+        together = self.engine.losses(values_VK, batches[0])
+        assert self.engine.layer_passes - before == rows * (last + 4)
+        alone = [self.engine.losses(values_K[None], batches[0])[0] for values_K in values_VK]
+        np.testing.assert_allclose(together, alone, rtol=0, atol=self.loss_tolerance)
+        before = self.engine.layer_passes
+        self._gradient_engine().gradient(values_VK[0], batches[1])
+        above = REVERSE_PASSES * (len(spans) - lowest)
+        assert self.engine.layer_passes - before == rows * (lowest + above)
 
     def repeated_calls_have_the_same_bits(self) -> None:
         batch, values_VK = tiny_batch(), variants(self.tiny.package, 3)
@@ -297,6 +316,9 @@ RULES = (
     Conformance.wrong_input_of_derivatives_and_text_is_refused,
 )
 
+# Of engines that compute once what variants share.
+SHARING_RULES = (*RULES, Conformance.what_variants_agree_in_is_computed_once)
+
 
 def _padded(batch: Batch, *, columns: int, fill: int) -> Batch:
     """The same batch with `columns` more of padding, and `fill` wherever padding is."""
@@ -307,6 +329,11 @@ def _padded(batch: Batch, *, columns: int, fill: int) -> Batch:
         attention_BT=attention_BT,
         target_BT=np.pad(batch.target_BT, widths),
     )
+
+
+def _moved(batch: Batch, by: int) -> Batch:
+    """The same places with other tokens."""
+    return replace(batch, input_ids_BT=(batch.input_ids_BT + by) % VOCABULARY)
 
 
 def _with_token(batch: Batch, token: int) -> Batch:

@@ -16,7 +16,7 @@ from permille.errors import InputError
 from permille.native import kept_lists
 from permille.package.build import ChosenAdapter
 from permille.quantization.types import Scheme, Sparsity
-from tests.unit.engines.conformance import RULES, Conformance
+from tests.unit.engines.conformance import SHARING_RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_batch, tiny_package, variants
 
 # NF4 of every family, and one more scheme
@@ -31,7 +31,7 @@ def suite(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Conformance(engine=LightEngine(tiny.package), tiny=tiny)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", SHARING_RULES, ids=lambda rule: rule.__name__)
 def test_light_engine_conforms(suite: Conformance, rule: Callable[[Conformance], None]) -> None:
     rule(suite)
 

@@ -33,6 +33,7 @@ from tests.unit.engines.tiny import (
     peak_bytes,
     reference_model,
     rows_of,
+    split_variants,
     tiny_batch,
     tiny_model,
     tiny_package,
@@ -97,6 +98,8 @@ def test_a_long_rope_is_that_of_the_reference_up_to_the_original_context(
     Conformance(engine=engine, tiny=tiny).token_losses_are_those_of_the_reference()
     with pytest.raises(InputError, match="40"):
         list(engine.generate(tiny.package.values(), np.ones(41, np.int64), TokenSampling(max_new_tokens=1)))
+    with pytest.raises(InputError, match="40"):  # else a row's loss would depend on its neighbours' length
+        engine.losses(tiny.package.values()[None], tiny_batch(lengths=(12, 41)))
 
 
 @pytest.mark.parametrize("factors", [None, [1.0, 2.0], [1.0, 2.0, 0.0], "1"])
@@ -309,16 +312,6 @@ def test_states_beyond_the_bound_are_computed_again(tmp_path: Path, monkeypatch:
     assert len(computed) == 5
 
 
-def _split_variants(package: Package) -> Array:
-    """FedSPZO's sixteen: each of four lower blocks with four upper ones of its own."""
-    rng = np.random.default_rng(5)
-    lower = sum(package.counts[: len(package.counts) // 2])
-    values_VK = np.repeat(package.values()[None], 16, axis=0)
-    values_VK[:, :lower] += np.repeat(rng.normal(0, 0.1, (4, lower)), 4, axis=0).astype(np.float32)
-    values_VK[:, lower:] += rng.normal(0, 0.1, (16, package.k - lower)).astype(np.float32)
-    return values_VK
-
-
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("max_tokens", [1024, 200, 7])
 def test_what_variants_share_is_computed_once_with_the_same_bits(
@@ -327,7 +320,7 @@ def test_what_variants_share_is_computed_once_with_the_same_bits(
     shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
     scheme = Scheme.INT4 if int8 else Scheme.NF4
     package = random_package(tmp_path, shape, density=0.01, scheme=scheme)
-    batch, values_VK = tiny_batch(lengths=(12, 7, 9)), _split_variants(package)
+    batch, values_VK = tiny_batch(lengths=(12, 7, 9)), split_variants(package)
     alone, engine = (LightEngine(package, max_tokens=max_tokens, int8=int8) for _ in range(2))
     expected = np.concatenate([alone.losses(values_K[None], batch) for values_K in values_VK])
     np.testing.assert_array_equal(engine.losses(values_VK, batch), expected)
@@ -360,6 +353,17 @@ def test_a_step_of_the_upper_layers_computes_the_lower_ones_once(kind: Estimator
     descent = Descent(header=header, w_base_K=package.values())
     take_step(engine, batch, descent, s_K, 0, normalised=True)
     assert engine.layer_passes == 2 * (3 + (8 if kind is EstimatorKind.SPSA else 4))
+
+
+@pytest.mark.parametrize("max_tokens", [4096, 200, 7])
+def test_the_torch_engine_does_the_same_layer_passes(max_tokens: int, tmp_path: Path) -> None:
+    shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
+    package, batch = random_package(tmp_path, shape, density=0.01), tiny_batch(lengths=(12, 7, 9))
+    values_VK = split_variants(package)[np.random.default_rng(0).permutation(16)]
+    light, coded = LightEngine(package), TorchEngine(package, max_tokens=max_tokens)
+    found_V, expected_V = coded.losses(values_VK, batch), light.losses(values_VK, batch)
+    np.testing.assert_allclose(found_V, expected_V, rtol=0, atol=1e-5)
+    assert coded.layer_passes == light.layer_passes == 3 * (2 * 4 + 2 * 16)
 
 
 def test_a_gradient_counts_the_passes_of_the_masked_layers(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from permille.engines import coded_layers
 from permille.engines.torch_engine import TorchEngine
 from permille.package.build import ChosenAdapter
 from permille.quantization.types import Scheme, Sparsity
-from tests.unit.engines.conformance import RULES, Conformance
+from tests.unit.engines.conformance import SHARING_RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_package
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -37,7 +37,7 @@ def suite(request: pytest.FixtureRequest, tiny: Tiny) -> Conformance:
     return Conformance(engine=TorchEngine(tiny.package, device=request.param), tiny=tiny)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", SHARING_RULES, ids=lambda rule: rule.__name__)
 def test_torch_engine_conforms(suite: Conformance, rule: Callable[[Conformance], None]) -> None:
     rule(suite)
 
@@ -82,7 +82,9 @@ def test_it_conforms_in_parts(device: str, tmp_path: Path, monkeypatch: pytest.M
     for scheme in (Scheme.INT4, Scheme.NF4):
         tiny = tiny_package(tmp_path / scheme, "qwen2", scheme)
         engine = TorchEngine(tiny.package, device=device, max_tokens=14)
-        Conformance(engine=engine, tiny=tiny).check()
+        suite = Conformance(engine=engine, tiny=tiny)
+        suite.check()
+        suite.what_variants_agree_in_is_computed_once()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -90,7 +92,9 @@ def test_adapters_conform(device: str, tmp_path: Path) -> None:
     for family, kind in (("llama", AdapterKind.LORA), ("gpt_neox", AdapterKind.LORA_FA)):
         adapter = ChosenAdapter(kind=kind, rank=4, alpha=8, scope="layers:1")
         tiny = tiny_package(tmp_path / family, family, adapter=adapter)
-        Conformance(engine=TorchEngine(tiny.package, device=device), tiny=tiny).check()
+        suite = Conformance(engine=TorchEngine(tiny.package, device=device), tiny=tiny)
+        suite.check()
+        suite.what_variants_agree_in_is_computed_once()
     engine = TorchEngine(tiny.package, device=device, compute_dtype="bfloat16")
     Conformance(engine=engine, tiny=tiny, loss_tolerance=0.1, derivative_tolerance=0.1).check()
 

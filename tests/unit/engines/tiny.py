@@ -286,6 +286,16 @@ def variants(package: Package, count: int, *, scale: float = 0.02, seed: int = 1
     return base_K + np.float32(scale) * noise_VK
 
 
+def split_variants(package: Package) -> NDArray[np.float32]:
+    """FedSPZO's sixteen: each of four lower blocks with four upper ones of its own."""
+    rng = np.random.default_rng(5)
+    lower = sum(package.counts[: len(package.counts) // 2])
+    values_VK = np.repeat(package.values()[None], 16, axis=0)
+    values_VK[:, :lower] += np.repeat(rng.normal(0, 0.1, (4, lower)), 4, axis=0).astype(np.float32)
+    values_VK[:, lower:] += rng.normal(0, 0.1, (16, package.k - lower)).astype(np.float32)
+    return values_VK
+
+
 def _raw(name: str, tensor: torch.Tensor) -> RawTensor:
     dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[tensor.dtype]
     data = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
