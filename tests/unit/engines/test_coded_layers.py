@@ -8,6 +8,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from numpy.typing import NDArray
 
+from permille.engines import coded_layers
 from permille.engines.coded_layers import CodedTable, CodedWeight, SparseAdd, tiled_product
 from permille.quantization import default_group_size, dequantize, quantize, quantize_sparse
 from permille.quantization.gguf_blocks import TYPES, codes_of
@@ -78,6 +79,20 @@ def test_products_have_the_gradients_of_dense_ones(device: str, scheme: Scheme) 
     expected = torch.autograd.grad(z_VMN.square().sum(), (x_VMK, values_VC))
     torch.testing.assert_close(y_VMN, z_VMN, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_way_back_sums_tiles_in_float32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bfloat16 sum is rounded at each tile: eight times this error with 256 of them."""
+    monkeypatch.setattr(coded_layers, "_TILE_WEIGHTS", 64)
+    coded = quantize(_weight(256, 64), Scheme.INT4, 32)
+    weight = CodedWeight(coded, torch.device(device), torch.bfloat16)
+    x_MK = torch.zeros(4, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    d_MN = torch.from_numpy(_weight(4, 256)).to(device, torch.bfloat16)
+    (found_MK,) = torch.autograd.grad(tiled_product(x_MK, weight), x_MK, d_MN)
+    expected_MK = d_MN.float() @ weight.tile(slice(0, 256)).float()
+    assert found_MK.dtype == torch.bfloat16
+    assert (found_MK - expected_MK).norm() < 0.004 * expected_MK.norm()
 
 
 @pytest.mark.parametrize("device", DEVICES)
