@@ -79,8 +79,6 @@ PAIRS: dict[str, Callable[[float, float], list[Record]]] = {
         + records("zo:lora-fa-8", b, stage="queries", queries=1)
     ),
     "lora-fa-lora-16": lambda a, b: records("zo:lora-fa-16", a) + records("zo:lora-16", b),
-    "lora-fa-dora-16": lambda a, b: records("zo:lora-fa-16", a) + records("zo:dora-16", b),
-    "lora-fa-vera-256": lambda a, b: records("zo:lora-fa-16", a) + records("zo:vera-256", b),
     "static": lambda a, b: records("zo:sensitive-task-segments", a) + records("zo:sensitive-task-dynamic", b),
 }
 

@@ -1,8 +1,7 @@
 """The methods that are compared, by name: "zo:sensitive-c4", "fo:lora-8", "icl:8", "zero-shot".
 
     <order>:<set>     order zo or fo; set sensitive-c4, sensitive-task, random, outliers, full,
-                      lora-<rank>, lora-fa-<rank>, dora-<rank>, vera-<rank>, prefix-<tokens>,
-                      prefix-real-<tokens>
+                      lora-<rank>, lora-fa-<rank>, prefix-<tokens>, prefix-real-<tokens>
     icl:<n>           n solved examples before each question, nothing trained
     zero-shot
 
@@ -43,8 +42,6 @@ class TrainedSet(StrEnum):
     FULL = "full"
     LORA = "lora"
     LORA_FA = "lora-fa"
-    DORA = "dora"
-    VERA = "vera"
     PREFIX = "prefix"
     PREFIX_REAL = "prefix-real"
 
@@ -76,8 +73,6 @@ IN_SEGMENTS = DYNAMIC | {TrainedSet.SENSITIVE_TASK_SEGMENTS}
 _SIZED = {
     TrainedSet.LORA: "rank",
     TrainedSet.LORA_FA: "rank",
-    TrainedSet.DORA: "rank",
-    TrainedSet.VERA: "rank",
     TrainedSet.PREFIX: "tokens",
     TrainedSet.PREFIX_REAL: "tokens",
 }

@@ -40,8 +40,6 @@ TEXT_FRACTIONS = FRACTIONS[:3]
 """On people's text the curve alone: how many weights are worth training there."""
 WITHOUT_MASK = ("zo:full", "zo:lora-8", "zo:lora-fa-8", "zo:prefix-5")
 RANK_16 = ("zo:lora-16", "zo:lora-fa-16")
-OTHER_ADAPTERS = ("zo:dora-16", "zo:vera-256")
-"""Beside these two, of the first task: table 6 of the paper on P-RGE, VeRA's rank fit for small models."""
 REFERENCES = ("zero-shot", "icl:8", "fo:sensitive-c4", "fo:lora-8")
 REAL_PREFIX = ("zo:prefix-real-5",)
 NF4_ADAPTERS = ("zo:lora-8", *REAL_PREFIX)
@@ -215,7 +213,6 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
                 of.unit("nf4-adapters", NF4_ADAPTERS, "nf4", seeds=many),
                 of.unit("prefix", REAL_PREFIX),
                 of.unit("rank-16", RANK_16),
-                *([] if task == Task.TEXT else [of.unit("adapters", OTHER_ADAPTERS)]),
             ]
         case "flat":
             methods, density = (*STATIC, "fo:sensitive-c4"), FLAT

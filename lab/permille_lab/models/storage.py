@@ -197,10 +197,6 @@ def adapted(model: "PreTrainedModel", method: Method, seed: int) -> Trainable:
         return trainables.lora(
             model, method.size or 0, frozen_a=method.trained is TrainedSet.LORA_FA, seed=seed
         )
-    if method.trained is TrainedSet.DORA:
-        return trainables.dora(model, method.size or 0, seed=seed)
-    if method.trained is TrainedSet.VERA:
-        return trainables.vera(model, method.size or 0, seed=seed)
     if method.trained in (TrainedSet.PREFIX, TrainedSet.PREFIX_REAL):
         real = method.trained is TrainedSet.PREFIX_REAL
         return trainables.prefix(model, method.size or 0, real=real, seed=seed)

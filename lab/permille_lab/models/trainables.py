@@ -205,51 +205,14 @@ def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> T
     search of the step size makes up for that, at the first order only. `B` starts at zero, so at `base_K` the
     model is the base. With LoRA-FA only `B` is trained.
     """
-    from peft import LoraConfig
+    from peft import LoraConfig, get_peft_model
 
-    return _adapted(
-        model, LoraConfig(**_low_rank(rank)), seed, lambda name: not (frozen_a and "lora_A" in name)
+    config = LoraConfig(
+        r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0
     )
-
-
-def dora(model: "PreTrainedModel", rank: int, *, seed: int) -> Trainable:
-    """Put LoRA's adapters on the direction of each row of a weight, and train its length (Liu 2024).
-
-    The gradient is the authors' (their section 4.3), which holds the norm of a row fixed. So it is not the
-    losses' own.
-    """
-    from peft import LoraConfig
-
-    return _adapted(model, LoraConfig(**_low_rank(rank), use_dora=True), seed)
-
-
-def vera(model: "PreTrainedModel", rank: int, *, seed: int) -> Trainable:
-    """Two vectors a linear layer, `b (B (d (A x)))`; random A and B are frozen and shared (Kopiczko 2024)."""
-    from peft import VeraConfig
-
-    config = VeraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM", projection_prng_key=seed)
-    return _adapted(model, config, seed)
-
-
-def _low_rank(rank: int) -> dict[str, Any]:
-    return {
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": "all-linear",
-        "task_type": "CAUSAL_LM",
-        "lora_dropout": 0.0,
-    }
-
-
-def _adapted(
-    model: "PreTrainedModel", config: Any, seed: int, wanted: Callable[[str], bool] = lambda _: True
-) -> Trainable:
-    """The adapters of one of peft's configs, those that are `wanted` by name."""
-    from peft import get_peft_model
-
     torch.manual_seed(seed)
-    found = get_peft_model(model, config)
-    return Trainable(found, _whole(_adapters(found, wanted)))
+    adapted = get_peft_model(model, config)
+    return Trainable(adapted, _whole(_adapters(adapted, lambda name: not (frozen_a and "lora_A" in name))))
 
 
 def prefix(
