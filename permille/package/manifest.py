@@ -397,10 +397,11 @@ class Manifest:
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.REFERENCE: (0, MAX_REFERENCE_BYTES),
             Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),
-            # Every weight in 4 bytes, those of 2 bytes and a tied head twice, a mask's places in 8 bytes
+            # Every weight in 4 bytes, and a table, whose codes have 8 bits, twice where the head is tied;
+            # a mask's places in 8 bytes
             Role.PROGRAM: (
                 PROGRAM_HEADER_BYTES,
-                4 * (weights + self.layer(Role.PLAIN).size_bytes) + 32 * k + MAX_FILE_BYTES,
+                4 * weights + 8 * self.layer(Role.PLAIN).size_bytes + 32 * k + MAX_FILE_BYTES,
             ),
             Role.FILE: (0, MAX_FILE_BYTES),
         }

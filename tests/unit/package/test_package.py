@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from permille.choices import AdapterKind
+from permille.choices import AdapterKind, Embeddings
 from permille.errors import InputError, PackageError
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.package import layers
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter, ChosenMask, pack_model, write_manifest
 from permille.package.config_files import clean_config
-from permille.package.limits import Role
-from permille.package.manifest import Manifest, Quantization, decimal_text
+from permille.package.limits import BLOCK_BYTES, BLOCK_HASH_BYTES, BLOCKED_ROLES, Role
+from permille.package.manifest import Layer, Manifest, Quantization, decimal_text
 from permille.package.reader import Package, verify_package
 from permille.package.safetensors_io import SafetensorsWriter
 from permille.quantization import default_group_size, dequantize, quantize
@@ -261,3 +261,23 @@ def test_cleaning_drops_what_is_not_a_setting() -> None:
     config = LLAMA | {"_name_or_path": "/home/me/model", "attn_implementation": "x/y", "id2label": {"0": "A"}}
     assert clean_config(config) == LLAMA
     assert clean_config(LLAMA | {"auto_map": {"AutoModel": "x.Y"}}) == LLAMA
+
+
+def test_a_float32_program_of_a_tied_table_in_8_bits_has_room(blobs: BlobFolder) -> None:
+    """At SmolLM2's size: 34 bytes for 32 numbers in the package, twice four bytes a number in the program."""
+    manifest = Package.open(blobs, write_tiny(blobs, embeddings=Embeddings.Q8_0).digest).manifest
+    numbers, blocks = 49152 * 576, 0
+    sizes = {Role.PLAIN: numbers * 34 // 32}
+    for role in BLOCKED_ROLES:
+        blocks += -(-sizes.get(role, manifest.layer(role).size_bytes) // BLOCK_BYTES)
+    sizes[Role.BLOCKS] = BLOCK_HASH_BYTES * blocks
+    wide = replace(
+        manifest,
+        layers=tuple(
+            replace(layer, size_bytes=sizes.get(layer.role, layer.size_bytes)) for layer in manifest.layers
+        ),
+    )
+    program = Layer(role=Role.PROGRAM, digest=manifest.digest, size_bytes=8 * numbers + (1 << 20))
+    assert wide.with_addition(program, {"weights": "float32"}).has_layer(Role.PROGRAM)
+    with pytest.raises(PackageError, match="layer-size"):
+        wide.with_addition(replace(program, size_bytes=12 * numbers), {"weights": "float32"})
