@@ -153,7 +153,7 @@ bench-replay: $(VENV)/.native  ## How long is the replay of 20,000 steps of 1.1M
 bench-engine: $(VENV)/.native  ## How fast and large is a step, beside dense passes, bitsandbytes and MeZO? (20 minutes)
 	$(BIN)/python -m permille_lab.engine
 
-bench-inference-engine: $(VENV)/.native $(EXECUTORCH)/.installed  ## How fast and large is a step by ExecuTorch, beside light, torch and plain passes? (25 minutes)
+bench-inference-engine: $(VENV)/.native $(EXECUTORCH)/.installed smollm2  ## How fast and large is a step by ExecuTorch, beside light, torch and plain passes? (an hour, resumable; needs PERMILLE_DATA)
 	PYTHONPATH=$(EXECUTORCH) $(BIN)/python -m permille_lab.engine.inference
 
 DEVICE ?= cuda

@@ -1,6 +1,9 @@
 """How fast and large is a step by an inference engine? Beside ours, torch and plain passes, in one run.
 
-    python -m permille_lab.engine.inference     25 minutes, most of them exports
+    python -m permille_lab.engine.inference     25 minutes for random packages, most of them exports
+    python -m permille_lab.engine.inference --shape SmolLM2-135M
+
+SmolLM2 is the model itself, with a mask of Fisher scores; it needs PERMILLE_DATA and `make smollm2`.
 
 A step is the losses of two variants (SPSA, one query). *Dual* makes one pass over the weights, *sequential*
 one for each variant; dense float32 is two plain passes of torch without sparse values, bitsandbytes two of
@@ -21,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from permille.choices import Embeddings
 from permille.engines.executorch.build import LIBRARY, build
 from permille.engines.executorch.program import ProgramShape
 from permille.engines.factory import EXECUTORCH, LIGHT, LIGHT_INT8, open_engine
@@ -31,11 +35,23 @@ from permille.quantization.types import Scheme
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.machine import Step, interleaved, machine, resident
+from permille_lab.measuring.model_packages import (
+    SMOLLM2_FILE,
+    Sources,
+    folder_from_environment,
+    model_package,
+)
 
 DENSE, TORCH_DUAL, BITSANDBYTES = "dense float32, two passes", "torch, dual", "bitsandbytes, two passes"
 _PROGRAMS = (("float32", "dual", 2), ("float32", "sequential", 1), ("int4", "dual", 2))
+SMOLLM2 = "SmolLM2-135M"
 # Shape, layers, sequences, tokens. Rows of 8 tokens are bound by memory, of 64 by arithmetic.
-_CELLS = (("1.1B", 1, 1, 8), ("30M", 2, 1, 64), ("1.1B", 1, 1, 64))
+_CELLS: tuple[tuple[str, int | None, int, int], ...] = (
+    ("1.1B", 1, 1, 8),
+    ("30M", 2, 1, 64),
+    ("1.1B", 1, 1, 64),
+    *((SMOLLM2, None, sequences, tokens) for sequences in (1, 4) for tokens in (64, 128)),
+)
 
 
 def measure(folder: Path, sizes: Sizes, *, memory: bool) -> Result:
@@ -53,9 +69,9 @@ def _packages(folder: Path, sizes: Sizes) -> dict[str, str]:
     """What each contender computes with; programs are made once."""
     from permille.engines.executorch.exporting import export_program
 
-    package = sizes.package(folder, Scheme.INT4)
+    package = _package(folder, sizes, Scheme.INT4)
     digests = dict.fromkeys((DENSE, TORCH_DUAL, LIGHT, LIGHT_INT8), package.digest)
-    digests[BITSANDBYTES] = sizes.package(folder, Scheme.NF4).digest
+    digests[BITSANDBYTES] = _package(folder, sizes, Scheme.NF4).digest
     for weights, way, variants in _PROGRAMS:
         name = f"{EXECUTORCH} {weights}, {way}"
         known = folder / "programs" / f"{package.digest[7:23]}-{sizes.sequences}x{sizes.tokens}-{name}"
@@ -68,6 +84,23 @@ def _packages(folder: Path, sizes: Sizes) -> dict[str, str]:
             known.write_text(write_manifest(package.blobs, manifest))
         digests[name] = known.read_text()
     return digests
+
+
+def _package(folder: Path, sizes: Sizes, scheme: Scheme) -> Package:
+    if sizes.shape != SMOLLM2:
+        return sizes.package(folder, scheme)
+    # Imported here: the memory of a process that only runs a step is measured.
+    from permille.models.gguf.folder import model_folder
+
+    model = model_folder(SMOLLM2_FILE, folder)
+    return model_package(
+        Sources(models=model.parent, data=folder_from_environment("PERMILLE_DATA")),
+        model.name,
+        folder,
+        scheme=scheme,
+        # bitsandbytes reads no table in 8 bits.
+        embeddings=Embeddings.SOURCE if scheme is Scheme.NF4 else Embeddings.Q8_0,
+    )
 
 
 def _step(folder: Path, sizes: Sizes, name: str, digest: str) -> Step:
@@ -152,6 +185,7 @@ def main() -> int:
     parser = settings_parser(__doc__, "inference")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--shape", choices=sorted({cell[0] for cell in _CELLS}), help="only this one")
     options = parser.parse_args()
     if options.child:
         _child(json.loads(options.child))
@@ -161,6 +195,8 @@ def main() -> int:
     cells.once("installed", {}, installed_bytes)
     shapes = set[str]()
     for shape, layers, sequences, tokens in _CELLS:
+        if options.shape not in (None, shape):
+            continue
         sizes = Sizes(
             shape=shape, layers=layers, sequences=sequences, tokens=tokens, threads=1, rounds=options.rounds
         )

@@ -17,6 +17,8 @@ from permille.quantization.types import Scheme
 DENSITIES = {"stories260K-hf": 0.01, "reference-7M": 0.001}
 _OTHER_DENSITY = 0.001
 _SEQUENCES, _LENGTH = 64, 128
+SMOLLM2_FILE = Path("build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+"""Where `make smollm2` puts the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.dense import dense_model, mean_loss
 from permille_lab.measuring.machine import AnonymousPeak, machine, resident
-from permille_lab.measuring.model_packages import Sources, folder_from_environment
+from permille_lab.measuring.model_packages import SMOLLM2_FILE, Sources, folder_from_environment
 from permille_lab.people.study import Person, targets
 from permille_lab.people.user_texts import Collection, User, cohort, read_users
 from permille_lab.real.page import STRENGTHS, State, Trainable
@@ -278,9 +278,7 @@ def _after(shown: Sequence[TokenizedDocument], document: TokenizedDocument) -> T
 def main() -> None:
     """Measure what is missing: people first, then tasks, then the frontier."""
     parser = settings_parser(__doc__, "real")
-    parser.add_argument(
-        "--gguf", type=Path, default=Path("build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"), help="the model"
-    )
+    parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE, help="the model")
     parser.add_argument("--notes", type=Path, default=Path("examples/gardener/notes.txt"))
     parser.add_argument("--people", type=int, default=_COHORT, help="authors of tweets, beside the gardener")
     parser.add_argument("--frontier-people", type=int, default=2, help="of all, in the frontier")

@@ -27,7 +27,12 @@ from permille_agent.embed import TrainingBatches, mean_loss
 from permille_lab.learning.runs import TextRun, text_run
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.machine import machine, timed
-from permille_lab.measuring.model_packages import Sources, folder_from_environment, model_package
+from permille_lab.measuring.model_packages import (
+    SMOLLM2_FILE,
+    Sources,
+    folder_from_environment,
+    model_package,
+)
 from permille_lab.real.subjects import gardener
 
 _GROUPS = "one_sided, groups"
@@ -121,7 +126,7 @@ def _descent(run: TextRun, contender: Contender, layers: int) -> Descent:
 def main() -> None:
     """Measure what is missing."""
     parser = settings_parser(__doc__, "zeroth-order")
-    parser.add_argument("--gguf", type=Path, default=Path("build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
+    parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE)
     parser.add_argument("--notes", type=Path, default=Path("examples/gardener/notes.txt"))
     parser.add_argument("--row-passes", type=int, default=4800, help="forward passes of a row, of a cell")
     parser.add_argument("--density", type=float, nargs="+", default=[1e-5, 1e-4, 1e-3])
