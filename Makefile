@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -207,6 +207,9 @@ bench-sparse: $(VENV)/.native  ## What does a sparse model lose, by the way it b
 
 bench-federation: $(VENV)/.native  ## What do rounds gain, by method, text, attack, noise? (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.federation
+
+bench-paper: $(VENV)/.native smollm2  ## The sensitive-sparse paper's table of accuracies on SmolLM2 (days, resumable; needs PERMILLE_DATA)
+	$(BIN)/python -m permille_lab.evidence.paper
 
 oracle-pruning: $(VENV)/.native  ## Our pruning against llm-compressor's, installed in .oracle (needs PERMILLE_MODELS)
 	@test -x .oracle/bin/python || $(PYTHON) -m venv .oracle

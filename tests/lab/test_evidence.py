@@ -103,7 +103,7 @@ def test_a_run_is_taken_up_and_read_again(materials: Materials, tmp_path: Path) 
 def test_nothing_begins_after_the_minutes(materials: Materials, tmp_path: Path) -> None:
     options = argparse.Namespace(stage="table", model=None, task="sst2")
     with pytest.raises(evidence.TimeIsUpError):
-        evidence.run(materials, tmp_path / "evidence", options, evidence._progress(-math.inf))
+        evidence.run(materials, tmp_path / "evidence", options, evidence.progress_until(-math.inf))
     assert not any(read_results(path).cells for path in (tmp_path / "evidence").glob("*.jsonl"))
 
 

@@ -34,7 +34,7 @@ from permille_lab.measuring.cells import RESULTS
 from permille_lab.people.user_texts import Collection, own_words, read_users
 
 _MODELS = ("stories260K-hf", "reference-7M")
-_TASK_FILES = {
+TASK_FILES = {
     "sst2": {"train": "SST-2_glue/train.tsv", "test": "SST-2_glue/dev.tsv"},
     "boolq": {"train": "BoolQ/val.jsonl"},
     "rte": {"train": "RTE/train.jsonl", "test": "RTE/val.jsonl"},
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     try:
         materials = find_materials(options.materials, options.models, options.folder)
-        run(materials, options.folder, options, _progress(end))
+        run(materials, options.folder, options, progress_until(end))
     except PermilleError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 1
@@ -81,7 +81,7 @@ def run(
             run_sweep(unit.sweep(materials), folder / f"{unit.name}.jsonl", progress)
 
 
-def _progress(end: float | None) -> Callable[[int, int, str], None]:
+def progress_until(end: float | None) -> Callable[[int, int, str], None]:
     def progress(done: int, total: int, following: str) -> None:
         if following:
             print(f"[{done}/{total}] {following}", file=sys.stderr, flush=True)
@@ -133,7 +133,7 @@ def _of_environment(models: Sequence[Path] | None, folder: Path) -> Materials:
     data = Path(_environment("PERMILLE_DATA"))
     tasks = {
         name: {key: data / "tasks" / value for key, value in files.items()}
-        for name, files in _TASK_FILES.items()
+        for name, files in TASK_FILES.items()
     }
     tasks["text"] = {"train": _tweets(data, folder / "tweets.jsonl")}
     own = [Path(_environment("PERMILLE_MODELS")) / name for name in _MODELS] if models is None else models
