@@ -63,14 +63,21 @@ from permille_lab.measuring.model_packages import SMOLLM2_FILE, Sources, folder_
 from permille_lab.people.study import Person, targets
 from permille_lab.people.user_texts import Collection, User, cohort, read_users
 from permille_lab.real.page import STRENGTHS, State, Trainable
-from permille_lab.real.subjects import LONGEST, Subject, gardener, general_batches, open_subject
+from permille_lab.real.subjects import (
+    LEAST_CHARACTERS,
+    LONGEST,
+    Subject,
+    gardener,
+    general_batches,
+    general_of,
+    open_subject,
+)
 from permille_lab.tasks.examples import Task
 from permille_lab.tasks.rows import read_file
 from permille_lab.tasks.scoring import encode_example, score
 from permille_lab.tasks.splits import split
 
 STEPS, DENSITY = 20, 0.001
-_LEAST_CHARACTERS = 4_000
 _LORA_RANK, _LORA_RATE = 8, 1e-3
 _ITEMS = 400
 _COHORT = 10
@@ -257,11 +264,6 @@ def nats_of(engine: Engine, values_K: NDArray[np.float32], documents: Sequence[T
     return float(found.nats_D.sum() / found.tokens_D.sum())
 
 
-def general_of(engine: Engine, values_K: NDArray[np.float32], general: Sequence[Batch]) -> float:
-    """Mean loss of the general text, nats a token."""
-    return float(np.mean([engine.token_losses(values_K, batch).mean(dtype=np.float64) for batch in general]))
-
-
 def _after(shown: Sequence[TokenizedDocument], document: TokenizedDocument) -> TokenizedDocument:
     """The document after as much of a person's other text as fits; its own tokens alone are counted."""
     room = LONGEST - len(document.ids_T)
@@ -288,7 +290,7 @@ def main() -> None:
     torch.set_num_threads(1)
     data, cells = folder_from_environment("PERMILLE_DATA"), Cells(options.cells)
     sources = Sources(models=options.folder, data=data)
-    everybody = cohort(read_users(data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
+    everybody = cohort(read_users(data, Collection.LAMP7).users, least_characters=LEAST_CHARACTERS)
     ring = [gardener(options.notes), *everybody[:_COHORT]]
     people = ring[: options.people + 1]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from permille_lab.measuring.cells import Cells
+from permille_lab.measuring.cells import Cells, Settings
 from permille_lab.measuring.tables import markdown
 
 STRENGTHS = (8, 4, 2)
@@ -61,18 +61,28 @@ def zeroth_order_tables(results: Path) -> dict[str, str]:
     """Return the table of `docs/results/zeroth-order.md`."""
     rows = [
         {
-            "values": f"{result['k']:,}",
-            "steps": settings["kind"].replace("_", "-"),
+            "values": " of ".join([f"{result['k']:,}", *filter(None, [settings.get("adapter")])]),
+            "steps": ", ".join([settings["kind"].replace("_", "-"), *_changes(settings)]),
             "number of steps": result["steps"],
             "loss before": f"{result['loss_before']:.3f}",
             "loss after": f"{result['loss_after']:.3f}",
             "fall": f"{result['loss_before'] - result['loss_after']:.3f}",
+            "general rise": f"{result['general_rise']:+.3f}" if "general_rise" in result else "",
             "seconds": f"{result['cpu_s']:.0f}",
         }
         for settings, result in Cells(results / "zeroth-order.jsonl").of("zeroth order")
         if settings["normalised"] and not settings["first_layer"]
     ]
-    return {"contenders": markdown(pd.DataFrame(rows))}
+    table = pd.DataFrame(rows)
+    return {"contenders": markdown(table.loc[:, (table != "").any()])}
+
+
+def _changes(settings: Settings) -> list[str]:
+    """What a zeroth order has that the first comparison has not."""
+    directions, momentum = settings.get("directions"), settings.get("momentum")
+    found = [] if directions is None else [f"{' then '.join(map(str, directions))} directions"]
+    found += [] if momentum is None else [f"momentum {momentum:g}"]
+    return found + ([settings["person"]] if "person" in settings else [])
 
 
 def _states(people: pd.DataFrame) -> pd.DataFrame:

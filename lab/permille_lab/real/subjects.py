@@ -7,6 +7,7 @@ Packages are made as a build makes them: Fisher scores of C4, NF4 linears, 8-bit
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from permille.choices import Embeddings
 from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import ReadReport, file_texts
 from permille.engines.factory import open_engine
+from permille.engines.interface import Engine
 from permille.models.gguf.folder import model_folder
 from permille.models.loading import FileChat, FileTokenizer
 from permille.package.build import ChosenAdapter, write_manifest
@@ -29,6 +31,8 @@ from permille_lab.measuring.model_packages import Sources, model_package
 from permille_lab.people.study import Study
 from permille_lab.people.user_texts import User
 
+LEAST_CHARACTERS = 4_000
+"""Of a person's text."""
 LONGEST = 1024
 """Tokens of a scored row, a prompt included."""
 _GENERAL_TOKENS, _GENERAL_ROW = 2560, 256
@@ -116,6 +120,11 @@ def general_batches(model: Path, data: Path) -> list[Batch]:
                 )
             )
     return batches
+
+
+def general_of(engine: Engine, values_K: NDArray[np.float32], general: Sequence[Batch]) -> float:
+    """Return the mean loss of the general text, nats a token."""
+    return float(np.mean([engine.token_losses(values_K, batch).mean(dtype=np.float64) for batch in general]))
 
 
 def _with_reference(bare: Package, model: Path, data: Path) -> Package:

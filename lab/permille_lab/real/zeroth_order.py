@@ -1,30 +1,39 @@
 """Compare zeroth orders on SmolLM2 at equal layer passes: one line a cell, and a stopped run goes on.
 
-    PERMILLE_DATA=DIR python -m permille_lab.real.zeroth_order --row-passes 160 --density 1e-5 1e-4
+    PERMILLE_DATA=DIR python -m permille_lab.real.zeroth_order --row-passes 160 --density 1e-5 --adapter
 
-Every cell takes steps on the gardener's notes until the engine has done as many layer passes as the budget
-allows, and tells the loss on held-out notes before and after. What differs is the number of values, the
-estimator, whether a step's length is the rate's alone (FZOO) or the losses' too, and the first layer that is
-trained. A step's length is `norm`: where it starts is the agent's own rule.
+Every cell takes steps on one person's text until the engine has done as many layer passes as the budget
+allows. It tells the loss on held-out text and on general text before and after. First every number of
+values and every adapter meets every kind of step, on the gardener's notes. Then one choice changes at a
+time: the directions of a step, a schedule of them, momentum, the person. A step's length is `norm`: where it
+starts is the agent's own rule.
 
-# Legend: K masked weights, Q directions.
+All of it replays: a schedule is a log after another, momentum is a weight of each coefficient.
+
+# Legend: K masked weights, Q directions, T steps.
 """
 
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from permille.choices import Embeddings, EstimatorKind
+from permille.choices import AdapterKind, Embeddings, EstimatorKind
 from permille.models.gguf.folder import model_folder
-from permille.zo.estimators import Descent, estimate
+from permille.package.build import ChosenAdapter
+from permille.zo.estimators import Batch, Descent, estimate
 from permille.zo.header import DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import step_unit_exponent_for, values
-from permille.zo.steps import apply_record, rounded_step
+from permille.zo.replay import replay
+from permille.zo.steps import rounded_step
 from permille_agent.embed import TrainingBatches, mean_loss
-from permille_lab.learning.runs import TextRun, text_run
+from permille_lab.learning.runs import TextRun, person_run, text_run
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.machine import machine, timed
 from permille_lab.measuring.model_packages import (
@@ -33,17 +42,24 @@ from permille_lab.measuring.model_packages import (
     folder_from_environment,
     model_package,
 )
-from permille_lab.real.subjects import gardener
+from permille_lab.people.user_texts import Collection, cohort, read_users
+from permille_lab.real.subjects import LEAST_CHARACTERS, gardener, general_batches, general_of
 
-_GROUPS = "one_sided, groups"
-_KINDS = {
-    _GROUPS: (EstimatorKind.ONE_SIDED, 16),
-    "one_sided": (EstimatorKind.ONE_SIDED, 16),
-    "two_sided": (EstimatorKind.SPSA, 8),
+GARDENER = "gardener"
+GROUPS = "one_sided, groups"
+KINDS = {
+    GROUPS: EstimatorKind.ONE_SIDED,
+    "one_sided": EstimatorKind.ONE_SIDED,
+    "two_sided": EstimatorKind.SPSA,
 }
-"""Estimators, with as many passes a step."""
+ADAPTERS = {
+    f"lora-fa-{rank}": ChosenAdapter(kind=AdapterKind.LORA_FA, rank=rank, alpha=16) for rank in (1, 4)
+}
+"""They train the second matrix, B, alone."""
 _ROWS = 2
 _EPSILON_NORM = 0.5
+_SHARES = 20
+"""Bits of the weight that momentum gives to a coefficient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,56 +67,108 @@ class Contender:
     """One zeroth order.
 
     Attributes:
+        density: share of the weights that is trained; None of an adapter.
         normalised: the rate alone says how long a step is; else the losses' differences do, too, and the rate
             fits the first of them.
         norm: length of a step by the rule of the agent's search.
+        directions: forward passes of a step. Several numbers share the budget, one after the other.
+        momentum: what is left of a step's velocity in the next one.
     """
 
-    density: float
+    density: float | None
     kind: str
     normalised: bool
     first_layer: int
     norm: float
     seed: int = 0
+    adapter: str | None = None
+    directions: tuple[int, ...] = (16,)
+    momentum: float = 0.0
+    person: str = GARDENER
+
+    def settings(self) -> dict[str, Any]:
+        """Name the cell. Earlier cells do not name what there was no choice of."""
+        added = {"adapter", "directions", "momentum", "person"}
+        same = {field.name for field in fields(self) if getattr(self, field.name) == field.default}
+        return {name: value for name, value in asdict(self).items() if name not in added & same}
 
 
-def measure(run: TextRun, contender: Contender, row_passes: int) -> Result:
+def measure(run: TextRun, contender: Contender, row_passes: int, general: Sequence[Batch] = ()) -> Result:
     """Take steps until the layer passes of so many rows are used up; returns losses, steps and seconds."""
     layers, engine = int(run.package.config["num_hidden_layers"]), run.engine
-    descent = _descent(run, contender, layers)
-    s_K = np.zeros(run.package.k, np.int64)
-    batches = TrainingBatches(run.prepared.train, batch_rows=_ROWS, seed=contender.seed)
-    loss_before, begun, step = run.loss(), engine.layer_passes, 0
+    base_K = run.package.values()
+    logs: list[_Log] = []
 
     def steps() -> None:
-        nonlocal descent, step
-        while engine.layer_passes - begun < row_passes * layers:
-            loss, slope_Q = estimate(engine, batches(step), descent, s_K, step)
-            if not step and not contender.normalised:
-                rate = descent.header.learning_rate / float(np.sqrt(np.mean(np.square(slope_Q))))
-                descent = replace(descent, header=replace(descent.header, learning_rate=rate))
-            record = rounded_step(loss, slope_Q, descent.header, step, normalised=contender.normalised)
-            apply_record(s_K, record, descent.header)
-            step += 1
+        for part, directions in enumerate(contender.directions, start=1):
+            values_K, step = (logs[-1].values_K, logs[-1].end) if logs else (base_K, 0)
+            descent = _descent(run, contender, layers, directions, values_K)
+            last = begun + row_passes * layers * part / len(contender.directions)
+            logs.append(_log(run, contender, descent, step, last))
 
+    loss_before = run.loss()
+    begun = engine.layer_passes
     spent = timed(steps)
-    values_K = values(descent.w_base_K, s_K, descent.header.step_unit_exponent)
-    return {
+    passes, values_K, moving = engine.layer_passes - begun, logs[-1].values_K, logs[-1].moving
+    found = {
         "k": run.package.k,
-        "moving": descent.header.moving.stop - descent.header.moving.start,
+        "moving": moving.stop - moving.start,
         "loss_before": loss_before,
         "loss_after": mean_loss(engine, values_K, run.prepared.select),
-        "steps": step,
-        "layer_passes": engine.layer_passes - begun,
+        "steps": logs[-1].end,
+        "layer_passes": passes,
         "cpu_s": round(spent.cpu_s, 1),
         "machine": machine(),
     }
+    if general:
+        found["general_rise"] = general_of(engine, values_K, general) - general_of(engine, base_K, general)
+    return found
 
 
-def _descent(run: TextRun, contender: Contender, layers: int) -> Descent:
-    estimator, queries = _KINDS[contender.kind]
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Log:
+    """A log's end: the values of its state, the number of the next step, and the weights that move."""
+
+    values_K: NDArray[np.float32]
+    end: int
+    moving: slice
+
+
+def _log(run: TextRun, contender: Contender, descent: Descent, first: int, last_pass: float) -> _Log:
+    """Take steps from number `first` on, up to a number of layer passes of the engine."""
+    batches = TrainingBatches(run.prepared.train, batch_rows=_ROWS, seed=contender.seed)
+    rows, s_K, step = list[tuple[int, ...]](), np.zeros(run.package.k, np.int64), first
+    while run.engine.layer_passes < last_pass:
+        loss, slope_Q = estimate(run.engine, batches(step), descent, s_K, step)
+        if step == first and not contender.normalised:
+            rate = descent.header.learning_rate / float(np.sqrt(np.mean(np.square(slope_Q))))
+            descent = replace(descent, header=replace(descent.header, learning_rate=rate))
+        record = rounded_step(loss, slope_Q, descent.header, step, normalised=contender.normalised)
+        rows.append(record.coefficients)
+        s_K = replay(descent.header, with_momentum(np.array(rows), contender.momentum), start=first)
+        step += 1
+    values_K = values(descent.w_base_K, s_K, descent.header.step_unit_exponent)
+    return _Log(values_K=values_K, end=step, moving=descent.header.moving)
+
+
+def with_momentum(c_TQ: NDArray[np.int64], momentum: float) -> NDArray[np.int64]:
+    """Return what each coefficient has moved the state by, after T steps: a share `1 - momentum^(T - t)`.
+
+    The state is `sum_t ((c_t K[T - t] + 2^19) >> 20) z_t` with a table of integers K, so it is exact in any
+    order of the sum (heavy ball; an integer velocity that decays would not be).
+    """
+    if not momentum:
+        return c_TQ
+    share_T = np.rint((1 - momentum ** np.arange(len(c_TQ), 0, -1.0)) * (1 << _SHARES)).astype(np.int64)
+    return (c_TQ * share_T[:, None] + (1 << (_SHARES - 1))) >> _SHARES
+
+
+def _descent(
+    run: TextRun, contender: Contender, layers: int, directions: int, w_base_K: NDArray[np.float32]
+) -> Descent:
+    estimator = KINDS[contender.kind]
+    queries = directions // 2 if estimator is EstimatorKind.SPSA else directions
     package = run.package
-    groups = contender.kind == _GROUPS
     first_tensor = contender.first_layer * (len(package.counts) // layers)
     moving = sum(package.counts[first_tensor:])
     rate = contender.norm * float(np.sqrt(queries / moving))
@@ -109,7 +177,7 @@ def _descent(run: TextRun, contender: Contender, layers: int) -> Descent:
         mask_digest=package.mask_digest,
         seed=contender.seed,
         estimator=estimator,
-        directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
+        directions=DirectionKind.GROUPS if contender.kind == GROUPS else DirectionKind.RADEMACHER,
         queries=queries,
         epsilon=_EPSILON_NORM / float(np.sqrt(moving)),
         learning_rate=rate,
@@ -120,7 +188,31 @@ def _descent(run: TextRun, contender: Contender, layers: int) -> Descent:
         first_tensor=first_tensor,
     )
     exponent = step_unit_exponent_for(rate, 1.0, queries, header.sigma)
-    return Descent(header=replace(header, step_unit_exponent=exponent), w_base_K=package.values())
+    return Descent(header=replace(header, step_unit_exponent=exponent), w_base_K=w_base_K)
+
+
+def planned(options: argparse.Namespace, people: Sequence[str]) -> Iterator[Contender]:
+    """Yield every contender; first all kinds on the gardener's notes, then one change at a time."""
+    lengths = (True, False) if options.plain else (True,)
+    trained = [(density, None) for density in options.density] + [(None, name) for name in options.adapter]
+    for (density, adapter), kind, first, norm, normalised in product(
+        trained, options.kind, options.first_layer, options.norm, lengths
+    ):
+        yield Contender(
+            density=density, adapter=adapter, kind=kind, normalised=normalised, first_layer=first, norm=norm
+        )
+    for density, adapter in trained:
+        plain = Contender(
+            density=density,
+            adapter=adapter,
+            kind=GROUPS,
+            normalised=True,
+            first_layer=0,
+            norm=options.norm[0],
+        )
+        yield from (replace(plain, directions=directions) for directions in options.directions)
+        yield from (replace(plain, momentum=momentum) for momentum in options.momentum)
+        yield from (replace(plain, person=person) for person in people)
 
 
 def main() -> None:
@@ -129,29 +221,50 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE)
     parser.add_argument("--notes", type=Path, default=Path("examples/gardener/notes.txt"))
     parser.add_argument("--row-passes", type=int, default=4800, help="forward passes of a row, of a cell")
-    parser.add_argument("--density", type=float, nargs="+", default=[1e-5, 1e-4, 1e-3])
-    parser.add_argument("--kind", choices=_KINDS, nargs="+", default=list(_KINDS))
+    parser.add_argument("--density", type=float, nargs="*", default=[1e-5, 1e-4, 1e-3])
+    parser.add_argument("--adapter", choices=ADAPTERS, nargs="*", default=list(ADAPTERS))
+    parser.add_argument("--kind", choices=KINDS, nargs="*", default=list(KINDS))
     parser.add_argument("--first-layer", type=int, nargs="+", default=[0, 15])
     parser.add_argument("--norm", type=float, nargs="+", default=[0.5])
+    parser.add_argument(
+        "--directions", type=_numbers, nargs="*", default=[(4,), (64,), (4, 16), (16, 64)],
+        help="passes of a step; 4,16: a schedule",
+    )  # fmt: skip
+    parser.add_argument("--momentum", type=float, nargs="*", default=[0.5, 0.9])
+    parser.add_argument("--people", type=int, default=3, help="authors of tweets, beside the gardener")
     parser.add_argument("--plain", action="store_true", help="steps as long as the losses say, too")
     options = parser.parse_args()
     data, cells = folder_from_environment("PERMILLE_DATA"), Cells(options.cells)
     model = model_folder(options.gguf, options.folder)
-    sources, documents = Sources(models=model.parent, data=data), gardener(options.notes).documents
-    for density in options.density:
+    sources, general = Sources(models=model.parent, data=data), general_batches(model, data)
+    authors = {}
+    if options.people:
+        everybody = cohort(read_users(data, Collection.LAMP7).users, least_characters=LEAST_CHARACTERS)
+        authors = {user.name: user.documents for user in everybody[: options.people]}
+
+    @cache
+    def opened(density: float | None, adapter: str | None, person: str) -> TextRun:
+        trained = density if adapter is None else ADAPTERS[adapter]
         package = model_package(
-            sources, model.name, options.folder, trained=density, embeddings=Embeddings.Q8_0
+            sources, model.name, options.folder, trained=trained, embeddings=Embeddings.Q8_0
         )
-        run = text_run(package, documents, options.folder / "zeroth-order", seed=0, threads=options.threads)
-        lengths = (True, False) if options.plain else (True,)
-        for kind, first, norm, normalised in product(
-            options.kind, options.first_layer, options.norm, lengths
-        ):
-            contender = Contender(
-                density=density, kind=kind, normalised=normalised, first_layer=first, norm=norm
-            )
-            settings = asdict(contender) | {"row_passes": options.row_passes}
-            cells.once("zeroth order", settings, partial(measure, run, contender, options.row_passes))
+        if person in authors:
+            folder = options.folder / "people"
+            return person_run(package, authors[person], folder, seed=0, threads=options.threads)
+        documents = gardener(options.notes).documents
+        return text_run(package, documents, options.folder / "zeroth-order", seed=0, threads=options.threads)
+
+    def measured(contender: Contender) -> Result:
+        run = opened(contender.density, contender.adapter, contender.person)
+        return measure(run, contender, options.row_passes, general)
+
+    for contender in planned(options, list(authors)):
+        settings = contender.settings() | {"row_passes": options.row_passes}
+        cells.once("zeroth order", settings, partial(measured, contender))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
 
 
 if __name__ == "__main__":
