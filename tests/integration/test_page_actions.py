@@ -37,6 +37,19 @@ def send(client: TestClient, path: str, step: str = "", **typed: str) -> Any:
     return client.post(path, data={**typed, "step": step}, headers=OWN)
 
 
+def facts(answer: Any) -> str:
+    """What a page that asks for a confirmation says that it showed."""
+    found = re.search(r'name="shown" value="([0-9a-f]{64})"', answer.text)
+    assert found is not None, shown(answer)
+    return found[1]
+
+
+def confirm(client: TestClient, path: str, **typed: str) -> Any:
+    """Send a form, and confirm what the page shows."""
+    asked = client.get(path) if path.startswith("/ui/rollouts") else send(client, path, **typed)
+    return send(client, path, "confirmed", shown=facts(asked), **typed)
+
+
 def shown(answer: Any) -> str:
     """The words of a page, without its markup."""
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", answer.text)).split())
@@ -63,12 +76,41 @@ def test_a_release_is_confirmed_with_the_number_of_devices_and_published_once(ap
     assert len(api.get("/v1/releases?name=tiny").json()["items"]) == 1, "nothing before it is confirmed"
     assert 'value="stable"' in send(client, "/ui/new/release", "edit", **typed).text
     for _ in range(2):  # a second click makes nothing twice
-        made = send(client, "/ui/new/release", "confirmed", **typed)
+        made = send(client, "/ui/new/release", "confirmed", shown=facts(asked), **typed)
         assert made.headers["location"] == "/ui/releases/tiny?version=2"
     assert [one["version"] for one in api.get("/v1/releases?name=tiny").json()["items"]] == [2, 1]
     last = api.get("/v1/audit?limit=200").json()[-1]
     assert (last["action"], last["subject"]) == ("create_release", "/v1/releases/tiny/versions/2")
     assert last["request"]["package_digest"] == other
+
+
+def test_a_confirmation_holds_only_for_what_the_page_showed(api: Api) -> None:
+    first, other = stock(api)
+    client = signed_in(api)
+    typed = {"name": "tiny", "package_digest": other, "alias": "stable"}
+    asked = send(client, "/ui/new/release", **typed)
+    assert send(client, "/ui/new/release", "confirmed", **typed).status_code == 200, "without what it showed"
+    api.post("/v1/releases", {"name": "tiny", "package_digest": first})  # by another operator, meanwhile
+    late = send(client, "/ui/new/release", "confirmed", shown=facts(asked), **typed)
+    assert "This has changed since you were asked. Nothing was done." in shown(late)
+    assert "tiny 3 gets a package" in shown(late)
+    assert len(api.get("/v1/releases?name=tiny").json()["items"]) == 2
+    made = send(client, "/ui/new/release", "confirmed", shown=facts(late), **typed)
+    assert made.headers["location"] == "/ui/releases/tiny?version=3"
+
+
+def test_a_moved_rollout_is_shown_again_before_it_is_moved(api: Api) -> None:
+    _, other = stock(api)
+    api.post("/v1/releases", {"name": "tiny", "package_digest": other})
+    rollout = f"rollouts/{api.post('/v1/rollouts', {'release': 'tiny'}).json()['id']}"
+    client = signed_in(api)
+    asked = client.get(f"/ui/{rollout}/stop")
+    api.post(f"/v1/{rollout}/pause")
+    late = send(client, f"/ui/{rollout}/stop", "confirmed", shown=facts(asked))
+    assert "This has changed since you were asked. Nothing was done." in shown(late)
+    assert api.get(f"/v1/{rollout}").json()["state"] == "paused"
+    assert confirm(client, f"/ui/{rollout}/stop").status_code == 303
+    assert api.get(f"/v1/{rollout}").json()["state"] == "stopped"
 
 
 def test_a_release_without_an_alias_needs_no_confirmation(api: Api) -> None:
@@ -87,7 +129,7 @@ def test_rolling_back_publishes_the_older_package_as_a_new_version(api: Api) -> 
     }
     typed = {"name": "tiny", "package_digest": first, "alias": "stable"}
     assert "the package of tiny 1" in shown(send(client, "/ui/new/rollback", **typed))
-    assert send(client, "/ui/new/rollback", "confirmed", **typed).status_code == 303
+    assert confirm(client, "/ui/new/rollback", **typed).status_code == 303
     newest = api.get("/v1/releases/tiny/aliases/stable").json()
     assert (newest["version"], newest["manifest_digest"]) == (3, first)
 
@@ -102,7 +144,7 @@ def test_a_rollout_is_started_paused_resumed_and_stopped(api: Api) -> None:
     typed = {"release": "tiny", "version": "2", "rules_waves": "50, 100"}
     asked = send(client, "/ui/new/rollout", **typed)
     assert "4 devices may get tiny 2. The first wave opens at once, to 50 % of them" in shown(asked)
-    made = send(client, "/ui/new/rollout", "confirmed", **typed).headers["location"]
+    made = confirm(client, "/ui/new/rollout", **typed).headers["location"]
     rollout = made.replace("/ui", "/v1")
     assert api.get(rollout).json()["rules"]["waves"] == [50, 100]
     for move, words, state in (
@@ -112,11 +154,11 @@ def test_a_rollout_is_started_paused_resumed_and_stopped(api: Api) -> None:
     ):
         assert f"{made}/{move}" in client.get(made).text
         assert words in shown(client.get(f"{made}/{move}"))
-        assert client.post(f"{made}/{move}", headers=OWN).headers["location"] == made
+        assert confirm(client, f"{made}/{move}").headers["location"] == made
         assert api.get(rollout).json()["state"] == state
         last = api.get("/v1/audit?limit=200").json()[-1]
         assert (last["action"], last["subject"]) == (f"{move}_rollout", f"{rollout}/{move}")
-    again = client.post(f"{made}/pause", headers=OWN)
+    again = confirm(client, f"{made}/pause")
     assert again.status_code == 409
     assert "The current state does not allow this" in again.text
     assert client.get(f"{made}/explode").status_code == 404
@@ -128,16 +170,16 @@ def test_a_wave_that_waits_for_an_approval_is_approved_by_its_number(api: Api) -
     api.post("/v1/releases", {"name": "tiny", "package_digest": other})
     client = signed_in(api)
     typed = {"release": "tiny", "rules_waves": "50 100", "rules_approval": "true"}
-    made = send(client, "/ui/new/rollout", "confirmed", **typed).headers["location"]
+    made = confirm(client, "/ui/new/rollout", **typed).headers["location"]
     assert "Approve wave 2" in client.get(made).text
     asked = client.get(f"{made}/approve")
     assert "Wave 2 may open to 100 % of 4 devices" in shown(asked)
     assert '<input type="hidden" name="wave" value="2">' in asked.text
-    assert send(client, f"{made}/approve").status_code == 422, "which wave is part of the request"
-    assert send(client, f"{made}/approve", wave="2").headers["location"] == made
+    assert confirm(client, f"{made}/approve").status_code == 422, "which wave is part of the request"
+    assert confirm(client, f"{made}/approve", wave="2").headers["location"] == made
     last = api.get("/v1/audit?limit=200").json()[-1]
     assert (last["action"], last["request"]) == ("approve_rollout", {"wave": 2})
-    assert send(client, f"{made}/approve", wave="3").status_code == 409
+    assert confirm(client, f"{made}/approve", wave="3").status_code == 409
 
 
 def test_an_invitation_is_shown_once_and_admits_a_device(api: Api) -> None:

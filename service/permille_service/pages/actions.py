@@ -2,7 +2,8 @@
 
 Each form is made of the request that the API takes, and sent to the function of the API's route: rights,
 rules, errors and the audit log are the same. What devices will see is confirmed on a page that says how many
-devices that is.
+devices that is. A confirmation holds only for the facts that its page showed: once they differ, the page asks
+again.
 """
 
 import hashlib
@@ -36,7 +37,31 @@ from permille_service.rollouts.records import present
 from permille_service.rollouts.routes import RolloutId
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
+_CONFIRMED, _REVERT = "confirmed", "Revert the rollout"
 TypedForm = Annotated[dict[str, str], Depends(sign_in.form_of)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What devices will see of an action.
+
+    Attributes:
+        words: for the reader.
+        facts: the versions and the state that the words tell of. Counts of devices are no part of them: on a
+            large fleet they change while one reads.
+    """
+
+    words: str
+    facts: tuple[object, ...]
+
+    @property
+    def shown(self) -> str:
+        """A digest of the facts, which the form of a confirmation sends back."""
+        return hashlib.sha256(repr(self.facts).encode()).hexdigest()
+
+    def is_confirmed(self, typed: Mapping[str, str]) -> bool:
+        """Return whether a form confirms these facts, and no earlier ones."""
+        return typed.get("step") == _CONFIRMED and typed.get("shown") == self.shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +73,7 @@ class Action:
         first: fields that are always shown; the others are folded.
         call: the function of the API's route.
         after: the answer once it is made.
-        effect: what devices will see, in words; None where they see nothing, so that nothing is confirmed.
+        effect: what devices will see; None where they see nothing, so that nothing is confirmed.
     """
 
     title: str
@@ -59,7 +84,7 @@ class Action:
     first: tuple[str, ...]
     call: Callable[[Any, Creation], Any]
     after: Callable[[Page, Any], Response]
-    effect: Callable[[Session, str, Any], str | None] = lambda _session, _tenant_id, _body: None
+    effect: Callable[[Session, str, Any], Effect | None] = lambda _session, _tenant_id, _body: None
 
     @property
     def form(self) -> Form:
@@ -95,20 +120,22 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
         return _form(page, action, typed, None)
     try:
         body = forms.parse(action.form, action.request, typed)
+        # The same form sent twice makes one thing; another text in it makes another.
+        key = hashlib.sha256(f"{typed.get('form', '')}\0{body.model_dump_json()}".encode()).hexdigest()
         with page.service.database.read() as session:
-            words = action.effect(session, page.tenant_id, body)
-        if words is not None and typed.get("step") != "confirmed":
+            effect = action.effect(session, page.tenant_id, body)
+            is_made = session.get(tables.IdempotentAnswer, (page.tenant_id, key)) is not None
+        if effect is not None and not is_made and not effect.is_confirmed(typed):
             return page.render(
                 "confirm",
                 title=action.title,
                 button=action.button,
-                words=words,
+                effect=effect,
                 typed=typed,
+                changed=typed.get("step") == _CONFIRMED,
                 problem=None,
                 back=None,
             )
-        # The same form sent twice makes one thing; another text in it makes another.
-        key = hashlib.sha256(f"{typed.get('form', '')}\0{body.model_dump_json()}".encode()).hexdigest()
         made = action.call(body, _creation(page, action, key))
     except Exception as exc:  # noqa: BLE001 - whatever happens, the reader keeps what was typed
         return _form(page, action, typed, exc)
@@ -118,7 +145,7 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
 @router.get("/rollouts/{rollout_id}/{move}")
 def show_move(rollout_id: RolloutId, move: str, page: MakerPage) -> Response:
     """Ask whether a rollout shall be moved, and say what devices will see."""
-    return _move(page, rollout_id, move, None)
+    return _ask_move(page, rollout_id, move)
 
 
 @router.post("/rollouts/{rollout_id}/{move}")
@@ -126,12 +153,14 @@ def move_rollout(rollout_id: RolloutId, move: str, page: MakerPage, typed: Typed
     """Move a rollout."""
     operator = page.acting(f"{move}_rollout", f"/v1/rollouts/{rollout_id}/{move}")
     known = _MOVES[_known(move, _MOVES)]
+    if not _effect_of(page, rollout_id, known)[1].is_confirmed(typed):
+        return _ask_move(page, rollout_id, move, changed=typed.get("step") == _CONFIRMED)
     try:
         asked = known.request
         body = () if asked is None else (forms.parse(form_of(asked), asked, typed),)
         known.call(rollout_id, *body, page.service, operator)
     except Exception as exc:  # noqa: BLE001 - as above
-        return _move(page, rollout_id, move, exc)
+        return _ask_move(page, rollout_id, move, exc=exc)
     return page.go_to(f"rollouts/{rollout_id}")
 
 
@@ -142,15 +171,15 @@ def _known(name: str, of: Mapping[str, object]) -> str:
     return name
 
 
-def _move(page: Page, rollout_id: str, move: str, exc: Exception | None) -> Response:
-    known = _MOVES[_known(move, _MOVES)]
+def _effect_of(page: Page, rollout_id: str, move: Move) -> tuple[Rollout, Effect]:
+    """Return a rollout, and what devices will see of a move."""
     with page.service.database.read() as session:
         row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
         # A revert moves the alias, which devices outside of the group follow, too.
-        group_id = None if move == "revert" else row.group_id
+        group_id = None if move.button == _REVERT else row.group_id
         found = _followers(session, page.tenant_id, row.release, row.alias, group_id)
-        rollout = present(session, row)
-    words = known.words.format(
+        rollout, facts = present(session, row), (row.revision, row.approved)
+    words = move.words.format(
         all=_count(found),
         begun=_count(sum(wave.offered for wave in rollout.funnel)),
         version=f"{rollout.release} {rollout.version}",
@@ -160,14 +189,23 @@ def _move(page: Page, rollout_id: str, move: str, exc: Exception | None) -> Resp
         following_percent=rollout.funnel[min(rollout.wave, len(rollout.funnel) - 1)].percent,
         percent=rollout.funnel[rollout.wave - 1].percent,
     )
+    return rollout, Effect(words=words, facts=facts)
+
+
+def _ask_move(
+    page: Page, rollout_id: str, move: str, *, changed: bool = False, exc: Exception | None = None
+) -> Response:
+    known = _MOVES[_known(move, _MOVES)]
+    rollout, effect = _effect_of(page, rollout_id, known)
     problem = None if exc is None else page.problem_of(exc)
     return page.render(
         "confirm",
         status=200 if problem is None else problem.status,
         title=f"{known.button} of {rollout.release} {rollout.version}",
         button=known.button,
-        words=words,
+        effect=effect,
         typed={} if known.request is None else {"wave": rollout.wave + 1},
+        changed=changed,
         problem=problem,
         back=f"/ui/rollouts/{rollout_id}",
     )
@@ -204,31 +242,32 @@ def _show_invitation(page: Page, made: Invitation) -> Response:
     return page.render("invitation", made=made, url=str(page.request.base_url).rstrip("/"))
 
 
-def _release_effect(session: Session, tenant_id: str, body: ReleaseCreate) -> str | None:
+def _release_effect(session: Session, tenant_id: str, body: ReleaseCreate) -> Effect | None:
     if body.alias is None:
         return None
     version = releases.latest_version(session, tenant_id=tenant_id, name=body.name) + 1
     earlier = names_of(session, tenant_id, [body.package_digest]).get(body.package_digest)
     same = "a package that no release has yet" if earlier is None else f"the package of {earlier}"
     count = _count(_followers(session, tenant_id, body.name, body.alias))
-    return (
-        f"{body.name} {version} gets {same}, and {body.alias} points at it. {count} that follow {body.alias} "
-        "of it will install it when they next ask."
+    return Effect(
+        words=f"{body.name} {version} gets {same}, and {body.alias} points at it. {count} that follow "
+        f"{body.alias} of it will install it when they next ask.",
+        facts=(version, earlier, body.package_digest, body.alias),
     )
 
 
-def _rollout_effect(session: Session, tenant_id: str, body: RolloutCreate) -> str | None:
+def _rollout_effect(session: Session, tenant_id: str, body: RolloutCreate) -> Effect | None:
     if body.draft:
         return None
     found = _followers(session, tenant_id, body.release, body.alias, body.group_id)
     version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
-    return _opening(found, f"{body.release} {version}", body.rules.waves[0])
-
-
-def _opening(found: int, version: str, percent: int) -> str:
-    return (
-        f"{_count(found)} may get {version}. The first wave opens at once, to {percent} % of them; the "
-        "others follow wave by wave while all goes well."
+    # Refuse what is not there before anybody is asked.
+    releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
+    before = session.get(tables.Alias, (tenant_id, body.release, body.alias))
+    return Effect(
+        words=f"{_count(found)} may get {body.release} {version}. The first wave opens at once, to "
+        f"{body.rules.waves[0]} % of them; the others follow wave by wave while all goes well.",
+        facts=(version, None if before is None else before.version, body.model_dump_json()),
     )
 
 
@@ -318,7 +357,7 @@ _MOVES: Final[dict[str, Move]] = {
         words="{begun} of {all} began with {version} and keep it. No other device gets it, for good.",
     ),
     "revert": Move(
-        button="Revert the rollout",
+        button=_REVERT,
         call=rollout_routes.revert_rollout,
         words="{all} take the package of version {before} again, published as a new version. {begun} of them "
         "began with {version}.",
