@@ -3,7 +3,8 @@ stdout)."""
 
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from permille_service.cli.client import Client
 
 WIDE = 240
+LINE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ def print_json(answer: Any) -> None:
 
 
 def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
-    """Follow a job to its end with a progress bar; the ended job.
+    """Follow a job to its end and return it. A terminal shows a bar, a pipe gets a line twice a minute.
 
     Raises:
         CommandError: it did not succeed, or Ctrl-C ended the waiting; the job runs on then.
@@ -81,11 +83,12 @@ def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
         transient=True,
         disable=output.as_json or not output.errors.is_terminal,
     )
+    follower = Follower(output, time.monotonic)
     try:
         with bar:
             task = bar.add_task("queued", total=1.0, left="")
             for event in client.events(job_id):
-                _advance(bar, task, event)
+                follower.follow(event, bar, task)
     except KeyboardInterrupt:
         raise CommandError(
             f"Stopped waiting; job {job_id} goes on. Follow it with `permille jobs watch {job_id}`, or "
@@ -100,15 +103,38 @@ def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
     return job
 
 
-def _advance(bar: Progress, task: Any, event: dict[str, Any]) -> None:
-    data = event["data"]
-    if event["kind"] == "progress":
-        left = data.get("eta_s")
-        bar.update(
-            task,
-            completed=data.get("progress", 0.0),
-            description=data.get("message") or "running",
-            left="" if left is None else f"{span(left)} left",
-        )
-    elif event["kind"] == "state":
-        bar.update(task, description=str(data.get("state")))
+class Follower:
+    """The progress of a job as events come: on a bar, or in a pipe as lines.
+
+    Example:
+        mask: fisher 9/32: 29 % done, 3 min left
+    """
+
+    def __init__(self, output: Output, clock: Callable[[], float]) -> None:
+        self._console, self._clock = output.errors, clock
+        self._has_lines = not (output.as_json or output.errors.is_terminal)
+        self._first: tuple[float, float] | None = None
+        self._due_s = 0.0
+
+    def follow(self, event: dict[str, Any], bar: Progress, task: Any) -> None:
+        """Show an event. In a pipe, print a line if the last one is half a minute old."""
+        data = event["data"]
+        if event["kind"] == "state":
+            bar.update(task, description=str(data.get("state")))
+        if event["kind"] != "progress":
+            return
+        at, done, what = self._clock(), float(data.get("progress") or 0.0), data.get("message") or "running"
+        left_s = self._left_s(at, done) if data.get("eta_s") is None else data["eta_s"]
+        left = "" if left_s is None else f"{span(left_s)} left"
+        bar.update(task, completed=done, description=what, left=left)
+        if self._has_lines and at >= self._due_s:
+            self._due_s = at + LINE_EVERY_S
+            line = f"{what}: {100 * done:.0f} % done{left and f', {left}'}"
+            self._console.print(line, markup=False, highlight=False)
+
+    def _left_s(self, at: float, done: float) -> float | None:
+        """Estimate the time left by the pace since the first event; of a build, which does not say it."""
+        if self._first is None:
+            self._first = (at, done)
+        begun, first = self._first
+        return None if done <= first else (at - begun) * (1 - done) / (done - first)

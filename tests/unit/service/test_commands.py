@@ -13,6 +13,7 @@ import pytest
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from permille.schemas.fields import NAME_PATTERN, PATH_PATTERN
@@ -25,7 +26,7 @@ from permille_service.cli import commands, main
 from permille_service.cli.client import FLAGS, Client, in_words
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.forms import parameters_of
-from permille_service.cli.output import Output, watch
+from permille_service.cli.output import Follower, Output, watch
 from permille_service.cli.references import resolve
 from permille_service.cli.session import Session
 from permille_service.cli.tables import fields_of, table_of
@@ -352,6 +353,22 @@ def test_ctrl_c_ends_the_waiting_and_says_that_the_job_runs_on() -> None:
     ) as ended:
         watch(client, output(), "j")
     assert ended.value.code == 130
+
+
+def test_a_pipe_gets_a_line_of_progress_twice_a_minute() -> None:
+    times = iter([0.0, 10.0, 40.0, 50.0])
+    lines = io.StringIO()
+    piped = Output(as_json=False, console=Console(), errors=Console(file=lines))
+    follower = Follower(piped, lambda: next(times))
+    bar = Progress(disable=True)
+    task = bar.add_task("")
+    for done, eta_s in ((0.1, None), (0.2, None), (0.3, None), (0.9, 5.0)):
+        data = {"progress": done, "message": "mask: fisher", "eta_s": eta_s}
+        follower.follow({"kind": "progress", "data": data}, bar, task)
+    assert lines.getvalue().splitlines() == [
+        "mask: fisher: 10 % done",
+        "mask: fisher: 30 % done, 2 min left",  # 0.2 in 40 s
+    ]
 
 
 def test_a_command_from_outside_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
