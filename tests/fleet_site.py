@@ -63,7 +63,7 @@ def add_rollout(session: Session, *, tenant_id: str, seed: int = 0) -> str:
     """Add a rollout of the newest version that stopped itself in its second wave; return its id."""
     rng, at, rollout_id = random.Random(seed), now(session), new_id(Prefix.ROLLOUT)
     ids = session.scalars(select(Device.id).where(Device.tenant_id == tenant_id)).all()
-    waves = (5, 25, 100)
+    waves = (5, 25, 100)  # percent
     numbers = {"devices": 41, "of": 160, "lower_bound": 0.147, "limit": 0.1, "look": 4, "reports": 171}
     session.add(
         Rollout(
@@ -75,8 +75,9 @@ def add_rollout(session: Session, *, tenant_id: str, seed: int = 0) -> str:
             alias="stable",
             version=VERSIONS,
             before=VERSIONS - 1,
+            bounds=[100 * share for share in waves],
             choice={"agent_version": None, "engines": [], "memory_bytes": 0, "members": None},
-            rules={**asdict(Rules()), "waves": list(waves)},
+            rules={**asdict(Rules()), "waves": [f"{share}%" for share in waves]},
             on_stop="hold",
             state="paused",
             wave=1,

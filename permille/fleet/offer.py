@@ -88,13 +88,13 @@ class Offer:
 
     Attributes:
         version: of the release, which devices in an open wave install.
-        percent: share of the group's devices whose wave is open.
+        places: the waves of devices with a place below this are open (`place_of`).
     """
 
     rollout: str
     version: int
     state: RolloutState
-    percent: int
+    places: int
     choice: Choice
 
     @classmethod
@@ -106,11 +106,11 @@ class Offer:
             members, engines = choice.pop("members"), tuple(choice.pop("engines"))
             read = Choice(members=None if members is None else tuple(members), engines=engines, **choice)
             offer = cls(state=RolloutState(fields.pop("state")), choice=read, **fields)
-            whole = (offer.version, offer.percent, read.memory_bytes)
+            whole = (offer.version, offer.places, read.memory_bytes)
             if not all(type(number) is int and 0 <= number <= _MOST for number in whole):
                 raise ValueError("a number out of range")
-            if offer.version < 1 or offer.percent > 100:
-                raise ValueError("version or percent out of range")
+            if offer.version < 1 or offer.places > PARTS:
+                raise ValueError("version or places out of range")
             texts = (offer.rollout, read.agent_version or "", *engines, *(read.members or ()))
             # The id is part of a path of the service, which is asked with this device's own token.
             if not all(isinstance(text, str) for text in texts) or not _ID.fullmatch(offer.rollout):
@@ -129,7 +129,7 @@ class Offer:
 
     def is_for(self, device_id: str, facts: Facts) -> bool:
         """Return whether a device takes the version now: its wave is open, and it is in the group."""
-        if self.state is not RolloutState.RUNNING or place_of(self.rollout, device_id) >= 100 * self.percent:
+        if self.state is not RolloutState.RUNNING or place_of(self.rollout, device_id) >= self.places:
             return False
         members = self.choice.members
         return self.choice.fits(facts) and (
@@ -138,7 +138,7 @@ class Offer:
 
 
 def place_of(rollout_id: str, device_id: str) -> int:
-    """Return a device's place in a rollout, from 0 to 9,999: a wave of p % holds the places below 100 p.
+    """Return a device's place in a rollout, from 0 to 9,999: a wave holds the places below its bound.
 
     The place is a hash, so it needs no row. It differs from rollout to rollout: no device is always first.
     """

@@ -14,13 +14,15 @@ that the operator demands.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
+from itertools import pairwise
 from typing import Final
 
-from permille.fleet.offer import ReportCode, RolloutState
+from permille.errors import InputError
+from permille.fleet.offer import PARTS, ReportCode, RolloutState
 from permille.fleet.statistics import lower_mean, lower_share
 
 ALPHA: Final = 0.01
@@ -64,7 +66,8 @@ class Rules:
     """Conditions that end a wave, and limits that stop a rollout.
 
     Attributes:
-        waves: the percentage of the group that each wave opens, growing to 100.
+        waves: the devices of the group that each wave opens, earlier waves included: a percentage
+            (`"10%"`) or a count (`"50"`), growing to `"100%"`.
         min_reports: the reports that a wave needs before the next one opens. A smaller wave needs
             a report from each of its devices.
         soak_s: the least time that a wave stays open before the next one.
@@ -75,7 +78,7 @@ class Rules:
         approval: waves after the first also wait until an operator, or a program, approves them.
     """
 
-    waves: tuple[int, ...] = (1, 10, 50, 100)
+    waves: tuple[str, ...] = ("1%", "10%", "50%", "100%")
     min_reports: int = 20
     soak_s: int = 86_400
     success_percent: float = 98.0
@@ -168,6 +171,41 @@ class Step:
     reason: Reason | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
     awaits_approval: bool = False
+
+
+def bounds_of(waves: Sequence[str], places: Iterable[int]) -> list[int]:
+    """Return the bound of each wave: devices whose place is below it are in the wave.
+
+    A count is turned into a bound once, when the rollout starts. So a device that joins later falls
+    into a wave by its place, and no list of devices is kept. Devices that share a place stay
+    together: then a wave has fewer devices than its count, never more.
+
+    Args:
+        waves: percentages and counts, as `Rules` has them.
+        places: of the group's devices, by `place_of`.
+
+    Raises:
+        InputError: with these devices, a wave is no larger than the one before it.
+
+    Example:
+        >>> bounds_of(["2", "50%", "100%"], [4500, 10, 400, 9000])
+        [4500, 5000, 10000]
+    """
+    ordered = sorted(places)
+    bounds = list[int]()
+    for wave in waves:
+        size = wave.removesuffix("%")
+        if size != wave:
+            bounds.append(PARTS * int(size) // 100)
+        else:
+            bounds.append(ordered[int(size)] if int(size) < len(ordered) else PARTS)
+    for number, (last, bound) in enumerate(pairwise(bounds), start=1):
+        if bound <= last:
+            raise InputError(
+                f"Of {len(ordered)} devices, wave {number} ({waves[number - 1]}) holds all of wave "
+                f"{number + 1} ({waves[number]}) already. Give wave {number} fewer devices, or leave it out."
+            )
+    return bounds
 
 
 def look_at(looks: int) -> int:

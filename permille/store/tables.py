@@ -618,6 +618,8 @@ class Rollout(Named):
     before: Mapped[int] = mapped_column(BigInteger)  # the version of the alias when it was made
     group_id: Mapped[str | None] = mapped_column(ForeignKey("device_groups.id"))  # None: all devices
     choice: Mapped[dict[str, object]]  # of devices, as it is signed
+    # Of each wave: the devices with a place below it. Empty before the rollout starts.
+    bounds: Mapped[list[int]] = mapped_column(JSON, default=list)
     rules: Mapped[dict[str, object]]
     on_stop: Mapped[str]
     state: Mapped[str] = mapped_column(index=True)

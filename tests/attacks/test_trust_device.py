@@ -281,7 +281,7 @@ def test_a_signed_version_without_aliases_is_for_nobody(
 @pytest.mark.attack(2, "have a rollout signed that is none")
 def test_a_signed_rollout_that_is_malformed_is_refused(device: Device) -> None:
     service = device.service
-    for record in ({}, {"rollout": 1}, {"rollout": "r", "version": 2, "state": "running", "percent": 1000}):
+    for record in ({}, {"rollout": 1}, {"rollout": "r", "version": 2, "state": "running", "places": 100_000}):
         service.repository.list_rollout(RELEASE_NAME, "stable", record)
         service.keep_metadata()
         assert device.refusal() == "rollout-malformed"

@@ -259,14 +259,15 @@ def test_a_rollout_from_its_making_to_its_revert(up: Running) -> None:
     assert group["rule"]["tags"] == ["canary"] and group["rule"]["memory_bytes"] == 4 << 30
     assert up.answer("groups", "show", "canaries")["devices"] == 0
     create = ("rollouts", "create", "rolled", "--group", "canaries", "--on-stop", "revert")
-    made = up.answer(*create, "--draft", "--wave", "10", "--wave", "100", "--soak-s", "0")
-    assert (made["state"], made["rules"]["waves"], made["group_id"]) == ("draft", [10, 100], group["id"])
+    made = up.answer(*create, "--draft", "--wave", "10%", "--wave", "100%", "--soak-s", "0")
+    assert (made["state"], made["rules"]["waves"]) == ("draft", ["10%", "100%"])
+    assert made["group_id"] == group["id"]
     assert up.permille(*create).returncode == 3, "one at a time"
     assert up.answer("rollouts", "stop", made["id"])["state"] == "stopped"
     watched = up.permille("rollouts", "watch", made["id"])
     assert (watched.returncode, "by hand" in watched.stderr) == (1, True)
     made = up.answer(*create)
-    assert made["rules"]["waves"] == [1, 10, 50, 100], "the service's own where none is given"
+    assert made["rules"]["waves"] == ["1%", "10%", "50%", "100%"], "the service's own where none is given"
     assert up.answer("rollouts", "pause", made["id"])["state"] == "paused"
     assert up.answer("rollouts", "resume", made["id"])["state"] == "running"
     assert "silent" in up.permille("rollouts", "show", made["id"]).stdout

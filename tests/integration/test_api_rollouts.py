@@ -14,7 +14,7 @@ from permille.store.fleet import rollouts
 from permille.trust.metadata import parse
 from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
 
-RULES = {"waves": [50, 100], "min_reports": 2, "soak_s": 60, "deadline_s": 3600}
+RULES = {"waves": ["50%", "100%"], "min_reports": 2, "soak_s": 60, "deadline_s": 3600}
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_good_version_reaches_all_devices(api: Api, moments: list[datetime]) -
     first = in_wave(made["id"], devices, 50)
     offer = signed(api, devices[0][1])
     assert offer is not None
-    assert (offer.version, offer.percent, offer.state) == (2, 50, RolloutState.RUNNING)
+    assert (offer.version, offer.places, offer.state) == (2, 5000, RolloutState.RUNNING)
     assert made["wave_devices"] == len(first)
     for token in first:
         assert report(api, made["id"], token) == 204
@@ -94,7 +94,7 @@ def test_a_good_version_reaches_all_devices(api: Api, moments: list[datetime]) -
     sweep(api, moments)
     assert show(api, made["id"])["wave"] == 2
     offer = signed(api, devices[0][1])
-    assert offer is not None and offer.percent == 100
+    assert offer is not None and offer.places == 10_000
     for _, token in devices:
         report(api, made["id"], token, installed=True, code="ok")
     sweep(api, moments)
@@ -108,7 +108,7 @@ def test_a_good_version_reaches_all_devices(api: Api, moments: list[datetime]) -
 def test_the_next_rollout_begins_after_the_end_of_the_one_before(api: Api, moments: list[datetime]) -> None:
     """Also where no device has polled since that end, so that nothing has signed it."""
     _, token = fleet(api, 1)[0]
-    first = start(api, rules={**RULES, "waves": [100], "soak_s": 0})
+    first = start(api, rules={**RULES, "waves": ["100%"], "soak_s": 0})
     report(api, first["id"], token, installed=True, code="ok")
     sweep(api, moments, 1)
     assert show(api, first["id"])["state"] == "done"
@@ -136,7 +136,7 @@ def test_an_alias_that_an_operator_moved_meanwhile_stays_there(
     api: Api, moments: list[datetime], end: str
 ) -> None:
     _, token = fleet(api, 1)[0]
-    made = start(api, rules={**RULES, "waves": [100], "soak_s": 0})
+    made = start(api, rules={**RULES, "waves": ["100%"], "soak_s": 0})
     api.post("/v1/releases", {"name": "tiny", "package_digest": api.package(seed=2).digest})
     assert api.put("/v1/releases/tiny/aliases/stable", {"version": 3}).status_code == 200
     if end == "done":
@@ -239,7 +239,7 @@ def test_worse_models_stop_it_and_revert_is_a_new_version(api: Api, moments: lis
 
 def test_a_rise_of_the_general_loss_stops_it(api: Api, moments: list[datetime]) -> None:
     devices = fleet(api, 24)
-    made = start(api, rules={**RULES, "waves": [100]})
+    made = start(api, rules={**RULES, "waves": ["100%"]})
     for number, (_, token) in enumerate(devices):
         assert report(api, made["id"], token, installed=True, code="ok") == 204
         for version, loss in ((1, 3.01), (2, 3.08 + number / 1000)):
@@ -316,12 +316,12 @@ def test_what_cannot_be_rolled_out_is_refused(api: Api) -> None:
     refused: dict[int, dict[str, Any]] = {
         409: {"version": 1},
         404: {"version": 9},
-        422: {"rules": {"waves": [10, 5, 100]}},
+        422: {"rules": {"waves": ["10%", "5%", "100%"]}},
     }
     for status, body in refused.items():
         answer = api.post("/v1/rollouts", {"release": "tiny", **body})
         assert answer.status_code == status, answer.text
-    assert api.post("/v1/rollouts", {"release": "tiny", "rules": {"waves": [5, 50]}}).status_code == 422
+    assert api.post("/v1/rollouts", {"release": "tiny", "rules": {"waves": ["5%", "50%"]}}).status_code == 422
     assert api.post("/v1/rollouts", {"release": "tiny", "alias": "canary"}).status_code == 404
     api.post("/v1/releases/tiny/versions/2/yank", {})
     assert api.post("/v1/rollouts", {"release": "tiny", "version": 2}).status_code == 409
@@ -357,7 +357,7 @@ def test_groups_choose_by_name_tag_and_what_devices_tell(api: Api) -> None:
     assert api.post("/v1/groups", {"name": "all"}).status_code == 409
     assert api.post("/v1/groups", {"name": "x", "rule": {"devices": ["dev_" + "0" * 26]}}).status_code == 404
     tagged = next(one for one in api.get("/v1/groups").json()["items"] if one["name"] == "tagged")
-    made = start(api, group_id=tagged["id"], rules={**RULES, "waves": [100]})
+    made = start(api, group_id=tagged["id"], rules={**RULES, "waves": ["100%"]})
     assert made["wave_devices"] == 1
     offer = signed(api, token)
     assert offer is not None and offer.choice.members is not None and len(offer.choice.members) == 1
@@ -384,7 +384,7 @@ def test_a_tenant_sees_no_group_or_rollout_of_another(api: Api) -> None:
 
 
 def test_a_device_of_another_alias_cannot_report(api: Api) -> None:
-    made = start(api, rules={**RULES, "waves": [100]})
+    made = start(api, rules={**RULES, "waves": ["100%"]})
     api.put("/v1/releases/tiny/aliases/canary", {"version": 1})
     assert report(api, made["id"], api.device(alias="canary").token()) == 404
     assert report(api, made["id"], api.device().token(), code="silent") == 422
@@ -407,7 +407,7 @@ def test_the_page_shows_the_funnel_and_why_it_stopped(api: Api, moments: list[da
         report(api, made["id"], token, code="integrity", damage="blob-digest")
     sweep(api, moments, 1)
     shown = page(api, f"/ui/rollouts/{made['id']}")
-    assert "Stopped by integrity." in shown and "50 %" in shown
+    assert "Stopped by integrity." in shown and "50%" in shown
     api.client.cookies.clear()
     figures = api.client.get("/metrics", headers=api.auth("scraper")).text
     assert 'permille_rollouts{state="paused"} 1.0' in figures

@@ -141,15 +141,15 @@ def test_a_rollout_is_started_paused_resumed_and_stopped(api: Api) -> None:
     assert (
         "/ui/new/rollout?release=tiny&amp;version=2&amp;alias=stable" in client.get("/ui/releases/tiny").text
     )
-    typed = {"release": "tiny", "version": "2", "rules_waves": "50, 100"}
+    typed = {"release": "tiny", "version": "2", "rules_waves": "50%, 100%"}
     asked = send(client, "/ui/new/rollout", **typed)
-    assert "4 devices may get tiny 2. The first wave opens at once, to 50 % of them" in shown(asked)
+    assert "4 devices may get tiny 2. The first wave opens at once, to 50% of them" in shown(asked)
     made = confirm(client, "/ui/new/rollout", **typed).headers["location"]
     rollout = made.replace("/ui", "/v1")
-    assert api.get(rollout).json()["rules"]["waves"] == [50, 100]
+    assert api.get(rollout).json()["rules"]["waves"] == ["50%", "100%"]
     for move, words, state in (
         ("pause", "Of 4 devices, no other begins with tiny 2", "paused"),
-        ("resume", "Wave 1 of 2 is open to 50 % of 4 devices", "running"),
+        ("resume", "Wave 1 of 2 is open to 50% of 4 devices", "running"),
         ("stop", "0 devices of 4 devices began with tiny 2 and keep it", "stopped"),
     ):
         assert f"{made}/{move}" in client.get(made).text
@@ -169,11 +169,11 @@ def test_a_wave_that_waits_for_an_approval_is_approved_by_its_number(api: Api) -
     _, other = stock(api, devices=4)
     api.post("/v1/releases", {"name": "tiny", "package_digest": other})
     client = signed_in(api)
-    typed = {"release": "tiny", "rules_waves": "50 100", "rules_approval": "true"}
+    typed = {"release": "tiny", "rules_waves": "50% 100%", "rules_approval": "true"}
     made = confirm(client, "/ui/new/rollout", **typed).headers["location"]
     assert "Approve wave 2" in client.get(made).text
     asked = client.get(f"{made}/approve")
-    assert "Wave 2 may open to 100 % of 4 devices" in shown(asked)
+    assert "Wave 2 may open to 100% of 4 devices" in shown(asked)
     assert '<input type="hidden" name="wave" value="2">' in asked.text
     assert confirm(client, f"{made}/approve").status_code == 422, "which wave is part of the request"
     assert confirm(client, f"{made}/approve", wave="2").headers["location"] == made

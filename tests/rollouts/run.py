@@ -174,7 +174,7 @@ def roll_out(
     """Publish a version, roll it out, and let devices poll until it ends or stops itself."""
     made = site.call("POST", "/v1/releases", {"name": "tiny", "package_digest": digest}, expected=201).json()
     rules = {
-        "waves": [FIRST_WAVE, 100],
+        "waves": [f"{FIRST_WAVE}%", "100%"],
         "min_reports": max(1, len(devices) * FIRST_WAVE // 200),
         "soak_s": 5,
         "success_percent": 99,

@@ -14,7 +14,10 @@ MAX_WAVES: Final = 20
 _DEFAULT: Final = Rules()
 
 Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False, examples=[2.0])]
-Wave = Annotated[int, Field(strict=True, ge=1, le=100), WholeNumber]
+Wave = Annotated[
+    str, StringConstraints(pattern=r"^([1-9][0-9]?%|100%|[1-9][0-9]{0,5})$"), Field(examples=["10%", "50"])
+]
+"""A percentage of the group's devices, or a count of them."""
 Seconds = Annotated[int, Field(strict=True, ge=0, le=90 * 86_400), WholeNumber]
 
 
@@ -32,7 +35,8 @@ class RolloutRules(Closed):
         default=list(_DEFAULT.waves),
         min_length=1,
         max_length=MAX_WAVES,
-        description="percentage of the group that has the version from this wave on; repeat, up to 100",
+        description="share (`10%`) or number (`50`) of the group's devices that have the version from this "
+        "wave on; repeat, up to `100%`",
     )
     min_reports: Positive = Field(
         default=_DEFAULT.min_reports, description="of a wave's devices, before the next one opens"
@@ -57,8 +61,10 @@ class RolloutRules(Closed):
 
     @model_validator(mode="after")
     def _check_waves(self) -> "RolloutRules":
-        if self.waves != sorted(set(self.waves)) or self.waves[-1] != 100:
-            raise ValueError(f"Waves must grow and end with 100, got {self.waves}.")
+        for is_share in (True, False):
+            sizes = [int(wave.removesuffix("%")) for wave in self.waves if wave.endswith("%") is is_share]
+            if sizes != sorted(set(sizes)) or self.waves[-1] != "100%":
+                raise ValueError(f"Waves must grow and end with 100%, got {', '.join(self.waves)}.")
         return self
 
     def parsed(self) -> Rules:
@@ -89,7 +95,7 @@ class RolloutApproval(Closed):
 class WaveFunnel(Closed):
     """Progress of the devices of a wave."""
 
-    percent: Wave = Field(description="of the group, earlier waves included")
+    size: Wave = Field(description="of the group, earlier waves included")
     offered: Count = Field(description="devices that began to install")
     installed: Count
     trained: Count = Field(description="that compared their model with the one before")

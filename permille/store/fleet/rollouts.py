@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, member_digest, place_of
-from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Step, Tally, advance, look_at
+from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Step, Tally, advance, bounds_of, look_at
 from permille.schemas.fleet.rollouts import OnStop, RolloutCreate, RolloutRules
 from permille.schemas.fleet.rollouts import RolloutReport as Report
 from permille.store import audit, releases, rows
@@ -65,6 +65,7 @@ def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCrea
         before=alias.version,
         group_id=body.group_id,
         choice={},
+        bounds=[],
         rules=body.rules.model_dump(mode="json"),
         on_stop=body.on_stop.value,
         state=RolloutState.DRAFT.value,
@@ -108,6 +109,8 @@ def resume(session: Session, row: Rollout) -> None:
         found = groups.candidates(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
         try:
             choice = groups.signed_choice(row.id, groups.rule_of(group), found)
+            chosen = groups.chosen(groups.rule_of(group), found)
+            row.bounds = bounds_of(_rules(row).waves, [place_of(row.id, one.id) for one in chosen])
         except InputError as exc:
             raise ConflictError(str(exc)) from exc
         row.choice = {**Offer(**_offer_fields(row, choice)).to_document()["choice"]}
@@ -211,10 +214,9 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
     if found is None:
         members = row.choice["members"]
         is_chosen = not isinstance(members, list) or member_digest(row.id, device.id) in members
-        if row.state != RolloutState.RUNNING or place >= 100 * _percent(row) or not is_chosen:
+        if row.state != RolloutState.RUNNING or place >= row.bounds[row.wave] or not is_chosen:
             raise ConflictError("The device's wave is not open: ask again at the next poll.")
-        waves = _rules(row).waves
-        wave = next(number for number, percent in enumerate(waves) if place < 100 * percent)
+        wave = next(number for number, bound in enumerate(row.bounds) if place < bound)
         found = RolloutReport(
             rollout_id=row.id, device_id=device.id, tenant_id=row.tenant_id, wave=wave, began_at=at
         )
@@ -393,8 +395,7 @@ def _mark_silent(session: Session, row: Rollout, rules: Rules) -> None:
 
 def _open_wave(session: Session, row: Rollout, wave: int) -> None:
     row.wave, row.opened_at = wave, now(session)
-    percents = (0, *_rules(row).waves)
-    low, high = 100 * percents[wave], 100 * percents[wave + 1]
+    low, high = [0, *row.bounds][wave : wave + 2]
     group = None if row.group_id is None else session.get(DeviceGroup, row.group_id)
     found = groups.candidates(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
     devices: Iterable[groups.Candidate] = groups.chosen(groups.rule_of(group), found)
@@ -411,10 +412,6 @@ def _require(row: Rollout, *states: RolloutState) -> None:
         raise ConflictError(f"The rollout is {row.state}, it would have to be {' or '.join(states)}.")
 
 
-def _percent(row: Rollout) -> int:
-    return _rules(row).waves[row.wave]
-
-
 def _rules(row: Rollout) -> Rules:
     return RolloutRules.model_validate(row.rules).parsed()
 
@@ -424,7 +421,7 @@ def _offer_fields(row: Rollout, choice: Choice) -> dict[str, Any]:
         "rollout": row.id,
         "version": row.version,
         "state": RolloutState(row.state),
-        "percent": _percent(row),
+        "places": row.bounds[row.wave],
         "choice": choice,
     }
 

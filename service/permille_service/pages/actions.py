@@ -186,8 +186,8 @@ def _effect_of(page: Page, rollout_id: str, move: Move) -> tuple[Rollout, Effect
         before=rollout.before,
         wave=f"Wave {rollout.wave} of {len(rollout.funnel)}",
         following=rollout.wave + 1,
-        following_percent=rollout.funnel[min(rollout.wave, len(rollout.funnel) - 1)].percent,
-        percent=rollout.funnel[rollout.wave - 1].percent,
+        following_size=rollout.funnel[min(rollout.wave, len(rollout.funnel) - 1)].size,
+        size=rollout.funnel[rollout.wave - 1].size,
     )
     return rollout, Effect(words=words, facts=facts)
 
@@ -266,7 +266,7 @@ def _rollout_effect(session: Session, tenant_id: str, body: RolloutCreate) -> Ef
     before = session.get(tables.Alias, (tenant_id, body.release, body.alias))
     return Effect(
         words=f"{_count(found)} may get {body.release} {version}. The first wave opens at once, to "
-        f"{body.rules.waves[0]} % of them; the others follow wave by wave while all goes well.",
+        f"{body.rules.waves[0]} of them; the others follow wave by wave while all goes well.",
         facts=(version, None if before is None else before.version, body.model_dump_json()),
     )
 
@@ -336,13 +336,13 @@ _MOVES: Final[dict[str, Move]] = {
     "resume": Move(
         button="Resume the rollout",
         call=rollout_routes.resume_rollout,
-        words="{wave} is open to {percent} % of {all}, which then get {version}. Failures so far are "
+        words="{wave} is open to {size} of {all}, which then get {version}. Failures so far are "
         "acknowledged and counted no more.",
     ),
     "approve": Move(
         button="Approve the next wave",
         call=rollout_routes.approve_rollout,
-        words="{wave} is open. Wave {following} may open to {following_percent} % of {all}, which then get "
+        words="{wave} is open. Wave {following} may open to {following_size} of {all}, which then get "
         "{version}, as soon as its other conditions hold.",
         request=RolloutApproval,
     ),

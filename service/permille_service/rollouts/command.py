@@ -76,7 +76,7 @@ def create_rollout(session: Session, body: dict[str, Any], key: Key = None) -> N
 
     Example:
 
-      permille rollouts create tiny-llama --version 4 --group canaries --wave 10 --wave 100
+      permille rollouts create tiny-llama --version 4 --group canaries --wave 10 --wave 50% --wave 100%
     """
     made = session.client.post("/v1/rollouts", body, key=key)
     session.output.show(made)

@@ -48,8 +48,7 @@ def present(session: Session, row: tables.Rollout) -> Rollout:
             "created_at": row.created_at,
             "ended_at": row.ended_at,
             "funnel": [
-                WaveFunnel(percent=percent, **counts)
-                for percent, counts in zip(rules.waves, funnel, strict=True)
+                WaveFunnel(size=size, **counts) for size, counts in zip(rules.waves, funnel, strict=True)
             ],
         }
     )

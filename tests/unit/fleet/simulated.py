@@ -31,7 +31,7 @@ def simulate(ending: Ending, rules: Rules, *, devices: int = 1000, seed: int = 0
     wave = looks = done = ok = last = judged = worse = 0
     total = squares = 0.0
     while True:
-        size = devices * rules.waves[wave] // 100 - last
+        size = devices * int(rules.waves[wave].removesuffix("%")) // 100 - last
         opened = BEGIN + timedelta(seconds=rules.soak_s * wave)
         if done < size:
             code, difference = ending(rng)
@@ -57,7 +57,7 @@ def simulate(ending: Ending, rules: Rules, *, devices: int = 1000, seed: int = 0
         if step.state is not RolloutState.RUNNING:
             return Run(step=step, touched=last + done)
         if step.wave != wave:
-            last, wave = devices * rules.waves[wave] // 100, step.wave
+            last, wave = devices * int(rules.waves[wave].removesuffix("%")) // 100, step.wave
             done = ok = 0
         elif is_over:
             raise RuntimeError("expected a step at the end of a wave")

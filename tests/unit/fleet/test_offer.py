@@ -19,23 +19,23 @@ from permille.fleet.offer import (
 )
 
 FACTS = Facts(agent_version="0.10.2", engine="light", memory_bytes=8 << 30)
-OFFER = Offer(rollout="rollout_a", version=2, state=RolloutState.RUNNING, percent=100, choice=Choice())
+OFFER = Offer(rollout="rollout_a", version=2, state=RolloutState.RUNNING, places=10_000, choice=Choice())
 DEVICES = [f"dev_{number}" for number in range(5000)]
 
 
 def test_a_record_comes_back_as_it_was_written() -> None:
     chosen = Choice(agent_version="0.1.0", engines=("light",), memory_bytes=5, members=("ab", "cd"))
-    for offer in (OFFER, replace(OFFER, choice=chosen, percent=7)):
+    for offer in (OFFER, replace(OFFER, choice=chosen, places=700)):
         assert Offer.parse(offer.to_document()) == offer
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"percent": 101},
-        {"percent": -1},
-        {"percent": 1.5},
-        {"percent": True},
+        {"places": 10_001},
+        {"places": -1},
+        {"places": 1.5},
+        {"places": True},
         {"version": 0},
         {"version": "2"},
         {"version": 1 << 60},
@@ -79,7 +79,7 @@ def test_other_types_are_refused() -> None:
 
 def test_waves_are_shares_of_the_devices_and_each_holds_the_one_before() -> None:
     open_at = [
-        {one for one in DEVICES if replace(OFFER, percent=percent).is_for(one, FACTS)}
+        {one for one in DEVICES if replace(OFFER, places=100 * percent).is_for(one, FACTS)}
         for percent in (0, 1, 10, 50, 100)
     ]
     assert [len(found) for found in (open_at[0], open_at[-1])] == [0, len(DEVICES)]

@@ -6,11 +6,12 @@ from datetime import timedelta
 
 import pytest
 
+from permille.errors import InputError
 from permille.fleet.offer import ReportCode, RolloutState
-from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Tally, advance
+from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Tally, advance, bounds_of
 from tests.unit.fleet.simulated import BEGIN, Ending, simulate
 
-RULES = Rules(waves=(20, 100), min_reports=100, success_percent=99.0)
+RULES = Rules(waves=("20%", "100%"), min_reports=100, success_percent=99.0)
 NOISE = 0.01
 """Of the difference that a device measures between two trainings."""
 FAILING = 0.001
@@ -138,3 +139,20 @@ def test_a_mean_that_surely_rose_stops(mean: float, loss: bool, general: bool) -
 def test_moments_are_those_of_the_values() -> None:
     assert Moments.of_sums(0, 0.0, 0.0) == Moments()
     assert Moments.of_sums(3, 6.0, 14.0) == Moments(n=3, mean=2.0, deviation=1.0)
+
+
+def test_a_count_opens_as_many_devices_and_a_share_its_places() -> None:
+    places = random.Random(0).sample(range(10_000), 300)
+    bounds = bounds_of(("50", "100", "50%", "100%"), places)
+    assert [sum(place < bound for place in places) for bound in bounds[:2]] == [50, 100]
+    assert bounds[2:] == [5_000, 10_000]
+
+
+def test_devices_that_share_a_place_stay_together_below_the_count() -> None:
+    assert bounds_of(("2", "100%"), [7, 7, 7, 3]) == [7, 10_000]
+
+
+@pytest.mark.parametrize("waves", [("20", "100%"), ("15", "50%", "100%")])
+def test_a_count_that_holds_the_next_wave_already_is_refused(waves: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match=r"Of 20 devices, wave 1 \(\d+\) holds all of wave 2"):
+        bounds_of(waves, range(0, 10_000, 500))

@@ -17,7 +17,7 @@ from tests.unit.store.conftest import Clock
 from tests.unit.store.test_devices import enrol, invite
 from tests.unit.store.test_releases import add_package, publish
 
-RULES = RolloutRules(waves=[50, 100], min_reports=4, soak_s=60, deadline_s=600, success_percent=90)
+RULES = RolloutRules(waves=["50%", "100%"], min_reports=4, soak_s=60, deadline_s=600, success_percent=90)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_reports_are_counted_by_wave_and_open_the_next_one(
 def test_a_silent_device_ends_and_a_resume_leaves_it_behind(
     db: Database, tenant_id: str, clock: Clock, devices: list[Device]
 ) -> None:
-    rollout = start(db, tenant_id, rules=RULES.model_copy(update={"waves": [100]}))
+    rollout = start(db, tenant_id, rules=RULES.model_copy(update={"waves": ["100%"]}))
     for device in devices[:10]:
         report(db, device, rollout)
     clock.forward(601)
@@ -128,9 +128,35 @@ def test_a_device_outside_the_group_does_not_count(
     with db.write() as session:
         rule = GroupRule(devices=[devices[3].id])
         group_id = groups.create(session, tenant_id=tenant_id, name="canary", rule=rule).id
-    rollout = start(db, tenant_id, group_id=group_id, rules=RULES.model_copy(update={"waves": [100]}))
+    rollout = start(db, tenant_id, group_id=group_id, rules=RULES.model_copy(update={"waves": ["100%"]}))
     with pytest.raises(ConflictError, match="not open"):
         report(db, devices[4], rollout, code="integrity", damage="blob-digest")
     report(db, devices[3], rollout, installed=True, code="ok")
     with db.read() as session:
         assert rollouts.tally(session, now_of(db, rollout)).codes == {ReportCode.OK: 1}
+
+
+def test_a_wave_may_be_a_number_of_devices(
+    db: Database, tenant_id: str, clock: Clock, devices: list[Device]
+) -> None:
+    rules = RULES.model_copy(update={"waves": ["4", "100%"]})
+    rollout = start(db, tenant_id, rules=rules)
+    assert rollout.wave_devices == 4
+    offer = rollouts.offer_of(rollout)
+    assert offer is not None
+    taken = [one for one in devices if place_of(rollout.id, one.id) < offer.places]
+    assert len(taken) == 4
+    for device in taken:
+        report(db, device, rollout, installed=True, code="ok")
+    clock.forward(61)
+    rollouts.sweep(db)
+    row = now_of(db, rollout)
+    assert (row.wave, row.wave_devices) == (1, len(devices) - 4)
+
+
+def test_a_rollout_whose_first_wave_holds_all_devices_does_not_start(
+    db: Database, tenant_id: str, devices: list[Device]
+) -> None:
+    rules = RULES.model_copy(update={"waves": ["30", "100%"]})
+    with pytest.raises(ConflictError, match=r"Of 30 devices, wave 1 \(30\) holds all of wave 2"):
+        start(db, tenant_id, rules=rules)

@@ -39,7 +39,7 @@ OFFER = Offer(
     rollout="rollout_01jd3kq8z7m4n5p6r7s8t9v0wx",
     version=2,
     state=RolloutState.RUNNING,
-    percent=100,
+    places=10_000,
     choice=Choice(),
 )
 
@@ -104,9 +104,9 @@ def test_a_device_of_an_open_wave_takes_the_version_and_says_so(device: Device) 
 
 def test_a_device_whose_wave_is_closed_keeps_what_it_has(device: Device) -> None:
     place = place_of(OFFER.rollout, device.enrolment.device_id)
-    device.service.offer(replace(OFFER, percent=place // 100))
+    device.service.offer(replace(OFFER, places=place))
     assert (device.pull(), device.told) == (1, [])
-    device.service.offer(replace(OFFER, percent=place // 100 + 1))
+    device.service.offer(replace(OFFER, places=place + 1))
     assert device.pull() == 2
 
 
@@ -174,9 +174,9 @@ def test_an_older_halt_or_wave_is_not_believed_again(device: Device) -> None:
 
 
 def test_a_wave_that_somebody_opened_on_the_way_is_refused(device: Device) -> None:
-    device.service.offer(replace(OFFER, percent=0))
+    device.service.offer(replace(OFFER, places=0))
     file = max(name for name in device.service.metadata if name.endswith(".rollouts.json"))
-    forged = device.service.metadata[file].replace(b'"percent":0', b'"percent":100')
+    forged = device.service.metadata[file].replace(b'"places":0', b'"places":10000')
     assert forged != device.service.metadata[file]
     device.service.metadata[file] = forged
     with pytest.raises(PackageError) as refused:
