@@ -41,6 +41,8 @@ class Prefix(StrEnum):
     FEDERATION = "fed"
     GROUP = "group"
     ROLLOUT = "rollout"
+    WEBHOOK = "hook"
+    DELIVERY = "msg"
 
 
 class _Clock:

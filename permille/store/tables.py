@@ -681,6 +681,29 @@ class AuditEntry(_Owned, Base):
     digest: Mapped[str]
 
 
+class Webhook(Named):
+    """An address that is told of rollouts. Its secret signs, so that it cannot be kept as a hash."""
+
+    __tablename__ = "webhooks"
+    noun = "webhook"
+    url: Mapped[str] = mapped_column(String(1000))
+    secret: Mapped[str]
+
+
+class WebhookDelivery(_Owned, Base):
+    """An event on its way to a webhook."""
+
+    __tablename__ = "webhook_deliveries"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(index=True)
+    webhook_id: Mapped[str] = mapped_column(ForeignKey("webhooks.id"), index=True)
+    event: Mapped[str]
+    body: Mapped[dict[str, object]]
+    attempts: Mapped[int]
+    next_at: Mapped[datetime | None] = mapped_column(index=True)  # None: delivered, or given up
+    failure: Mapped[str | None]  # of the last attempt
+
+
 class IdempotentAnswer(Base):
     """The answer to a request that carried an idempotency key and made something other than a job."""
 

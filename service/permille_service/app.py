@@ -39,6 +39,7 @@ from permille_service.parameters import check_given_once
 from permille_service.preflights import planning
 from permille_service.releases import routes as release_routes
 from permille_service.rollouts import routes as rollout_routes
+from permille_service.rollouts import webhooks
 from permille_service.runs import routes as run_routes
 from permille_service.settings import Settings
 from permille_service.storage import routes as storage_routes
@@ -94,6 +95,7 @@ ROUTERS = (
     member_routes.router,
     rollout_routes.router,
     rollout_routes.device_router,
+    webhooks.router,
     access_routes.router,
     storage_routes.router,
 )

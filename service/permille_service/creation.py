@@ -26,6 +26,7 @@ from permille.schemas.inputs import Corpus, Model
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
 from permille.schemas.releases import Release
+from permille.schemas.webhooks import WebhookSecret
 from permille.store import artifacts, audit, inputs, tables
 from permille.store.database import now
 from permille.store.errors import ChangedError, ConflictError
@@ -63,6 +64,7 @@ _REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
     TokenSecret: tables.OperatorToken,
     Invitation: tables.Invitation,
     DeviceGroup: tables.DeviceGroup,
+    WebhookSecret: tables.Webhook,
 }
 """Tables of the objects that answers name by `id`, for kinds that are ever removed or revoked."""
 

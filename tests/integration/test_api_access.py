@@ -40,6 +40,7 @@ PARAMETERS = {
     "number": "0",
     "group_id": f"group_{ULID}",
     "rollout_id": f"rollout_{ULID}",
+    "webhook_id": f"hook_{ULID}",
     "file": "timestamp.json",
     "path": f"releases/tiny/{'0' * 64}.1.json",
 }

@@ -420,3 +420,26 @@ def page(api: Api, path: str) -> str:
     answer = api.client.get(path)
     assert answer.status_code == 200, answer.text
     return answer.text
+
+
+def test_webhooks_are_made_listed_told_and_removed(api: Api) -> None:
+    made = api.post("/v1/webhooks", {"url": "https://hooks.example.org/in"}).json()
+    assert made["secret"].startswith("whsec_")
+    listed = api.get("/v1/webhooks").json()["items"]
+    assert listed == [{name: value for name, value in made.items() if name != "secret"}]
+    assert made["secret"] not in str(api.get("/v1/audit?limit=200").json())
+    rollout = start(api, rules={**RULES, "waves": ["100%"], "soak_s": 0})
+    api.post(f"/v1/rollouts/{rollout['id']}/stop")
+    path = f"/v1/webhooks/{made['id']}"
+    [delivery] = api.get(f"{path}/deliveries").json()["items"]
+    assert (delivery["event"], delivery["attempts"], delivery["failure"]) == ("rollout.stopped", 0, None)
+    watcher, stranger = api.operator(Role.VIEWER), api.operator(Role.ADMIN, tenant="acme")
+    assert api.post("/v1/webhooks", {"url": "https://hooks.example.org/"}, watcher).status_code == 403
+    assert api.delete(path, watcher).status_code == 403
+    assert api.delete(path, stranger).status_code == 404
+    assert api.get(f"{path}/deliveries", stranger).status_code == 404
+    assert api.get("/v1/webhooks", stranger).json()["items"] == []
+    for url in ("ftp://hooks.example.org/", "https://user:word@hooks.example.org/", "hooks.example.org", ""):
+        assert api.post("/v1/webhooks", {"url": url}).status_code == 422, url
+    assert api.delete(path).status_code == 204
+    assert api.get("/v1/webhooks").json()["items"] == []

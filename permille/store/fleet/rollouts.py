@@ -19,7 +19,8 @@ from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, member
 from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Step, Tally, advance, bounds_of, look_at
 from permille.schemas.fleet.rollouts import OnStop, RolloutCreate, RolloutRules
 from permille.schemas.fleet.rollouts import RolloutReport as Report
-from permille.store import audit, releases, rows
+from permille.schemas.webhooks import EventType
+from permille.store import audit, releases, rows, webhooks
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.fleet import groups
@@ -153,6 +154,7 @@ def stop(session: Session, row: Rollout) -> None:
     if row.state != RolloutState.STOPPED:
         row.ended_at = now(session)
         _move(row, RolloutState.STOPPED)
+        _tell(session, row, EventType.STOPPED)
 
 
 def want_revert(session: Session, row: Rollout) -> None:
@@ -197,6 +199,7 @@ def reverted(session: Session, row: Rollout) -> None:
     """Note that a stopped rollout was reverted."""
     row.state, row.reverting = RolloutState.REVERTED.value, False
     row.ended_at = row.ended_at or now(session)
+    _tell(session, row, EventType.REVERTED)
 
 
 def report(session: Session, *, device: Device, rollout_id: str, report: Report) -> None:
@@ -283,6 +286,7 @@ def _advance(session: Session, row: Rollout) -> None:
     elif step.state is RolloutState.DONE:
         row.ended_at = at
         _move(row, RolloutState.DONE)
+        _tell(session, row, EventType.DONE)
     elif step.wave != row.wave:
         _open_wave(session, row, step.wave)
         _move(row, RolloutState.RUNNING)
@@ -291,6 +295,7 @@ def _advance(session: Session, row: Rollout) -> None:
 def _halt(session: Session, row: Rollout, step: Step) -> None:
     """Stop by itself, with an entry in the audit log."""
     row.reason, row.numbers = str(step.reason), {**step.numbers}
+    _tell(session, row, EventType.HALTED)
     if step.state is RolloutState.STOPPED:
         stop(session, row)
     elif row.on_stop == OnStop.REVERT:
@@ -302,6 +307,19 @@ def _halt(session: Session, row: Rollout, step: Step) -> None:
         token_id=row.token_id, action="halt_rollout", subject=f"/v1/rollouts/{row.id}", request=numbers
     )
     audit.append(session, tenant_id=row.tenant_id, change=change)
+
+
+def _tell(session: Session, row: Rollout, event: EventType) -> None:
+    told = {
+        "rollout_id": row.id,
+        "release": row.release,
+        "version": row.version,
+        "alias": row.alias,
+        "wave": row.wave + 1,
+        "reason": row.reason,
+        "numbers": row.numbers,
+    }
+    webhooks.tell(session, tenant_id=row.tenant_id, event=event, data=told)
 
 
 def tally(session: Session, row: Rollout) -> Tally:

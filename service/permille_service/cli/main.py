@@ -24,7 +24,7 @@ from permille_service.cli.tables import figures_of, table_of
 from permille_service.cli.trust import trust
 from permille_service.cli.work import FIGURES, add_work, jobs
 from permille_service.personal.command import personalise
-from permille_service.rollouts.command import groups, rollouts
+from permille_service.rollouts.command import groups, rollouts, webhooks
 
 EXIT_HELP = (
     "Exit codes: 0 done; 1 the job or the service failed; 2 wrong usage; 3 input refused; 4 not found; "
@@ -199,6 +199,7 @@ fleet.add_fleet(app)
 app.add_typer(federations, name="federations", rich_help_panel=DEVICES)
 app.add_typer(groups, name="groups", rich_help_panel=DEVICES)
 app.add_typer(rollouts, name="rollouts", rich_help_panel=DEVICES)
+app.add_typer(webhooks, name="webhooks", rich_help_panel=DEVICES)
 app.add_typer(fleet.tokens, name="tokens", rich_help_panel=ADMINISTRATION)
 app.add_typer(fleet.tenants, name="tenants", rich_help_panel=ADMINISTRATION)
 app.add_typer(fleet.audit, name="audit", rich_help_panel=ADMINISTRATION)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from permille.schemas.fleet.rollouts import RolloutCreate
-from permille_service.cli.commands import Key, add_action, add_deletion, add_list, add_show, command
+from permille_service.cli.commands import Key, Rows, add_action, add_deletion, add_list, add_show, command
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.session import Session
 from permille_service.forms import form_of
@@ -18,7 +18,39 @@ _GROUPS = ("id", "name", "devices", "created_at")
 _ROLLOUTS = ("id", "release", "version", "alias", "state", "wave", "reason", "created_at")
 _ENDED: Final = frozenset({"done", "stopped", "reverted"})
 _Many = list[str] | None
+WebhookArgument = Annotated[str, typer.Argument(help="Its id, or the beginning of it.")]
 RolloutArgument = Annotated[str, typer.Argument(help="Its id, or the beginning of it.")]
+
+
+webhooks = typer.Typer(no_args_is_help=True, help="Addresses that are told when rollouts stop or end.")
+
+
+@command(webhooks, "create")
+def create_webhook(session: Session, url: str, key: Key = None) -> Any:
+    """Tell an address when rollouts stop themselves or end. Keep the secret: it is shown once.
+
+    Example:
+
+      permille webhooks create https://hooks.example.org/permille
+    """
+    return session.client.post("/v1/webhooks", {"url": url}, key=key)
+
+
+add_list(webhooks, "webhooks", ("id", "url", "created_at"))
+add_deletion(webhooks, "webhooks", "delete", "Remove a webhook, and what is on its way to it.")
+
+
+@command(webhooks, "deliveries")
+def list_deliveries(session: Session, webhook: WebhookArgument, limit: Rows = 100) -> None:
+    """List the events of a webhook, newest first, and why attempts failed.
+
+    Example:
+
+      permille webhooks deliveries hook_01jd
+    """
+    path = f"/v1/webhooks/{session.id_of('webhooks', webhook)}/deliveries"
+    columns = ("id", "event", "created_at", "attempts", "next_at", "failure")
+    session.output.show(session.client.pages(path, limit=limit), columns)
 
 
 @command(groups, "create")

@@ -58,7 +58,7 @@ class ComputeSettings(SettingsGroup):
 
 
 class ReachSettings(SettingsGroup):
-    """Metrics and keeper of a worker"""
+    """Metrics, webhooks and keeper of a worker"""
 
     metrics_port: int | None = Field(
         default=None,
@@ -67,6 +67,9 @@ class ReachSettings(SettingsGroup):
         description="where a worker serves its numbers, without a token; none: it does not",
     )
     metrics_host: str = Field(default="127.0.0.1", description="address for them")
+    webhook_private: bool = Field(
+        default=False, description="webhooks may also go to loopback and to private networks"
+    )
     keeper_token: SecretStr | None = Field(
         default=None, description="what the [keeper](../explanation/privacy.md) of masked rounds asks for"
     )

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 from sqlalchemy.exc import DBAPIError
@@ -23,6 +24,7 @@ from permille.store.migrations.schema import check_newest
 from permille.store.retention import rules
 from permille.store.retention.collection import collect, references, take_turn
 from permille.telemetry import Outage
+from permille_workers.runtime import webhooks
 from permille_workers.runtime.metrics import count_sweep
 from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
@@ -55,6 +57,8 @@ class Sweeper:
         rows = Outage(_log, "cannot sweep, database or disk is out of reach")
         blobs = Outage(_log, "cannot sweep, database, disk or bucket is out of reach")
         threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
+        # Not in the sweep: a receiver that is slow must not hold rollouts up.
+        threading.Thread(target=self.run_webhooks, name="webhooks", daemon=True).start()
         while not self.shutdown.asked.wait(self.settings.sweep_s):
             if time.monotonic() >= clock_due and _try_step(self._pull_back, rows):
                 clock_due = time.monotonic() + _LOOK_S
@@ -89,6 +93,13 @@ class Sweeper:
         remove_ended(self.db, self.settings.work_root, self.blobs)
         uploads.sweep(self.db, self.blobs)
         self.blobs.sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
+
+    def run_webhooks(self) -> None:
+        """Send the events that are due, every `sweep_s` seconds."""
+        send = partial(webhooks.post, allow_private=self.settings.webhook_private)
+        outage = Outage(_log, "cannot send webhooks, the database is out of reach")
+        while not self.shutdown.asked.wait(self.settings.sweep_s):
+            _try_step(lambda: webhooks.send_due(self.db, send), outage)
 
     def run_collections(self) -> None:
         """Collect every `collect_every_s` seconds, one worker for all.
@@ -137,7 +148,7 @@ class Sweeper:
                 claims.mark_undispatched(session, refused)
 
 
-def _try_step(work: Callable[[], None], outage: Outage) -> bool:
+def _try_step(work: Callable[[], object], outage: Outage) -> bool:
     """Do it; whether it went well."""
     try:
         work()

@@ -1,0 +1,128 @@
+"""Rows of webhooks, and of the events on their way to them.
+
+An event becomes a row for each webhook, in the transaction that makes it. Any worker sends it: it
+claims the row for two minutes, sends, and notes what came. So a killed worker loses no event, and a
+receiver may get one twice, with the same id.
+"""
+
+import json
+import secrets
+from base64 import b64encode
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from permille.schemas.webhooks import EventType
+from permille.store import rows
+from permille.store.database import now
+from permille.store.errors import ConflictError
+from permille.store.ids import Prefix, new_id
+from permille.store.tables import Webhook, WebhookDelivery
+
+SECRET_PREFIX: Final = "whsec_"  # noqa: S105 - what Standard Webhooks puts before a secret
+MAX_WEBHOOKS: Final = 20
+RETRY_AFTER_S: Final = (5, 300, 1800, 7200, 18_000, 36_000)
+"""Seconds until the next attempt, as Standard Webhooks advises. After the last one it is given up."""
+CLAIMED_FOR: Final = timedelta(minutes=2)
+KEPT_FOR: Final = timedelta(days=30)
+_MAX_CLAIMED: Final = 3
+_FAILURE_CHARACTERS: Final = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A claimed event, ready to send.
+
+    Attributes:
+        secret: base64 after its prefix.
+        body: JSON, the bytes that are signed.
+    """
+
+    id: str
+    url: str
+    secret: str
+    body: bytes
+
+
+def create(session: Session, *, tenant_id: str, url: str) -> Webhook:
+    """Add a webhook with a secret of its own. Raises ConflictError: there are too many."""
+    count = session.scalar(select(func.count()).where(Webhook.tenant_id == tenant_id)) or 0
+    if count >= MAX_WEBHOOKS:
+        raise ConflictError(f"There are {count} webhooks, the most that a tenant has: delete one.")
+    row = Webhook(
+        id=new_id(Prefix.WEBHOOK),
+        tenant_id=tenant_id,
+        created_at=now(session),
+        url=url,
+        secret=SECRET_PREFIX + b64encode(secrets.token_bytes(32)).decode(),
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def remove(session: Session, *, tenant_id: str, webhook_id: str) -> None:
+    """Remove a webhook, and what was on its way to it. Raises NotFoundError."""
+    row = rows.lock(session, Webhook, tenant_id=tenant_id, row_id=webhook_id, to_remove=True)
+    session.execute(delete(WebhookDelivery).where(WebhookDelivery.webhook_id == row.id))
+    session.delete(row)
+
+
+def tell(session: Session, *, tenant_id: str, event: EventType, data: dict[str, Any]) -> None:
+    """Add an event for all webhooks of a tenant, in the transaction that makes it."""
+    at = now(session)
+    for webhook_id in session.scalars(select(Webhook.id).where(Webhook.tenant_id == tenant_id)):
+        row = WebhookDelivery(
+            id=new_id(Prefix.DELIVERY),
+            tenant_id=tenant_id,
+            created_at=at,
+            webhook_id=webhook_id,
+            event=event.value,
+            body={"type": event.value, "timestamp": at.isoformat(), "data": data},
+            attempts=0,
+            next_at=at,
+        )
+        session.add(row)
+
+
+def deliveries(
+    session: Session, *, tenant_id: str, webhook_id: str, window: rows.Window
+) -> rows.Page[WebhookDelivery]:
+    """List the events of a webhook, newest first. Raises NotFoundError."""
+    rows.get(session, Webhook, tenant_id=tenant_id, row_id=webhook_id)
+    query = select(WebhookDelivery).where(WebhookDelivery.webhook_id == webhook_id)
+    return rows.fetch_page(session, query, window, WebhookDelivery.id)
+
+
+def claim(session: Session) -> list[Message]:
+    """Claim events that are due, for this worker alone for two minutes; forget old ones."""
+    at = now(session)
+    session.execute(delete(WebhookDelivery).where(WebhookDelivery.created_at <= at - KEPT_FOR))
+    query = (
+        select(WebhookDelivery, Webhook)
+        .join(Webhook, Webhook.id == WebhookDelivery.webhook_id)
+        .where(WebhookDelivery.next_at <= at)
+        .order_by(WebhookDelivery.next_at)
+        .limit(_MAX_CLAIMED)
+        .with_for_update(of=WebhookDelivery, skip_locked=True)
+    )
+    messages = []
+    for row, webhook in session.execute(query).all():
+        row.next_at, row.attempts = at + CLAIMED_FOR, row.attempts + 1
+        body = json.dumps(row.body, separators=(",", ":")).encode()
+        messages.append(Message(id=row.id, url=webhook.url, secret=webhook.secret, body=body))
+    return messages
+
+
+def note(session: Session, delivery_id: str, failure: str | None) -> None:
+    """Note how an attempt ended: delivered, to be tried again later, or given up."""
+    row = session.get(WebhookDelivery, delivery_id, with_for_update=True)
+    if row is None:  # the webhook was removed meanwhile
+        return
+    row.failure = None if failure is None else failure[:_FAILURE_CHARACTERS]
+    row.next_at = None
+    if failure is not None and row.attempts <= len(RETRY_AFTER_S):
+        row.next_at = now(session) + timedelta(seconds=RETRY_AFTER_S[row.attempts - 1])

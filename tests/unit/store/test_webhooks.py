@@ -1,0 +1,175 @@
+"""Webhooks: events become rows, which workers claim, send, and try again."""
+
+import hashlib
+import hmac
+import json
+from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from permille.schemas.webhooks import EventType
+from permille.store import rows, webhooks
+from permille.store.database import Database, now
+from permille.store.errors import ConflictError, NotFoundError
+from permille.store.tables import WebhookDelivery
+from permille_workers.runtime.webhooks import post, send_due
+from tests.unit.store.conftest import Clock
+
+
+@contextmanager
+def receiver(*statuses: int, location: str | None = None) -> Iterator[tuple[str, list[Any]]]:
+    """A server that answers with these statuses, the last one for ever; its address and what came."""
+    left, came = list(statuses), list[Any]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            came.append((self.path, dict(self.headers.items()), body))
+            self.send_response(left.pop(0) if len(left) > 1 else left[0])
+            if location is not None:
+                self.send_header("location", location)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/in?a=b", came
+        server.shutdown()
+
+
+def add(db: Database, tenant_id: str, url: str) -> tuple[str, str]:
+    with db.write() as session:
+        row = webhooks.create(session, tenant_id=tenant_id, url=url)
+        return row.id, row.secret
+
+
+def tell(db: Database, tenant_id: str) -> None:
+    with db.write() as session:
+        webhooks.tell(session, tenant_id=tenant_id, event=EventType.DONE, data={"version": 2})
+
+
+def delivery(db: Database, tenant_id: str, webhook_id: str) -> WebhookDelivery:
+    with db.read() as session:
+        found = webhooks.deliveries(session, tenant_id=tenant_id, webhook_id=webhook_id, window=rows.FIRST)
+        return found.items[0]
+
+
+def send(db: Database, *, allow_private: bool = True) -> int:
+    return send_due(db, lambda message, at: post(message, at, allow_private=allow_private))
+
+
+def test_an_event_is_sent_once_and_its_signature_holds(db: Database, tenant_id: str, clock: Clock) -> None:
+    with receiver(204) as (url, came):
+        webhook_id, secret = add(db, tenant_id, url)
+        tell(db, tenant_id)
+        assert [send(db), send(db)] == [1, 0]
+    [(path, headers, body)] = came
+    assert path == "/in?a=b"
+    told = json.loads(body)
+    assert (told["type"], told["data"]) == ("rollout.done", {"version": 2})
+    row = delivery(db, tenant_id, webhook_id)
+    assert (row.attempts, row.next_at, row.failure) == (1, None, None)
+    # As a receiver checks it, by the text of Standard Webhooks.
+    assert headers["webhook-id"] == row.id
+    assert headers["webhook-timestamp"] == str(int(clock.at.timestamp()))
+    signed = f"{row.id}.{headers['webhook-timestamp']}.".encode() + body
+    digest = hmac.digest(b64decode(secret.removeprefix("whsec_")), signed, hashlib.sha256)
+    version, _, found = headers["webhook-signature"].partition(",")
+    assert (version, b64decode(found)) == ("v1", digest)
+
+
+def test_a_refused_event_comes_again_later_with_the_same_id_and_is_given_up_at_last(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    with receiver(500) as (url, came):
+        webhook_id, _ = add(db, tenant_id, url)
+        tell(db, tenant_id)
+        assert send(db) == 1
+        for seconds in webhooks.RETRY_AFTER_S:
+            clock.forward(seconds - 1)
+            assert send(db) == 0, "not before its time"
+            clock.forward(1)
+            assert send(db) == 1
+        row = delivery(db, tenant_id, webhook_id)
+        assert (row.attempts, row.next_at, row.failure) == (7, None, "the answer was 500")
+        clock.forward(30 * 86_400)
+        assert send(db) == 0
+    assert len({headers["webhook-id"] for _, headers, _ in came}) == 1
+    with db.read() as session:
+        assert session.get(WebhookDelivery, row.id) is None, "kept for thirty days"
+
+
+def test_an_event_that_a_killed_worker_has_claimed_is_sent_by_another(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    with receiver(200) as (url, came):
+        add(db, tenant_id, url)
+        tell(db, tenant_id)
+        with db.write() as session:
+            assert len(webhooks.claim(session)) == 1
+        assert send(db) == 0, "the other one may still be sending"
+        clock.forward(webhooks.CLAIMED_FOR.total_seconds())
+        assert (send(db), len(came)) == (1, 1)
+
+
+@pytest.mark.attack(18, "a webhook that leads into the operator's network, also by a redirect")
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:{}/", "http://localhost:{}/", "http://[::ffff:127.0.0.1]:{}/"]
+)
+def test_a_webhook_does_not_reach_private_addresses(db: Database, tenant_id: str, address: str) -> None:
+    with receiver(200) as (url, came):
+        webhook_id, _ = add(db, tenant_id, address.format(url.split(":")[2].split("/")[0]))
+        tell(db, tenant_id)
+        assert send(db, allow_private=False) == 1
+        assert came == []
+    failure = delivery(db, tenant_id, webhook_id).failure or ""
+    assert "is not a public address. Set PERMILLE_WEBHOOK_PRIVATE=true" in failure
+
+
+def test_a_redirect_is_not_followed(db: Database, tenant_id: str) -> None:
+    with receiver(200) as (inner, never), receiver(302, location=inner) as (url, _):
+        webhook_id, _ = add(db, tenant_id, url)
+        tell(db, tenant_id)
+        send(db)
+        assert never == []
+    assert delivery(db, tenant_id, webhook_id).failure == "the answer was 302"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1/", "http://no-such-host.invalid/", "http://127.0.0.1:99999/"]
+)
+def test_a_receiver_that_is_away_is_a_failure_with_its_reason(db: Database, tenant_id: str, url: str) -> None:
+    webhook_id, _ = add(db, tenant_id, url)
+    tell(db, tenant_id)
+    assert send(db) == 1
+    row = delivery(db, tenant_id, webhook_id)
+    assert row.failure
+    with db.read() as session:
+        assert row.next_at is not None and row.next_at > now(session)
+
+
+def test_a_removed_webhook_takes_its_events_along(db: Database, tenant_id: str) -> None:
+    webhook_id, _ = add(db, tenant_id, "http://127.0.0.1:1/")
+    tell(db, tenant_id)
+    with db.write() as session:
+        [message] = webhooks.claim(session)
+        webhooks.remove(session, tenant_id=tenant_id, webhook_id=webhook_id)
+    with db.write() as session:
+        webhooks.note(session, message.id, None)
+        assert webhooks.claim(session) == []
+        with pytest.raises(NotFoundError):
+            webhooks.remove(session, tenant_id=tenant_id, webhook_id=webhook_id)
+
+
+def test_a_tenant_has_a_limited_number_of_webhooks(db: Database, tenant_id: str) -> None:
+    for number in range(webhooks.MAX_WEBHOOKS):
+        add(db, tenant_id, f"http://127.0.0.1:1/{number}")
+    with pytest.raises(ConflictError, match="There are 20 webhooks"):
+        add(db, tenant_id, "http://127.0.0.1:1/")

@@ -1,0 +1,99 @@
+"""Sending of webhooks, signed as Standard Webhooks 1.0 says.
+
+An operator chooses the address, so a worker must not be led into the operator's own network: it looks
+a name up once, refuses addresses that are not public (unless a setting allows them), and connects to
+the address that it has checked. It follows no redirect, and reads no answer but its status.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+import ssl
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from datetime import datetime
+from http.client import HTTPConnection, HTTPException
+from typing import Final
+from urllib.parse import urlsplit
+
+from permille.errors import InputError
+from permille.store import webhooks
+from permille.store.database import Database, now
+from permille.store.webhooks import SECRET_PREFIX, Message
+from permille.version import __version__
+
+TIMEOUT_S: Final = 10.0
+
+Send = Callable[[Message, datetime], str | None]
+
+
+def send_due(db: Database, send: Send) -> int:
+    """Send the events that are due, each once; returns how many. Those that fail come again later."""
+    with db.write() as session:
+        messages, at = webhooks.claim(session), now(session)
+    for message in messages:
+        failure = send(message, at)
+        with db.write() as session:
+            webhooks.note(session, message.id, failure)
+    return len(messages)
+
+
+def signature(message: Message, timestamp: int) -> str:
+    """Return the header `webhook-signature` of a message.
+
+    Example:
+        >>> message = Message(id="msg_1", url="", secret="whsec_c2VjcmV0", body=b"{}")
+        >>> signature(message, 1614265330)
+        'v1,3/iD+UC/cFPl3PtRMPUcvEULlwun6jyVUEMvdX3yW5g='
+    """
+    key = b64decode(message.secret.removeprefix(SECRET_PREFIX))
+    signed = f"{message.id}.{timestamp}.".encode() + message.body
+    return "v1," + b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()
+
+
+def post(message: Message, at: datetime, *, allow_private: bool) -> str | None:
+    """Send one message; returns None once it is taken, else what failed."""
+    timestamp = int(at.timestamp())
+    headers = {
+        "content-type": "application/json",
+        "user-agent": f"permille/{__version__}",
+        "webhook-id": message.id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": signature(message, timestamp),
+    }
+    url = urlsplit(message.url)
+    try:
+        connection = _connect(message.url, allow_private=allow_private)
+        try:
+            target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
+            connection.request("POST", target, message.body, headers)
+            status = connection.getresponse().status
+        finally:
+            connection.close()
+    except (OSError, HTTPException, ValueError, InputError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return None if 200 <= status < 300 else f"the answer was {status}"
+
+
+def _connect(address: str, *, allow_private: bool) -> HTTPConnection:
+    """Open a connection to the host of an address. Raises OSError, InputError: it is not public."""
+    url = urlsplit(address)
+    host = url.hostname or ""
+    is_tls = url.scheme == "https"
+    port = url.port or (443 if is_tls else 80)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    parsed = ipaddress.ip_address(found)
+    # An IPv4 address inside an IPv6 one leads where the IPv4 address leads.
+    parsed = getattr(parsed, "ipv4_mapped", None) or parsed
+    if not (allow_private or parsed.is_global):
+        raise InputError(
+            f"{host} is {found}, which is not a public address. Set PERMILLE_WEBHOOK_PRIVATE=true on the "
+            "workers to allow it."
+        )
+    connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
+    connected = socket.create_connection((str(found), port), TIMEOUT_S)
+    if is_tls:
+        connected = ssl.create_default_context().wrap_socket(connected, server_hostname=host)
+    connection.sock = connected
+    return connection
