@@ -36,7 +36,7 @@ class Contender:
     batch_rows: int = 2
 
     def row_passes(self) -> int:
-        """Count those of one step as the engine does: half of the layers see a split's lower variants."""
+        """Count those of one step, of a split as if both of its blocks had as many layers."""
         passes = {
             EstimatorKind.SPSA: 2 * self.queries,
             EstimatorKind.ONE_SIDED: self.queries,
