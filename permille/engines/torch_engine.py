@@ -1,11 +1,11 @@
-"""The torch engine: a package in codes on a CPU or a GPU, all variants and rows of a batch in one pass.
+"""The torch engine: a package in codes on a CPU or a GPU, all variants and rows of a batch together.
 
     engine = TorchEngine(package, device="cuda", compute_dtype="bfloat16")
     losses_V = engine.losses(values_VK, batch)
 
-The weights stay as the package has them (`coded_layers`). The gradient is torch's own reverse mode; each
-decoder layer keeps its input and computes the rest again. Losses are float32 whatever the decoder computes
-in; their mean is taken in float64.
+The weights stay as the package has them (`coded_layers`). What variants share is computed once
+(`variants`). The gradient is torch's own reverse mode; each decoder layer keeps its input and computes the
+rest again. Losses are float32 whatever the decoder computes in; their mean is taken in float64.
 
 # Legend: V variants, K masked weights, B sequences, T tokens, L target tokens.
 """
