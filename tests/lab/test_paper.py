@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from permille_lab.evidence.paper import planned, tables
+from permille_lab.evidence.paper import MODEL, planned, tables
 from permille_lab.evidence.plan import Materials
 from permille_lab.evidence.records import describe
 from tests.sweep_files import EXAMPLE_MODEL
@@ -24,7 +24,7 @@ def test_every_sweep_of_the_table_can_be_run(sweep_file: Path) -> None:
 
 
 def test_a_cell_that_did_not_run_is_named(tmp_path: Path) -> None:
-    describe(tmp_path / "paper", planned(Path("SmolLM2-135M")))
+    describe(tmp_path / "paper", planned(Path(MODEL)))
     found = tables(tmp_path)
     assert found["lacking"] == "63 of the table's 63 entries"
     (row,) = (line.split("|") for line in found["accuracies"].splitlines() if line.startswith("| zo:full"))

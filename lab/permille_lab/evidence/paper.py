@@ -25,6 +25,7 @@ from permille_lab.measuring.cells import FOLDER, RESULTS
 from permille_lab.measuring.model_packages import SMOLLM2_FILE, folder_from_environment
 from permille_lab.measuring.tables import markdown
 
+MODEL = "SmolLM2-135M-Instruct"
 _ROWS = {"sst2": (16, 96), "rte": (8, 256), "boolq": (4, 384)}
 """Rows of a step, and the most tokens of a row, by task: fewer rows where they are long."""
 _PARTS = {
@@ -79,7 +80,7 @@ def tables(results: Path) -> dict[str, str]:
     records = read_records(folder)
     rows: dict[str, dict[str, str]] = {}
     entries = lacking = 0
-    for unit in planned(Path("SmolLM2-135M")):
+    for unit in planned(Path(MODEL)):
         (base,), seeds = unit.choices["bases"], len(unit.choices["seeds"])
         for method in unit.choices["methods"]:
             found = [r["accuracy"] for r in records if (r["unit"], r["method"]) == (unit.name, method)]
@@ -101,6 +102,14 @@ def _accuracy(found: Sequence[float], seeds: int) -> str:
     return f"{sum(found) / len(found):.1%}{spread}{progress and f' ({progress})'}"
 
 
+def _named(folder: Path) -> Path:
+    """Link the folder by the model's name, by which results know it; its own name is a digest."""
+    link = FOLDER / MODEL
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.absolute())
+    return link
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing. Exit status: 0 done or out of minutes, 1 refused."""
     parser = argparse.ArgumentParser(
@@ -115,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     data = folder_from_environment("PERMILLE_DATA")
     try:
-        model = model_folder(options.gguf, FOLDER)
+        model = _named(model_folder(options.gguf, FOLDER))
         materials = Materials(
             models=(model,),
             tasks={
