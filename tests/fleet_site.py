@@ -78,6 +78,7 @@ def add_rollout(session: Session, *, tenant_id: str, seed: int = 0) -> str:
             bounds=[100 * share for share in waves],
             choice={"agent_version": None, "engines": [], "memory_bytes": 0, "members": None},
             rules={**asdict(Rules()), "waves": [f"{share}%" for share in waves]},
+            window=None,
             on_stop="hold",
             state="paused",
             wave=1,

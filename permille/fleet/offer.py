@@ -8,10 +8,12 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final
 
 from permille.errors import InputError
+from permille.fleet.windows import Window
 
 PARTS: Final = 10_000
 MAX_MEMBERS: Final = 2000
@@ -88,6 +90,7 @@ class Offer:
 
     Attributes:
         version: of the release, which devices in an open wave install.
+        window: when devices may begin to install; None: at any time.
         places: the waves of devices with a place below this are open (`place_of`).
     """
 
@@ -96,6 +99,7 @@ class Offer:
     state: RolloutState
     places: int
     choice: Choice
+    window: Window | None
 
     @classmethod
     def parse(cls, document: object) -> "Offer":
@@ -105,7 +109,13 @@ class Offer:
             choice = dict(fields.pop("choice"))
             members, engines = choice.pop("members"), tuple(choice.pop("engines"))
             read = Choice(members=None if members is None else tuple(members), engines=engines, **choice)
-            offer = cls(state=RolloutState(fields.pop("state")), choice=read, **fields)
+            window = fields.pop("window")
+            offer = cls(
+                state=RolloutState(fields.pop("state")),
+                choice=read,
+                window=None if window is None else Window(**window),
+                **fields,
+            )
             whole = (offer.version, offer.places, read.memory_bytes)
             if not all(type(number) is int and 0 <= number <= _MOST for number in whole):
                 raise ValueError("a number out of range")
@@ -115,7 +125,7 @@ class Offer:
             # The id is part of a path of the service, which is asked with this device's own token.
             if not all(isinstance(text, str) for text in texts) or not _ID.fullmatch(offer.rollout):
                 raise ValueError("a text in another form")
-        except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        except (AttributeError, KeyError, TypeError, ValueError, InputError) as exc:
             raise InputError(f"This is no record of a rollout: {exc}"[:300]) from exc
         return offer
 
@@ -126,6 +136,10 @@ class Offer:
         if self.choice.members is not None:
             document["choice"]["members"] = list(self.choice.members)
         return document
+
+    def may_begin(self, at: datetime) -> bool:
+        """Return whether a device may begin to install at this moment."""
+        return self.window is None or self.window.is_open(at)
 
     def is_for(self, device_id: str, facts: Facts) -> bool:
         """Return whether a device takes the version now: its wave is open, and it is in the group."""

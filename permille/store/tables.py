@@ -621,6 +621,7 @@ class Rollout(Named):
     # Of each wave: the devices with a place below it. Empty before the rollout starts.
     bounds: Mapped[list[int]] = mapped_column(JSON, default=list)
     rules: Mapped[dict[str, object]]
+    window: Mapped[dict[str, object] | None]  # when devices may begin to install; None: at any time
     on_stop: Mapped[str]
     state: Mapped[str] = mapped_column(index=True)
     wave: Mapped[int]  # from 0

@@ -443,3 +443,16 @@ def test_webhooks_are_made_listed_told_and_removed(api: Api) -> None:
         assert api.post("/v1/webhooks", {"url": url}).status_code == 422, url
     assert api.delete(path).status_code == 204
     assert api.get("/v1/webhooks").json()["items"] == []
+
+
+def test_a_maintenance_window_is_signed_with_the_rollout(api: Api) -> None:
+    window = {"cron": "0 2 * * 1-5", "minutes": 90, "zone": "Europe/Berlin"}
+    made = start(api, window=window)
+    assert made["window"] == window
+    [(_, token)] = fleet(api, 1)
+    offer = signed(api, token)
+    assert offer is not None and offer.window is not None
+    assert (offer.window.cron, offer.window.minutes, offer.window.zone) == tuple(window.values())
+    for wrong in ({"cron": "0 2 * *"}, {"cron": "0 25 * * *"}, {"zone": "Mars/Olympus"}, {"minutes": 0}):
+        answer = api.post("/v1/rollouts", {"release": "tiny", "window": {**window, **wrong}})
+        assert answer.status_code == 422, wrong

@@ -10,6 +10,7 @@ number or one bit. It keeps the package of before until the rollout has ended. F
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Final
 
 import psutil
@@ -107,6 +108,7 @@ def take_part(
     tell_facts(home, api, facts)
     offer = _offer(trusted, enrolment)
     part = _judged(home)
+    may_begin = offer is not None and offer.may_begin(datetime.fromtimestamp(now_s, UTC))
     if part is not None and (offer is None or offer.rollout != part.rollout):
         _tell(home, api)
         _keep(home, None)
@@ -114,7 +116,7 @@ def take_part(
     if offer is None or trusted.find(target_path(enrolment.release, offer.version)) is None:
         return None
     if part is None:
-        if not offer.is_for(enrolment.device_id, facts):
+        if not (may_begin and offer.is_for(enrolment.device_id, facts)):
             return None
         before = installed_release(home)
         part = Part(
@@ -127,6 +129,7 @@ def take_part(
     if not _tell(home, api) or part.failed:
         return None
     waits = 0 < part.not_before - now_s <= _LONGEST_PAUSE_S  # further away: it was another clock
+    waits = waits or not may_begin
     if not part.installed and (waits or offer.state is not RolloutState.RUNNING):
         return None
     return part

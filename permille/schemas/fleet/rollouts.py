@@ -5,8 +5,10 @@ from typing import Annotated, Final
 
 from pydantic import Field, StringConstraints, model_validator
 
+from permille.errors import InputError
 from permille.fleet.offer import ReportCode, RolloutState
 from permille.fleet.rollouts import MAX_DIFFERENCE, Reason, Rules
+from permille.fleet.windows import MAX_MINUTES, Window
 from permille.schemas.fields import Closed, Count, Finite, Flag, Id, Name, Positive, Timestamp, WholeNumber
 from permille.schemas.releases import Version
 
@@ -72,6 +74,33 @@ class RolloutRules(Closed):
         return Rules(**{**self.model_dump(), "waves": tuple(self.waves)})
 
 
+class MaintenanceWindow(Closed):
+    """Times at which devices may begin to install."""
+
+    cron: str = Field(
+        max_length=100,
+        description="when it opens: minute, hour, day, month, weekday",
+        examples=["0 2 * * *"],
+    )
+    minutes: Annotated[int, Field(strict=True, ge=1, le=MAX_MINUTES), WholeNumber] = Field(
+        default=120, description="how long it is open"
+    )
+    zone: str | None = Field(
+        default=None,
+        max_length=60,
+        description="time zone; else the device's own",
+        examples=["Europe/Berlin"],
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "MaintenanceWindow":
+        try:
+            Window(**self.model_dump())
+        except InputError as exc:
+            raise ValueError(str(exc)) from exc
+        return self
+
+
 class RolloutCreate(Closed):
     """Bring a version to the devices of an alias, wave by wave."""
 
@@ -80,6 +109,7 @@ class RolloutCreate(Closed):
     alias: Name = Field(default="stable", description="whose devices take it", examples=["stable"])
     group_id: Id | None = Field(default=None, description="only devices of this group; else all")
     rules: RolloutRules = RolloutRules()
+    window: MaintenanceWindow | None = None
     on_stop: OnStop = Field(default=OnStop.HOLD, description="what follows when it stops itself")
     draft: bool = Field(default=False, description="open no wave before `resume`")
 
@@ -119,6 +149,7 @@ class Rollout(Closed):
     wave_devices: Count = Field(description="devices of that wave alone")
     awaits_approval: bool = Field(description="only an approval is missing to open the next wave")
     rules: RolloutRules
+    window: MaintenanceWindow | None
     on_stop: OnStop
     reason: Reason | None = Field(description="why it stopped itself")
     numbers: dict[str, Finite] | None = Field(description="by which it stopped itself")

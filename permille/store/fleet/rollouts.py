@@ -9,7 +9,7 @@ sees it before it is signed. Devices report into rows of their own and lock no r
 from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from sqlalchemy import ColumnElement, and_, case, func, select, update
 from sqlalchemy.orm import Session
@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 from permille.errors import InputError
 from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, member_digest, place_of
 from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Step, Tally, advance, bounds_of, look_at
+from permille.fleet.windows import Window
 from permille.schemas.fleet.rollouts import OnStop, RolloutCreate, RolloutRules
 from permille.schemas.fleet.rollouts import RolloutReport as Report
 from permille.schemas.webhooks import EventType
@@ -68,6 +69,7 @@ def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCrea
         choice={},
         bounds=[],
         rules=body.rules.model_dump(mode="json"),
+        window=None if body.window is None else body.window.model_dump(),
         on_stop=body.on_stop.value,
         state=RolloutState.DRAFT.value,
         wave=0,
@@ -186,7 +188,7 @@ def offer_of(row: Rollout) -> Offer | None:
     """Return the signed record of a rollout, or None if devices follow the alias alone."""
     if row.state not in _LISTED or row.opened_at is None:  # one that was stopped as a draft
         return None
-    document: dict[str, Any] = {**_offer_fields(row, Choice()), "choice": row.choice}
+    document: dict[str, Any] = {**_offer_fields(row, Choice()), "choice": row.choice, "window": row.window}
     return Offer.parse(document)
 
 
@@ -440,6 +442,7 @@ def _offer_fields(row: Rollout, choice: Choice) -> dict[str, Any]:
         "version": row.version,
         "state": RolloutState(row.state),
         "places": row.bounds[row.wave],
+        "window": None if row.window is None else Window(**cast(dict[str, Any], row.window)),
         "choice": choice,
     }
 

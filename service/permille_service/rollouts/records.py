@@ -39,6 +39,7 @@ def present(session: Session, row: tables.Rollout) -> Rollout:
             "wave_devices": row.wave_devices,
             "awaits_approval": row.awaits_approval,
             "rules": rules,
+            "window": row.window,
             "on_stop": row.on_stop,
             "reason": row.reason,
             "numbers": None

@@ -17,15 +17,19 @@ from permille.fleet.offer import (
     members_of,
     place_of,
 )
+from permille.fleet.windows import Window
 
 FACTS = Facts(agent_version="0.10.2", engine="light", memory_bytes=8 << 30)
-OFFER = Offer(rollout="rollout_a", version=2, state=RolloutState.RUNNING, places=10_000, choice=Choice())
+OFFER = Offer(
+    rollout="rollout_a", version=2, state=RolloutState.RUNNING, places=10_000, choice=Choice(), window=None
+)
 DEVICES = [f"dev_{number}" for number in range(5000)]
 
 
 def test_a_record_comes_back_as_it_was_written() -> None:
     chosen = Choice(agent_version="0.1.0", engines=("light",), memory_bytes=5, members=("ab", "cd"))
-    for offer in (OFFER, replace(OFFER, choice=chosen, places=700)):
+    window = Window(cron="0 2 * * 1-5", minutes=90, zone="Europe/Berlin")
+    for offer in (OFFER, replace(OFFER, choice=chosen, places=700), replace(OFFER, window=window)):
         assert Offer.parse(offer.to_document()) == offer
 
 
@@ -45,6 +49,10 @@ def test_a_record_comes_back_as_it_was_written() -> None:
         {"state": "finished"},
         {"choice": None},
         {"choice": {}},
+        {"window": {}},
+        {"window": {"cron": "0 2 * * *", "minutes": 1e9, "zone": None}},
+        {"window": {"cron": "61 2 * * *", "minutes": 60, "zone": None}},
+        {"window": {"cron": "0 2 * * *", "minutes": 60, "zone": "../../etc/passwd"}},
         {"more": 1},
     ],
 )

@@ -160,3 +160,16 @@ def test_a_rollout_whose_first_wave_holds_all_devices_does_not_start(
     rules = RULES.model_copy(update={"waves": ["30", "100%"]})
     with pytest.raises(ConflictError, match=r"Of 30 devices, wave 1 \(30\) holds all of wave 2"):
         start(db, tenant_id, rules=rules)
+
+
+def test_an_approval_stays_when_a_rollout_pauses_and_is_resumed(
+    db: Database, tenant_id: str, devices: list[Device]
+) -> None:
+    rollout = start(db, tenant_id, rules=RULES.model_copy(update={"approval": True}))
+    with db.write() as session:
+        row = session.get(Rollout, rollout.id)
+        assert row is not None
+        rollouts.approve(row, 2)
+        rollouts.pause(row)
+        rollouts.resume(session, row)
+    assert now_of(db, rollout).approved == 2

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from permille.errors import OperatorError, PackageError, RetryableError
 from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, member_digest, place_of
+from permille.fleet.windows import Window
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.schemas.releases import Release
@@ -41,6 +43,7 @@ OFFER = Offer(
     state=RolloutState.RUNNING,
     places=10_000,
     choice=Choice(),
+    window=None,
 )
 
 
@@ -107,6 +110,15 @@ def test_a_device_whose_wave_is_closed_keeps_what_it_has(device: Device) -> None
     device.service.offer(replace(OFFER, places=place))
     assert (device.pull(), device.told) == (1, [])
     device.service.offer(replace(OFFER, places=place + 1))
+    assert device.pull() == 2
+
+
+def test_a_device_begins_only_in_a_maintenance_window(device: Device) -> None:
+    later = (datetime.now(UTC).hour + 12) % 24
+    window = Window(cron=f"0 {later} * * *", minutes=60, zone="UTC")
+    device.service.offer(replace(OFFER, window=window))
+    assert (device.pull(), device.told) == (1, [])
+    device.service.offer(replace(OFFER, window=replace(window, minutes=1440)))
     assert device.pull() == 2
 
 

@@ -1,0 +1,99 @@
+"""Maintenance windows: the times at which a device may begin to install a version.
+
+A window opens at the times of a cron expression and stays open for some minutes. The device looks at
+its own clock.
+"""
+
+import re
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+from zoneinfo import ZoneInfo
+
+from permille.errors import InputError
+
+MAX_MINUTES: Final = 1440
+_RANGES: Final = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+_PART: Final = re.compile(r"(?:\*|(\d{1,2})(?:-(\d{1,2}))?)(?:/(\d{1,2}))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Times at which a device may begin to install.
+
+    Attributes:
+        cron: minute, hour, day of the month, month and weekday (0 and 7 are Sunday), each `*`, a
+            number, a range `1-5`, a step `*/15`, or several of these with commas. Where both days are
+            given, either suffices, as in cron.
+        minutes: how long the window is open, 1 to 1440.
+        zone: a time zone such as `Europe/Berlin`; None: the device's own.
+
+    Example:
+        >>> from datetime import UTC
+        >>> nights = Window(cron="0 2 * * 1-5", minutes=180, zone="UTC")
+        >>> nights.is_open(datetime(2026, 11, 26, 4, 59, tzinfo=UTC))
+        True
+        >>> nights.is_open(datetime(2026, 11, 26, 5, 0, tzinfo=UTC))
+        False
+    """
+
+    cron: str
+    minutes: int
+    zone: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a time, a duration or a time zone that does not exist."""
+        _fields(self.cron)
+        if type(self.minutes) is not int or not 1 <= self.minutes <= MAX_MINUTES:
+            raise InputError(f"A window is open for 1 to {MAX_MINUTES} minutes, got {self.minutes!r}.")
+        _zone(self.zone)
+
+    def is_open(self, at: datetime) -> bool:
+        """Return whether the window is open at a moment, which has a time zone."""
+        minutes, hours, days, months, weekdays = _fields(self.cron)
+        parts, zone = self.cron.split(), _zone(self.zone)
+        is_either = not (parts[2].startswith("*") or parts[4].startswith("*"))
+        for ago in range(self.minutes):
+            # The moments are stepped through in UTC: where clocks change, an hour is missing or comes twice.
+            begin = (at - timedelta(minutes=ago)).astimezone(zone)
+            fits = (begin.day in days, begin.isoweekday() % 7 in weekdays)
+            if (
+                begin.minute in minutes
+                and begin.hour in hours
+                and begin.month in months
+                and (any(fits) if is_either else all(fits))
+            ):
+                return True
+        return False
+
+
+def _fields(cron: str) -> list[set[int]]:
+    parts = cron.split()
+    if len(parts) != len(_RANGES):
+        raise InputError(
+            f"A window's times are five fields (minute, hour, day, month, weekday), got {cron!r:.80}. For "
+            "example `0 2 * * *`: each night at two."
+        )
+    fields = [_values(part, low, high) for part, (low, high) in zip(parts, _RANGES, strict=True)]
+    fields[4] = {weekday % 7 for weekday in fields[4]}
+    return fields
+
+
+def _values(text: str, low: int, high: int) -> set[int]:
+    found = set[int]()
+    for part in text.split(","):
+        match = _PART.fullmatch(part)
+        first, last, step = match.groups() if match else (None, None, "0")
+        begin = low if first is None else int(first)
+        end = int(last) if last is not None else high if first is None else begin
+        if match is None or not low <= begin <= end <= high or step == "0":
+            raise InputError(f"{part!r:.40} is no time of a window: it must lie within {low} to {high}.")
+        found.update(range(begin, end + 1, int(step or 1)))
+    return found
+
+
+def _zone(name: str | None) -> ZoneInfo | None:
+    try:
+        return None if name is None else ZoneInfo(name)
+    except (KeyError, ValueError, TypeError, OSError) as exc:  # also a path out of the folder of zones
+        raise InputError(f"There is no time zone {name!r:.80} here. For example `Europe/Berlin`.") from exc

@@ -1,0 +1,78 @@
+"""Maintenance windows: cron, durations, time zones, and the nights on which clocks change."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from permille.errors import InputError
+from permille.fleet.windows import Window
+
+
+def is_open(window: Window, moment: str) -> bool:
+    return window.is_open(datetime.fromisoformat(moment).replace(tzinfo=UTC))
+
+
+@pytest.mark.parametrize(
+    ("cron", "minutes", "inside", "outside"),
+    [
+        (
+            "0 2 * * *",
+            120,
+            ["2026-11-26 02:00", "2026-11-26 03:59"],
+            ["2026-11-26 01:59", "2026-11-26 04:00"],
+        ),
+        ("30 23 * * *", 60, ["2026-11-26 23:30", "2026-11-27 00:29"], ["2026-11-27 00:30"]),
+        ("*/20 8-9 * * *", 5, ["2026-11-26 09:44"], ["2026-11-26 09:45", "2026-11-26 10:01"]),
+        (
+            "0 0 * * 6,7",
+            1440,
+            ["2026-11-28 12:00", "2026-11-29 23:59"],
+            ["2026-11-27 23:59", "2026-11-30 00:00"],
+        ),
+        ("0 0 * * 0", 60, ["2026-11-29 00:30"], ["2026-11-28 00:30"]),
+        ("0 0 1 * 1", 60, ["2026-12-01 00:10", "2026-12-07 00:10"], ["2026-12-02 00:10"]),
+        ("0 0 1 * *", 60, ["2026-12-01 00:10"], ["2026-12-07 00:10"]),
+        ("0 0 * 12 *", 60, ["2026-12-09 00:10"], ["2026-11-09 00:10"]),
+    ],
+)
+def test_a_window_is_open_from_its_time_for_its_minutes(
+    cron: str, minutes: int, inside: list[str], outside: list[str]
+) -> None:
+    window = Window(cron=cron, minutes=minutes, zone="UTC")
+    assert [moment for moment in inside if not is_open(window, moment)] == []
+    assert [moment for moment in outside if is_open(window, moment)] == []
+
+
+def test_a_zone_moves_the_window_and_its_clocks_change() -> None:
+    window = Window(cron="0 3 * * *", minutes=30, zone="Europe/Berlin")
+    assert is_open(window, "2026-07-01 01:10") and not is_open(window, "2026-07-01 02:10")
+    assert is_open(window, "2026-12-01 02:10") and not is_open(window, "2026-12-01 01:10")
+
+
+def test_an_hour_that_is_missing_has_no_window_and_one_that_comes_twice_has_two() -> None:
+    window = Window(cron="30 2 * * *", minutes=10, zone="Europe/Berlin")
+    assert not any(is_open(window, f"2026-03-29 {hour:02d}:35") for hour in range(24))
+    assert sum(is_open(window, f"2026-10-25 {hour:02d}:35") for hour in range(24)) == 2
+
+
+@pytest.mark.parametrize(
+    ("cron", "minutes", "zone", "words"),
+    [
+        ("0 2 * *", 60, None, "five fields"),
+        ("", 60, None, "five fields"),
+        ("60 2 * * *", 60, None, "must lie within 0 to 59"),
+        ("0 5-2 * * *", 60, None, "must lie within 0 to 23"),
+        ("0 2 0 * *", 60, None, "must lie within 1 to 31"),
+        ("*/0 2 * * *", 60, None, "no time of a window"),
+        ("@daily 2 * * *", 60, None, "no time of a window"),
+        ("0 2 * * *", 0, None, "1 to 1440 minutes"),
+        ("0 2 * * *", 1441, None, "1 to 1440 minutes"),
+        ("0 2 * * *", 60, "Mars/Olympus", "no time zone"),
+        ("0 2 * * *", 60, "/etc/passwd", "no time zone"),
+    ],
+)
+def test_what_is_no_window_is_refused_with_what_is_wrong(
+    cron: str, minutes: int, zone: str | None, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        Window(cron=cron, minutes=minutes, zone=zone)
