@@ -79,13 +79,16 @@ def tables(results: Path) -> dict[str, str]:
     folder = results / "paper"
     records = read_records(folder)
     rows: dict[str, dict[str, str]] = {}
+    guess = rows["guess"] = {"method": "the most frequent answer"}
     entries = lacking = 0
     for unit in planned(Path(MODEL)):
         (base,), seeds = unit.choices["bases"], len(unit.choices["seeds"])
         for method in unit.choices["methods"]:
-            found = [r["accuracy"] for r in records if (r["unit"], r["method"]) == (unit.name, method)]
-            row = rows.setdefault(method, {"method": method})
-            row[f"{unit.task}, {base}"] = _accuracy(found, seeds)
+            own = [r for r in records if (r["unit"], r["method"]) == (unit.name, method)]
+            found, column = [record["accuracy"] for record in own], f"{unit.task}, {base}"
+            rows.setdefault(method, {"method": method})[column] = _accuracy(found, seeds)
+            if own:
+                guess[column] = f"{own[0]['majority']:.1%}"
             entries, lacking = entries + 1, lacking + (len(found) < seeds)
     return {
         "accuracies": markdown(rows.values()),
