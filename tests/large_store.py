@@ -33,6 +33,7 @@ from permille.store.jobs.figures import read_figures
 from permille.store.migrations.schema import migrate
 from permille.store.retention import rules
 from permille.store.rows import Window
+from permille.store.runs import RunFilter
 from tests.artifacts import QUOTA
 from tests.unit.store.postgres import postgres_server
 
@@ -212,7 +213,8 @@ CASES: Final[dict[str, Case]] = {
     ),
     "runs": _reading(_list_runs, "ix_runs_ended_at"),
     "runs-of-device": _reading(
-        lambda session: runs.list_runs(session, tenant_id=TENANT, device_id="dev_8"), "ix_runs_device"
+        lambda session: runs.list_runs(session, tenant_id=TENANT, wanted=RunFilter(device_id="dev_8")),
+        "ix_runs_device",
     ),
     "packages": _reading(
         lambda session: artifacts.list_artifacts(session, tenant_id=TENANT, kind=JobKind.PACKAGE),

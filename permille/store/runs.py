@@ -5,7 +5,7 @@ request. They are an upload of its own (`permille.store.uploads`), which nothing
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Final
 
@@ -108,17 +108,28 @@ def get(session: Session, *, tenant_id: str, run_id: str, device_id: str | None 
     return run
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFilter:
+    """Conditions on the runs of a list. None does not matter."""
+
+    device_id: str | None = None
+    release: str | None = None
+    version: int | None = None
+    outcome: Outcome | None = None
+
+
 def list_runs(
     session: Session,
     *,
     tenant_id: str,
-    device_id: str | None = None,
+    wanted: RunFilter = RunFilter(),
     window: Window = FIRST,
 ) -> Page[Run]:
     """List runs, the one that ended last first. Their ids, which devices made, say nothing about time."""
     query = select(Run).where(Run.tenant_id == tenant_id, Run.deleted_at.is_(None))
-    if device_id is not None:
-        query = query.where(Run.device_id == device_id)
+    for name, value in asdict(wanted).items():
+        if value is not None:
+            query = query.where(getattr(Run, name) == value)
     return fetch_page(session, query, window, Run.run_id, Run.ended_at)
 
 

@@ -15,7 +15,7 @@ from permille.schemas.jobs import JobKind
 from permille.store import access, inputs, tables
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
-from tests.api_service import URL, Api, running_api
+from tests.api_service import URL, Api, TestDevice, new_run_id, run_metrics, running_api
 from tests.artifacts import some_model
 
 OWN = {"Sec-Fetch-Site": "same-origin"}
@@ -164,3 +164,55 @@ def test_the_audit_log_is_for_administrators_and_has_names_and_filters(api: Api)
     assert "/ui/audit" not in operator.get("/ui/jobs").text
     elsewhere = signed_in(api, api.operator(Role.ADMIN, tenant="acme"))
     assert rows_of(elsewhere.get("/ui/audit")) == []
+
+
+def add_runs(api: Api) -> list[str]:
+    """Let a device report a run that was adopted, one that was not, and another device one on version 2."""
+    first, second = api.device(), api.device()
+    kept = {"outcome": "kept_base", "steps": 77}
+    told: list[tuple[TestDevice, dict[str, Any]]] = [(first, {}), (first, kept), (second, {"version": 2})]
+    ids = [new_run_id() for _ in told]
+    for run_id, (device, changes) in zip(ids, told, strict=True):
+        body = {"run_id": run_id, "metrics": run_metrics(**changes)}
+        assert api.post("/v1/runs", body, device.token()).status_code == 201
+    return ids
+
+
+def test_runs_are_found_by_release_version_outcome_and_device(api: Api) -> None:
+    api.publish(api.package())
+    adopted, kept, other = add_runs(api)
+    client = signed_in(api)
+    assert len(rows_of(client.get("/ui/runs"))) == 3
+    device = api.get(f"/v1/runs/{other}").json()["device_id"]
+    release = api.get(f"/v1/runs/{other}").json()["metrics"]["release"]
+    for query, expected in (
+        ("outcome=kept_base", {kept}),
+        ("version=2", {other}),
+        (f"release={release}&version=1", {adopted, kept}),
+        (f"device_id={device}", {other}),
+        ("release=unknown", set()),
+    ):
+        answer = client.get(f"/ui/runs?{query}")
+        assert set(re.findall(r'href="/ui/runs/([0-9a-f-]{36})"', answer.text)) == expected, query
+        listed = api.get(f"/v1/runs?{query}").json()["items"]
+        assert {one["run_id"] for one in listed} == expected, query
+    assert client.get("/ui/runs?version=two").status_code == 422
+    assert api.get("/v1/runs?outcome=well").status_code == 422
+
+
+def test_two_runs_are_chosen_by_links_and_shown_side_by_side(api: Api) -> None:
+    api.publish(api.package())
+    first, second, _ = add_runs(api)
+    client = signed_in(api)
+    assert "steps 100" in " ".join(
+        unescape(re.sub(r"<[^>]+>", " ", client.get(f"/ui/runs/{first}").text)).split()
+    )
+    chosen = client.get(f"/ui/runs?against={first}")
+    assert f"/ui/compare/runs?a={first}&amp;b={second}" in chosen.text
+    lines = rows_of(client.get(f"/ui/compare/runs?a={first}&b={second}"))
+    assert "steps 100 77" in lines and "outcome adopted kept_base" in lines
+    stranger = signed_in(api, api.operator(Role.ADMIN, tenant="acme"))
+    assert rows_of(stranger.get("/ui/runs")) == []
+    for path in (f"/ui/runs/{first}", f"/ui/compare/runs?a={first}&b={second}"):
+        assert stranger.get(path).status_code == 404
+    assert client.get("/ui/runs/not-a-run").status_code == 404

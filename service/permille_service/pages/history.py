@@ -16,7 +16,8 @@ from sqlalchemy.orm import Session
 from permille.package.blobs import BlobFolder
 from permille.schemas.fields import DIGEST_PATTERN, ULID_PATTERN
 from permille.schemas.jobs import ENDED, Job, JobKind, JobState
-from permille.store import artifacts, audit, rows, tables
+from permille.schemas.runs import Outcome
+from permille.store import artifacts, audit, rows, runs, tables
 from permille.store.fleet.versions import results
 from permille.store.jobs import queue
 from permille_service.jobs import records
@@ -35,13 +36,16 @@ from permille_service.pages.rendering import (
     size,
     span,
 )
-from permille_service.parameters import NumberPaging, Paging
+from permille_service.parameters import MomentPaging, NumberPaging, Paging, RunId, page_of
+from permille_service.runs.routes import present
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
 Nothing = Literal[""]
 """The value of a field of a filter that is left empty."""
 _JOB: Final = rf"^job_{ULID_PATTERN}$"
 JobToCompare = Annotated[str, Query(pattern=_JOB)]
+_RUN: Final = r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
+RunToCompare = Annotated[str, Query(pattern=_RUN)]
 PackageToCompare = Annotated[str, Query(pattern=DIGEST_PATTERN)]
 Text = Annotated[str, Query(max_length=200)]
 Facts = dict[str, str]
@@ -80,6 +84,20 @@ def _job_filter(
     )
 
 
+def _run_filter(
+    device_id: Text = "",
+    release: Text = "",
+    version: Annotated[str, Query(pattern=r"^[0-9]{0,15}$")] = "",
+    outcome: Outcome | Nothing = "",
+) -> runs.RunFilter:
+    return runs.RunFilter(
+        device_id=device_id or None,
+        release=release or None,
+        version=int(version) if version else None,
+        outcome=outcome or None,
+    )
+
+
 def _audit_filter(action: Text = "", token_id: Text = "", subject: Text = "") -> audit.AuditFilter:
     return audit.AuditFilter(action=action or None, token_id=token_id or None, subject=subject or None)
 
@@ -112,6 +130,45 @@ def show_jobs(
         live=any(line.job.state not in ENDED for line in lines),
         against=against,
     )
+
+
+@router.get("/runs")
+def show_runs(
+    page: ViewerPage,
+    window: MomentPaging,
+    wanted: Annotated[runs.RunFilter, Depends(_run_filter)],
+    against: Annotated[str | None, Query(pattern=_RUN)] = None,
+) -> Response:
+    """Show the runs of devices, the one that ended last first."""
+    with page.service.database.read() as session:
+        found = page_of(
+            runs.list_runs(session, tenant_id=page.tenant_id, wanted=wanted, window=window), present
+        )
+        names = names_of(session, page.tenant_id, [run.device_id for run in found.items])
+        releases, _ = known_names(session, page.tenant_id)
+    fields = {
+        "release": ("Release", _same(releases)),
+        "version": ("Version", None),
+        "outcome": ("Outcome", [(outcome.value, outcome.replace("_", " ")) for outcome in Outcome]),
+        "device_id": ("Device", None),
+    }
+    return page.render("runs", runs=found, names=names, fields=fields, against=against)
+
+
+@router.get("/runs/{run_id}")
+def show_run(run_id: RunId, page: ViewerPage) -> Response:
+    """Show what a device reported of one run."""
+    with page.service.database.read() as session:
+        facts = _facts_of_run(session, page.tenant_id, run_id)
+    return page.render("run", key=run_id, facts=facts)
+
+
+@router.get("/compare/runs")
+def compare_runs(page: ViewerPage, a: RunToCompare, b: RunToCompare) -> Response:
+    """Show two runs side by side."""
+    with page.service.database.read() as session:
+        one, other = (_facts_of_run(session, page.tenant_id, key) for key in (a, b))
+    return _side_by_side(page, "runs", (a, b), (one, other))
 
 
 @router.get("/compare/jobs")
@@ -195,6 +252,16 @@ def _facts_of_job(session: Session, blobs: BlobFolder, tenant_id: str, job_id: s
     for artifact in session.scalars(made.order_by(tables.Artifact.id)):
         facts |= _evidence(blobs, artifact)
     return facts
+
+
+def _facts_of_run(session: Session, tenant_id: str, run_id: str) -> Facts:
+    run = present(runs.get(session, tenant_id=tenant_id, run_id=run_id))
+    device = names_of(session, tenant_id, [run.device_id]).get(run.device_id, run.device_id)
+    told = {"device": device, "reported": moment(run.created_at), "ended": moment(run.ended_at)}
+    lines = lines_of(run.metrics.model_dump(mode="json", exclude={"ended_at"}))
+    return told | {
+        name: number(value) if isinstance(value, int | float) else short(str(value)) for name, value in lines
+    }
 
 
 def _facts_of_package(session: Session, blobs: BlobFolder, tenant_id: str, digest: str) -> Facts:

@@ -4,10 +4,10 @@ log. What stands for one, a packed state, comes and goes the same way."""
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from anyio import CancelScope
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from permille.errors import PermilleError
 from permille.package.blobs import BlobFolder
 from permille.schemas.access import Role
-from permille.schemas.fields import Page
+from permille.schemas.fields import MAX_INTEGER, Name, Page
 from permille.schemas.problems import ProblemType
 from permille.schemas.runs import (
     LOG_MEDIA_TYPE,
@@ -23,6 +23,7 @@ from permille.schemas.runs import (
     LogAccepted,
     LogForm,
     LogState,
+    Outcome,
     Run,
     RunCreate,
     RunLog,
@@ -94,10 +95,16 @@ def list_runs(
     operator: Viewer,
     window: MomentPaging,
     device_id: OfDevice = None,
+    release: Annotated[Name | None, Query(description="only those on this release")] = None,
+    version: Annotated[
+        int | None, Query(ge=1, le=MAX_INTEGER, description="only those on this version")
+    ] = None,
+    outcome: Annotated[Outcome | None, Query(description="only those that ended so")] = None,
 ) -> Page[Run]:
     """List runs, the one that ended last first."""
+    wanted = runs.RunFilter(device_id=device_id, release=release, version=version, outcome=outcome)
     with service.database.read() as session:
-        page = runs.list_runs(session, tenant_id=operator.tenant_id, device_id=device_id, window=window)
+        page = runs.list_runs(session, tenant_id=operator.tenant_id, wanted=wanted, window=window)
     return page_of(page, present)
 
 
