@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from permille.choices import Embeddings, MaskMethod, choice_of
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
+from permille.models.conversion import modern_folder
 from permille.models.gguf.folder import model_folder
 from permille.models.sources import download_model
 from permille.package.blobs import BlobFolder
@@ -84,11 +85,12 @@ def load_model(
     if tokenizer is not None:
         raise InputError("A folder or file brings its own tokenizer. Leave `tokenizer` out.")
     if commit is not None:
-        return Model(download_model(str(source), commit, root))
+        return Model(modern_folder(download_model(str(source), commit, root), root))
     path = Path(source).expanduser()
     if path.is_dir():
-        Checkpoint(path)
-        return Model(path)
+        found = modern_folder(path, root)
+        Checkpoint(found)
+        return Model(found)
     if path.is_file():
         return Model(model_folder(path, root))
     raise InputError(

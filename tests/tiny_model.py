@@ -32,6 +32,39 @@ def write_model(folder: Path, *, config: Mapping[str, Any] | None = None, seed: 
     return folder
 
 
+def write_published(folder: Path) -> Path:
+    """Write a tiny OPT in the form of facebook/opt-1.3b: a pickle, vocab.json and merges.txt."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import OPTConfig, OPTForCausalLM
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<pad>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(iter(sentences(200)), trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.model.save(str(folder))
+    names = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(names))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **names}))
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=400,
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+        architectures=["OPTForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    torch.save(OPTForCausalLM(config).state_dict(), folder / "pytorch_model.bin")
+    return folder
+
+
 def write_corpus(path: Path, *, rows: int = 600) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(rows)))

@@ -1,7 +1,7 @@
 """A published model's folder, read without torch: config, tensors by their headers, content digest.
 
 Foreign input throughout: names are bare file names of an allow-list, no symbolic link leads out of the
-folder, weights come from safetensors only (`.bin` and `.pt` are pickles and never opened), every size is
+folder, weights come from safetensors only (`permille.models.conversion` makes them of pickles), every size is
 checked before use, and the tensors must be exactly those that the config asks for. Data is mapped, never
 copied whole.
 """
@@ -72,7 +72,7 @@ class Checkpoint:
         """
         self.folder = folder
         _check_folder(folder)
-        self.config = dict(text_config(_read_json(folder, CONFIG_FILE)))
+        self.config = read_config(folder)
         self.family: Family = family_of(self.config)
         self._maps: dict[str, NDArray[np.uint8]] = {}
         found = self._headers()
@@ -178,6 +178,15 @@ class ScopedWeights(Mapping[str, NDArray[np.float32]]):
         return len(self._names)
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config of a model folder; of a model with vision, that of its text model.
+
+    Raises:
+        InputError: it is missing, malformed or leads out of the folder.
+    """
+    return dict(text_config(_read_json(folder, CONFIG_FILE)))
+
+
 def inside(folder: Path, name: str) -> Path:
     """The real path of a file directly in `folder`.
 
@@ -252,11 +261,7 @@ def _weight_files(folder: Path) -> list[str]:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     raise InputError(
         f"{folder.name} has neither {WEIGHTS_FILE} nor {INDEX_FILE}."
-        + (
-            f" {', '.join(pickles)}: pickles are never opened, convert them to safetensors."
-            if pickles
-            else ""
-        )
+        + (f" {', '.join(pickles)}: pickles are opened by jobs alone, which convert them." if pickles else "")
     )
 
 

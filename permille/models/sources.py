@@ -12,6 +12,7 @@ from pathlib import Path
 from permille.errors import InputError, RetryableError
 from permille.files import follow_inside
 from permille.models.checkpoint import TEXT_FILES
+from permille.models.conversion import PICKLE_INDEX, PICKLES
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -71,14 +72,17 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
     )
 
     try:
-        snapshot_download(
-            repository,
-            revision=commit,
-            local_dir=folder,
-            allow_patterns=[*TEXT_FILES, "*.safetensors"],
-            # Copies of the weights for other programs.
-            ignore_patterns=["*/*", "consolidated*"],
-        )
+        for weights in (["*.safetensors"], [*PICKLES, PICKLE_INDEX]):  # pickles where nothing else is there
+            snapshot_download(
+                repository,
+                revision=commit,
+                local_dir=folder,
+                allow_patterns=[*TEXT_FILES, *weights],
+                # Copies of the weights for other programs.
+                ignore_patterns=["*/*", "consolidated*"],
+            )
+            if any(folder.glob("*.safetensors")):
+                break
     except GatedRepoError as exc:
         raise InputError(
             f"{repository} is gated: accept its licence on its page, and set HF_TOKEN to a token of that "

@@ -11,18 +11,19 @@ import time
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # of linux/sched.h
 
 
-def confine(*, memory_bytes: int, cpu_s: int | None = None) -> None:
+def confine(*, memory_bytes: int, cpu_s: int | None = None, file_bytes: int = 0) -> None:
     """Confine this process for the rest of its life. Call it before threads start, so before numpy.
 
     Args:
         memory_bytes: address space, mapped files included.
+        file_bytes: the largest file that it may write.
         cpu_s: seconds of processor time, after which the system kills it; None leaves that to the parent.
     """
     if sys.platform == "win32":
         return
     import resource
 
-    limits = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64}
+    limits = {resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64}
     limits[resource.RLIMIT_AS] = memory_bytes
     if cpu_s is not None:
         limits[resource.RLIMIT_CPU] = cpu_s

@@ -3,11 +3,13 @@ run."""
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from permille.models.families import expected_tensors
 from permille.schemas.access import Role
 from permille.schemas.jobs import JobKind
 from permille.store.artifacts import Made
@@ -80,11 +82,16 @@ def test_other_architectures_are_refused_by_name(
         assert named in answer.json()["detail"]
 
 
-def test_pickled_weights_are_refused(tmp_path: Path, root: Path) -> None:
+def test_pickled_weights_are_not_opened_by_the_api(tmp_path: Path, root: Path) -> None:
     folder = write_model(root / "m")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle at all")
     with running_api(tmp_path, model_root=root) as api:
-        assert register(api, "m").status_code == 409
+        answer = register(api, "m")
+        assert answer.status_code == 201
+        shapes = expected_tensors(TINY_LLAMA).values()
+        assert answer.json()["family"] == "llama"
+        assert answer.json()["parameters"] == sum(map(math.prod, shapes))
 
 
 def test_hub_model_needs_a_full_commit_and_no_url(api: Api) -> None:

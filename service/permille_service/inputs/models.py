@@ -4,12 +4,15 @@ their headers."""
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
-from permille.models.checkpoint import Checkpoint
+from permille.models.checkpoint import Checkpoint, read_config
+from permille.models.conversion import pickled_weights
+from permille.models.families import expected_tensors, family_of
 from permille.models.sources import resolve_inside
 from permille.schemas.fields import Page
 from permille.schemas.inputs import FolderModel, GgufModel, HubModel, Model, ModelCreate
@@ -108,6 +111,8 @@ def locate(creating: Creation, root: Callable[[inputs.Roots], Path], relative: s
 
 
 def _facts_of_folder(folder: Path) -> ModelFacts:
+    if pickled_weights(folder):  # which only the confined child of a job opens
+        return _facts_of_config(read_config(folder))
     checkpoint = Checkpoint(folder)
     return ModelFacts(
         family=checkpoint.family.value,
@@ -115,6 +120,17 @@ def _facts_of_folder(folder: Path) -> ModelFacts:
         size_bytes=checkpoint.size_bytes,
         parameter_count=checkpoint.parameters,
         scoped_parameter_count=sizes_of(checkpoint.config).scoped,
+    )
+
+
+def _facts_of_config(config: dict[str, Any]) -> ModelFacts:
+    parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    return ModelFacts(
+        family=family_of(config).value,
+        config=config,
+        size_bytes=4 * parameters,  # of the folder that the first job makes
+        parameter_count=parameters,
+        scoped_parameter_count=sizes_of(config).scoped,
     )
 
 
@@ -126,12 +142,4 @@ def _facts_of_gguf(path: Path) -> ModelFacts:
     model = read_model(GgufFile(path))
     tokenizer_files(model.file)  # refuses what the first job would
     chat_template(model.file)
-    shapes = [model.file.tensors[name].shape for name in model.names.values()]
-    parameters = sum(math.prod(shape) for shape in shapes)
-    return ModelFacts(
-        family=model.family.value,
-        config=dict(model.config),
-        size_bytes=4 * parameters,  # of the folder that the first job makes
-        parameter_count=parameters,
-        scoped_parameter_count=sizes_of(model.config).scoped,
-    )
+    return _facts_of_config(dict(model.config))

@@ -54,17 +54,18 @@ def test_the_hub_is_asked_for_the_commit_and_listed_files_only_and_once(
 
     def snapshot_download(repository: str, **options: Any) -> str:
         calls.append({"repository": repository, **options})
-        options["local_dir"].mkdir(parents=True)
+        options["local_dir"].mkdir(parents=True, exist_ok=True)
         return str(options["local_dir"])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     first, second = (download_model("owner/name", COMMIT, tmp_path) for _ in range(2))
     assert first == second == tmp_path.resolve() / "hub" / "owner--name" / COMMIT
-    assert len(calls) == 1
-    assert calls[0]["revision"] == COMMIT
-    patterns = calls[0]["allow_patterns"]
-    assert "*.safetensors" in patterns
-    assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in patterns)
+    assert len(calls) == 2, "once for safetensors, which there are not, and once for pickles"
+    assert {call["revision"] for call in calls} == {COMMIT}
+    patterns = [pattern for call in calls for pattern in call["allow_patterns"]]
+    assert "*.safetensors" in calls[0]["allow_patterns"]
+    assert "pytorch_model.bin" in calls[1]["allow_patterns"]
+    assert not any(pattern.endswith((".py", ".pt", "*")) for pattern in patterns)
 
 
 def error(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:

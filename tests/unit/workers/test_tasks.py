@@ -13,16 +13,18 @@ from permille.package.reader import Package, verify_package
 from permille.quantization import dequantize, quantize, rounding
 from permille.quantization.types import Sparsity
 from permille.schemas.fields import EXAMPLE_ULID
+from permille.schemas.inputs import FolderModel
 from permille.schemas.jobs import JobKind
 from permille.sensitivity.masks import count
 from permille.sensitivity.scores import load_scores
-from permille.store import artifacts, rows
+from permille.store import artifacts, inputs, rows
 from permille.store.jobs import claims, queue
 from permille.store.retention.collection import references
 from permille.store.tables import Artifact, Model
 from permille_workers.runtime.context import JobCancelledError, TaskContext
 from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_store
 from permille_workers.tasks import TASKS
+from tests.tiny_model import write_published
 from tests.unit.package.tiny import pruned
 from tests.unit.workers.conftest import Bench, save_model
 from tests.unit.workers.jobs import (
@@ -418,3 +420,16 @@ def test_the_same_mask_gives_the_same_report_and_picture(bench: Bench) -> None:
     first, second = mask_of(bench), mask_of(bench)
     for role in ("report", "picture"):
         assert digest_of_role(first, role) == digest_of_role(second, role)
+
+
+def test_a_model_with_pickled_weights_and_a_slow_tokenizer_is_built(bench: Bench) -> None:
+    write_published(bench.root / "models" / "opt")
+    with bench.db.write() as session:
+        source = FolderModel(kind="folder", path="opt")
+        model = inputs.add_model(session, tenant_id=bench.tenant_id, name="opt", source=source, facts=None)
+    opt = dataclasses.replace(bench, model=model)
+    mask = {**FISHER, "length": 16, "corpus_id": bench.corpus.id}
+    made = made_by(opt, JobKind.BUILD, build_request(opt, mask=mask, evaluation_corpus_id=None))
+    package = verify_package(bench.blobs, made.digest)
+    assert package.config["model_type"] == "opt"
+    assert "tokenizer.json" in package.manifest.files()

@@ -20,6 +20,7 @@ from permille.corpora.streams import streamed_texts
 from permille.digests import JSON, digest_of_file
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
+from permille.models.conversion import modern_folder
 from permille.models.families import scoped_tensors
 from permille.models.sources import download_model, resolve_inside
 from permille.schemas.inputs import (
@@ -163,7 +164,7 @@ def _locate(context: TaskContext, source: AnyModel, root: Path) -> tuple[Path, d
             return folder, {"kind": "sparsified", "made_of": cast("dict[str, JSON]", made.provenance)}, None
         case FolderModel():
             folder = resolve_inside(root, source.path, what="folder")
-            return folder, {"kind": "folder", "location": source.path}, None
+            return modern_folder(folder, root), {"kind": "folder", "location": source.path}, None
         case GgufModel():
             from permille.models.gguf.folder import model_folder
 
@@ -171,7 +172,12 @@ def _locate(context: TaskContext, source: AnyModel, root: Path) -> tuple[Path, d
             return model_folder(file, root), {"kind": "gguf", "location": source.path}, file
         case HubModel():
             folder = download_model(source.repository, source.commit, root)
-            return folder, {"kind": "hub", "location": source.repository, "commit": source.commit}, None
+            entry: dict[str, JSON] = {
+                "kind": "hub",
+                "location": source.repository,
+                "commit": source.commit,
+            }
+            return modern_folder(folder, root), entry, None
 
 
 def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:

@@ -1,0 +1,93 @@
+"""Conversion of a model folder as older models were published: pickled weights, no `tokenizer.json`.
+
+    folder = modern_folder(Path("opt-1.3b"), Path("models"))
+
+A pickle can hold code, so it is opened in a confined child alone, by `torch.load(weights_only=True)`,
+which builds tensors and nothing else. The child also makes `tokenizer.json` of a slow tokenizer. The
+original folder stays as it is.
+"""
+
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from permille.digests import canonical_json, digest_of, digest_of_file
+from permille.errors import InputError
+from permille.files import fsync_folder
+from permille.models.checkpoint import TEXT_FILES, WEIGHTS_FILE, Checkpoint, inside
+
+PICKLES: Final = ("pytorch_model.bin", "pytorch_model-*.bin")
+PICKLE_INDEX: Final = "pytorch_model.bin.index.json"
+FOLDERS: Final = "converted"
+"""Folder of converted models, below the model root."""
+MAX_PICKLE_BYTES: Final = 64 << 30
+CHILD_S: Final = 1800.0
+_SLOW_TOKENIZERS: Final = ("vocab.json", "tokenizer.model")
+
+
+def modern_folder(folder: Path, root: Path) -> Path:
+    """Return the folder itself, or a conversion of it below `root`, which is made once.
+
+    Raises:
+        InputError: a file is damaged, too large, or holds more than tensors. No folder is left.
+        OSError: a file cannot be read or written.
+    """
+    pickles = pickled_weights(folder)
+    has_slow = any((folder / name).exists() for name in _SLOW_TOKENIZERS)
+    if not pickles and ((folder / "tokenizer.json").exists() or not has_slow):
+        return folder
+    weights = pickles or sorted(path.name for path in folder.glob("*.safetensors"))
+    texts = [name for name in TEXT_FILES if (folder / name).exists()]
+    contents = {name: digest_of_file(inside(folder, name)) for name in (*weights, *texts)}
+    digest = digest_of(b"permille-converted-1\0" + canonical_json(contents)).removeprefix("sha256:")
+    made = root / FOLDERS / digest
+    if made.exists():
+        return made
+    temporary = made.with_name(f".{digest[:16]}-{secrets.token_hex(8)}")
+    temporary.mkdir(parents=True)
+    try:
+        for name in (*texts, *(() if pickles else weights)):
+            shutil.copyfile(inside(folder, name), temporary / name)
+        _convert(folder, temporary, pickles)
+        Checkpoint(temporary)
+        try:
+            temporary.rename(made)
+        except OSError:
+            if not made.exists():  # somebody else made the same folder meanwhile
+                raise
+        fsync_folder(made.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return made
+
+
+def pickled_weights(folder: Path) -> list[str]:
+    """Return the names of a folder's pickled weights; none where there are safetensors, too."""
+    if any(folder.glob("*.safetensors")):
+        return []
+    return sorted({path.name for pattern in PICKLES for path in folder.glob(pattern)})
+
+
+def _convert(folder: Path, made: Path, pickles: list[str]) -> None:
+    paths = [inside(folder, name) for name in pickles]
+    size = sum(path.stat().st_size for path in paths)
+    if size > MAX_PICKLE_BYTES:
+        raise InputError(
+            f"{folder.name} has {size} bytes of pickled weights, more than {MAX_PICKLE_BYTES} are not "
+            "converted here. Save the model with `save_pretrained(..., safe_serialization=True)`."
+        )
+    command = [sys.executable, "-P", "-m", "permille.sandbox.conversion", str(made), *map(str, paths)]
+    try:
+        child = subprocess.run(command, capture_output=True, timeout=CHILD_S, check=False)
+    except subprocess.TimeoutExpired as exc:
+        raise InputError(f"The weights of {folder.name} took more than {CHILD_S:.0f} s to convert.") from exc
+    if child.returncode == 0 and (not paths or (made / WEIGHTS_FILE).exists()):
+        return
+    said = child.stdout.decode(errors="replace").strip()[:500]
+    raise InputError(
+        f"{folder.name} cannot be converted: "
+        + (said or f"the process that reads it ended with {child.returncode}; perhaps memory is short.")
+    )

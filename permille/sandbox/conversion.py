@@ -1,0 +1,82 @@
+"""The child that opens pickled weights and slow tokenizers: `python -m permille.sandbox.conversion FOLDER
+PICKLE...`
+
+It writes `model.safetensors` into FOLDER, and `tokenizer.json` where FOLDER has none. What it cannot
+read it says on its standard output, in one line. Memory, written bytes and the network are limited.
+"""
+
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from permille.sandbox.confinement import confine
+
+_LIBRARIES_BYTES = 16 << 30
+"""Address space of torch and transformers, most of which is never touched."""
+
+
+class _UnreadableError(Exception):
+    pass
+
+
+def main(folder: Path, pickles: list[Path]) -> int:
+    """Convert; returns the exit code."""
+    size = sum(path.stat().st_size for path in pickles)
+    # Weights are written once; a tied head may be written twice.
+    confine(memory_bytes=_LIBRARIES_BYTES + 4 * size, file_bytes=2 * size + (256 << 20))
+    try:
+        if pickles:
+            _convert_weights(folder, pickles)
+        if not (folder / "tokenizer.json").exists():
+            _convert_tokenizer(folder)
+    except _UnreadableError as exc:
+        sys.stdout.write(str(exc).replace("\n", " "))
+        return 1
+    return 0
+
+
+def _convert_weights(folder: Path, pickles: list[Path]) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    found: dict[str, Any] = {}
+    places = set[int]()
+    for path in pickles:
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except Exception as exc:  # whatever a foreign file provokes
+            raise _UnreadableError(
+                f"{path.name} is damaged, or holds more than tensors: {type(exc).__name__}: {exc}"[:400]
+            ) from exc
+        if not isinstance(loaded, dict):
+            raise _UnreadableError(f"{path.name} holds a {type(loaded).__name__}, not tensors by name.")
+        for name, tensor in loaded.items():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise _UnreadableError(f"{path.name} holds {name!r:.80}, which is no tensor with a name.")
+            if name in found:
+                raise _UnreadableError(f"{path.name} holds {name!r:.80}, which another file holds, too.")
+            # The format of safetensors knows no shared tensors, as a tied head is one.
+            is_shared = tensor.data_ptr() in places
+            places.add(tensor.data_ptr())
+            found[name] = tensor.contiguous().clone() if is_shared else tensor.contiguous()
+    save_file(found, folder / "model.safetensors")
+
+
+def _convert_tokenizer(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, use_fast=True, trust_remote_code=False, local_files_only=True
+        )
+        document = tokenizer.backend_tokenizer.to_str()
+    except Exception as exc:  # as above
+        raise _UnreadableError(
+            f"There is no tokenizer.json, and none can be made of the other files: {exc}"[:400]
+        ) from exc
+    (folder / "tokenizer.json").write_text(document, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]))

@@ -1,0 +1,133 @@
+"""Models as they were published years ago: pickled weights, and tokenizers of several files."""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from permille.errors import InputError
+from permille.models.checkpoint import Checkpoint
+from permille.models.conversion import modern_folder
+from permille.models.loading import FileTokenizer, load_model
+from tests.tiny_model import write_published
+
+TEXT = "a small model of years ago"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_published(tmp_path_factory.mktemp("opt"))
+
+
+@pytest.fixture
+def folder(published: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(published, tmp_path / "opt"))
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    return found
+
+
+def test_a_published_model_becomes_one_with_safetensors_and_a_fast_tokenizer(
+    published: Path, tmp_path: Path
+) -> None:
+    before = sorted(path.name for path in published.iterdir())
+    made = modern_folder(published, tmp_path)
+    assert sorted(path.name for path in published.iterdir()) == before
+    assert Checkpoint(made).family.value == "opt"
+    stored = weights_of(published)
+    loaded = load_model(made).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in stored.items())
+    slow = AutoTokenizer.from_pretrained(published)
+    assert FileTokenizer(made).encode(TEXT) == slow(TEXT)["input_ids"]
+    assert modern_folder(published, tmp_path) == made, "it is made once"
+    assert modern_folder(made, tmp_path) == made
+
+
+def test_shards_and_the_format_before_zip_files_are_read(folder: Path, tmp_path: Path) -> None:
+    whole = Checkpoint(modern_folder(folder, tmp_path / "whole"))
+    stored = weights_of(folder)
+    names = sorted(stored)
+    (folder / "pytorch_model.bin").unlink()
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        torch.save(
+            {name: stored[name].clone() for name in part},
+            folder / f"pytorch_model-{number:05d}-of-00002.bin",
+            _use_new_zipfile_serialization=False,
+        )
+    parts = Checkpoint(modern_folder(folder, tmp_path / "parts"))
+    assert parts.names == whole.names
+    assert all((parts.float32(name) == whole.float32(name)).all() for name in whole.names)
+
+
+class _Code:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/permille-code-ran",)
+
+
+def _with_code(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"model.weight": _Code()}))
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _list(path: Path) -> None:
+    torch.save([torch.zeros(2)], path)
+
+
+def _number(path: Path) -> None:
+    torch.save({"model.weight": 5}, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_with_code, "pytorch_model.bin is damaged, or holds more than tensors"),
+        (_cut, "pytorch_model.bin is damaged, or holds more than tensors"),
+        (_empty, "pytorch_model.bin is damaged, or holds more than tensors"),
+        (_list, "pytorch_model.bin holds a list, not tensors by name"),
+        (_number, "pytorch_model.bin holds 'model.weight', which is no tensor"),
+    ],
+)
+def test_a_bad_pickle_is_refused_with_its_name_and_leaves_nothing(
+    folder: Path, tmp_path: Path, spoil: Callable[[Path], None], words: str
+) -> None:
+    spoil(folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=words):
+        modern_folder(folder, tmp_path / "root")
+    assert list((tmp_path / "root").rglob("*.*")) == []
+    assert not Path("/tmp/permille-code-ran").exists()
+
+
+def test_tensors_that_the_config_does_not_ask_for_are_refused(folder: Path, tmp_path: Path) -> None:
+    stored = weights_of(folder)
+    stored["model.decoder.layers.9.fc1.weight"] = torch.zeros(2, 2)
+    torch.save(stored, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"layers\.9"):
+        modern_folder(folder, tmp_path / "root")
+
+
+def test_files_that_make_no_tokenizer_are_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "merges.txt").unlink()
+    (folder / "vocab.json").write_text("[]")
+    with pytest.raises(InputError, match=r"no tokenizer\.json, and none can be made of the other files"):
+        modern_folder(folder, tmp_path / "root")
+
+
+def test_a_folder_of_today_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer.json").touch()
+    assert modern_folder(tmp_path, tmp_path / "root") == tmp_path
