@@ -629,7 +629,6 @@ class Rollout(Named):
     approved: Mapped[int]  # waves that may open, where the rules ask for an approval
     awaits_approval: Mapped[bool]  # nothing else holds the next wave back
     opened_at: Mapped[datetime | None]  # the wave
-    counted_from: Mapped[datetime | None]  # reports from before are acknowledged
     looks: Mapped[int]  # since then
     reason: Mapped[str | None]  # why it stopped itself
     numbers: Mapped[dict[str, object] | None]  # at that time
@@ -666,7 +665,8 @@ class RolloutReport(_OfTenant, Base):
     worse: Mapped[bool | None]  # None: it compared nothing
     difference: Mapped[float | None]  # nats a token; None also where its owner tells one bit
     ended_at: Mapped[datetime | None]
-    __table_args__ = (Index("ix_rollout_reports_code", "rollout_id", "code", "ended_at"),)
+    acknowledged: Mapped[bool] = mapped_column(default=False)  # by a `resume`: it is counted no more
+    __table_args__ = (Index("ix_rollout_reports_code", "rollout_id", "code"),)
 
 
 class AuditEntry(_Owned, Base):

@@ -119,7 +119,12 @@ def resume(session: Session, row: Rollout) -> None:
         row.choice = {**Offer(**_offer_fields(row, choice)).to_document()["choice"]}
         _open_wave(session, row, 0)
     else:
-        row.counted_from, row.looks = now(session), 0
+        # A mark and no time: the clock may go back.
+        ended = update(RolloutReport).where(
+            RolloutReport.rollout_id == row.id, RolloutReport.code.is_not(None)
+        )
+        session.execute(ended.values(acknowledged=True).execution_options(synchronize_session=False))
+        row.looks = 0
     row.reason = row.numbers = None
     _move(row, RolloutState.RUNNING)
 
@@ -230,7 +235,7 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
     found.installed, found.damage = report.installed, report.damage
     found.worse, found.difference = report.worse, report.difference
     if ends:
-        found.code, found.ended_at = str(report.code), at
+        found.code, found.ended_at, found.acknowledged = str(report.code), at, False
     if report.installed:
         device.version = row.version
     session.flush()
@@ -326,11 +331,10 @@ def _tell(session: Session, row: Rollout, event: EventType) -> None:
 
 def tally(session: Session, row: Rollout) -> Tally:
     """Count what has ended since the start, or since the last `resume`."""
-    since = row.counted_from
     ended = and_(
         RolloutReport.rollout_id == row.id,
         RolloutReport.code.is_not(None),
-        *(() if since is None else (RolloutReport.ended_at > since,)),
+        RolloutReport.acknowledged.is_(False),
     )
     value = RolloutReport.difference
     codes, damage = Counter[ReportCode](), Counter[str]()
@@ -364,10 +368,8 @@ def tally(session: Session, row: Rollout) -> Tally:
 
 def _of_wave(row: Rollout) -> Any:
     """Count the open wave's devices that began, ended and succeeded, and that ended earlier."""
-    before: ColumnElement[bool] = RolloutReport.rollout_id.is_(None)  # nothing: it is a key
-    if row.counted_from is not None:
-        before = and_(RolloutReport.code.is_not(None), RolloutReport.ended_at <= row.counted_from)
-    counted = ~before
+    before = RolloutReport.acknowledged.is_(True)
+    counted = RolloutReport.acknowledged.is_(False)
     return select(
         _count(counted),
         _count(and_(counted, RolloutReport.code.is_not(None))),

@@ -173,3 +173,20 @@ def test_an_approval_stays_when_a_rollout_pauses_and_is_resumed(
         rollouts.pause(row)
         rollouts.resume(session, row)
     assert now_of(db, rollout).approved == 2
+
+
+def test_a_clock_that_goes_back_after_a_resume_loses_no_report(
+    db: Database, tenant_id: str, clock: Clock, devices: list[Device]
+) -> None:
+    rollout = start(db, tenant_id, rules=RULES.model_copy(update={"waves": ["100%"]}))
+    report(db, devices[0], rollout, code="crash")
+    with db.write() as session:
+        row = session.get(Rollout, rollout.id)
+        assert row is not None
+        rollouts.pause(row)
+        rollouts.resume(session, row)
+    clock.forward(-3600)
+    report(db, devices[1], rollout, code="crash")
+    with db.read() as session:
+        told = rollouts.tally(session, now_of(db, rollout))
+    assert (told.ended, told.wave_ended, told.wave_devices) == (1, 1, len(devices) - 1)
