@@ -52,11 +52,16 @@ class ReportCode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a device, which groups select by. The engine is known after the first run."""
+    """Facts about a device, which groups select by. The engine is known after the first run.
+
+    Attributes:
+        tags: that its owner has set; the service knows others, of its operators.
+    """
 
     agent_version: str
     engine: str | None
     memory_bytes: int | None
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -395,6 +395,7 @@ class Device(Named):
     engine: Mapped[str | None]  # of its newest run
     memory_bytes: Mapped[int | None] = mapped_column(BigInteger)
     tags: Mapped[list[str]] = mapped_column(JSON, default=list)  # set by operators
+    own_tags: Mapped[list[str]] = mapped_column(JSON, default=list)  # set by the device's owner
     last_seen_at: Mapped[datetime | None]
     served_at: Mapped[datetime | None]  # as a tenant's
     revoked_at: Mapped[datetime | None]  # by an operator

@@ -337,7 +337,7 @@ def test_a_yanked_version_stops_its_rollout(api: Api, moments: list[datetime]) -
 
 def test_groups_choose_by_name_tag_and_what_devices_tell(api: Api) -> None:
     (one, token), (two, _) = fleet(api, 2)
-    facts = {"agent_version": "0.2.0", "engine": "light", "memory_bytes": 8 << 30}
+    facts = {"agent_version": "0.2.0", "engine": "light", "memory_bytes": 8 << 30, "tags": ["kitchen"]}
     assert api.put("/v1/device/facts", facts, token).status_code == 204
     assert api.put(f"/v1/devices/{two.id}/tags", {"tags": ["canary", "eu"]}).json()["tags"] == [
         "canary",
@@ -347,6 +347,7 @@ def test_groups_choose_by_name_tag_and_what_devices_tell(api: Api) -> None:
         "all": ({}, 2),
         "named": ({"devices": [one.id]}, 1),
         "tagged": ({"tags": ["canary", "us"]}, 1),
+        "tagged-by-owner": ({"tags": ["kitchen"]}, 1),
         "new": ({"agent_version": "0.1.9"}, 1),
         "large": ({"memory_bytes": 4 << 30, "engines": ["light"]}, 1),
         "nobody": ({"engines": ["torch"]}, 0),

@@ -8,6 +8,7 @@
     minutes_per_run = 30          # search and judgement included; else the release's steps, if it names some
     method = "zeroth-order"       # or "gradient"; left out, the release or the engine decides
     report_loss = "number"        # of a new version, by how much your model became worse; or one "bit"
+    tags = ["canary"]             # by which operators may choose this device for a new version
 
 Each key may be left out. A key that is not known is refused by name: a typing error must not switch a limit
 off. Deciding is pure; `read_machine` reads what it looks at.
@@ -25,6 +26,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from permille.choices import Method
 from permille.errors import InputError
+from permille.schemas.fields import Name
 from permille_agent.state.home import Home
 
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)|00:00-24:00", re.ASCII)
@@ -84,6 +86,7 @@ class Policy(BaseModel, frozen=True, extra="forbid", strict=True):
     minutes_per_run: Annotated[float, Field(ge=0.1, le=1440)] = 30.0
     method: Annotated[Method | None, Field(strict=False)] = None
     report_loss: Literal["number", "bit"] = "number"
+    tags: Annotated[tuple[Name, ...], Field(strict=False, max_length=20)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,11 +181,16 @@ def finish(home: Home, code: ReportCode, difference: float | None = None) -> Non
 
 
 def own_facts(home: Home) -> Facts:
-    """Return the facts about this device: memory in whole GiB, engine of the newest run."""
+    """Return the facts about this device: memory in whole GiB, engine of the newest run, its owner's tags."""
     runs = list_runs(home)
     used = runs[-1].load("engine", EngineUsed) if runs else None
     memory = psutil.virtual_memory().total // _GIB * _GIB
-    return Facts(agent_version=__version__, engine=None if used is None else used.name, memory_bytes=memory)
+    return Facts(
+        agent_version=__version__,
+        engine=None if used is None else used.name,
+        memory_bytes=memory,
+        tags=read_policy(home).tags,
+    )
 
 
 def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
@@ -197,6 +202,7 @@ def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
         agent_version=facts.agent_version,
         engine=None if engine is None else EngineName(engine),
         memory_bytes=facts.memory_bytes,
+        tags=list(facts.tags),
     )
     with suppress(RequestRefusedError):
         api.tell_facts(body)

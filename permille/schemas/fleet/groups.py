@@ -53,3 +53,4 @@ class FactsPut(Closed):
     agent_version: AgentVersion
     engine: EngineName | None
     memory_bytes: Count | None
+    tags: list[Name] = Field(default=[], max_length=20, description="that the device's owner has set")

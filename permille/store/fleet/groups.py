@@ -67,23 +67,26 @@ def put_facts(session: Session, *, device_id: str, facts: Facts) -> None:
     if row is not None:
         row.agent_version, row.memory_bytes = facts.agent_version, facts.memory_bytes
         row.engine = facts.engine or row.engine
+        row.own_tags = list(facts.tags)
 
 
 def candidates(
     session: Session, *, tenant_id: str, release: str | None = None, alias: str | None = None
 ) -> list[Candidate]:
     """Read the active devices of a tenant, or of one alias, by columns: there may be ten thousand."""
-    query = select(Device.id, Device.tags, Device.agent_version, Device.engine, Device.memory_bytes)
+    query = select(
+        Device.id, Device.tags, Device.own_tags, Device.agent_version, Device.engine, Device.memory_bytes
+    )
     query = query.where(*active(tenant_id))
     if release is not None:
         query = query.where(Device.release == release, Device.alias == alias)
     return [
         Candidate(
             id=device_id,
-            tags=frozenset(tags or ()),
+            tags=frozenset((*(tags or ()), *(own or ()))),
             facts=Facts(agent_version=agent or "", engine=engine, memory_bytes=memory),
         )
-        for device_id, tags, agent, engine, memory in session.execute(query)
+        for device_id, tags, own, agent, engine, memory in session.execute(query)
     ]
 
 

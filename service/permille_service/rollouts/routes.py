@@ -179,12 +179,14 @@ def _change(
 
 @device_router.put("/facts", status_code=204)
 def put_device_facts(body: FactsPut, service: Served, device: CallingDevice) -> None:
-    """Tell agent, engine and memory, by which groups choose devices; again when they change."""
+    """Tell agent, engine, memory and the owner's tags, by which groups choose devices; again when they
+    change."""
     service.sign_ins.check(f"{device.device_id} facts")
     facts = Facts(
         agent_version=body.agent_version,
         engine=None if body.engine is None else body.engine.value,
         memory_bytes=body.memory_bytes,
+        tags=tuple(body.tags),
     )
     with service.database.write() as session:
         groups.put_facts(session, device_id=device.device_id, facts=facts)

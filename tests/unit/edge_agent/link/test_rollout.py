@@ -272,6 +272,10 @@ def test_facts_are_told_once(device: Device) -> None:
     device.pull()
     (facts,) = device.service.facts
     assert facts["engine"] is None and facts["memory_bytes"] % (1 << 30) == 0
+    device.home.policy.write_text('tags = ["canary"]\n')
+    device.pull()
+    device.pull()
+    assert [told["tags"] for told in device.service.facts] == [[], ["canary"]]
 
 
 def test_the_retrained_model_is_compared_with_the_one_before(tmp_path: Path) -> None:
