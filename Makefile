@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings commands docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -127,6 +127,9 @@ hooks:  ## Check the subjects of your commits (a commit-msg hook of this reposit
 
 settings: $(VENV)/.installed  ## Write docs/reference/settings.md from the settings classes
 	$(BIN)/python -m scripts.settings
+
+catalogue: $(VENV)/.installed  ## Write docs/reference/models.md from the catalogue of models
+	$(BIN)/python -m scripts.catalogue
 
 commands: $(VENV)/.installed  ## Write docs/reference/permille.md and permille-agent.md from the command lines
 	$(BIN)/python -m scripts.commands

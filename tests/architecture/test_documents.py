@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import commands
+from scripts import catalogue, commands
 from tests.architecture.reach import BUILD, ROOT, TRAINING, reached
 
 RECORDS = ROOT / "docs" / "adr"
@@ -101,6 +101,10 @@ def test_a_way_passes_at_most_as_many_modules_as_the_page_says(start: str, packa
     said = re.search(rf"`{re.escape(start)}`: (\d+)", _page())
     assert said, f"expected `{start}`: and a number in {ARCHITECTURE.name}"
     assert len([name for name in reached(start) if name.startswith(package)]) <= int(said[1])
+
+
+def test_the_page_of_models_is_made_from_the_catalogue() -> None:
+    assert catalogue.PAGE.read_text(encoding="utf-8") == catalogue.text(), "run `make catalogue`"
 
 
 def _pages() -> list[Path]:

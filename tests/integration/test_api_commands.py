@@ -126,7 +126,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_running(up: Running, monkeypatch: p
         return {job["id"] for job in up.answer("jobs", "list", "--state", "queued")}
 
     before = queued()
-    monkeypatch.setattr(output, "_advance", press)  # at the first event of the stream
+    monkeypatch.setattr(output.Follower, "follow", press)  # at the first event of the stream
     done = up.permille("masks", "create", "--model", "waited", "--method", "random")
     assert done.returncode == 130
     (job,) = queued() - before

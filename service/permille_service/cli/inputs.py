@@ -6,8 +6,9 @@ import typer
 
 from permille.errors import InputError
 from permille.models.ollama import ollama_file
-from permille_service.cli.commands import Key, add_deletion, add_list, add_show, command
+from permille_service.cli.commands import AsJson, Key, add_deletion, add_list, add_show, command
 from permille_service.cli.exits import CommandError, Exit
+from permille_service.cli.output import make_output
 from permille_service.cli.session import Session
 
 models = typer.Typer(no_args_is_help=True, help="Register base models.")
@@ -106,6 +107,32 @@ def add_corpus(
         source = {"kind": "file", "path": file}
     session.output.show(session.client.post("/v1/corpora", {"name": name, "source": source}, key=key))
     session.output.say_next(f"permille builds create --model MODEL --corpus {name}")
+
+
+@models.command("catalogue")
+def show_catalogue(*, as_json: AsJson = False) -> None:
+    """List published models, the size of their packages, and the memory to train them. Needs no service.
+
+    Example:
+
+      permille models catalogue
+    """
+    # Imported here: the command line is light, and these need numpy.
+    from permille.models.catalogue import CATALOGUE
+    from permille.quantization.types import Scheme
+
+    found = [
+        {
+            "name": entry.name,
+            "family": entry.family,
+            "parameters": entry.parameters,
+            "nf4_bytes": entry.package_bytes(Scheme.NF4),
+            "training_bytes": entry.training_bytes,
+            "ran": entry.ran.value,
+        }
+        for entry in CATALOGUE
+    ]
+    make_output(as_json=as_json).show(found, list(found[0]))
 
 
 add_list(models, "models", ("id", "name", "family", "parameters", "scoped_parameters", "size_bytes"))

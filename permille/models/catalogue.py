@@ -1,0 +1,362 @@
+"""Published models that permille knows by their config, and what they take on a device.
+
+    for entry in CATALOGUE:
+        print(entry.name, entry.parameters, entry.package_bytes(Scheme.NF4))
+
+The configs are those of the publishers, with the keys alone that decide sizes. Sizes are computed. Where a
+publisher tells a number of parameters, a test holds ours equal to it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+from typing import Any, Final
+
+from permille.models.families import expected_tensors, scoped_tensors
+from permille.quantization.types import Scheme, bits_of
+
+TRAINED_TOKENS: Final = 256
+_GROUP_SIZES: Final = {Scheme.NF4: 64, Scheme.INT4: 32, Scheme.INT8: 128}
+_SCALE_BITS: Final = 32
+_TABLE_BYTES: Final = 34 / 32
+"""Of a number of embedding or head, in 8 bits with a float16 for each group of 32."""
+_TRAINING_BYTES: Final = 75_000_000
+"""Of a training process, apart from package and activations: fits the shapes that were measured."""
+
+
+class Ran(StrEnum):
+    """What was run of a model here. Of every family, a small model of random weights equals transformers."""
+
+    CONFIG = "config"
+    REAL = "real weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A published model.
+
+    Attributes:
+        config: the keys of its `config.json` that decide sizes.
+        published: parameters, as the publisher tells them; None: not known here.
+        ran: what was run of it.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    published: int | None = None
+    ran: Ran = Ran.CONFIG
+
+    @property
+    def family(self) -> str:
+        """The `model_type` of the config."""
+        return str(self.config["model_type"])
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, a tied head counted once."""
+        return sum(map(prod, expected_tensors(self.config).values()))
+
+    def package_bytes(self, scheme: Scheme) -> int:
+        """Return the size of a package without its tokenizer: embedding and head in 8 bits, norms in 32."""
+        shapes = expected_tensors(self.config)
+        linears = sum(prod(shape) for _, shape in scoped_tensors(self.config))
+        norms = sum(prod(shape) for shape in shapes.values() if len(shape) == 1)
+        tables = self.parameters - linears - norms
+        bits = bits_of(scheme) + _SCALE_BITS / _GROUP_SIZES[scheme]
+        return round(linears * bits / 8 + tables * _TABLE_BYTES + norms * 4)
+
+    @property
+    def training_bytes(self) -> int:
+        """Memory above the package of a step along the gradient on one row of `TRAINED_TOKENS`.
+
+        An estimate: a hidden vector of each token and decoder layer, the activations of one layer, and
+        the process itself. It is within 3 % of the two shapes that `docs/results/real-model.md` measured.
+        """
+        layers, hidden = self.config["num_hidden_layers"], self.config["hidden_size"]
+        return _TRAINING_BYTES + 4 * TRAINED_TOKENS * (int(layers) + 32) * int(hidden)
+
+
+CATALOGUE: Final = (
+    Entry(
+        name="SmolLM2-135M-Instruct",
+        config={
+            "model_type": "llama",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49152,
+            "tie_word_embeddings": True,
+        },
+        published=134_515_008,
+        ran=Ran.REAL,
+    ),
+    Entry(
+        name="Llama-3.2-1B",
+        config={
+            "model_type": "llama",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "tie_word_embeddings": True,
+        },
+        published=1_235_814_400,
+    ),
+    Entry(
+        name="TinyLlama-1.1B",
+        config={
+            "model_type": "llama",
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "vocab_size": 32000,
+            "tie_word_embeddings": False,
+        },
+        published=1_100_048_384,
+    ),
+    Entry(
+        name="Llama-2-7B",
+        config={
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 32000,
+            "tie_word_embeddings": False,
+        },
+        published=6_738_415_616,
+    ),
+    Entry(
+        name="Mistral-7B-v0.3",
+        config={
+            "model_type": "mistral",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 32768,
+            "tie_word_embeddings": False,
+        },
+        published=7_248_023_552,
+    ),
+    Entry(
+        name="Qwen2.5-0.5B",
+        config={
+            "model_type": "qwen2",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+        published=494_032_768,
+    ),
+    Entry(
+        name="Qwen3-0.6B",
+        config={
+            "model_type": "qwen3",
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+        published=596_049_920,
+    ),
+    Entry(
+        name="SmolLM3-3B",
+        config={
+            "model_type": "smollm3",
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "vocab_size": 128256,
+            "tie_word_embeddings": True,
+        },
+        published=3_075_098_624,
+    ),
+    Entry(
+        name="Phi-3.5-mini",
+        config={
+            "model_type": "phi3",
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 32064,
+            "tie_word_embeddings": False,
+        },
+        published=3_821_079_552,
+    ),
+    Entry(
+        name="Phi-4-mini",
+        config={
+            "model_type": "phi3",
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "vocab_size": 200064,
+            "tie_word_embeddings": True,
+        },
+        published=3_836_021_760,
+    ),
+    Entry(
+        name="Gemma-2-2b",
+        config={
+            "model_type": "gemma2",
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 256000,
+        },
+        published=2_614_341_888,
+    ),
+    Entry(
+        name="Gemma-3-1b",
+        config={
+            "model_type": "gemma3_text",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "vocab_size": 262144,
+        },
+        published=999_885_952,
+    ),
+    Entry(
+        name="Gemma-2b",
+        config={
+            "model_type": "gemma",
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "vocab_size": 256000,
+        },
+        published=2_506_172_416,
+    ),
+    Entry(
+        name="OLMo-2-1B",
+        config={
+            "model_type": "olmo2",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 100352,
+            "tie_word_embeddings": False,
+        },
+        published=1_484_916_736,
+    ),
+    Entry(
+        name="OLMo-3-7B",
+        config={
+            "model_type": "olmo3",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 100278,
+            "tie_word_embeddings": False,
+        },
+    ),
+    Entry(
+        name="Granite-3.3-2b",
+        config={
+            "model_type": "granite",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 49159,
+            "tie_word_embeddings": True,
+        },
+        published=2_533_539_840,
+    ),
+    Entry(
+        name="EXAONE-4.0-1.2B",
+        config={
+            "model_type": "exaone4",
+            "hidden_size": 2048,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 102400,
+            "tie_word_embeddings": True,
+        },
+        published=1_279_391_488,
+    ),
+    Entry(
+        name="OPT-1.3B",
+        config={
+            "model_type": "opt",
+            "hidden_size": 2048,
+            "ffn_dim": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "vocab_size": 50272,
+            "max_position_embeddings": 2048,
+            "word_embed_proj_dim": 2048,
+            "tie_word_embeddings": True,
+        },
+        published=1_315_758_080,
+    ),
+    Entry(
+        name="Pythia-410m",
+        config={
+            "model_type": "gpt_neox",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "vocab_size": 50304,
+            "tie_word_embeddings": False,
+        },
+        published=405_334_016,
+    ),
+    Entry(
+        name="Ministral-3-3B",
+        config={
+            "model_type": "ministral3",
+            "hidden_size": 3072,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 131072,
+            "tie_word_embeddings": True,
+        },
+    ),
+)
