@@ -13,6 +13,7 @@ import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from permille.sandbox.confinement import allow_cpu, confine
@@ -122,9 +123,11 @@ class _Child:
         prompt: bool,
         prefixes: list[tuple[int, bool]],
         limit: int,
+        today: str = "2024-07-26",
     ) -> Answer:
         """The text of messages, with the start of an answer or without; and for the text of so many of them,
-        with it or without, how long it is where the whole text begins with it."""
+        with it or without, how long it is where the whole text begins with it. `today`: an ISO date, which
+        templates may print."""
         from jinja2 import TemplateError
         from jinja2.exceptions import SecurityError
 
@@ -133,11 +136,14 @@ class _Child:
         try:
             if self._compiled is None or self._compiled[0] != template:
                 self._compiled = (template, self._templates.from_string(template))
-            generate = self._compiled[1].generate
+            generate, day = self._compiled[1].generate, datetime.fromisoformat(today)
 
             def text_of(part: list[dict[str, str]], with_prompt: bool) -> str:
                 pieces, room = [], limit
-                for piece in generate(messages=part, add_generation_prompt=with_prompt, **variables):
+                given = {**variables, "messages": part, "add_generation_prompt": with_prompt}
+                # As transformers gives them: templates ask whether they are none, too.
+                given |= {"tools": None, "documents": None, "strftime_now": day.strftime}
+                for piece in generate(**given):
                     pieces.append(piece)
                     room -= len(piece)
                     if room < 0:

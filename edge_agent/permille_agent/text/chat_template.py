@@ -6,6 +6,7 @@ without a template learn conversations as the plain text of `DEFAULT_TEMPLATE`; 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from typing import Any
 
 from permille.errors import InputError, PackageError
@@ -15,6 +16,9 @@ MAX_RENDERED_CHARACTERS = 8 << 20
 # A longer conversation is rendered in windows: each turn needs the text before it, and rendering all of it
 # for each of 20,000 turns takes hours. A row of training holds fewer messages than this.
 WINDOW_MESSAGES = 32
+TRAINING_DAY = date(2024, 7, 26)
+"""The day of each conversation that is trained on, so that a run has the same rows tomorrow. Llama 3.2's own
+template prints it where it is told no other."""
 
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -35,13 +39,18 @@ class ChatTemplate:
         self._variables = {"bos_token": "", "eos_token": "", **variables}
         self._sandbox = sandbox
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Messages, *, add_generation_prompt: bool = False, today: date = TRAINING_DAY
+    ) -> str:
         """Render `messages` as text, on request with the start of an assistant's turn.
+
+        Args:
+            today: the day that templates such as Llama 3.2's print.
 
         Raises:
             PackageError: the template is not valid, refuses the messages, or breaks a limit.
         """
-        return str(self._render(messages, add_generation_prompt, ())["text"])
+        return str(self._render(messages, add_generation_prompt, (), today)["text"])
 
     def render_with_targets(
         self, messages: Messages, roles: Sequence[str] = ("assistant",)
@@ -94,7 +103,11 @@ class ChatTemplate:
         return text, spans
 
     def _render(
-        self, messages: Messages, prompt: bool, prefixes: Sequence[tuple[int, bool]]
+        self,
+        messages: Messages,
+        prompt: bool,
+        prefixes: Sequence[tuple[int, bool]],
+        today: date = TRAINING_DAY,
     ) -> Mapping[str, Any]:
         request = {
             "do": "render",
@@ -104,6 +117,7 @@ class ChatTemplate:
             "prompt": prompt,
             "prefixes": prefixes,
             "limit": MAX_RENDERED_CHARACTERS,
+            "today": today.isoformat(),
         }
         characters = sum(len(content) for _, content in messages)
         return answered(lambda: self._sandbox.ask(request, characters=characters), "chat-template")

@@ -9,6 +9,7 @@ from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,8 @@ class TextTokenizer:
         """
         self.require_chat()
         self._refuse_special(messages)
-        text = self.template.render(messages, add_generation_prompt=True)
+        today = datetime.now().astimezone().date()
+        text = self.template.render(messages, add_generation_prompt=True, today=today)
         return self._encode(text, rendered=True).ids_T
 
     def decode(self, ids: Sequence[int]) -> str:

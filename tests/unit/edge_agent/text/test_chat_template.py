@@ -2,13 +2,15 @@
 
 import os
 import time
+from datetime import datetime
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from permille.errors import InputError, PackageError
 from permille.sandbox.process import Sandbox
 from permille_agent.text.chat_template import WINDOW_MESSAGES, ChatTemplate
-from tests.packages import CHATML
+from tests.packages import CHATML, tiny_tokenizer
 
 TALK = (
     ("system", "Be brief."),
@@ -99,8 +101,36 @@ def test_an_endless_template_is_stopped_and_the_next_one_works() -> None:
     assert chat.render((("user", "fine"),)) == "done"
 
 
+PRINTS_THE_DAY = (
+    "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}never{% endif %} "
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+)
+ASKS_FOR_TOOLS = (
+    "{% if not tools is defined %}undefined{% elif tools is none %}none{% else %}{{ tools }}{% endif %} "
+    "{% if documents %}{{ documents }}{% endif %}"
+    "{%- for message in messages %}{{ message | tojson(indent=2) }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [PRINTS_THE_DAY, ASKS_FOR_TOOLS, CHATML])
+def test_templates_render_as_by_transformers(template: str) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(300))
+    messages = [{"role": "user", "content": "Grüße & <b>"}, {"role": "assistant", "content": "Ho"}]
+    expected = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    talk = [(message["role"], message["content"]) for message in messages]
+    today = datetime.now().astimezone().date()
+    assert ChatTemplate(template, {}, Sandbox()).render(talk, today=today) == expected
+
+
+def test_what_trains_has_the_same_day_tomorrow() -> None:
+    text, _ = ChatTemplate(PRINTS_THE_DAY, {}, Sandbox()).render_with_targets(
+        (("user", "Hi"), ("assistant", "Ho"))
+    )
+    assert text == "26 Jul 2024 HiHo"
+
+
 def test_undefined_names_render_as_nothing_and_json_is_available() -> None:
-    chat = ChatTemplate("{{ tools }}{{ messages | tojson }}", {}, Sandbox())
+    chat = ChatTemplate("{{ nothing }}{{ messages | tojson }}", {}, Sandbox())
     assert chat.render((("user", "é"),)) == '[{"role": "user", "content": "é"}]'
 
 
