@@ -46,9 +46,9 @@ _AT = "CAST(:now AS BIGINT) - CAST(:count - n AS BIGINT) * CAST(:step AS BIGINT)
 _STOCK: Final = (
     (
         "devices (id, tenant_id, public_key, name, agent_version, release, alias, version, engine, "
-        "last_seen_at, created_at, tags)",
+        "last_seen_at, created_at, tags, own_tags)",
         f"'dev_' || n, {_OWNER}, n, n, '0.1.' || (n % 3), 'r', 'stable', n % 4 + 1, 'light', {_AT}, {_AT}, "
-        "'[]'",
+        "'[]', '[]'",
     ),
     (
         "models (id, tenant_id, name, source, created_at)",

@@ -27,8 +27,9 @@ _JOB = (
 )
 _TENANTS = f"INSERT INTO tenants (id, name, created_at) {_NUMBERS} SELECT 'tenant_' || n, n, 0 FROM numbers"
 _DEVICES = (
-    f"INSERT INTO devices (id, tenant_id, public_key, name, release, alias, tags, created_at) {_NUMBERS} "
-    "SELECT 'dev_' || n, 'tenant_' || (n % :tenants), n, n, 'r', 'stable', '[]', 0 FROM numbers"
+    "INSERT INTO devices (id, tenant_id, public_key, name, release, alias, tags, own_tags, created_at) "
+    f"{_NUMBERS} SELECT 'dev_' || n, 'tenant_' || (n % :tenants), n, n, 'r', 'stable', '[]', '[]', 0 "
+    "FROM numbers"
 )
 # The jobs go round the tenants. Every second tenant has uploads, which go round its ten devices.
 _QUEUED = (
