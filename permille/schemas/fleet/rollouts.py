@@ -17,7 +17,7 @@ _DEFAULT: Final = Rules()
 
 Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False, examples=[2.0])]
 Wave = Annotated[
-    str, StringConstraints(pattern=r"^([1-9][0-9]?%|100%|[1-9][0-9]{0,5})$"), Field(examples=["10%", "50"])
+    str, StringConstraints(pattern=r"^([1-9][0-9]?%|100%|[1-9][0-9]{0,5})$"), Field(examples=["100%"])
 ]
 """A percentage of the group's devices, or a count of them."""
 Seconds = Annotated[int, Field(strict=True, ge=0, le=90 * 86_400), WholeNumber]
