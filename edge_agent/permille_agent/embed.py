@@ -33,7 +33,7 @@ from permille_agent.federation.exchange import TookPart, join_federation, take_p
 from permille_agent.link.install import install
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import InstalledRelease
-from permille_agent.text.documents import Document
+from permille_agent.text.documents import Document, Learn
 from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, prepare
 from permille_agent.text.reading import DataReport, read_documents
 from permille_agent.text.rows import Row, TrainingBatches, batch_of, document_rows, packed_rows
@@ -58,6 +58,7 @@ __all__ = [
     "DocumentLosses",
     "Evaluation",
     "Home",
+    "Learn",
     "Personalised",
     "Prepared",
     "Row",

@@ -20,6 +20,7 @@ Other figures:
     tasks      accuracy of multiple choice, without an example, before and after
     decode     tokens a second, beside llama.cpp on the GGUF file where llama-cpp-python is installed
     shapes     a step of one row at the shapes of larger models
+    learn      the turns of a conversation that count: user, assistant or all, on dialogues of PersonaChat
     frontier   the sparse values beside adapters, along the gradient and by zeroth order, at three strengths
 
 Finished cells are kept: a run that was stopped goes on.
@@ -32,6 +33,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,11 +48,10 @@ from permille.models.loading import FileTokenizer
 from permille.package.build import ChosenAdapter
 from permille.zo.estimators import Batch
 from permille_agent.embed import (
+    Learn,
     TokenizedDocument,
     TrainingBatches,
     TrainOptions,
-    document_losses,
-    document_rows,
     packed_rows,
 )
 from permille_lab.engine import gradients
@@ -62,6 +63,7 @@ from permille_lab.measuring.machine import AnonymousPeak, machine, resident
 from permille_lab.measuring.model_packages import SMOLLM2_FILE, Sources, folder_from_environment
 from permille_lab.people.study import Person, targets
 from permille_lab.people.user_texts import Collection, User, cohort, read_users
+from permille_lab.real import conversations
 from permille_lab.real.page import STRENGTHS, State, Trainable
 from permille_lab.real.subjects import (
     LEAST_CHARACTERS,
@@ -70,6 +72,7 @@ from permille_lab.real.subjects import (
     gardener,
     general_batches,
     general_of,
+    nats_of,
     open_subject,
 )
 from permille_lab.tasks.examples import Task
@@ -82,7 +85,9 @@ _LORA_RANK, _LORA_RATE = 8, 1e-3
 _ITEMS = 400
 _COHORT = 10
 _DECODE_ROUNDS = 5
-_FIGURES = ("memory", "decode", "shapes", "people", "tasks", "frontier")
+_FIGURES = ("memory", "decode", "shapes", "people", "tasks", "learn", "frontier")
+_METHODS = {"gradient": (EstimatorKind.GRADIENT, STEPS), "zeroth-order": (EstimatorKind.ONE_SIDED, 400)}
+"""Estimators of the frontier, with a number of steps: 400 of zeroth order take ten minutes of a core."""
 _TASKS = {
     Task.SST2: "SST-2_glue/dev.tsv",
     Task.RTE: "RTE/train.jsonl",
@@ -94,6 +99,7 @@ _TRAINABLES: dict[Trainable, float | ChosenAdapter] = {
     Trainable.LORA_FA_1: ChosenAdapter(kind=AdapterKind.LORA_FA, rank=1, alpha=16),
     Trainable.LORA_1: ChosenAdapter(kind=AdapterKind.LORA, rank=1, alpha=16),
     Trainable.LORA_8: ChosenAdapter(kind=AdapterKind.LORA, rank=8, alpha=16),
+    Trainable.SPARSE_3: 3 * DENSITY,
 }
 
 
@@ -107,7 +113,9 @@ class Bench:
     def state(self, person: Person) -> tuple[NDArray[np.float32], float]:
         """The trained values at full strength, and the seconds of the processor; made once."""
         options = self.subject.study.options
-        name = f"{person.name}-{options.estimator}-{options.seed}-{self.package.digest[-8:]}.npz"
+        name = (
+            f"{person.name}-{options.estimator}-{options.steps}-{options.seed}-{self.package.digest[-8:]}.npz"
+        )
         path = self.subject.study.folder / name
         if not path.exists():
             begun = time.process_time()
@@ -258,12 +266,6 @@ class _Dense:
         return np.asarray(losses.numpy(), np.float32)
 
 
-def nats_of(engine: Engine, values_K: NDArray[np.float32], documents: Sequence[TokenizedDocument]) -> float:
-    """Mean loss of the documents' targets, nats a token."""
-    found = document_losses(engine, values_K, document_rows(documents, LONGEST), len(documents))
-    return float(found.nats_D.sum() / found.tokens_D.sum())
-
-
 def _after(shown: Sequence[TokenizedDocument], document: TokenizedDocument) -> TokenizedDocument:
     """The document after as much of a person's other text as fits; its own tokens alone are counted."""
     room = LONGEST - len(document.ids_T)
@@ -283,7 +285,8 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE, help="the model")
     parser.add_argument("--notes", type=Path, default=Path("examples/gardener/notes.txt"))
     parser.add_argument("--people", type=int, default=_COHORT, help="authors of tweets, beside the gardener")
-    parser.add_argument("--frontier-people", type=int, default=2, help="of all, in the frontier")
+    parser.add_argument("--frontier-people", type=int, default=_COHORT + 1, help="of all, in the frontier")
+    parser.add_argument("--frontier-methods", nargs="+", choices=_METHODS, default=list(_METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--figures", nargs="+", choices=_FIGURES, default=_FIGURES)
     options = parser.parse_args()
@@ -325,14 +328,22 @@ def main() -> None:
                     shape=shape, layers=None, sequences=1, tokens=tokens, rounds=1, tables=Embeddings.Q8_0
                 )
                 cells.once("shapes", sizes.settings(), partial(gradients.measure, options.folder, sizes))
+        if "learn" in options.figures:
+            count = conversations.LEARNED + conversations.SELECTED + conversations.JUDGED
+            documents = conversations.dialogues(data, options.folder / "real", count)
+            for learn in Learn:
+                measure = partial(
+                    conversations.measure, main_bench.subject, documents, learn, main_bench.general
+                )
+                cells.once("learn", {"learn": learn.value, "seed": seed, "steps": STEPS}, measure)
         if "frontier" in options.figures:
-            zeroth = TrainOptions.of(EstimatorKind.ONE_SIDED, seed=seed, steps=STEPS)
-            for method, told in (("gradient", along), ("zeroth-order", zeroth)):
-                for trainable in Trainable:
-                    opened = bench(trainable, told)
-                    for user in people[: options.frontier_people]:
-                        settings = {"trainable": trainable.value, "method": method, "user": user.name}
-                        cells.once("frontier", settings | {"seed": seed}, partial(opened.frontier, user))
+            for method, trainable in product(options.frontier_methods, Trainable):
+                estimator, steps = _METHODS[method]
+                told = TrainOptions.of(estimator, seed=seed, steps=steps)
+                opened = bench(trainable, told)
+                for user in people[: options.frontier_people]:
+                    settings = {"trainable": trainable.value, "method": method, "user": user.name}
+                    cells.once("frontier", settings | {"seed": seed}, partial(opened.frontier, user))
 
 
 if __name__ == "__main__":

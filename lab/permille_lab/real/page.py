@@ -32,6 +32,7 @@ class Trainable(StrEnum):
     LORA_FA_1 = "lora-fa-1"
     LORA_1 = "lora-1"
     LORA_8 = "lora-8"
+    SPARSE_3 = "sparse, 3 in 1,000"
 
 
 def tables(results: Path) -> dict[str, str]:
@@ -51,6 +52,7 @@ def tables(results: Path) -> dict[str, str]:
         "numbers": markdown(_numbers(people)),
         "tasks": markdown(_tasks(cells)),
         "frontier": markdown(_frontier(cells)),
+        "learn": markdown(_learn(cells)),
         "decode": markdown(_decode(cells)),
         "shapes": markdown(_shapes(cells)),
         "memory": markdown(_memory(cells)),
@@ -133,30 +135,40 @@ def _tasks(cells: Cells) -> pd.DataFrame:
 
 
 def _frontier(cells: Cells) -> pd.DataFrame:
-    """The mean over the people that all contenders have."""
+    """The mean losses over people, held-out and general, as they are: packages begin at different ones."""
     rows = [
-        {"trainable": settings["trainable"], "method": settings["method"], "user": settings["user"], **result}
+        {"trainable": settings["trainable"], "method": settings["method"], **result}
         for settings, result in cells.of("frontier")
     ]
-    table = pd.DataFrame(rows, columns=["trainable", "method", "user", "points", "k", "seconds"])
+    table = pd.DataFrame(rows, columns=["trainable", "method", "points", "k", "seconds"])
     out = []
     for (trainable, method), group in table.groupby(["trainable", "method"], sort=False):
         row = {
             "trained": trainable,
             "method": method,
-            "numbers": int(group["k"].iloc[0]),
+            "numbers": f"{int(group['k'].iloc[0]):,}",
             "people": len(group),
         }
-        for eighths in STRENGTHS:
-            change = [
-                (points["0"][0] - points[str(eighths)][0], points[str(eighths)][1] - points["0"][1])
-                for points in group["points"]
-            ]
-            gain, rise = (sum(column) / len(change) for column in zip(*change, strict=True))
-            row[f"{eighths}/8: gain, rise"] = f"{gain:+.3f}, {rise:+.3f}"
+        for eighths in (0, *reversed(STRENGTHS)):
+            points = [points[str(eighths)] for points in group["points"]]
+            nats, general = (sum(column) / len(points) for column in zip(*points, strict=True))
+            row[f"{eighths}/8" if eighths else "before"] = f"{nats:.3f}, {general:.3f}"
         row["seconds"] = f"{group['seconds'].mean():.0f}"
         out.append(row)
     return pd.DataFrame(out)
+
+
+def _learn(cells: Cells) -> pd.DataFrame:
+    rows = []
+    for settings, result in cells.of("learn"):
+        before, after = result["nats"]["before"], result["nats"]["after"]
+        row = {"--learn": settings["learn"], "tokens that train": result["train_tokens"]}
+        for side in after:
+            row[f"{side}'s turns"] = f"{before[side]:.3f} -> {after[side]:.3f}"
+        row["general rise"] = f"{result['general']['after'] - result['general']['before']:+.3f}"
+        row["strength"] = f"{result['strength']}/8"
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def _decode(cells: Cells) -> pd.DataFrame:

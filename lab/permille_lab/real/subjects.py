@@ -26,7 +26,13 @@ from permille.package.reader import Package
 from permille.training.reference import TEXT_ROWS, TEXT_TOKENS, Reference, make_reference
 from permille.training.strength import EIGHTHS, KEEP_GENERAL, Strength, choose_strength
 from permille.zo.estimators import Batch
-from permille_agent.embed import TrainOptions, package_tokenizer
+from permille_agent.embed import (
+    TokenizedDocument,
+    TrainOptions,
+    document_losses,
+    document_rows,
+    package_tokenizer,
+)
 from permille_lab.measuring.model_packages import Sources, model_package
 from permille_lab.people.study import Study
 from permille_lab.people.user_texts import User
@@ -120,6 +126,12 @@ def general_batches(model: Path, data: Path) -> list[Batch]:
                 )
             )
     return batches
+
+
+def nats_of(engine: Engine, values_K: NDArray[np.float32], documents: Sequence[TokenizedDocument]) -> float:
+    """Return the mean loss of the documents' targets, nats a token."""
+    found = document_losses(engine, values_K, document_rows(documents, LONGEST), len(documents))
+    return float(found.nats_D.sum() / found.tokens_D.sum())
 
 
 def general_of(engine: Engine, values_K: NDArray[np.float32], general: Sequence[Batch]) -> float:
