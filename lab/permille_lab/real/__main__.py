@@ -99,7 +99,6 @@ _TRAINABLES: dict[Trainable, float | ChosenAdapter] = {
     Trainable.LORA_FA_1: ChosenAdapter(kind=AdapterKind.LORA_FA, rank=1, alpha=16),
     Trainable.LORA_1: ChosenAdapter(kind=AdapterKind.LORA, rank=1, alpha=16),
     Trainable.LORA_8: ChosenAdapter(kind=AdapterKind.LORA, rank=8, alpha=16),
-    Trainable.SPARSE_3: 3 * DENSITY,
 }
 
 
@@ -286,6 +285,7 @@ def main() -> None:
     parser.add_argument("--notes", type=Path, default=Path("examples/gardener/notes.txt"))
     parser.add_argument("--people", type=int, default=_COHORT, help="authors of tweets, beside the gardener")
     parser.add_argument("--frontier-people", type=int, default=_COHORT + 1, help="of all, in the frontier")
+    parser.add_argument("--trainables", nargs="+", choices=list(Trainable), default=list(Trainable))
     parser.add_argument("--frontier-methods", nargs="+", choices=_METHODS, default=list(_METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--figures", nargs="+", choices=_FIGURES, default=_FIGURES)
@@ -337,7 +337,7 @@ def main() -> None:
                 )
                 cells.once("learn", {"learn": learn.value, "seed": seed, "steps": STEPS}, measure)
         if "frontier" in options.figures:
-            for method, trainable in product(options.frontier_methods, Trainable):
+            for method, trainable in product(options.frontier_methods, map(Trainable, options.trainables)):
                 estimator, steps = _METHODS[method]
                 told = TrainOptions.of(estimator, seed=seed, steps=steps)
                 opened = bench(trainable, told)

@@ -32,7 +32,6 @@ class Trainable(StrEnum):
     LORA_FA_1 = "lora-fa-1"
     LORA_1 = "lora-1"
     LORA_8 = "lora-8"
-    SPARSE_3 = "sparse, 3 in 1,000"
 
 
 def tables(results: Path) -> dict[str, str]:
