@@ -136,10 +136,13 @@ def _tasks(cells: Cells) -> pd.DataFrame:
 def _frontier(cells: Cells) -> pd.DataFrame:
     """The mean losses over people, held-out and general, as they are: packages begin at different ones."""
     rows = [
-        {"trainable": settings["trainable"], "method": settings["method"], **result}
+        {"trainable": settings["trainable"], "method": settings["method"], "user": settings["user"], **result}
         for settings, result in cells.of("frontier")
     ]
-    table = pd.DataFrame(rows, columns=["trainable", "method", "points", "k", "seconds"])
+    table = pd.DataFrame(rows, columns=["trainable", "method", "user", "points", "k", "seconds"])
+    # People whom all contenders of a method have: other people have other losses.
+    contenders = table.groupby("method")["trainable"].transform("nunique")
+    table = table[table.groupby(["method", "user"])["trainable"].transform("nunique") == contenders]
     out = []
     for (trainable, method), group in table.groupby(["trainable", "method"], sort=False):
         row = {
