@@ -20,13 +20,13 @@ TRAINED_TOKENS: Final = 256
 _GROUP_SIZES: Final = {Scheme.NF4: 64, Scheme.INT4: 32, Scheme.INT8: 128}
 _SCALE_BITS: Final = 32
 _TABLE_BYTES: Final = 34 / 32
-"""Of a number of embedding or head, in 8 bits with a float16 for each group of 32."""
+"""Bytes of a number of embedding or head: 8 bits, and a float16 for each group of 32."""
 _TRAINING_BYTES: Final = 75_000_000
-"""Of a training process, apart from package and activations: fits the shapes that were measured."""
+"""Memory of a training process apart from package and activations. It fits the measured shapes."""
 
 
 class Ran(StrEnum):
-    """What was run of a model here. Of every family, a small model of random weights equals transformers."""
+    """Part of a model that was run here. A small random model of every family equals transformers."""
 
     CONFIG = "config"
     REAL = "real weights"

@@ -1,4 +1,4 @@
-"""Which turns of a conversation should a chat model learn? The figure `learn` of `make bench-real`.
+"""Compare the turns of a conversation that a chat model may learn: `learn` of `make bench-real`.
 
     documents = dialogues(data, Path("build/bench/real"), LEARNED + SELECTED + JUDGED)
     result = measure(subject, documents, Learn.USER, general)

@@ -43,7 +43,7 @@ TypedForm = Annotated[dict[str, str], Depends(sign_in.form_of)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What devices will see of an action.
+    """Changes that devices will see of an action.
 
     Attributes:
         words: for the reader.
