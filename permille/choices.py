@@ -53,6 +53,16 @@ class EstimatorKind(StrEnum):
     GRADIENT = "gradient"
 
 
+class EngineName(StrEnum):
+    """What computes a model on a device."""
+
+    AUTO = "auto"  # light, if it knows the model, else torch
+    LIGHT = "light"
+    LIGHT_INT8 = "light-int8"
+    TORCH = "torch"
+    EXECUTORCH = "executorch"
+
+
 class StreamedDataset(StrEnum):
     """The public datasets that may be streamed; no other is ever asked for."""
 
@@ -77,4 +87,4 @@ def choice_of(kind: type[Choice], name: str, what: str) -> Choice:
     try:
         return kind(name)
     except ValueError:
-        raise InputError(f"expected {what} of {', '.join(kind)}; got {name!r:.200}") from None
+        raise InputError(f"{name!r:.200} is not {what}. Choose one of {', '.join(kind)}.") from None

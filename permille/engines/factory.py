@@ -5,13 +5,14 @@
 
 import logging
 
+from permille.choices import EngineName, choice_of
 from permille.engines.interface import Engine
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
 from permille.package.reader import Package
 
-AUTO, LIGHT, LIGHT_INT8, TORCH, EXECUTORCH = "auto", "light", "light-int8", "torch", "executorch"
-ENGINES = (AUTO, LIGHT, LIGHT_INT8, TORCH, EXECUTORCH)
+AUTO, LIGHT, LIGHT_INT8 = EngineName.AUTO, EngineName.LIGHT, EngineName.LIGHT_INT8
+EXECUTORCH = EngineName.EXECUTORCH
 
 
 def open_engine(
@@ -35,8 +36,7 @@ def open_engine(
             asked.
         OperatorError, PackageError: as the engine says.
     """
-    if name not in ENGINES:
-        raise InputError(f"expected an engine of {', '.join(ENGINES)}; got {name!r}")
+    choice_of(EngineName, name, "an engine")
     if name == EXECUTORCH:
         from permille.engines.executorch.engine import ExecutorchEngine
 

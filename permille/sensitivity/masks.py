@@ -65,7 +65,7 @@ def select_mask(
         InputError: NaN, infinite or negative scores; a density outside (0, 1]; a method that does
             not exist.
     """
-    method = choice_of(MaskMethod, method, "a method")
+    method = choice_of(MaskMethod, method, "a method of choosing a mask")
     mask: Mask = {}
     for tensor_id, name in enumerate(tensors):
         tensor, own = tensors[name], None if weights is None else weights[name]

@@ -126,7 +126,9 @@ class LogHeader:
             ("estimator", EstimatorKind),
             ("schedule", Schedule),
         ):
-            object.__setattr__(self, name, choice_of(kind, getattr(self, name), f"{name} to be one"))
+            object.__setattr__(
+                self, name, choice_of(kind, getattr(self, name), f"a {name.replace('_', ' ')}")
+            )
         for name, digest in (("package_digest", self.package_digest), ("mask_digest", self.mask_digest)):
             if not is_digest(digest):
                 raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")

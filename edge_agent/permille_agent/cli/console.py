@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from permille.choices import EngineName
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
 from permille.plain_console import PlainConsole
 from permille.plain_text import echo
@@ -24,12 +25,11 @@ COMPUTING, SAMPLING = "How to compute", "How to sample"
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 EngineOption = Annotated[
-    str,
+    EngineName,
     typer.Option(
         "--engine",
         envvar="PERMILLE_AGENT_ENGINE",
-        help="What computes: auto, light, light-int8, torch or executorch. Auto takes light, which needs no "
-        "torch, if it knows the model.",
+        help="What computes. Auto takes light, which needs no torch, if it knows the model.",
         rich_help_panel=COMPUTING,
     ),
 ]

@@ -215,7 +215,7 @@ def train(
         steps=steps,
         minutes=DEFAULT_MINUTES if minutes is None and steps is None else minutes,
         start=choice_of(Start, start, "a start"),
-        learn=choice_of(Learn, learn, "whose turns to learn"),
+        learn=choice_of(Learn, learn, "a choice of turns to learn"),
         rate_scale=rate_scale,
         first_layer=(training.first_layer or 0) if first_layer is None else first_layer,
         keep_general=keep_general,

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from permille.choices import EngineName
 from permille.errors import PermilleError
 
 if TYPE_CHECKING:
     from permille.engines.interface import Engine
     from permille.package.reader import Package
 
-AUTO, LIGHT_INT8, EXECUTORCH = "auto", "light-int8", "executorch"
+AUTO, LIGHT_INT8, EXECUTORCH = EngineName.AUTO, EngineName.LIGHT_INT8, EngineName.EXECUTORCH
 
 
 class RunInterrupted(PermilleError):  # noqa: N818 - not a fault: the user or the policy asked for it

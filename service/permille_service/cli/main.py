@@ -167,6 +167,7 @@ def start(
         settings = load(data_dir=folder.absolute(), **chosen)
     except ValueError as exc:
         raise CommandError(explain(exc), Exit.USAGE) from exc
+    new = {root for root in (settings.model_root, settings.corpus_root) if not root.exists()}
     output = make_output(as_json=as_json)
     log_to_stderr(logging.WARNING, "%(asctime)s %(name)s %(levelname)s %(message)s")
 
@@ -178,8 +179,11 @@ def start(
         output.say(f"page     {url}/ui")
         output.say(f"console  {url}/docs")
         output.say(f"token    {settings.token_path}")
-        output.say(f"models   below {settings.model_root}: permille models add NAME --folder FOLDER")
-        output.say(f"texts    below {settings.corpus_root}: permille corpora add NAME --file FILE")
+        for what, root, command in (
+            ("models ", settings.model_root, "models add NAME --folder FOLDER"),
+            ("texts  ", settings.corpus_root, "corpora add NAME --file FILE"),
+        ):  # a root that is mistyped is made like any other: say that it is new
+            output.say(f"{what}  below {root}{' (a new folder)' if root in new else ''}: permille {command}")
         output.say("Ctrl-C stops it.")
 
     run(settings, with_worker=worker, port_file=port_file, announce=announce)

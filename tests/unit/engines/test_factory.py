@@ -24,7 +24,8 @@ def package(tmp_path: Path) -> Package:
 
 def test_an_unknown_engine_is_refused_with_the_list(package: Package) -> None:
     with pytest.raises(
-        InputError, match=r"expected an engine of auto, light, light-int8, torch, executorch; got"
+        InputError,
+        match=r"'abacus' is not an engine. Choose one of auto, light, light-int8, torch, executorch",
     ):
         open_engine(package, "abacus")
 

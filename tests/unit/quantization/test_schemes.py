@@ -272,7 +272,7 @@ def test_a_scheme_may_be_named_by_its_text(scheme: Scheme, group_size: int) -> N
 
 
 def test_a_scheme_that_does_not_exist_is_refused() -> None:
-    refused = "expected a scheme of nf4, int4, int8, squeezellm, source; got 'nf5'"
+    refused = "'nf5' is not a scheme. Choose one of nf4, int4, int8, squeezellm, source"
     with pytest.raises(InputError, match=refused):
         quantize(weight(2, 128), "nf5", 64)
     with pytest.raises(InputError, match=refused):

@@ -327,6 +327,7 @@ def test_a_model_that_changed_is_refused(bench: Bench) -> None:
         ({"method": "guess"}, "Input tag 'guess'"),
         ({"scope": "layers:7-"}, "layers"),
         ({"sequences": 100_000}, "sequences"),
+        ({"length": 1024}, "The model reads at most"),
         ({"model_id": f"model_{EXAMPLE_ULID}"}, "no model"),
         ({"surprise": 1}, "surprise"),
     ],

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.digests import JSON
+from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.package.layers import write_mask
 from permille.package.manifest import decimal_text
@@ -116,6 +117,12 @@ def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate)
 def _draw(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> shard.Drawn:
     from permille.models.loading import FileTokenizer
 
+    context_tokens = model.checkpoint.config.get("max_position_embeddings")
+    if context_tokens is not None and request.length > int(context_tokens):
+        raise InputError(
+            f"The model reads at most {context_tokens} tokens at once, and this mask wants sequences of "
+            f"{request.length}. Ask for a length of {context_tokens} or less."
+        )
     corpus = open_corpus(context, request.corpus_id)
     context.progress(0.01, "reading the corpus")
     sampling = Sampling(number=request.sequences, length=request.length, seed=request.seed)
