@@ -264,7 +264,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_json(HTTPStatus.OK, found)
 
     def _while_connected(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Stop generating for a client that has hung up: others wait for the model."""
+        """Stop generating for a client that has hung up: others wait for the model.
+
+        As in nginx and uvicorn, a client that has closed its sending half counts as gone.
+        """
         for piece in pieces:
             readable, _, _ = select.select([self.connection], [], [], 0)
             if readable and not self.connection.recv(1, socket.MSG_PEEK):
