@@ -3,11 +3,12 @@
 import hashlib
 import hmac
 import json
+import socket
 from base64 import b64decode
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -131,6 +132,28 @@ def test_a_webhook_does_not_reach_private_addresses(db: Database, tenant_id: str
         assert came == []
     failure = delivery(db, tenant_id, webhook_id).failure or ""
     assert "is not a public address. Set PERMILLE_WEBHOOK_PRIVATE=true" in failure
+
+
+def test_a_receiver_that_drips_its_answer_is_left(
+    db: Database, tenant_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("permille_workers.runtime.webhooks.TIMEOUT_S", 0.5)
+    done = Event()
+
+    def drip(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.")
+            while not done.wait(0.1):
+                connection.sendall(b"1")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        Thread(target=drip, args=(listening,), daemon=True).start()
+        webhook_id, _ = add(db, tenant_id, f"http://127.0.0.1:{listening.getsockname()[1]}/")
+        tell(db, tenant_id)
+        assert send(db) == 1, "it ends, though no single read takes long"
+        done.set()
+    assert delivery(db, tenant_id, webhook_id).failure is not None
 
 
 def test_a_redirect_is_not_followed(db: Database, tenant_id: str) -> None:

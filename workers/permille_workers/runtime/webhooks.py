@@ -14,6 +14,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable
 from datetime import datetime
 from http.client import HTTPConnection, HTTPException
+from threading import Timer
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -65,11 +66,15 @@ def post(message: Message, at: datetime, *, allow_private: bool) -> str | None:
     url = urlsplit(message.url)
     try:
         connection = _connect(message.url, allow_private=allow_private)
+        # Each read has its own limit, so a receiver that drips bytes needs one for all of them.
+        hang_up = Timer(TIMEOUT_S, connection.sock.shutdown, (socket.SHUT_RDWR,))
+        hang_up.start()
         try:
             target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
             connection.request("POST", target, message.body, headers)
             status = connection.getresponse().status
         finally:
+            hang_up.cancel()
             connection.close()
     except (OSError, HTTPException, ValueError, InputError) as exc:
         return f"{type(exc).__name__}: {exc}"
