@@ -7,6 +7,7 @@ read it says on its standard output, in one line. Memory, written bytes and the 
 
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ def _convert_weights(folder: Path, pickles: list[Path]) -> None:
 def _convert_tokenizer(folder: Path) -> None:
     from transformers import AutoTokenizer
 
+    if (folder / "tokenizer.model").exists() and find_spec("sentencepiece") is None:
+        # transformers would ask for tiktoken here, which cannot read most of these files.
+        raise _UnreadableError(
+            "There is no tokenizer.json, and tokenizer.model is read by a package that is not installed: "
+            "pip install sentencepiece"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, use_fast=True, trust_remote_code=False, local_files_only=True

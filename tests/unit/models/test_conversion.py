@@ -127,6 +127,13 @@ def test_files_that_make_no_tokenizer_are_refused(folder: Path, tmp_path: Path) 
         modern_folder(folder, tmp_path / "root")
 
 
+def test_what_reads_tokenizer_model_is_named_where_it_is_missing(folder: Path, tmp_path: Path) -> None:
+    (folder / "merges.txt").unlink()
+    (folder / "vocab.json").rename(folder / "tokenizer.model")
+    with pytest.raises(InputError, match="pip install sentencepiece"):
+        modern_folder(folder, tmp_path / "root")
+
+
 def test_a_folder_of_today_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "tokenizer.json").touch()
