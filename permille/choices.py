@@ -1,6 +1,7 @@
-"""Closed sets of names: a text that callers hand in becomes a member of its enum, or is refused.
+"""Enums of names that a caller may choose from, and `choice_of`, which turns a text into a member.
 
-Those sets stand here that the REST contract shares with library code which the API process must not load.
+This module holds the enums that the REST API shares with library modules that the API process must not
+import.
 """
 
 from enum import StrEnum
@@ -29,7 +30,7 @@ class AdapterKind(StrEnum):
 class Embeddings(StrEnum):
     """How a package stores embedding and head: in 8 bits, or in the source's dtype."""
 
-    Q8_0 = "q8_0"  # GGUF's blocks of 32; rows that no block fills keep the source's dtype
+    Q8_0 = "q8_0"  # GGUF's blocks of 32; a matrix whose rows do not divide into blocks keeps its dtype
     SOURCE = "source"
 
 
@@ -41,9 +42,11 @@ class Method(StrEnum):
 
 
 class EstimatorKind(StrEnum):
-    """How the scalars of a step were estimated; replay depends on it by directions and blocks alone.
+    """How the scalars of a step were estimated.
 
-    `GRADIENT`: they are what `queries` groups hold of a change that was computed from a gradient.
+    Replay does not look at the estimator, only at the header's `directions`, `first_tensor` and `split`.
+    For `GRADIENT`, the device first computes a change of the weights from a gradient. The scalars are the
+    projections of that change on the step's groups of weights (FORMAT 6.6).
     """
 
     SPSA = "spsa"
@@ -77,9 +80,10 @@ class ProgramWeights(StrEnum):
 
 
 def choice_of(kind: type[Choice], name: str, what: str) -> Choice:
-    """The member of `kind` that `name` stands for.
+    """Return the member of `kind` with this name.
 
-    Without it a typo would be compared with `is`, and silently taken for whatever comes last.
+    Code compares members with `is`. A text that was not checked would match no branch, and silently take
+    the last one.
 
     Raises:
         InputError: there is no such member; the message lists those that are.

@@ -41,10 +41,10 @@ class Engine(LossEngine, Protocol):
 
     @property
     def layer_passes(self) -> int:
-        """Passes of one sequence through one decoder layer so far, of all variants, forward and back.
+        """Count how often a sequence has passed through a decoder layer so far, forward or backward.
 
-        What is computed once for several variants counts once. Divided by the number of decoder layers these
-        are forward passes of a row, by which results compare methods.
+        Passes of all variants are summed, and work that variants share counts once. Divide by the number of
+        layers to get forward passes of one row, the unit of the results pages.
         """
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:

@@ -1,8 +1,7 @@
-"""What variants of the values share: a layer runs once for all that agree in it and in the layers below.
+"""Share work between variants of the values: a layer runs once for all that agree in it and below it.
 
-So what lies below the first perturbed layer is computed once a batch, whichever estimator, mask or scope
-decides where that is. The light and the torch engine both follow this rule, so they report the same layer
-passes.
+So the layers below the first perturbed one are computed once per batch. The light and the torch engine both
+follow this rule, so they report the same layer passes.
 
 # Legend: V variants, G groups of them, K masked weights.
 """
@@ -18,9 +17,12 @@ from permille.package.reader import Package
 
 State = TypeVar("State")
 Groups = list[list[int]]
-"""Variants by their place in a call, those together that are one to the layers so far."""
+"""Groups of variants, each given by its row in `values_VK`.
+
+The variants of one group have had the same values in every layer so far, so they share one state.
+"""
 Spans = tuple[tuple[slice, ...], ...]
-"""Where each decoder layer's values are among the package's."""
+"""For each decoder layer, where its values lie among those of the package."""
 
 
 class DecoderPass(Protocol[State]):
@@ -33,7 +35,8 @@ class DecoderPass(Protocol[State]):
         """Return the state of new groups, and take their values for the layers to come.
 
         Args:
-            source_G: the group of `state` that each comes from; its place is at most the new group's own.
+            source_G: for each new group, its group in `state`. `source_G[i] <= i`, so an engine can copy in
+                place, from the end.
         """
 
     def run_layer(self, number: int, state: State) -> State:
@@ -46,13 +49,14 @@ def layer_spans(package: Package) -> Spans:
     start = 0
     for info in package.manifest.tensors:
         if info.count:
+            # None is never seen here: all tensors of a manifest lie in a layer.
             found[layer_of(info.name) or 0].append(slice(start, start + info.count))
         start += info.count
     return tuple(tuple(spans) for spans in found)
 
 
 def first_masked(spans: Spans) -> int:
-    """Return the lowest layer with a value, or their number without one."""
+    """Return the lowest layer with a trained value, or the number of layers if none has one."""
     return next((number for number, own in enumerate(spans) if own), len(spans))
 
 
@@ -63,9 +67,9 @@ def run_variants(
 
     Args:
         spans: as `layer_spans`.
-        state: of one group, what enters the lowest layer with a value.
-        room: the most groups that go through a layer together. More go in parts, each from what was
-            computed once.
+        state: one group's input of the lowest layer with a trained value.
+        room: the most groups that go through a layer together. If there are more, they are processed in
+            parts. Each part starts from a copy of the shared state.
     """
 
     def above(first: int, groups: Groups, state: State) -> Iterator[tuple[Groups, State]]:

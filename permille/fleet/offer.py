@@ -1,4 +1,4 @@
-"""The signed record of a rollout, from which a device alone decides whether it takes part.
+"""The signed record of a rollout. From it, a device decides by itself whether it takes part.
 
 The record is the `custom` field of a TUF target (FORMAT 14). So nobody between service and device can open a
 wave, move a device to another one, or hide a halt for longer than the timestamp's life.
@@ -94,9 +94,9 @@ class Offer:
     """A rollout as it is signed.
 
     Attributes:
-        version: of the release, which devices in an open wave install.
-        window: when devices may begin to install; None: at any time.
-        places: the waves of devices with a place below this are open (`place_of`).
+        version: the version of the release that devices in an open wave install.
+        window: when devices may begin to install. None: at any time.
+        places: a device may take the version if its place (`place_of`) is below this number.
     """
 
     rollout: str
@@ -165,7 +165,7 @@ def place_of(rollout_id: str, device_id: str) -> int:
 
 
 def member_digest(rollout_id: str, device_id: str) -> str:
-    """Return what a record lists of a member: other devices learn no id from it."""
+    """Return the digest that stands for a device in a record, so that others cannot read its id there."""
     return _hash("member", rollout_id, device_id)[:8].hex()
 
 

@@ -6,7 +6,7 @@
 
 `advance` is a pure function. It tests the reports for harm when there are 20, 40, 80, ... of them;
 each such test is a *look*. All tests of look j together may err with probability `ALPHA / 2**j`.
-So the probability to stop a good version, however long it is watched, is at most `ALPHA`.
+So the probability of stopping a good version is at most `ALPHA`, however long the rollout runs.
 
 The gate at the end of a wave is not a statistical test. It compares the success rate with the rate
 that the operator demands.
@@ -66,15 +66,15 @@ class Rules:
     """Conditions that end a wave, and limits that stop a rollout.
 
     Attributes:
-        waves: the devices of the group that each wave opens, earlier waves included: a percentage
-            (`"10%"`) or a count (`"50"`), growing to `"100%"`.
+        waves: the size of each wave, as a share (`"10%"`) or a number (`"50"`) of the group's devices.
+            Each size includes the earlier waves. The last is `"100%"`.
         min_reports: the reports that a wave needs before the next one opens. A smaller wave needs
             a report from each of its devices.
         soak_s: the least time that a wave stays open before the next one.
         success_percent: the success rate that a wave needs, among the devices that began. A device
-            that has not ended yet counts as no success.
+            that has not ended yet is no success.
         failure_percent, worse_percent: limits of the shares of failures and of worse models.
-        deadline_s: the time after which a device that began without reporting counts as silent.
+        deadline_s: a device that began, and sent no result within this time, counts as silent.
         approval: waves after the first also wait until an operator, or a program, approves them.
     """
 
@@ -113,9 +113,10 @@ class Tally:
         codes: the number of devices for each report code.
         damage: the number of devices for each code of package damage.
         judged, worse: the numbers of devices that compared their models, and that became worse.
-        losses: the differences of the loss after training, in nats a token.
-        general: the change of the loss on general text for each device, in nats a token.
-        wave_devices: the devices of the open waves that had not ended before this count started.
+        losses: the differences of the loss after training, in nats per token.
+        general: the change of the loss on general text for each device, in nats per token.
+        wave_devices: the devices of the newest open wave, without those that had a result before this
+            count began.
         wave_began, wave_ended, wave_ok: how many of these began, ended, and succeeded.
     """
 
@@ -137,7 +138,7 @@ class Tally:
 
     @property
     def failed(self) -> int:
-        """Number of devices that have failed."""
+        """Number of devices that ended without success, the silent ones included."""
         return self.ended - self.codes.get(ReportCode.OK, 0)
 
 

@@ -23,15 +23,18 @@ TARGETS: Final = Targets.type
 SNAPSHOT: Final = Snapshot.type
 TIMESTAMP: Final = Timestamp.type
 RELEASES: Final = "releases"
-"""The team's role where targets delegates no `release-<name>` of its own."""
+"""The team's role that signs releases, unless `targets` delegates a role `release-<name>`."""
 ROLLOUTS: Final = "rollouts"
-"""Signed by the service itself, so that a rollout can stop at night. Devices take listed versions alone."""
+"""The service signs this role itself, so a rollout can stop while nobody watches.
+
+It cannot offer a version that the team has not listed.
+"""
 TOP_LEVEL: Final = (ROOT, TARGETS, SNAPSHOT, TIMESTAMP)
 ONLINE: Final = (SNAPSHOT, TIMESTAMP)
 """Always signed by the service itself."""
 TIMESTAMP_FILE: Final = f"{TIMESTAMP}.json"
 ROOT_DIGEST_DIGITS: Final = 32
-"""So many hex digits of the root's SHA-256 does an invitation carry."""
+"""How many hex digits of the root's SHA-256 an invitation contains."""
 MAX_VERSION: Final = 2**53 - 1
 MAX_STEPS: Final = 1_000_000
 

@@ -1,12 +1,14 @@
 """Estimate, from a state and a batch, the loss and one projected gradient for each direction of a step.
 
-All directions are along `z / sigma` (unit variance), and a step moves by the mean over the directions of
-a block of `projected_grad * z / sigma`. Its expectation is the gradient, up to terms of the order of
-epsilon squared (none for exact derivatives). Costs, in forward passes of the batch, with q directions: SPSA
-2 q, one-sided q, exact derivatives (`forward`) about 3 whatever q is, split 2 P_1 of the lower block's layers
-and 2 P_2 of the others. The light and the torch engine compute once what variants share
-(`permille.engines.variants`); an exported program has no such parts and makes 2 P_2 whole passes.
-`layer_passes` of an engine counts what it did.
+A direction is `z / sigma` and has unit variance. For each block, a step averages `projected_grad * z / sigma`
+over the directions of the block, and moves by minus the learning rate times that average. The expectation of
+the average is the gradient, up to terms of the order of epsilon squared (none for exact derivatives).
+
+Costs in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, exact derivatives (`forward`)
+about 3 for any q. Split makes 2 P_1 passes of the lower block's layers and 2 P_2 of the others. The light and
+the torch engine compute once what variants share (`permille.engines.variants`). An exported program cannot
+share work between variants, so a split step costs 2 P_2 whole passes there. `layer_passes` of an engine
+counts what it did.
 
 Estimators know nothing of models, engines nothing of optimizers: `LossEngine` is the seam.
 
@@ -123,8 +125,8 @@ def differentiable(engine: LossEngine) -> Differentiable:
     """
     if not hasattr(engine, "gradient"):
         raise InputError(
-            "This engine computes no gradients. Choose the engine light or torch, or train by forward passes "
-            "alone: --method zeroth-order --estimator one-sided."
+            "This engine computes no gradients. Choose the engine light or torch, or the method zeroth-order "
+            "with the estimator one-sided, which needs forward passes alone."
         )
     return cast("Differentiable", engine)
 
@@ -134,8 +136,8 @@ class Descent:
     """Settings that are the same at every step of a log.
 
     Attributes:
-        header: of the log.
-        w_base_K: the values that state zero stands for.
+        header: the header of the log.
+        w_base_K: the values of the masked weights at state zero.
     """
 
     header: LogHeader
@@ -214,12 +216,13 @@ def _spsa(
 def _one_sided(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: NDArray[np.int8]
 ) -> tuple[float, NDArray[np.float64]]:
-    """One-sided differences along q directions against the mean of their own losses, q forward passes.
+    """Compare the losses along q directions with their own mean: one-sided differences, q forward passes.
 
-    `projected_grad_i = (L_i - mean L) / epsilon * q / (q - 1)`, `L_i = f(w + epsilon*z_i/sigma)`. Like FZOO
-    without its division by the losses' deviation, which biases the step. The mean takes out what all losses
-    share, curvature included, which the loss at the state itself does not; so that loss is not computed. It
-    holds the loss of the direction itself, hence `q / (q - 1)`: the difference to the mean of the others.
+    `projected_grad_i = (L_i - mean L) / epsilon * q / (q - 1)`, `L_i = f(w + epsilon*z_i/sigma)`. This is
+    FZOO without its division by the deviation of the losses, which would bias the step. Subtracting the mean
+    removes what the losses have in common, including curvature. Subtracting the loss at the state would leave
+    the curvature in, so that loss is not computed. The mean includes `L_i` itself; the factor `q / (q - 1)`
+    turns the result into the difference to the mean of the others.
 
     Returns:
         Mean of the q losses, and the q scalars in float64.
@@ -238,10 +241,11 @@ def _split(
 ) -> tuple[float, NDArray[np.float64]]:
     """Two blocks: each of the P_1 lower directions and its negative carry J = P_2 / (2 P_1) upper pairs.
 
-    FedSPZO, equations 6 and 8, one scalar for each direction. Of upper direction j, at its sign of its lower
-    direction: `(f(.., +z_j) - f(.., -z_j)) / (2*epsilon)`; of a lower direction
-    `(mean of its losses at + less mean of its losses at -) / (2*epsilon)`: equation 7's double sum collapses
-    to that. All 2 P_2 variants go to the engine in one call, in groups that agree in the lower block.
+    FedSPZO, equations 6 and 8, with one scalar per direction. The scalar of an upper direction is the
+    difference of its two losses divided by `2*epsilon`, while its lower direction is held at one sign. The
+    scalar of a lower direction is the mean of all its losses at + minus the mean at -, divided by
+    `2*epsilon`. Equation 7's double sum reduces to this. All 2 P_2 variants go to the engine in one call, in
+    groups that agree in the lower block.
 
     Returns:
         Mean of the 2 P_2 losses, and the P_1 + P_2 scalars in float64, the lower block's first.
@@ -271,8 +275,8 @@ def _forward(
 ) -> tuple[float, NDArray[np.float64]]:
     """Exact directional derivatives `grad f . z_i / sigma`: no epsilon, and the same log.
 
-    All of them come from one gradient. Forward-mode differentiation gives the same numbers for a tangent pass
-    a direction, and every engine that had it has a reverse pass, too.
+    All of them come from one reverse pass, though the format calls this estimator `forward`: forward-mode
+    differentiation gives the same numbers, at the cost of one tangent pass per direction.
 
     Returns:
         The loss at the state, and the q scalars in float64.

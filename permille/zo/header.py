@@ -1,11 +1,12 @@
 """The header that both forms of the log begin with (FORMAT 8.1).
 
-The header says everything that replay needs besides the package. It is written as canonical JSON: sorted
-keys, no spaces, real numbers as C99 hexadecimal strings, the seed as 16 hexadecimal digits. So a header has
-exactly one byte form, and its digest names the run.
+With the coefficients of the steps, the header is all that replay needs. The package is needed only to
+turn the state into weights. The header is written as canonical JSON: sorted keys, no spaces, real numbers as
+C99 hexadecimal strings, the seed as 16 hexadecimal digits. So a header has exactly one byte form, and its
+digest names the run.
 
-A new estimator or kind of direction is a new value of its enumeration here; what it needs beside the fields
-that are there is a new record, null in the headers of all others.
+To add an estimator or a kind of direction, add a member to its enum. If it needs more fields, put them
+into a record of their own, like `BlockSplit`, which is null in all other headers.
 """
 
 import json
@@ -59,8 +60,9 @@ class BlockSplit:
     def halving(
         cls, counts: tuple[int, ...], decoder_layers: int, lower_queries: int, first_layer: int = 0
     ) -> "BlockSplit":
-        """Divide the tensors into two blocks of about as many decoder layers, counted between the first and
-        the last that are masked, from `first_layer` on.
+        """Cut halfway between the first and the last decoder layer that have masked weights.
+
+        Layers before `first_layer` are ignored.
 
         Raises:
             InputError: fewer than two decoder layers are masked.
@@ -77,7 +79,7 @@ class BlockSplit:
         return cls(first_upper_tensor=middle * size, lower_queries=lower_queries)
 
     def check(self, *, counts: tuple[int, ...], queries: int) -> None:
-        """Refuse what does not fit the rest of the header (InputError)."""
+        """Raise InputError if the split does not fit the rest of the header."""
         check_range("split.first_upper_tensor", self.first_upper_tensor, 1, len(counts) - 1)
         check_range("split.lower_queries", self.lower_queries, 1, queries - 1)
         lower = sum(counts[: self.first_upper_tensor])
@@ -95,8 +97,8 @@ class LogHeader:
     """Header of a log: its bindings, and the constants that turn its integers into weights.
 
     Attributes:
-        queries: coefficients a step; of both blocks together where there are two.
-        total_steps: the most steps the log may hold; the linear schedule ends there.
+        queries: coefficients per step, those of both blocks together where there are two.
+        total_steps: the largest number of steps in the log. The linear schedule ends there.
         counts: masked weights per tensor, in tensor order.
         split: the two blocks of `EstimatorKind.SPLIT`; None for every other kind.
         first_tensor: the masked weights of the tensors before it do not move.
@@ -134,11 +136,15 @@ class LogHeader:
                 raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
         check_range("seed", self.seed, 0, (1 << 64) - 1)
         groups = self.directions is DirectionKind.GROUPS
+        # A gradient is always stored by groups, one_sided takes either kind, all others Rademacher alone.
         if self.estimator is not EstimatorKind.ONE_SIDED and groups != (
             self.estimator is EstimatorKind.GRADIENT
         ):
-            raise InputError(f"expected groups for gradient or one_sided, got {self.directions.value}")
-        # FORMAT 8.1: a one-sided difference is one to the mean of the others
+            raise InputError(
+                f"The estimator {self.estimator.value} does not take directions of the kind "
+                f"{self.directions.value}."
+            )
+        # One-sided compares each loss with the mean of the others (FORMAT 8.1), so it needs two.
         least = 2 if self.estimator is EstimatorKind.ONE_SIDED else 1
         check_range("queries", self.queries, least, MAX_GROUPS if groups else MAX_QUERIES)
         check_range("total_steps", self.total_steps, 1, MAX_STEPS)
@@ -225,7 +231,7 @@ class LogHeader:
         try:
             fields = json.loads(data)
             for name in ("format", "version", "generator", "generator_version"):
-                del fields[name]  # to_bytes knows the only value of each
+                del fields[name]  # constants: to_bytes adds them, and the bytes are compared below
             split = fields.pop("split")
             header = cls(
                 **fields
@@ -269,6 +275,6 @@ class LogHeader:
 
 
 def check_range(name: str, number: object, least: int, most: int) -> None:
-    """Refuse what is no integer of a range. Raises InputError."""
+    """Raise InputError unless `number` is an integer in the range. A bool is refused, too."""
     if type(number) is not int or not least <= number <= most:
         raise InputError(f"expected {name} as an integer from {least} to {most}, got {number!r}")

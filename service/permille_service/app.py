@@ -54,10 +54,11 @@ Turn a pre-trained language model into a package of which a device trains one we
 * Press **Authorize** and paste an operator token (the first one is in `operator.token` of the data folder).
 * Long work answers `202` with the job's `Location`; follow it under **jobs**.
 * Every error is a problem (RFC 9457); branch on its `type`.
-* A `POST` that makes something takes an `Idempotency-Key`: sent again within a day, it makes nothing twice,
-  and nothing anew of what was removed since.
+* Send an `Idempotency-Key` with a `POST` that creates something. The same key and body within a day return
+  the first answer and create nothing. If the object was removed meanwhile, the answer is
+  `idempotency-conflict`.
 * Lists are pages: pass `next_cursor` as `cursor`.
-* A parameter of a query comes once; of two, neither is taken.
+* A query parameter may appear only once.
 """
 TAGS: Final = [
     {"name": "models", "description": "Base models: a folder, or a hub repository at a commit."},

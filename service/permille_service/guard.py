@@ -1,8 +1,8 @@
-"""Checks that every request passes before any route: the Host check, the limit of the body, and headers that
-browsers obey.
+"""Middleware that every request goes through before its route.
 
-The Host check keeps a page of another site from reaching a service on loopback through DNS rebinding. There
-is no CORS: no other origin may read an answer.
+It checks the Host header, limits the size of the body, and adds security headers for browsers. The
+Host check keeps a page of another site from reaching a service on loopback through DNS rebinding. There is no
+CORS: no other origin may read an answer.
 """
 
 import re
@@ -113,7 +113,7 @@ def _with_security_headers(send: Send, wanted: tuple[tuple[bytes, bytes], ...]) 
     async def guarded(message: Message) -> None:
         if message["type"] == "http.response.start":
             said = {name.lower() for name, _ in message["headers"]}
-            # Only blobs and reports say otherwise than `no-store`.
+            # A response that sets `Cache-Control` itself (blobs, reports, trust metadata) keeps its value.
             message["headers"] = [*message["headers"], *(pair for pair in wanted if pair[0] not in said)]
         await send(message)
 

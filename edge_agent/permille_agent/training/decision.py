@@ -1,15 +1,17 @@
 """Decision to adopt the selected state, judged once on text that nothing else has used.
 
-Adopted means surely better than the base and, where another personalised model is active, than that one
-(`evidence.py`). All decisions of a device together spend one probability of error, so they are counted. An
-active model that cannot be opened any more protects nothing. The active model may belong to another package
-with another tokenizer: it is judged under its own, on the same documents, by nats per byte of its targets.
+A state is adopted if it is surely better than the base and, where another personal model is active, surely
+better than that one (`evidence.py`). The probability of a false adoption is bounded over all decisions of a
+device together, so each decision has a number. If the active model can no longer be opened, the new one need
+only beat the base. The active model may belong to another package with another tokenizer. Then each model
+reads the same documents with its own tokenizer, and nats per byte are compared.
 
-Before that the strength of the state is chosen (`evaluation.py`), so that its loss on general text rises no
-more than it may; what is judged is the state at that strength.
+First the largest strength is chosen that keeps the rise of the loss on general text within the bound
+(`evaluation.py`). The state at that strength is judged.
 
-Little text is judged part by part, each by the state that the parts before it trained, and then trains the
-state that is adopted. So a model that little text made is compared only on text that came since.
+A short text is cut into parts. Each part after the first is judged by a state trained on the parts before it.
+Then all parts together train the state that may be adopted. So when that model is active and a later one is
+compared with it, text that it has learned from is left out.
 """
 
 import math
@@ -45,7 +47,7 @@ from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_n
 from permille_agent.training.steps import SelectedState, Stop
 
 PIECE_TOKENS = 64
-"""Targets of a row that are judged as one group: 2,000 tokens are some 30 groups, of which 20 are needed."""
+"""A long row is judged in pieces of this many targets: 2,000 tokens make some 30, and 20 are needed."""
 _LOWER_RATE = "lower the rate with --rate-scale 0.1, or add more text"
 
 
@@ -64,22 +66,22 @@ class Decision:
     """Decision on the result of a run, with its numbers. Numbers that were not finite are None.
 
     Attributes:
-        descent: which descent the state is from.
-        step: how many of its steps it is made of.
-        steps: how many steps the descent made.
+        descent: the number of the descent that made the state.
+        step: the number of its steps up to the state.
+        steps: the number of steps that the descent made.
         stopped: why the last descent stopped.
-        state_digest: of the state as it was trained, to which the run's log leads.
-        scaled_digest: of the state that was judged, where its strength is not full.
-        strength: eighths of the trained state that were judged; 0: none keeps the general loss low.
-        general: what the state costs on general text; None where the package has no reference.
-        incumbent: what was active when this was decided.
-        adopted: whether the state replaces it.
-        reason: why, for the user.
-        loss_base: of the base on the test split, nats a token.
-        number: of this decision among all on this device, from 1.
-        against_base: how much lower the state's loss is.
-        against_active: the same against a personalised model that is active, or the pooled state.
-        pooled: what was active is the package's pooled state.
+        state_digest: the digest of the state at full strength, to which the run's log leads.
+        scaled_digest: the digest of the state that was judged, if its strength was not full.
+        strength: the strength that was judged, in eighths. 0: no strength keeps the general loss low.
+        general: the losses on general text. None if the package has no reference.
+        incumbent: the model that was active when this was decided.
+        adopted: whether the state replaces the incumbent.
+        reason: the reason of the decision, for the user.
+        loss_base: the loss of the base on the test split, in nats per token.
+        number: the number of this decision among all on this device, from 1.
+        against_base: how much lower the state's loss is than the base's.
+        against_active: the same against an active personal model, or the pooled state.
+        pooled: whether the package's pooled state was active.
     """
 
     descent: int
@@ -105,7 +107,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLosses:
-    """Losses by row of the test split, or by group of documents; None where they were not finite."""
+    """Losses of the pieces of text that are compared; None where they were not finite.
+
+    They are pieces of rows (some 64 targets), groups of a short text (24 targets), or passages.
+    """
 
     nats: tuple[float | None, ...]
     tokens: tuple[int, ...]
@@ -140,11 +145,11 @@ def decide_adoption(
     """Judge the selected state; the decision is durable before anything acts on it.
 
     Args:
-        home: counts the decisions.
-        run: that ended.
+        home: the device's folder, which counts the decisions.
+        run: the run that has ended.
         selected: the state that it ended with.
-        incumbent: what is active now.
-        open_incumbent: opens it; called only where it is not the base.
+        incumbent: the model that is active now.
+        open_incumbent: opens the active model. Not called if that is the base.
     """
 
     def decide() -> Decision:
@@ -220,8 +225,8 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     try:
         first, second = _losses_beside_active(run, judges, incumbent)
     except (InputError, PackageError, OperatorError) as exc:
-        # It cannot be used either: nothing is lost, and it stays in the history.
-        return replace(decision, reason=f"{active} cannot be opened: {exc}")
+        # The device cannot use that model any more, so replacing it loses nothing. Its run stays.
+        return replace(decision, reason=f"better than the base; {active} cannot be opened: {exc}")
     if not len(first.tokens_D):
         reason = "the active model has learned from all of this text: more of it is needed to compare them"
         return replace(decision, adopted=False, reason=reason)
@@ -299,7 +304,11 @@ def _parts(run: Run) -> list[_Part]:
 
 
 def _compared(first: DocumentLosses, second: DocumentLosses, number: int, least: int) -> Comparison:
-    """Compare losses of the same text by groups of enough tokens, in nats a token of the second tokenizer."""
+    """Compare losses of the same text by groups of enough tokens.
+
+    The result is in nats per token of the second tokenizer.
+    """
+    # Pieces are long enough as a rule. One from the end of a row, or a short row, joins its neighbour.
     group_D = merged(second.tokens_D, least)
     first, second = summed(first, group_D), summed(second, group_D)
     bytes_a_token = second.bytes_D.sum() / second.tokens_D.sum()

@@ -1,9 +1,10 @@
-"""Rollouts as rows: made, moved by operators and by themselves, and what devices report.
+"""Database rows of rollouts, and of what devices report.
 
-`permille.fleet.rollouts` decides; here its counts are read and its steps written, one short transaction each.
-Every change of a rollout makes a new revision. The API signs what is unsigned when a device next asks for the
-timestamp, since the keys are the API's: so a step that the sweeper makes is a row at first, and no device
-sees it before it is signed. Devices report into rows of their own and lock no rollout.
+Operators change a rollout, and the sweeper of the workers moves it on. `permille.fleet.rollouts` decides.
+This module reads its counts and writes its steps, one short transaction each. Every change of a rollout makes
+a new revision. The sweeper only changes the row, since only the API has the keys: the API signs new revisions
+when a device next asks for the timestamp. No device sees a change before that. Devices report into rows of
+their own and lock no rollout.
 """
 
 from collections import Counter
@@ -119,7 +120,7 @@ def resume(session: Session, row: Rollout) -> None:
         row.choice = {**Offer(**_offer_fields(row, choice)).to_document()["choice"]}
         _open_wave(session, row, 0)
     else:
-        # A mark and no time: the clock may go back.
+        # Counted reports are marked, not compared by time: a clock may go back.
         ended = update(RolloutReport).where(
             RolloutReport.rollout_id == row.id, RolloutReport.code.is_not(None)
         )
@@ -191,7 +192,7 @@ def unsigned(session: Session, *, tenant_id: str) -> list[Rollout]:
 
 def offer_of(row: Rollout) -> Offer | None:
     """Return the signed record of a rollout, or None if devices follow the alias alone."""
-    if row.state not in _LISTED or row.opened_at is None:  # one that was stopped as a draft
+    if row.state not in _LISTED or row.opened_at is None:  # None: it was stopped as a draft
         return None
     document: dict[str, Any] = {**_offer_fields(row, Choice()), "choice": row.choice, "window": row.window}
     return Offer.parse(document)
@@ -210,11 +211,12 @@ def reverted(session: Session, row: Rollout) -> None:
 
 
 def report(session: Session, *, device: Device, rollout_id: str, report: Report) -> None:
-    """Keep what a device reports, in the place of what it reported before.
+    """Store what a device reports, in place of what it reported before.
 
     Raises:
         NotFoundError: there is no such rollout for the device.
-        ConflictError: it is not the device's turn.
+        ConflictError: the device may not begin. The rollout is not running, the device's wave is not open, or
+            it is not in the group.
     """
     row = rows.get(session, Rollout, tenant_id=device.tenant_id, row_id=rollout_id)
     if (row.release, row.alias) != (device.release, device.alias) or row.state == RolloutState.DRAFT:
@@ -300,7 +302,7 @@ def _advance(session: Session, row: Rollout) -> None:
 
 
 def _halt(session: Session, row: Rollout, step: Step) -> None:
-    """Stop by itself, with an entry in the audit log."""
+    """Pause the rollout (or stop or revert it, as its options say), with an entry in the audit log."""
     row.reason, row.numbers = str(step.reason), {**step.numbers}
     _tell(session, row, EventType.HALTED)
     if step.state is RolloutState.STOPPED:
@@ -367,7 +369,11 @@ def tally(session: Session, row: Rollout) -> Tally:
 
 
 def _of_wave(row: Rollout) -> Any:
-    """Count the open wave's devices that began, ended and succeeded, and that ended earlier."""
+    """Return four counts of devices of the open wave.
+
+    They are the devices that began, those that ended, those that succeeded, and those whose result a resume
+    has acknowledged.
+    """
     before = RolloutReport.acknowledged.is_(True)
     counted = RolloutReport.acknowledged.is_(False)
     return select(
@@ -379,9 +385,10 @@ def _of_wave(row: Rollout) -> Any:
 
 
 def _general(session: Session, row: Rollout, ended: ColumnElement[bool]) -> Moments:
-    """By how much the rise of the loss on general text changed, of devices that reported runs on both.
+    """Compare the rise of the loss on general text on this version and on the one before.
 
-    Joined here: databases take the index of versions for a join by device, which takes them minutes.
+    Each device that reported runs on both gives one difference. They are joined here, because databases
+    choose the index of versions for that join and then need minutes.
     """
     after, before = (_rises(session, row, version) for version in (row.version, row.before))
     devices = session.scalars(select(RolloutReport.device_id).where(ended))

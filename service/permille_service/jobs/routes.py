@@ -41,7 +41,7 @@ def list_jobs(
     kind: JobKind | None = None,
     state: JobState | None = None,
 ) -> Page[Job]:
-    """List jobs, newest first; the parts of builds are in the list."""
+    """List jobs, newest first. Jobs that are parts of others are in the list, too."""
     with service.database.read() as session:
         wanted = queue.JobFilter(kind=kind, state=state)
         page = queue.list_jobs(session, tenant_id=operator.tenant_id, wanted=wanted, window=window)
@@ -66,7 +66,7 @@ def cancel_job(job_id: JobId, service: Served, operator: Maker) -> Job:
 
 @router.post("/{job_id}/retry", status_code=202, responses=documented(ProblemType.CONFLICT))
 def retry_job(job_id: JobId, service: Served, operator: Maker) -> Job:
-    """Queue a job again that failed, died or was cancelled."""
+    """Put a failed, dead or cancelled job back into the queue."""
     with changing(service, operator) as session:
         limit = service.settings.queued_jobs_per_tenant
         queue.check_room(session, tenant_id=operator.tenant_id, limit=limit)

@@ -1,6 +1,6 @@
-"""Routes of groups and rollouts: for operators, and those by which a device tells of itself.
+"""Routes of groups and rollouts: those for operators, and those by which a device reports.
 
-Which version a device takes is signed (FORMAT 14), so no route tells that.
+No route here says which version a device takes: the signed metadata does (FORMAT 14).
 """
 
 from collections.abc import Callable
@@ -114,7 +114,7 @@ def get_rollout(rollout_id: RolloutId, service: Served, operator: Viewer) -> Rol
 
 @router.post("/rollouts/{rollout_id}/resume", responses=documented(ProblemType.CONFLICT))
 def resume_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
-    """Start a draft, or go on after a pause: failures so far are acknowledged, and counting begins anew."""
+    """Start a draft, or continue after a pause. Results so far no longer count: counting starts from zero."""
 
     def resume(session: Session, repository: Repository, row: tables.Rollout) -> None:
         _resume(service, session, repository, row)
@@ -179,8 +179,10 @@ def _change(
 
 @device_router.put("/facts", status_code=204)
 def put_device_facts(body: FactsPut, service: Served, device: CallingDevice) -> None:
-    """Tell agent, engine, memory and the owner's tags, by which groups choose devices; again when they
-    change."""
+    """Report agent, engine, memory and the owner's tags, by which groups choose devices.
+
+    A device sends this again when one of them changes.
+    """
     service.sign_ins.check(f"{device.device_id} facts")
     facts = Facts(
         agent_version=body.agent_version,

@@ -171,7 +171,5 @@ def test_names_are_taken_for_what_they_say_and_others_refused() -> None:
     for method in MaskMethod:
         named, meant = (select_mask(weights, name, 0.1) for name in (method.value, method))
         assert np.array_equal(named["a"], meant["a"])
-    with pytest.raises(
-        InputError, match=r"'fish' is not a method of choosing a mask\. Choose one of"
-    ):
+    with pytest.raises(InputError, match=r"'fish' is not a method of choosing a mask\. Choose one of"):
         select_mask(weights, "fish", 0.1)
