@@ -11,6 +11,7 @@ from typing import Annotated
 import platformdirs
 import typer
 
+from permille.command_names import ProgramGroup
 from permille.errors import PermilleError
 from permille.plain_text import echo, log_to_stderr
 from permille.version import __version__
@@ -32,6 +33,7 @@ class LogLevel(StrEnum):
 
 app = typer.Typer(
     name="permille-agent",
+    cls=ProgramGroup,
     no_args_is_help=True,
     rich_markup_mode="rich",
     epilog=EXIT_CODE_HELP,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from permille.command_names import ProgramGroup
 from permille.errors import InputError
 from permille.plain_text import echo, log_to_stderr
 from permille.version import __version__
@@ -33,6 +34,7 @@ EXIT_HELP = (
 
 app = typer.Typer(
     name="permille",
+    cls=ProgramGroup,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
