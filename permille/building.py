@@ -130,8 +130,9 @@ def sensitivity_mask(
     from permille.corpora.sequences import token_sequences
     from permille.models import loading
     from permille.sensitivity.fisher import fisher_scores
-    from permille.sensitivity.masks import select_mask
+    from permille.sensitivity.masks import count, select_mask
 
+    count(density, 1)  # refuses a wrong density before the long part
     sequences_NT = token_sequences(
         loading.FileTokenizer(model.folder), _checked(texts), sequences, tokens, seed
     )

@@ -310,4 +310,6 @@ def _written(path: Path, texts: Iterable[Text]) -> list[Path]:
     if rows:
         write_atomic(path, ("\n".join(rows) + "\n").encode(), mode=0o600)
         paths.append(path)
+    if not paths:
+        raise InputError("The list of texts is empty. Give at least one text.")
     return paths

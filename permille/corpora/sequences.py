@@ -67,7 +67,7 @@ def token_sequences(
         passed = f" beside the {skip} that are passed over" if skip else ""
         raise InputError(
             f"The corpus has {len(best)} sequences of {length} tokens{passed}, and {n} are needed. Ask for "
-            "fewer, or register more text."
+            "fewer or shorter sequences, or give more text."
         )
     return np.stack([tokens for _, _, tokens in sorted(best, key=lambda item: -item[1])])
 

@@ -41,4 +41,7 @@ def _open_stream(dataset: StreamedDataset, split: str) -> Iterable[dict[str, obj
             repository, configuration, split=split, streaming=True, revision=commit
         )
     except OSError as exc:
-        raise RetryableError(f"Cannot reach the host of {dataset}: {exc}") from exc
+        raise RetryableError(
+            f"Cannot reach the host of {dataset}: {exc}. Check the network, or register a file: "
+            "`permille corpora add NAME --file FILE`."
+        ) from exc

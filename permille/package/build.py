@@ -5,7 +5,7 @@ in it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,7 +76,7 @@ class ChosenMask:
         indices: strictly increasing flat indices by tensor; a tensor without any may be left out.
     """
 
-    indices: Mapping[str, NDArray[np.uint32]]
+    indices: Mapping[str, NDArray[np.uint32]] = field(repr=False)  # a notebook shows the rest in one line
     method: str
     density: float | str
     scope: str = "all"

@@ -36,7 +36,7 @@ def count(density: float | str | Decimal, numel: int) -> int:
     """
     exact = Decimal(str(density))
     if not exact.is_finite() or not 0 < exact <= 1:
-        raise InputError(f"expected a density above 0 and at most 1, got {density}")
+        raise InputError(f"The density must be above 0 and at most 1, got {density}.")
     return max(1, int((exact * numel).to_integral_value(rounding=ROUND_HALF_UP)))
 
 

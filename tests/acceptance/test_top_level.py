@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import permille
@@ -101,8 +102,9 @@ def test_a_model_of_transformers_passes_in_and_out(tmp_path: Path, texts: list[s
         (lambda: permille.sensitivity_mask(permille.load_model(MODEL), [b"x"]), "not bytes"),  # type: ignore[list-item]
         (
             lambda: permille.sensitivity_mask(permille.load_model(MODEL), ["short"]),
-            "Ask for fewer, or",
+            "Ask for fewer or",
         ),
+        (lambda: permille.sensitivity_mask(permille.load_model(MODEL), ["short"], density=2), "got 2"),
         (lambda: permille.sensitivity_mask(str(MODEL), ["a text"]), "Give a model of"),  # type: ignore[arg-type]
         (lambda: permille.Personalizer.load("/no/such/folder"), "has no package"),
     ],
@@ -115,8 +117,12 @@ def test_mistakes_are_told(call: object, words: str) -> None:
 def test_mistakes_with_a_package_are_told(package: Package, tmp_path: Path) -> None:
     personal = permille.Personalizer(package, tmp_path / "home")
     assert repr(package) == f"Package({package.digest}, k={package.k}, size_bytes={package.size_bytes})"
+    mask = permille.ChosenMask(indices={"w": np.arange(9, dtype=np.uint32)}, method="fisher", density=0.1)
+    assert repr(mask) == "ChosenMask(method='fisher', density=0.1, scope='all')"
     with pytest.raises(InputError, match="a list of texts"):
         personal.fit("one text", steps=1)
+    with pytest.raises(InputError, match="list of texts is empty"):
+        personal.fit([], steps=1)
     with pytest.raises(InputError, match="not int"):
         personal.fit([1], steps=1)  # type: ignore[list-item]
     with pytest.raises(InputError, match="Choose 'gguf'"):
