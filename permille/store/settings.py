@@ -142,9 +142,18 @@ class FolderSettings(SettingsGroup):
     @model_validator(mode="after")
     def _apart(self) -> Self:
         others = self.tenant_root.resolve()
-        for own in (self.model_root.resolve(), self.corpus_root.resolve()):
-            if own.is_relative_to(others) or others.is_relative_to(own):
-                raise ValueError(f"tenant_root must be apart from {own}; it is {others}")
+        for what, root in (("model", self.model_root), ("corpus", self.corpus_root)):
+            own = root.resolve()
+            if others.is_relative_to(own):
+                raise ValueError(
+                    f"The {what} root {own} contains {others}, the folder of other tenants. Choose a "
+                    f"--{what}-root that holds the {what} files only, or a data folder outside it."
+                )
+            if own.is_relative_to(others):
+                raise ValueError(
+                    f"The {what} root {own} lies in {others}, the folder of other tenants. Choose another "
+                    f"--{what}-root."
+                )
         return self
 
 

@@ -49,6 +49,17 @@ def test_database_password_is_not_shown(tmp_path: Path) -> None:
     assert "hunter2" not in repr(settings)
 
 
+def test_a_model_root_around_the_data_folder_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError) as around:
+        load(data_dir=tmp_path / "data", model_root=tmp_path)
+    line = explain(around.value)
+    assert line.startswith(f"The model root {tmp_path} contains {tmp_path / 'data' / 'tenants'}")
+    assert "Choose a --model-root that holds the model files only" in line
+    with pytest.raises(ValidationError) as inside:
+        load(data_dir=tmp_path / "data", corpus_root=tmp_path / "data" / "tenants" / "one")
+    assert "Choose another --corpus-root" in explain(inside.value)
+
+
 def test_errors_are_explained_in_one_line_without_values(tmp_path: Path) -> None:
     with pytest.raises(ValidationError) as missing:
         load()
