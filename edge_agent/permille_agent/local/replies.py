@@ -15,6 +15,15 @@ from permille_agent.state.home import first_error
 MOST_TOKENS: Final = 32_768
 DEFAULT_TOKENS: Final = 1024
 _SEEDS: Final = 1 << 63
+_CANNOT: Final = {
+    "content": "content: The model reads text alone. Send a string or a list of text parts, and no images.",
+    "images": "images: The model reads text alone. Send no images.",
+    "format": "format: The model cannot be held to a format. Ask for JSON in the message instead.",
+    "response_format": "response_format: The model cannot be held to a format. Ask for JSON in the message "
+    "instead.",
+    "n": "n: A request gets one answer. Leave it out, and send more requests for more answers.",
+}
+"""What a program asks for by a field, and the model cannot do, in words; pydantic's name the type alone."""
 
 Request = TypeVar("Request", bound=BaseModel)
 
@@ -141,7 +150,9 @@ def parsed(kind: type[Request], body: bytes) -> Request:
     try:
         return kind.model_validate_json(body)
     except ValidationError as exc:
-        raise InputError(first_error(exc)) from exc
+        fields = exc.errors(include_url=False, include_input=False)[0]["loc"]
+        cannot = [_CANNOT[field] for field in fields if field in _CANNOT]
+        raise InputError(cannot[0] if cannot else first_error(exc)) from exc
 
 
 def variant_of(model: LocalModel, name: str | None) -> Variant:

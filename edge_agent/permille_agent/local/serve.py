@@ -143,6 +143,11 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name is http.server's
         """Log nothing, since a request line may hold private data."""
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse in JSON, as any other request, what `http.server` refuses: another method, no HTTP."""
+        status = HTTPStatus(code)
+        self._send_error(status, message or explain or status.phrase)
+
     def end_headers(self) -> None:
         """Add the CORS header that lets pages of allowed origins read the answer."""
         if self._origin_allowed():
@@ -153,7 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
     @property
     def _interface(self) -> Interface:
         """The module that answers this request: OpenAI's or Ollama's API."""
-        return ollama_schema if self.path.startswith("/api/") else openai_schema
+        path = getattr(self, "path", "")  # "" if the request could not be parsed
+        return ollama_schema if path.startswith("/api/") else openai_schema
 
     def _answer(self, work: Callable[[], None]) -> None:
         try:
@@ -301,7 +307,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def _send_error(self, status: HTTPStatus, message: str) -> None:
         # The body may be unread, so the connection cannot be reused.

@@ -264,12 +264,12 @@ def test_a_host_that_is_not_loopback_is_refused(server: LocalServer, host: str) 
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "temperature": 3}, 400, "temperature"),
         ("/v1/completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
-        ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n"),
+        ("/v1/completions", {"prompt": "a", "n": 2}, 400, "one answer"),
         (
             "/v1/completions",
             {"prompt": "a", "response_format": {"type": "json_object"}},
             400,
-            "response_format",
+            "Ask for JSON in the message",
         ),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
@@ -278,7 +278,7 @@ def test_a_host_that_is_not_loopback_is_refused(server: LocalServer, host: str) 
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
             400,
-            "content",
+            "reads text alone",
         ),
         ("/v1/audio", {"prompt": "a"}, 404, "/v1/completions"),
     ],
@@ -297,8 +297,13 @@ def test_bad_requests_say_what_was_expected(
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "images"),
-        ("/api/chat", {"messages": [{"role": "user", "content": "a"}], "format": "json"}, 400, "format"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "no images"),
+        (
+            "/api/chat",
+            {"messages": [{"role": "user", "content": "a"}], "format": "json"},
+            400,
+            "for JSON",
+        ),
         ("/api/generate", {"prompt": "a", "options": {"top_p": 7}}, 400, "options.top_p"),
         ("/api/pull", {"model": "a"}, 404, "/api/chat"),
         ("/api/embed", {"input": "a"}, 501, "embeddings"),
@@ -323,6 +328,14 @@ def test_bodies_are_json_with_a_length_and_bounded(
     assert _ask(server, "POST", "/v1/completions", raw=b"x", headers={"Content-Length": "-1"})[0] == 411
     monkeypatch.setattr(serve, "MAX_BODY_BYTES", 10)
     assert _ask(server, "POST", "/v1/completions", {"prompt": "a long prompt"})[0] == 413
+
+
+def test_another_method_is_refused_in_json(server: LocalServer) -> None:
+    status, answer, headers = _ask(server, "DELETE", "/api/delete", {"model": "personal"})
+    assert (status, headers["Content-Type"]) == (501, "application/json")
+    assert json.loads(answer) == {"error": "Unsupported method ('DELETE')"}
+    status, answer, _ = _ask(server, "HEAD", "/v1/models")
+    assert (status, answer) == (501, b"")
 
 
 def test_a_malformed_address_is_answered(server: LocalServer) -> None:
