@@ -10,6 +10,7 @@ ended:
 
 import hashlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -204,6 +205,8 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
         say(line)
     say(f"   what changed, as a page for any browser: {page}")
     say(f"   the model is personal data: {request.out}")
+    say(f"   to talk to it: {agent_line(programs.device, 'chat')}")
+    say(f"   to serve it as OpenAI and Ollama do: {agent_line(programs.device, 'serve')}")
     return {**answer, "page": page, "out": str(request.out), "work": str(request.work)}
 
 
@@ -516,6 +519,11 @@ def _last_result(status: dict[str, Any]) -> dict[str, Any]:
     names = ("loss_base", "loss_personal", "general_loss_base", "general_loss_personal", "personal_bytes")
     named = {"run": last["run"], "outcome": last["outcome"], "exported_run": status["active"]["run"]}
     return {**named, **{name: metrics.get(name) for name in names}}
+
+
+def agent_line(home: Path, command: str) -> str:
+    """Return a command of the device that holds the personal model, as a person types it in a shell."""
+    return f"permille-agent --home {shlex.quote(str(home))} {command}"
 
 
 def _summary(answer: dict[str, Any]) -> Iterator[str]:
