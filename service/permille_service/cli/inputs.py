@@ -105,7 +105,14 @@ def add_corpus(
     source = {"kind": "streamed", "dataset": streamed, "split": split}
     if file is not None:
         source = {"kind": "file", "path": file}
-    session.output.show(session.client.post("/v1/corpora", {"name": name, "source": source}, key=key))
+    try:
+        added = session.client.post("/v1/corpora", {"name": name, "source": source}, key=key)
+    except CommandError as exc:
+        if file is None or exc.code is not Exit.NOT_FOUND:
+            raise
+        root = "The root is the folder that `permille up` prints at `texts`; --corpus-root chooses another."
+        raise CommandError(f"{exc} {root}", exc.code, exc.problem) from exc
+    session.output.show(added)
     session.output.say_next(f"permille builds create --model MODEL --corpus {name}")
 
 
