@@ -20,6 +20,8 @@ from urllib.parse import unquote, urlsplit
 
 REPOSITORY, COMMIT = "owner/name", "0123456789abcdef0123456789abcdef01234567"
 GATED = "owner/gated"
+REFUSING = {"owner/forbidden": 403, "owner/broken": 500}
+"""Repositories of which every request is answered with this status."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class HubSite:
     Attributes:
         url: without a slash at the end.
         files: of the repository.
+        claimed: sizes that the server names in place of those that files have.
         asked: files whose content was asked for, in order.
         ranges: the `Range` headers of these requests.
         stall_after: bytes of a file after which the server sends nothing more, until `go_on` is set.
@@ -37,6 +40,7 @@ class HubSite:
 
     url: str = ""
     files: Mapping[str, bytes]
+    claimed: Mapping[str, int] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     ranges: list[str] = field(default_factory=list)
     stall_after: int | None = None
@@ -82,13 +86,16 @@ def _answer(request: BaseHTTPRequestHandler, site: HubSite) -> None:
     repository = f"{repository}/{name}"
     if repository == GATED:
         _refuse(request, 401, "GatedRepo")
+    elif repository in REFUSING:
+        _refuse(request, REFUSING[repository], "")
     elif repository != REPOSITORY:
         _refuse(request, 401, "RepoNotFound")
     elif COMMIT not in rest:
         _refuse(request, 404, "RevisionNotFound")
     elif path.startswith("/api/models/"):
+        sizes = {name: len(data) for name, data in site.files.items()} | dict(site.claimed)
         listed: Any = [
-            {"type": "file", "path": name, "rfilename": name, "oid": _digest(data)[:40], "size": len(data)}
+            {"type": "file", "path": name, "rfilename": name, "oid": _digest(data)[:40], "size": sizes[name]}
             for name, data in site.files.items()
         ]
         if "/tree/" not in path:
@@ -102,8 +109,9 @@ def _answer(request: BaseHTTPRequestHandler, site: HubSite) -> None:
 
 def _refuse(request: BaseHTTPRequestHandler, status: int, code: str) -> None:
     request.send_response(status)
-    request.send_header("X-Error-Code", code)
-    request.send_header("X-Error-Message", code)
+    for name in ("X-Error-Code", "X-Error-Message"):
+        if code:
+            request.send_header(name, code)
     request.send_header("Content-Length", "0")
     request.end_headers()
 
@@ -124,6 +132,8 @@ def _send_file(request: BaseHTTPRequestHandler, site: HubSite, file: str) -> Non
     request.send_header("X-Repo-Commit", COMMIT)
     request.send_header("ETag", f'"{_digest(data)}"')
     request.send_header("Accept-Ranges", "bytes")
+    if request.command == "HEAD":  # of large files, which lie elsewhere
+        request.send_header("X-Linked-Size", str(site.claimed.get(file, len(data))))
     if ranged:
         request.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")
     request.send_header("Content-Length", str(len(data) - first))

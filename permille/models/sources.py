@@ -7,12 +7,17 @@ can come in.
 """
 
 import re
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from permille.errors import InputError, RetryableError
+from permille.errors import InputError, OperatorError, RetryableError
 from permille.files import follow_inside
 from permille.models.checkpoint import TEXT_FILES
 from permille.models.conversion import PICKLE_INDEX, PICKLES
+
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -37,7 +42,9 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
         download_model("HuggingFaceTB/SmolLM2-135M-Instruct", "<40 hex digits>", Path("models"))
 
     Raises:
-        InputError: the repository or commit has another form, or the hub does not know it.
+        InputError: the repository or commit has another form, the hub does not know it, or it holds no
+            weights that are read here.
+        OperatorError: the disk has less space than the files need. Nothing was downloaded.
         RetryableError: the hub cannot be reached.
         OSError: as the file system reports it.
     """
@@ -56,48 +63,88 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
     # Written last: a folder without it is a download that was cut off, and is continued.
     finished = folder / ".complete"
     if not finished.exists():
-        _fetch(repository, commit, folder)
-        finished.touch()
+        from filelock import FileLock
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{commit}.lock")):
+            if not finished.exists():  # another job may have fetched it meanwhile
+                _fetch(repository, commit, folder)
+                finished.touch()
     return folder
 
 
 def _fetch(repository: str, commit: str, folder: Path) -> None:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
+
+    for left in folder.glob(".cache/huggingface/download/*.incomplete"):
+        left.unlink()  # of a killed download: the library never takes it up again
+    try:
+        for weights in (["*.safetensors"], [*PICKLES, PICKLE_INDEX]):  # pickles where nothing else is there
+            chosen: dict[str, Any] = {
+                "revision": commit,
+                "local_dir": folder,
+                "allow_patterns": [*TEXT_FILES, *weights],
+                # Copies of the weights for other programs.
+                "ignore_patterns": ["*/*", "consolidated*"],
+            }
+            listed = snapshot_download(repository, dry_run=True, **chosen)
+            if any(file.filename.endswith((".safetensors", ".bin")) for file in listed):
+                break
+        else:
+            raise InputError(
+                f"{repository} holds no weights that are read here: *.safetensors or pytorch_model.bin. Of a "
+                "repository of GGUF files, download one file and name it with --gguf."
+            )
+        _check_room(repository, listed, folder)
+        snapshot_download(repository, **chosen)
+    except (DryRunError, HfHubHTTPError, LocalEntryNotFoundError) as exc:
+        # A dry run hides the hub's answer behind an error of its own.
+        found = exc.__cause__ if isinstance(exc, DryRunError) else exc
+        raise _refusal(found, repository, commit) from exc
+    # Where the network is gone by now, the library takes what lies there for the whole.
+    if not all((folder / file.filename).exists() for file in listed):
+        raise RetryableError(f"The download of {repository} was cut off.")
+
+
+def _refusal(found: BaseException | None, repository: str, commit: str) -> InputError | RetryableError:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
-        LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    try:
-        for weights in (["*.safetensors"], [*PICKLES, PICKLE_INDEX]):  # pickles where nothing else is there
-            snapshot_download(
-                repository,
-                revision=commit,
-                local_dir=folder,
-                allow_patterns=[*TEXT_FILES, *weights],
-                # Copies of the weights for other programs.
-                ignore_patterns=["*/*", "consolidated*"],
+    match found:
+        case GatedRepoError():
+            return InputError(
+                f"{repository} is gated: accept its licence on its page, and set HF_TOKEN to a token of that "
+                "account."
             )
-            if any(folder.glob("*.safetensors")):
-                break
-    except GatedRepoError as exc:
-        raise InputError(
-            f"{repository} is gated: accept its licence on its page, and set HF_TOKEN to a token of that "
-            "account."
-        ) from exc
-    except RepositoryNotFoundError as exc:
-        raise InputError(
-            f"The hub knows no repository {repository}. Check the name; for a private one, set HF_TOKEN."
-        ) from exc
-    except RevisionNotFoundError as exc:
-        raise InputError(f"{repository} has no commit {commit}. Copy it from its history.") from exc
-    except HfHubHTTPError as exc:
-        status = exc.response.status_code
-        if status in (401, 403, 404):
-            raise InputError(f"The hub refuses {repository} at {commit} with {status}.") from exc
-        raise RetryableError(f"The hub answered {status}") from exc
-    except LocalEntryNotFoundError as exc:
-        raise RetryableError(f"Cannot reach the hub for {repository}: {exc}") from exc
+        case RepositoryNotFoundError():
+            return InputError(
+                f"The hub knows no repository {repository}. Check the name; for a private one, set HF_TOKEN."
+            )
+        case RevisionNotFoundError():
+            return InputError(f"{repository} has no commit {commit}. Copy it from its history.")
+        case HfHubHTTPError() if (status := found.response.status_code) in (401, 403, 404):
+            return InputError(
+                f"The hub refuses {repository} at {commit} with {status}. Check HF_TOKEN, and whether its "
+                "account may read the repository."
+            )
+        case HfHubHTTPError():
+            return RetryableError(f"The hub answered {found.response.status_code} for {repository}.")
+        case _:
+            return RetryableError(
+                f"Cannot reach the hub for {repository}: {found}. Check the network, and HF_ENDPOINT if set."
+            )
+
+
+def _check_room(repository: str, listed: "list[DryRunFileInfo]", folder: Path) -> None:
+    needed = sum(file.file_size or 0 for file in listed if file.will_download)
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise OperatorError(
+            f"Not enough disk space for {repository}: {needed / 1e6:,.0f} MB needed, {free / 1e6:,.0f} MB "
+            f"free at {folder.parent}. Free some space, or choose a model root on another disk."
+        )

@@ -1,6 +1,8 @@
 """Downloads from a hub, as a process of its own makes them: against a local server of the hub's routes."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,7 +76,9 @@ def test_a_killed_download_goes_on(site: HubSite, tmp_path: Path) -> None:
     process.communicate()
     site.stall_after = None
     site.go_on.set()
-    assert Checkpoint(Path(download(site, tmp_path))).digest() == Checkpoint(MODEL).digest()
+    folder = Path(download(site, tmp_path))
+    assert Checkpoint(folder).digest() == Checkpoint(MODEL).digest()
+    assert not list(folder.rglob("*.incomplete")), "what the killed one left is no use to anybody"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +87,8 @@ def test_a_killed_download_goes_on(site: HubSite, tmp_path: Path) -> None:
         (GATED, COMMIT, ("InputError", "is gated", "accept its licence", "HF_TOKEN")),
         ("owner/none", COMMIT, ("InputError", "knows no repository owner/none", "HF_TOKEN")),
         (REPOSITORY, "f" * 40, ("InputError", f"{REPOSITORY} has no commit {'f' * 40}")),
+        ("owner/forbidden", COMMIT, ("InputError", "refuses owner/forbidden", "403", "HF_TOKEN")),
+        ("owner/broken", COMMIT, ("RetryableError", "answered 500", "owner/broken")),
     ],
 )
 def test_a_refusal_says_what_to_do(
@@ -90,3 +96,44 @@ def test_a_refusal_says_what_to_do(
 ) -> None:
     said = download(site, tmp_path, repository, commit)
     assert all(word in said for word in words), said
+    assert not list(tmp_path.glob("hub/*/*/.complete"))
+
+
+def test_a_hub_out_of_reach_is_no_model_without_files(site: HubSite, tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / REPOSITORY.replace("/", "--") / COMMIT
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(site.files["config.json"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a port on which no hub answers, once it is closed
+        away = HubSite(url=f"http://127.0.0.1:{taken.getsockname()[1]}", files={})
+    said = download(away, tmp_path)
+    assert said.startswith(f"RetryableError: Cannot reach the hub for {REPOSITORY}"), said
+    assert not (folder / ".complete").exists()
+
+
+def test_a_download_that_does_not_fit_the_disk_asks_for_no_byte(site: HubSite, tmp_path: Path) -> None:
+    site.claimed = {"model.safetensors": 1 << 60}
+    said = download(site, tmp_path)
+    assert said.startswith(f"OperatorError: Not enough disk space for {REPOSITORY}: 1,152,921,5"), said
+    needed, free = re.findall(r"([\d,]+) MB", said)
+    assert int(free.replace(",", "")) < int(needed.replace(",", ""))
+    assert "Free some space" in said
+    assert not site.asked
+    site.claimed = {}
+    assert Checkpoint(Path(download(site, tmp_path))).digest() == Checkpoint(MODEL).digest()
+
+
+def test_a_repository_of_gguf_files_is_refused_before_its_config_is_fetched(
+    site: HubSite, tmp_path: Path
+) -> None:
+    site.files = {"config.json": site.files["config.json"], "model-Q4_K_M.gguf": b"GGUF"}
+    said = download(site, tmp_path)
+    assert said.startswith("InputError: owner/name holds no weights"), said
+    assert "--gguf" in said
+    assert not site.asked
+
+
+def test_pickles_are_fetched_where_no_safetensors_are(site: HubSite, tmp_path: Path) -> None:
+    site.files = {name: data for name, data in site.files.items() if name != "model.safetensors"}
+    folder = Path(download(site, tmp_path))
+    assert (folder / "pytorch_model.bin").read_bytes() == OTHERS["pytorch_model.bin"]
+    assert not (folder / "modeling_own.py").exists()
