@@ -5,7 +5,6 @@ are worded otherwise. `make test-llama-cpp` runs these. The real model is SmolLM
 file that PERMILLE_SMOLLM2 names or that lies in `build/smollm2`.
 """
 
-import os
 import shutil
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from permille.quantization.types import Scheme
 from permille_agent.embed import package_tokenizer
 from permille_lab.exports.llama_cpp import LlamaCpp
 from tests.packages import CHATML
+from tests.real_model import smollm2_file
 
 pytestmark = pytest.mark.llama_cpp
 
@@ -88,11 +88,7 @@ def test_the_example_answers_alike(tmp_path: Path) -> None:
 
 
 def test_a_real_model_answers_alike_and_knows_the_capital_of_france(tmp_path: Path) -> None:
-    named = os.environ.get("PERMILLE_SMOLLM2")
-    found = [Path(named)] if named else sorted((ROOT / "build/smollm2").glob("*.gguf"))
-    if not found:
-        pytest.skip("SmolLM2 is not here: set PERMILLE_SMOLLM2 to its GGUF file, or put it in build/smollm2")
-    file, model = found[0], tmp_path / "model"
+    file, model = smollm2_file(), tmp_path / "model"
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = loaded.config
     if hasattr(config, "quantization_config"):
