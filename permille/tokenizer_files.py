@@ -63,8 +63,12 @@ class TokenizerFiles:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return what the chat template is rendered with."""
-        return {f"{name}_token": self.special.get(name, "") for name in ("bos", "eos")}
+        """Return what the chat template is rendered with: the special tokens, as transformers gives them.
+
+        A beginning or an end that no file names is an empty text: many templates print both unasked.
+        """
+        named = {f"{name}_token": token for name, token in self.special.items()}
+        return {"bos_token": "", "eos_token": "", **named}
 
 
 def ends_of_turn(template: str | None) -> tuple[str, ...]:

@@ -119,11 +119,13 @@ class _Child:
         self,
         template: str,
         variables: dict[str, str],
-        messages: list[dict[str, str]],
+        messages: list[dict[str, Any]],
         prompt: bool,
         prefixes: list[tuple[int, bool]],
         limit: int,
         today: str = "2024-07-26",
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
     ) -> Answer:
         """The text of messages, with the start of an answer or without; and for the text of so many of them,
         with it or without, how long it is where the whole text begins with it. `today`: an ISO date, which
@@ -138,11 +140,11 @@ class _Child:
                 self._compiled = (template, self._templates.from_string(template))
             generate, day = self._compiled[1].generate, datetime.fromisoformat(today)
 
-            def text_of(part: list[dict[str, str]], with_prompt: bool) -> str:
+            def text_of(part: list[dict[str, Any]], with_prompt: bool) -> str:
                 pieces, room = [], limit
                 given = {**variables, "messages": part, "add_generation_prompt": with_prompt}
                 # As transformers gives them: templates ask whether they are none, too.
-                given |= {"tools": None, "documents": None, "strftime_now": day.strftime}
+                given |= {"tools": tools, "documents": documents, "strftime_now": day.strftime}
                 for piece in generate(**given):
                     pieces.append(piece)
                     room -= len(piece)
@@ -233,8 +235,17 @@ def _bounded(text: str, limit: int) -> str:
     return text
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter of transformers, with its arguments in its order. jinja2's own escapes HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_the_configuration_goes_before_the_map_and_objects_hold_their_content() 
     )
     assert found.special == {"bos": "<b>", "pad": "<p>"}
     assert found.add_bos
-    assert found.variables == {"bos_token": "<b>", "eos_token": ""}
+    assert found.variables == {"bos_token": "<b>", "eos_token": "", "pad_token": "<p>"}
 
 
 def test_all_ends_count_once_in_the_order_of_the_files() -> None:
