@@ -1,6 +1,6 @@
 """Description of a decoder for llama.cpp, and the decoders that both compute alike.
 
-Of our nine families it knows eight, not OPT. A config whose mathematics it hard-codes in another way is
+Its families are those of `ARCHITECTURES`. A config whose mathematics it hard-codes in another way is
 refused here: a file that loads and computes something else is worse than none.
 """
 
@@ -16,12 +16,12 @@ from permille.errors import InputError
 from permille.models.architecture import Activation, Architecture, architecture_of
 from permille.models.descriptions import BlockKind, Family, NormKind
 from permille.models.families import expected_tensors, shape_of
-from permille.models.gguf.config import ARCHITECTURES, PATTERNS, adds_one, row_order
+from permille.models.gguf.config import ARCHITECTURES, PATTERNS, UNROTATED, adds_one, row_order
 
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 _SCALED_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
 """The 27B models, known to it by their layers: scores are scaled by hidden size by heads."""
-_BIASED = (Family.LLAMA, Family.QWEN2, Family.GPT_NEOX)
+_BIASED = (Family.LLAMA, Family.QWEN2, Family.GPT_NEOX, Family.GRANITE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,11 @@ class Description:
             writer.add_attn_logit_softcapping(decoder.attention_softcap)
         if decoder.final_softcap is not None:
             writer.add_final_logit_softcapping(decoder.final_softcap)
+        if decoder.family is Family.GRANITE:
+            writer.add_attention_scale(decoder.attention_scale)
+            writer.add_embedding_scale(decoder.embedding_scale)
+            writer.add_residual_scale(decoder.residual_scale)
+            writer.add_logit_scale(1 / decoder.logits_scale)
         if decoder.family in PATTERNS:
             writer.add_sliding_window(next((each.window for each in decoder.layers if each.window), 0))
 
@@ -88,7 +93,7 @@ class Description:
     @property
     def head_copied(self) -> bool:
         """Return whether a tied head must be stored a second time."""
-        return self.decoder.tied and self.arch is MODEL_ARCH.GPTNEOX
+        return self.decoder.tied and self.arch in (MODEL_ARCH.GPTNEOX, MODEL_ARCH.OLMO2)
 
 
 def describe(config: Mapping[str, Any]) -> Description:
@@ -125,7 +130,8 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
     family = decoder.family
     by_width = (family, len(decoder.layers)) in _SCALED_BY_WIDTH
     width = shape_of(config).hidden // decoder.heads if by_width else decoder.head
-    if not np.isclose(decoder.attention_scale, width**-0.5):
+    # A Granite's file says its scale.
+    if family is not Family.GRANITE and not np.isclose(decoder.attention_scale, width**-0.5):
         raise _unknown(f"scores scaled by {width} ** -0.5", decoder.attention_scale)
     expected = (
         {Activation.GELU_TANH}
@@ -138,6 +144,11 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
         raise _unknown(f"activation {' or '.join(sorted(expected))}", decoder.activation)
     if family in (Family.GEMMA, Family.GEMMA2) and not decoder.tied:
         raise _unknown("a tied head", "one of its own")
+    if family is Family.OLMO2 and decoder.head * decoder.heads != shape_of(config).hidden:
+        raise _unknown("heads that are as wide together as the hidden size", decoder.head)
+    rotated = [each.rope is not None for each in decoder.layers]
+    if family is Family.SMOLLM3 and rotated != [(at + 1) % UNROTATED != 0 for at in range(len(rotated))]:
+        raise _unknown(f"a rotation in all layers but every {UNROTATED}th", rotated)
     biased = [name for name in expected_tensors(config) if name.endswith(".bias")]
     if biased and family not in _BIASED:
         raise _unknown("no biases", biased[0])
@@ -149,8 +160,8 @@ def _rope(
     decoder: Architecture, config: Mapping[str, Any]
 ) -> tuple[float, float, NDArray[np.float32] | None]:
     """Theta, the factor of linear scaling, and divisors of single frequencies where these do not say all."""
-    ropes = {bool(each.window): each.rope for each in decoder.layers}
-    rope = ropes.get(False) or ropes[True]
+    ropes = {bool(each.window): each.rope for each in decoder.layers if each.rope is not None}
+    rope = ropes.get(False) or ropes.get(True)
     if rope is None or rope.scaling != 1.0:
         raise _unknown("rope of types default, linear, dynamic or llama3", config.get("rope_scaling"))
     near = ropes.get(True) if decoder.family is Family.GEMMA3_TEXT else None

@@ -33,12 +33,19 @@ ARCHITECTURES = {
     Family.GEMMA2: MODEL_ARCH.GEMMA2,
     Family.GEMMA3_TEXT: MODEL_ARCH.GEMMA3,
     Family.GPT_NEOX: MODEL_ARCH.GPTNEOX,
+    Family.SMOLLM3: MODEL_ARCH.SMOLLM3,
+    Family.GRANITE: MODEL_ARCH.GRANITE,
+    Family.OLMO2: MODEL_ARCH.OLMO2,
 }
 """llama.cpp's names. A Mistral's file says `llama`, which computes the same."""
 
 PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
 """llama.cpp's own: all layers but every n-th have a window."""
 
+UNROTATED = 4
+"""llama.cpp's own: every so many layers of a SmolLM3 have no rotation."""
+
+_NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)  # rotated in pairs, not in halves
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 _BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
@@ -125,14 +132,13 @@ def read_model(file: GgufFile) -> GgufModel:
 def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -> NDArray[np.int64] | None:
     """Return where llama.cpp wants a tensor's rows from; None: they stay.
 
-    It rotates neighbours in a Llama's heads where transformers rotates halves, and has a NeoX's queries, keys
-    and values one after the other where transformers has them head by head.
+    It rotates neighbours in the heads of some architectures where transformers rotates halves, and has a
+    NeoX's queries, keys and values one after the other where transformers has them head by head.
     """
     shape = shape_of(config)
     order = np.arange(rows)
-    if ARCHITECTURES.get(family) is MODEL_ARCH.LLAMA and any(
-        part in name for part in (".q_proj.", ".k_proj.")
-    ):
+    turned = any(part in name for part in (".q_proj.", ".k_proj."))
+    if turned and ARCHITECTURES.get(family) in _NEIGHBOURS:
         return order.reshape(-1, 2, shape.head // 2).swapaxes(1, 2).reshape(-1)
     if family is Family.GPT_NEOX and ".query_key_value." in name:
         return order.reshape(shape.heads, 3, shape.head).swapaxes(0, 1).reshape(-1)
@@ -193,9 +199,24 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         "rms_norm_eps": _positive(file, f"{arch}.attention.layer_norm_rms_epsilon", 1e-6),
         "hidden_act": "gelu_pytorch_tanh" if family in _GEMMAS else "silu",
     }
-    if family is Family.LLAMA:
+    if family in (Family.LLAMA, Family.GRANITE):
         config |= {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
         config |= {"mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
+    if family is Family.SMOLLM3:
+        config |= {"no_rope_layers": [int((layer + 1) % UNROTATED != 0) for layer in range(layers)]}
+        # Else transformers takes the published model's, which another vocabulary may lack.
+        config |= {"pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id")}
+    if family is Family.GRANITE:
+        if not file.metadata.get(f"{arch}.rope.scaling.finetuned", True):
+            raise file.refused("holds a Granite without rotations, which is not supported")
+        config |= {
+            "attention_multiplier": _positive(file, f"{arch}.attention.scale", head**-0.5),
+            "embedding_multiplier": _positive(file, f"{arch}.embedding_scale", 1.0),
+            "residual_multiplier": _positive(file, f"{arch}.residual_scale", 1.0),
+            "logits_scaling": _positive(file, f"{arch}.logit_scale"),
+        }
+    if family is Family.OLMO2 and file.metadata.get(f"{arch}.attention.sliding_window"):
+        raise file.refused("holds an OLMo 3, which is not read from GGUF. Use its folder or the hub")
     if family in _GEMMAS:
         config["hidden_activation"] = config["hidden_act"]
     if family in PATTERNS:

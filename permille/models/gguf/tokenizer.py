@@ -17,6 +17,10 @@ from permille.models.gguf.file import GgufFile
 SPACE = "▁"
 DIGITS = "digits"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS = {
     # As in the files of these models: (patterns or kinds that cut, whether whole words are not merged).
     "gpt-2": ((GPT2,), False),
@@ -28,13 +32,11 @@ SPLITS = {
         ),
         False,
     ),
-    "llama-bpe": (
-        (
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-            r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ),
-        True,
-    ),
+    "llama-bpe": ((_GPT4,), True),
+    "dbrx": ((_GPT4,), False),
+    # Other names for the same rules, as converted files have them: of Granite 3 and SmolLM3.
+    "refact": ((DIGITS, GPT2), False),
+    "smaug-bpe": ((_GPT4,), False),
 }
 """Pre-tokenizers by llama.cpp's names: split patterns, and whether whole words stay unmerged."""
 

@@ -23,6 +23,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 64},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "num_hidden_layers": 7},
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
+    "olmo2": {"attention_bias": False},
 }
 TEMPLATE = "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}{% endfor %}"
 

@@ -24,11 +24,14 @@ from permille.package.reader import Package
 from permille.quantization import dequantize
 from tests.unit.engines.gguf_packages import (
     FAMILIES,
+    SETTINGS,
     TEMPLATE,
     TEXTS,
+    VOCABULARY,
     exported_package,
     sentencepiece_tokenizer,
 )
+from tests.unit.engines.tiny import reference_model, tiny_model
 from tests.unit.models.gguf_files import converted, rewritten, written
 
 
@@ -61,11 +64,16 @@ def test_every_family_comes_back_as_it_went(family: str, tmp_path: Path) -> None
     ours, theirs = architecture_of(package.config), architecture_of(checkpoint.config)
     same = "llama" if family == "mistral" else family
     assert checkpoint.config["model_type"] == same
-    for name in ("heads", "kv_heads", "head", "norm", "block", "activation", "attention_scale", "tied"):
+    for name in ("heads", "kv_heads", "head", "norm", "block", "activation", "tied", "norm_epsilon"):
         assert getattr(ours, name) == getattr(theirs, name), name
+    for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_scale"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-6), name
     for first, second in zip(ours.layers, theirs.layers, strict=True):
         assert family == "mistral" or first.window == second.window
-        assert first.rope is not None and second.rope is not None
+        if first.rope is None or second.rope is None:
+            assert family == "smollm3"
+            assert first.rope is second.rope
+            continue
         np.testing.assert_allclose(first.rope.frequency_E, second.rope.frequency_E, rtol=1e-6)
     for name in checkpoint.names:
         if name in package.plain_names:
@@ -74,6 +82,55 @@ def test_every_family_comes_back_as_it_went(family: str, tmp_path: Path) -> None
             expected = dequantize(package.quantized(name))
             expected.reshape(-1)[package.mask(name)] = values_of(package, name)
         np.testing.assert_allclose(checkpoint.float32(name), expected, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("family", ["smollm3", "granite", "olmo2"])
+def test_the_converted_model_computes_what_the_package_does(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    package = exported_package(tmp_path / "blobs", family)
+    converted(written(package, tmp_path / "export"), tmp_path / "folder")
+    settings = {"vocab_size": VOCABULARY, "hidden_size": 64} | SETTINGS.get(family, {})
+    expected = reference_model(package, tiny_model(family, **settings))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32)
+    ids_1T = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids_1T).logits, expected(ids_1T).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "message"),
+    [
+        ("olmo2", "olmo2.attention.sliding_window", 4096, "OLMo 3"),
+        ("granite", "granite.rope.scaling.finetuned", False, "Granite without rotations"),
+        ("granite", "granite.logit_scale", 0.0, "must be above 0"),
+    ],
+)
+def test_a_relative_that_computes_otherwise_is_refused(
+    family: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    path = written(exported_package(tmp_path / "blobs", family), tmp_path / "export")
+    other = rewritten(GGUFReader(path), tmp_path / "other.gguf", {}, {key: value})
+    with pytest.raises(InputError, match=message):
+        model_folder(other, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "written_as"), [("refact", "smollm"), ("smaug-bpe", "dbrx"), ("dbrx", "dbrx")]
+)
+def test_other_names_of_the_same_cuts_are_read(
+    name: str, written_as: str, llama: Path, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer
+
+    found = []
+    for number, pre in enumerate((name, written_as)):
+        keys = {"tokenizer.ggml.pre": pre}
+        other = rewritten(GGUFReader(llama), tmp_path / f"{number}.gguf", {}, keys)
+        converted(other, tmp_path / f"folder{number}")
+        found.append(Tokenizer.from_file(str(tmp_path / f"folder{number}" / "tokenizer.json")))
+    for text in TEXTS:
+        assert found[0].encode(text).ids == found[1].encode(text).ids
 
 
 def values_of(package: Package, name: str) -> Any:
