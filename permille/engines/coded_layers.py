@@ -121,9 +121,6 @@ class CodedWeight(nn.Module):
         """The weights of the codes `first` to `last`, float32, flat."""
         codes = self._codes(first, last)
         match self._scheme:
-            case Scheme.SQUEEZELLM:
-                books_RB = self.scales[rows]
-                return books_RB.gather(1, codes.view(len(books_RB), -1).long()).view(-1)
             case Scheme.NF4:
                 levels = torch.from_numpy(NF4_CODES).to(codes.device)[codes.int()]
             case Scheme.INT4 | Scheme.INT8 | Scheme.SOURCE if self.minima is None:

@@ -24,16 +24,14 @@ from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 _INT4_CODES = np.arange(-8, 8, dtype=np.float32)
 _UNSIGNED_CODES = np.arange(16, dtype=np.float32)
-_LINE = 128  # groups of a multiple of it are what all kernels take
 
 
 class Form(IntEnum):
     """Meaning of a code before its scale, with the numbers of `src/weights.inc`."""
 
     SHARED = 0  # one of 16 numbers, the same for all rows
-    OF_ROW = 1  # one of 16 numbers of its row
-    BYTES = 2  # itself, an integer in a byte
-    SHIFTED = 3  # as SHARED, and its group's minimum is added
+    BYTES = 1  # itself, an integer in a byte
+    SHIFTED = 2  # as SHARED, and its group's minimum is added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +41,7 @@ class PackedRows:
     Attributes:
         packed: uint8, as in `QuantizedTensor`; may be a read-only map of the package's file.
         scales: float32, one a group.
-        codes: float32 [16], or [N, 16] where rows have code books; of bytes nothing.
+        codes: float32 [16]; of bytes nothing.
         minima: float32, one a group where the form is SHIFTED, else none.
         line: weights after which groups begin anew: a row, of nf4 the whole matrix.
     """
@@ -74,9 +72,6 @@ class PackedRows:
                 codes, form, line = NF4_CODES, Form.SHARED, rows * columns
             case Scheme.INT4:
                 codes, form = _INT4_CODES, Form.SHARED
-            case Scheme.SQUEEZELLM:  # a row is one group, of the scale 1
-                codes, form = scales, Form.OF_ROW
-                scales, group_size = np.ones((rows, 1), np.float32), -(-columns // _LINE) * _LINE
             case Scheme.SOURCE if quantized.minima is not None:
                 codes, form, minima = _UNSIGNED_CODES, Form.SHIFTED, np.ascontiguousarray(quantized.minima)
             case Scheme.SOURCE if quantized.bits == 4:
@@ -224,7 +219,7 @@ def _decode(weight: PackedRows, flat: NDArray[np.int64]) -> NDArray[np.float32]:
         w = weight.packed[flat].view(np.int8).astype(np.float32)
     else:
         codes = (weight.packed[flat >> 1] >> np.where(flat & 1, 0, 4).astype(np.uint8)) & np.uint8(15)
-        w = weight.codes[(line, codes) if weight.form is Form.OF_ROW else codes]
+        w = weight.codes[codes]
     w *= weight.scales.reshape(-1)[group]
     if weight.form is Form.SHIFTED:
         w += weight.minima.reshape(-1)[group]
@@ -242,8 +237,7 @@ def decode_rows(weight: PackedRows, first: int, last: int) -> NDArray[np.float32
         packed = weight.packed[start // 2 : (stop + 1) // 2]
         codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[start % 2 :][: stop - start]
         code_RK = codes.reshape(last - first, columns)
-        own = weight.form is Form.OF_ROW
-        w_RK = weight.codes[(np.arange(first, last)[:, None], code_RK) if own else code_RK]
+        w_RK = weight.codes[code_RK]
     if weight.line == columns:
         scale_RG = weight.scales.reshape(weight.shape[0], -1)[first:last]
         w_RK *= np.repeat(scale_RG, weight.group_size, axis=1)[:, :columns]

@@ -102,7 +102,6 @@ def pack_model(
     group_size: int | None = None,
     embeddings: Embeddings = Embeddings.Q8_0,
     codes: Callable[[str], Coded] | None = None,
-    scores: Mapping[str, NDArray[np.float32]] | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
     """Quantize the model, take what is trained of it and write everything; returns the package's digest.
@@ -113,7 +112,6 @@ def pack_model(
         group_size: None takes the scheme's default.
         embeddings: how embedding and head are stored.
         codes: what scheme `source` keeps of each linear (`permille.models.gguf.codes`).
-        scores: Fisher scores of all linears, for code books; without any all weights count the same.
 
     Raises:
         InputError: a mask or an adapter that does not fit, weights that are not finite, too large a
@@ -127,32 +125,25 @@ def pack_model(
     if scheme in SPARSE_SCHEMES:
         sparsity = find_sparsity(model.raw(name).float32() for name in scoped)
     how = Quantization(name=scheme, group_size=size, sparsity=sparsity)
-    scored: Mapping[str, NDArray[np.float32]] = {} if scores is None else scores
 
     def coded(name: str) -> Coded:
         if codes is not None:
             return codes(name)
-        return code(model.raw(name).float32(), how, name=name, scores_NK=scored.get(name))
+        return code(model.raw(name).float32(), how, name=name)
 
     quantized = ((name, coded(name)) for name in scoped)
     layers = (write_dense(blobs, quantized, how), write_plain(blobs, plain_tensors(model, embeddings)))
     return write_package(blobs, model, chosen, layers, how, provenance=provenance).digest
 
 
-def code(
-    w_NK: NDArray[np.float32],
-    how: Quantization,
-    *,
-    name: str,
-    scores_NK: NDArray[np.float32] | None = None,
-) -> Coded:
-    """Quantize one weight as a dense layer asks for; code books are made for the scores, if there are any.
+def code(w_NK: NDArray[np.float32], how: Quantization, *, name: str) -> Coded:
+    """Quantize one weight as a dense layer asks for.
 
     Raises:
         InputError: as `quantize` and `quantize_sparse`.
     """
     if how.sparsity is None:
-        return quantize(w_NK, how.name, how.group_size, scores_NK=scores_NK, name=name)
+        return quantize(w_NK, how.name, how.group_size, name=name)
     return quantize_sparse(w_NK, how.name, how.group_size, how.sparsity, name=name)
 
 

@@ -29,7 +29,7 @@ from permille.quantization.types import (
 from permille.tensors import FLOATS, Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
-SCALES, MINIMA, PATTERN, CODE_BOOKS = ".scales", ".minima", ".pattern", ".code_books"
+SCALES, MINIMA, PATTERN = ".scales", ".minima", ".pattern"
 
 # Dtype and shape of tensors, by name or what follows it.
 Layout = dict[str, tuple[str, tuple[int, ...]]]
@@ -179,8 +179,6 @@ def dense_layout(
     match scheme:
         case Scheme.INT4 | Scheme.INT8:
             return {"": codes, SCALES: ("F32", scales)}
-        case Scheme.SQUEEZELLM:
-            return {"": codes, CODE_BOOKS: ("F16", scales)}
         case Scheme.NF4:
             state = (len(quant_state(shape, group_size)),)
             book = ("F32", NF4_CODES.shape)

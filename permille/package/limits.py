@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from permille.quantization import gguf_blocks, integers, nf4, squeezellm
+from permille.quantization import gguf_blocks, integers, nf4
 from permille.quantization.types import Scheme
 
 FORMAT = "permille-package"
@@ -24,7 +24,6 @@ PROGRAM_HEADER_BYTES = 40  # FORMAT 4.11
 STATE_BLOCK_WEIGHTS = 4096  # FORMAT 11.2
 GROUP_SIZES = {
     Scheme.NF4: (nf4.BLOCK_SIZE,),
-    Scheme.SQUEEZELLM: (squeezellm.GROUP_SIZE,),
     Scheme.SOURCE: (gguf_blocks.GROUP_SIZE,),
     **integers.GROUP_SIZES,
 }

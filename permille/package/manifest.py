@@ -98,7 +98,7 @@ class Quantization:
         return (pattern + self._coded_bytes((1, fewest)), pattern + self._coded_bytes((1, most)))
 
     def _coded_bytes(self, shape: tuple[int, int]) -> int:
-        item = 2 if self.name in (Scheme.SQUEEZELLM, Scheme.SOURCE) else 4  # float16 or float32
+        item = 2 if self.name is Scheme.SOURCE else 4  # float16 or float32
         scales = math.prod(scales_shape(self.name, shape, self.group_size))
         return packed_size(bits_of(self.name), shape) + item * scales
 

@@ -25,7 +25,7 @@ from permille.package import reference_rows
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
-from permille.package.layers import ABSMAX, CODE_BOOKS, MINIMA, PATTERN, SCALES, are_table_scales
+from permille.package.layers import ABSMAX, MINIMA, PATTERN, SCALES, are_table_scales
 from permille.package.limits import BLOCKED_ROLES, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import AdapterInfo, Layer, Manifest, Quantization
 from permille.package.safetensors_io import SafetensorsFile
@@ -53,7 +53,6 @@ from permille.quantization.types import (
 from permille.tensors import FLOATS, Q8_0, RawTensor
 
 _NONE = np.empty(0, np.uint32)
-_BESIDE = {Scheme.NF4: ABSMAX, Scheme.SQUEEZELLM: CODE_BOOKS}
 _DTYPES = {
     Role.DENSE: frozenset({"U8", "I8", "F16", "F32"}),
     Role.PLAIN: FLOATS | {"U8"},
@@ -309,9 +308,9 @@ def read_codes(
     """Codes and scales of one weight of a dense layer; of a sparse one `shape` is (1, kept weights).
 
     Raises:
-        PackageError: `pattern-count`, `dense-scales`, `dense-codes`, `dense-padding` or `dense-code-book`.
+        PackageError: `pattern-count`, `dense-scales`, `dense-codes` or `dense-padding`.
     """
-    beside = SCALES if how.sparsity is not None else _BESIDE.get(how.name, SCALES)
+    beside = ABSMAX if how.name is Scheme.NF4 and how.sparsity is None else SCALES
     packed, scales = dense.tensor(name).data, dense.tensor(name + beside).float32()
     wanted = scales_shape(how.name, shape, how.group_size)
     is_source = how.name is Scheme.SOURCE

@@ -152,15 +152,9 @@ def check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:
 def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None:
     """Check that scales are finite, and except for source not negative (FORMAT 4.2).
 
-    Code books must be finite, too.
-
     Raises:
-        PackageError: `dense-scales` or `dense-code-book`.
+        PackageError: `dense-scales`.
     """
-    if scheme is Scheme.SQUEEZELLM:
-        if not np.isfinite(scales).all():
-            raise PackageError("dense-code-book", f"expected finite code books of {name}, got others")
-        return
     if scheme is Scheme.SOURCE:
         if not np.isfinite(scales).all():
             raise PackageError("dense-scales", f"The scales or minima of {name} are not all finite.")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from permille.choices import choice_of
 from permille.errors import InputError
-from permille.quantization import gguf_blocks, integers, nf4, squeezellm
+from permille.quantization import gguf_blocks, integers, nf4
 from permille.quantization.source import pack, unpack
 from permille.quantization.sparse import check_pattern, kept_places, pack_places, places
 from permille.quantization.types import (
@@ -34,17 +34,12 @@ def quantize(
     scheme: Scheme | str,
     group_size: int,
     *,
-    scores_NK: NDArray[np.float32] | None = None,
     name: str = "weight",
 ) -> QuantizedTensor:
     """Quantize one weight [N, K].
 
-    Args:
-        scores_NK: Fisher scores, which code books are made for; integers and NF4 know none.
-
     Raises:
-        InputError: NaN or infinity, shapes that disagree, a scheme that does not exist, or a group size that
-            it lacks.
+        InputError: NaN or infinity, a scheme that does not exist, or a group size that it lacks.
     """
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
@@ -53,10 +48,6 @@ def quantize(
             return nf4.quantize(w_NK, name=name)
         case Scheme.INT4 | Scheme.INT8:
             return integers.quantize(w_NK, Scheme(scheme), group_size, name=name)
-        case Scheme.SQUEEZELLM:
-            if group_size != squeezellm.GROUP_SIZE:
-                raise InputError(f"squeezellm has no groups: leave the group size 0, not {group_size}.")
-            return squeezellm.quantize(w_NK, scores_NK, name=name)
         case Scheme.SOURCE:
             raise InputError(f"{name}: scheme source keeps the codes of a GGUF file. Add the model from one.")
 
@@ -97,8 +88,6 @@ def dequantize(quantized: Coded) -> NDArray[np.float32]:
             return nf4.dequantize(quantized)
         case Scheme.INT4 | Scheme.INT8:
             return integers.dequantize(quantized)
-        case Scheme.SQUEEZELLM:
-            return squeezellm.dequantize(quantized)
         case Scheme.SOURCE:
             return gguf_blocks.dequantize(quantized)
 
@@ -141,7 +130,6 @@ _DEFAULT_GROUP_SIZES = {
     Scheme.NF4: nf4.BLOCK_SIZE,
     Scheme.INT4: 32,
     Scheme.INT8: 128,  # ADR 13
-    Scheme.SQUEEZELLM: squeezellm.GROUP_SIZE,
     Scheme.SOURCE: gguf_blocks.GROUP_SIZE,
 }
 

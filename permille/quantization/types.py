@@ -19,15 +19,11 @@ class Scheme(StrEnum):
     NF4 = "nf4"
     INT4 = "int4"
     INT8 = "int8"
-    SQUEEZELLM = "squeezellm"
     SOURCE = "source"
 
 
 SPARSE_SCHEMES = frozenset({Scheme.NF4, Scheme.INT4})
 """Schemes whose codes may be of some weights alone, with a pattern that says which."""
-
-CODE_BOOK_SIZE = 16
-"""Numbers of a code book of SQUEEZELLM: what four bits can say."""
 
 
 class Sparsity(StrEnum):
@@ -45,13 +41,12 @@ class QuantizedTensor:
         scheme: what codes stand for.
         shape: (N, K) of the weight that was quantized.
         group_size: weights that share a scale: NF4 counts along the flat row-major matrix, integers along a
-            row; 0 of SQUEEZELLM, where a row shares a code book.
+            row.
         packed: uint8 in flat row-major order. [ceil(N*K / 2)], two codes a byte, the first in the high
             nibble; of an odd number of codes the last low nibble is 0. INT8, and SOURCE of eight bits: [N*K],
             the bytes of int8 codes.
-        scales: float32, finite and not negative: NF4 absmax [B], INT4 and INT8 scale [N, G]. SQUEEZELLM: the
-            code books [N, 16] themselves, of either sign, each number exact in float16; so are the scales
-            [N, G] of SOURCE.
+        scales: float32, finite and not negative: NF4 absmax [B], INT4 and INT8 scale [N, G].
+            The scales [N, G] of SOURCE have either sign, and each is exact in float16.
         minima: added to code times scale, like the scales of SOURCE [N, G]; only there, in four bits, and
             not always.
     """
@@ -162,12 +157,10 @@ def packed_size(bits: int, shape: tuple[int, int]) -> int:
 
 
 def scales_shape(scheme: Scheme, shape: tuple[int, int], group_size: int) -> tuple[int, ...]:
-    """Shape of the scales: NF4 [B] flat blocks, integers [N, G] groups of a row, SQUEEZELLM [N, 16]."""
+    """Shape of the scales: NF4 [B] flat blocks, integers [N, G] groups of a row."""
     rows, columns = shape
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
             return (-(-rows * columns // group_size),)
         case Scheme.INT4 | Scheme.INT8 | Scheme.SOURCE:
             return (rows, -(-columns // group_size))
-        case Scheme.SQUEEZELLM:
-            return (rows, CODE_BOOK_SIZE)

@@ -157,10 +157,6 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
                     "options": {"scheme": "int4", "group_size": 32},
                 },
                 "int8": {"model_id": _MODEL, "options": {"scheme": "int8"}},
-                "code books made of a mask's scores": {
-                    "model_id": _MODEL,
-                    "options": {"scheme": "squeezellm", "mask_id": f"mask_{EXAMPLE_ULID}"},
-                },
                 "int4 in groups of 128, calibrated on texts": {
                     "model_id": _MODEL,
                     "options": {"scheme": "auto-round", "calibration_corpus_id": _CORPUS},

@@ -10,11 +10,10 @@ from permille.schemas.fields import Closed, Count, Digest, Flag, Id, Seed, Times
 from permille.schemas.jobs import JobState, Made
 from permille.schemas.masks import FisherMask, FisherMaskCreate, MaskRequest, Scope, WeightMaskCreate
 from permille.schemas.quantizations import (
-    BuildOptions,
-    BuildSqueezeLLM,
     EvaluationCorpus,
     Nf4,
     QuantizationCreate,
+    QuantizationOptions,
     SchemeName,
 )
 
@@ -150,7 +149,7 @@ class BuildCreate(Closed):
     model_id: Id = Field(description="model to make a package of")
     mask: MaskRequest | None = None
     adapter: Adapter | None = None
-    quantization: BuildOptions = Nf4(scheme=SchemeName.NF4)
+    quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
 
     @model_validator(mode="before")
@@ -166,11 +165,6 @@ class BuildCreate(Closed):
         _check_trainable(self.mask, self.adapter)
         return self
 
-    @property
-    def takes_own_scores(self) -> bool:
-        """Return whether the quantization waits for the build's own mask."""
-        return isinstance(self.quantization, BuildSqueezeLLM) and self.quantization.mask_id is None
-
     def mask_request(self) -> FisherMaskCreate | WeightMaskCreate | None:
         """Return the request of the mask job, or None if an adapter is trained."""
         if self.mask is None:
@@ -178,15 +172,12 @@ class BuildCreate(Closed):
         create = FisherMaskCreate if isinstance(self.mask, FisherMask) else WeightMaskCreate
         return create.model_validate({**self.mask.model_dump(), "model_id": self.model_id})
 
-    def quantization_request(self, mask_id: str | None = None) -> QuantizationCreate:
-        """Return the request of the quantization job. `mask_id` is the build's own finished mask."""
-        options = self.quantization.model_dump() | ({"mask_id": mask_id} if self.takes_own_scores else {})
-        return QuantizationCreate.model_validate(
-            {
-                "model_id": self.model_id,
-                "evaluation_corpus_id": self.evaluation_corpus_id,
-                "options": options,
-            }
+    def quantization_request(self) -> QuantizationCreate:
+        """Return the request of the quantization job."""
+        return QuantizationCreate(
+            model_id=self.model_id,
+            evaluation_corpus_id=self.evaluation_corpus_id,
+            options=self.quantization,
         )
 
     def package_request(self, mask_id: str | None, quantization_id: str) -> PackageCreate:

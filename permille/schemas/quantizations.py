@@ -17,7 +17,6 @@ class SchemeName(StrEnum):
     INT4 = "int4"
     AUTO_ROUND = "auto-round"
     INT8 = "int8"
-    SQUEEZELLM = "squeezellm"
     SOURCE = "source"
 
 
@@ -61,8 +60,8 @@ class Nf4(Tables):
     """NormalFloat codes in flat blocks of 64."""
 
     scheme: Literal[SchemeName.NF4] = Field(
-        description="storage of the frozen weights; auto-round is int4 calibrated on text, squeezellm has a "
-        "code book for each row, source keeps the codes of a GGUF file"
+        description="storage of the frozen weights; auto-round is int4 calibrated on text, source keeps the "
+        "codes of a GGUF file"
     )
     group_size: Annotated[Literal[64], WholeNumber] = Field(
         default=64,
@@ -108,31 +107,6 @@ class Int8(Tables):
     evaluation_tokens: EvaluationTokens = 8192
 
 
-class CodeBooks(Tables):
-    """A code book of 16 numbers for each row of a matrix, nearest to the weights that are sensitive by the
-    scores of a Fisher mask of all linears. Not of sparse models."""
-
-    scheme: Literal[SchemeName.SQUEEZELLM]
-    evaluation_tokens: EvaluationTokens = 8192
-
-
-class SqueezeLLM(CodeBooks):
-    """Code books made of a mask's scores."""
-
-    mask_id: Annotated[Id, Flag("--scores-of")] = Field(
-        description="fisher mask of all linears whose scores squeezellm uses"
-    )
-
-
-class BuildSqueezeLLM(CodeBooks):
-    """Code books made of the scores of the build's own mask, or of another one's."""
-
-    mask_id: Annotated[Id | None, Flag("--scores-of")] = Field(
-        default=None,
-        description="fisher mask of all linears whose scores squeezellm uses. By default the build's own",
-    )
-
-
 class Source(Tables):
     """The codes of the GGUF file that the model was added from, bit for bit: Q4_0, Q4_1 and Q8_0."""
 
@@ -141,9 +115,7 @@ class Source(Tables):
     evaluation_tokens: EvaluationTokens = 8192
 
 
-AnyOptions = Nf4 | Int4 | AutoRound | Int8 | SqueezeLLM | Source
-AnyBuildOptions = Nf4 | Int4 | AutoRound | Int8 | BuildSqueezeLLM | Source
-BuildOptions = Annotated[AnyBuildOptions, Field(discriminator="scheme")]
+AnyOptions = Nf4 | Int4 | AutoRound | Int8 | Source
 QuantizationOptions = Annotated[AnyOptions, Field(discriminator="scheme")]
 
 

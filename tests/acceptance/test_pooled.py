@@ -58,7 +58,7 @@ def test_from_a_public_corpus_to_a_persons_model(tmp_path: Path, capsys: pytest.
     with running_service(tmp_path, *roots) as up:
         up.answer("models", "add", "tiny", "--folder", "tiny")
         up.answer("corpora", "add", "texts", "--file", "texts.jsonl")
-        mask = ("--corpus", "texts", "--sequences", "4", "--density", "0.05", "--scheme", "squeezellm")
+        mask = ("--corpus", "texts", "--sequences", "4", "--density", "0.05")
         parent = up.answer("builds", "create", "--model", "tiny", *mask)["result_id"]
         up.answer("releases", "publish", "tiny", "--package", parent, "--alias", "stable")
         invitation = up.answer("invitations", "create", "--release", "tiny")["invitation"]

@@ -422,7 +422,6 @@ for code, name, sparsity, change_sparse in SPARSE_CHANGES:
     register(code, f"{sparsity}_with_{name}", partial(sparse_with, sparsity, change_sparse))
 
 
-BOOKS = f"{Q0}.code_books"
 SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
     ("dense-codes", "a_code_of_minus_128", Scheme.INT8, partial(dense_number, Q0, 7, -128, dtype="i1")),
     (
@@ -445,38 +444,7 @@ SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
     ),
     ("manifest-schema", "a_pattern", Scheme.INT8, lambda f: f.manifest["scheme"].update(sparsity="bitmap")),
     ("manifest-schema", "groups_of_32", Scheme.INT8, lambda f: f.manifest["scheme"].update(group_size=32)),
-    (
-        "dense-code-book",
-        "not_a_number",
-        Scheme.SQUEEZELLM,
-        partial(dense_number, BOOKS, 17, np.nan, dtype="<f2"),
-    ),
-    (
-        "dense-code-book",
-        "infinity",
-        Scheme.SQUEEZELLM,
-        partial(dense_number, BOOKS, -1, -np.inf, dtype="<f2"),
-    ),
-    ("dense-padding", "a_last_nibble", Scheme.SQUEEZELLM, partial(dense_number, Q0, -1, 1)),
-    (
-        "header-dtype",
-        "float32",
-        Scheme.SQUEEZELLM,
-        lambda f: f.rewrite("dense", BOOKS, "F32", np.ones((9, 16), "<f4")),
-    ),
-    (
-        "tensor-shape",
-        "a_book_of_15",
-        Scheme.SQUEEZELLM,
-        lambda f: f.rewrite("dense", BOOKS, "F16", np.ones((9, 15), "<f2")),
-    ),
-    (
-        "tensor-names",
-        "no_books",
-        Scheme.SQUEEZELLM,
-        lambda f: f.manifest["scheme"].update(name="int4", group_size=32),
-    ),
-    ("manifest-schema", "a_group", Scheme.SQUEEZELLM, lambda f: f.manifest["scheme"].update(group_size=9)),
+    ("dense-padding", "a_last_nibble", Scheme.INT4, partial(dense_number, Q0, -1, 1)),
     # Q0 is Q8_0, K0 is Q4_0 and V0 is Q4_1.
     (
         "dense-scales",
@@ -520,7 +488,7 @@ SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
     (
         "manifest-tensors",
         "rows_that_no_block_fills",
-        Scheme.SQUEEZELLM,
+        Scheme.INT4,
         lambda f: f.manifest["scheme"].update(name="source", group_size=32),
     ),
 ]

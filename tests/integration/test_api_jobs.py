@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 
-from permille.schemas.jobs import JobKind
 from permille.schemas.problems import TYPE_BASE
-from permille.store import rows
-from permille.store.artifacts import SCORES, Blob, Made
 from permille.store.jobs import claims
-from permille.store.tables import Job, Model
+from permille.store.tables import Job
 from permille_service.preflights import planning
 from tests.api_service import Api, running_api
-from tests.artifacts import add_artifact
 from tests.packages import TINY_LLAMA
 from tests.tiny_model import write_corpus, write_model
 
@@ -214,21 +210,7 @@ def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:
             404,
         ),
         "nothing to calibrate on": ("/v1/quantizations", {"model_id": model_id, "options": AUTO_ROUND}, 422),
-        "code books without scores": (
-            "/v1/quantizations",
-            {"model_id": model_id, "options": {"scheme": "squeezellm"}},
-            422,
-        ),
-        "scores that are not there": (
-            "/v1/quantizations",
-            {"model_id": model_id, "options": {"scheme": "squeezellm", "mask_id": f"mask_{nobody}"}},
-            404,
-        ),
-        "a build of a random mask with code books": (
-            "/v1/builds",
-            {"model_id": model_id, "mask": MASK, "quantization": {"scheme": "squeezellm"}},
-            409,
-        ),
+        "no such scheme": ("/v1/quantizations", {"model_id": model_id, "options": {"scheme": "nf5"}}, 422),
         "unknown field": ("/v1/quantizations", {"model_id": model_id, "mask_id": f"mask_{nobody}"}, 422),
         "neither mask nor adapter": ("/v1/builds", {"model_id": model_id}, 422),
         "a rank too high": (
@@ -245,43 +227,6 @@ def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:
     for name, (path, body, status) in refused.items():
         assert stocked.post(path, body).status_code == status, name
     assert stocked.get("/v1/jobs").json()["items"] == []
-
-
-def test_code_books_are_refused_scores_that_do_not_fit(stocked: Api, tmp_path: Path) -> None:
-    model_id = add_model(stocked)
-    write_model(tmp_path / "models" / "other")
-    other = stocked.post(
-        "/v1/models", {"name": "other", "source": {"kind": "folder", "path": "other"}}
-    ).json()
-    fisher = {"method": "fisher", "corpus_id": "corpus_" + "0" * 26}
-    layer = Blob(role="mask", media_type="x", digest="sha256:" + "1" * 64, size_bytes=1)
-    scores = Blob(role=SCORES, media_type="x", digest="sha256:" + "2" * 64, size_bytes=1)
-
-    def answer(of: str, request: dict[str, Any], *blobs: Blob) -> tuple[int, str]:
-        """To a quantization by the scores of such a mask."""
-        made = Made(model_id=of, digest=layer.digest, provenance={}, blobs=(layer, *blobs), k=1)
-        asked = {"model_id": of, **request}
-        with stocked.service.database.write() as session:
-            mask = add_artifact(
-                session, tenant_id=stocked.tenant_id, kind=JobKind.MASK, request=asked, made=made
-            )
-            options = {"scheme": "squeezellm", "mask_id": mask.id}
-        found = stocked.post("/v1/quantizations", {"model_id": model_id, "options": options})
-        return found.status_code, found.text
-
-    refused = {
-        "fisher of mlp": answer(model_id, fisher | {"scope": "mlp"}, scores),
-        "random of all": answer(model_id, MASK),
-        f"not of {model_id}": answer(other["id"], fisher, scores),
-    }
-    for said, (status, text) in refused.items():
-        assert (status, said in text) == (409, True), text
-    assert answer(model_id, fisher, scores)[0] == 202
-    with stocked.service.database.write() as session:
-        model = rows.get(session, Model, tenant_id=stocked.tenant_id, row_id=model_id)
-        model.source = {"kind": "sparsified"}
-    status, text = answer(model_id, fisher, scores)
-    assert (status, "does not keep the zeros" in text) == (409, True), text
 
 
 def test_sparsifications_that_cannot_be_are_refused_before_they_begin(stocked: Api, tmp_path: Path) -> None:

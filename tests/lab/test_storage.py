@@ -29,8 +29,7 @@ def test_bytes_are_those_of_what_packages_store(base: Base) -> None:
     scheme, group_size = (storage.ROUNDED | storage.CALIBRATED)[base]
     rng = np.random.default_rng(0)
     whole = [quantize(rng.normal(size=shape).astype(np.float32), scheme, group_size) for shape in SHAPES]
-    item = 2 if base is Base.SQUEEZELLM else 4
-    expected = sum(tensor.packed.nbytes + item * tensor.scales.size for tensor in whole)
+    expected = sum(tensor.packed.nbytes + 4 * tensor.scales.size for tensor in whole)
     assert storage.stored_bytes(base, SHAPES) == expected
 
 
@@ -59,12 +58,6 @@ def test_masked_weights_stay_at_bf16_over_a_calibrated_base(folder: Path) -> Non
     np.testing.assert_array_equal(again.get_parameter(name).detach().numpy(), decoded[name])
 
 
-def test_text_makes_code_books_and_a_base_without_calibration_is_refused(folder: Path) -> None:
-    codes = storage.calibrated(folder, Base.SQUEEZELLM, SEQUENCES_NT)
-    own = storage.stored(folder, Base.FLOAT32)
-    assert codes.keys() == set(storage.linear_weights(own))
-    for name, decoded_NK in codes.items():
-        assert all(len(np.unique(row_K)) <= 16 for row_K in decoded_NK)
-        assert 0 < np.abs(decoded_NK - own.get_parameter(name).detach().numpy()).max() < 0.1
-    with pytest.raises(InputError, match=r"one of auto-round-int4, squeezellm, got nf4"):
+def test_a_base_without_calibration_is_refused(folder: Path) -> None:
+    with pytest.raises(InputError, match="one of auto-round-int4, got nf4"):
         storage.calibrated(folder, Base.NF4, SEQUENCES_NT)

@@ -49,7 +49,6 @@ class Base(StrEnum):
     INT4_G128 = "int4-g128"
     AUTO_ROUND_INT4 = "auto-round-int4"
     INT8 = "int8"
-    SQUEEZELLM = "squeezellm"
 
 
 def _existing(value: object, info: ValidationInfo) -> Path:

@@ -126,6 +126,5 @@ def _written(
         chosen,
         scheme,
         group_size=group_size,
-        scores=scores,
         embeddings=embeddings,
     )

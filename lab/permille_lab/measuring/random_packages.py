@@ -51,8 +51,7 @@ from permille.quantization.types import (
 from permille.tensors import RawTensor
 
 # Root mean square of an evenly drawn code, in units of its scale.
-_CODE_RMS = {Scheme.NF4: 0.55, Scheme.INT4: 4.3, Scheme.INT8: 73.6, Scheme.SQUEEZELLM: 1.0}
-_CODE_RMS |= {Scheme.SOURCE: 4.6}
+_CODE_RMS = {Scheme.NF4: 0.55, Scheme.INT4: 4.3, Scheme.INT8: 73.6, Scheme.SOURCE: 4.6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,10 +264,7 @@ def _random_codes(
     elif shape[0] * shape[1] % 2:
         packed[-1] &= 0xF0
     minima = None
-    if how.name is Scheme.SQUEEZELLM:
-        scales = rng.normal(0, spread, size).astype(np.float16).astype(np.float32)
-    else:
-        scales = rng.uniform(0.8 * spread, 1.2 * spread, size).astype(np.float32)
+    scales = rng.uniform(0.8 * spread, 1.2 * spread, size).astype(np.float32)
     if how.name is Scheme.SOURCE:  # Q4_1, the dearest of its types
         scales = scales.astype(np.float16).astype(np.float32)
         minima = np.float32(-8) * scales

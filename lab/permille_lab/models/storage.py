@@ -19,7 +19,7 @@ from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
 from permille.package.manifest import Quantization
-from permille.quantization import dequantize, quantize, rounding, squeezellm
+from permille.quantization import dequantize, quantize, rounding
 from permille.quantization.types import Scheme
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import Mask, select_mask
@@ -43,10 +43,7 @@ ROUNDED = {
 }
 """Bases that need nothing but the weights: scheme and group size."""
 
-CALIBRATED = {
-    Base.AUTO_ROUND_INT4: (Scheme.INT4, rounding.GROUP_SIZE),
-    Base.SQUEEZELLM: (Scheme.SQUEEZELLM, squeezellm.GROUP_SIZE),
-}
+CALIBRATED = {Base.AUTO_ROUND_INT4: (Scheme.INT4, rounding.GROUP_SIZE)}
 """Bases that need text."""
 
 _UNQUANTIZED = {Base.FLOAT32: 4, Base.BF16: 2}
@@ -99,16 +96,6 @@ def calibrated(
     if base not in CALIBRATED:
         raise InputError(f"expected one of {', '.join(sorted(CALIBRATED))}, got {base.value}")
     model = stored(folder, Base.FLOAT32)
-    if base is Base.SQUEEZELLM:
-        scores = fisher_scores(model, sequences_NT)
-        return {
-            name: dequantize(
-                quantize(
-                    model.get_parameter(name).detach().numpy(), *CALIBRATED[base], scores_NK=scores[name]
-                )
-            )
-            for name in scores
-        }
     layers = rounding.rounded_int4(model, linear_weights(model), sequences_NT, iterations=iterations)
     return {name: dequantize(layer) for name, layer in layers.items()}
 

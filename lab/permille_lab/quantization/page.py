@@ -17,13 +17,13 @@ from permille_lab.measuring.tables import markdown
 Found = Mapping[tuple[str, str], Result]
 """By model and base."""
 
-_FORMS = {
+_FORMS: Mapping[str, str] = {
     Base.FLOAT32: "float32",
     Base.INT8: "int8",
     Base.INT4_G32: "int4, groups of 32",
     Base.AUTO_ROUND_INT4: "int4, groups of 128, calibrated",
     Base.NF4: "NF4",
-    Base.SQUEEZELLM: "SqueezeLLM",
+    "squeezellm": "SqueezeLLM (removed)",
 }
 
 

@@ -35,7 +35,6 @@ _PACKAGES = {
     Base.INT4_G32: (Scheme.INT4, 32),
     Base.AUTO_ROUND_INT4: (Scheme.INT4, 128),
     Base.NF4: (Scheme.NF4, None),
-    Base.SQUEEZELLM: (Scheme.SQUEEZELLM, None),
 }
 
 

@@ -2,9 +2,9 @@
 
 No worker runs a waiting job and none is held by one: it is `running` without a worker, is moved on in the
 transaction that ends one of its parts, and is looked at again by every sweep. A build waits from the start:
-mask (none for an adapter) and quantization run side by side, or are there from earlier; a quantization that
-takes the mask's scores runs after it, the package after both. Any other job that waits was split by its
-worker (`claims.split`); once all parts have succeeded it is queued again, and its next attempt joins them.
+mask (none for an adapter) and quantization run side by side, or are there from earlier; the package runs
+after both. Any other job that waits was split by its worker (`claims.split`); once all parts have succeeded
+it is queued again, and its next attempt joins them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +41,8 @@ def parts_due(request: BuildCreate, results: Mapping[str, str | None]) -> list[P
     if JobKind.MASK not in results and mask is not None:
         due.append((JobKind.MASK, mask))
     mask_id, quantization_id = results.get(JobKind.MASK), results.get(JobKind.QUANTIZATION)
-    if JobKind.QUANTIZATION not in results and (mask_id or not request.takes_own_scores):
-        due.append((JobKind.QUANTIZATION, request.quantization_request(mask_id)))
+    if JobKind.QUANTIZATION not in results:
+        due.append((JobKind.QUANTIZATION, request.quantization_request()))
     if JobKind.PACKAGE not in results and (mask_id or mask is None) and quantization_id:
         due.append((JobKind.PACKAGE, request.package_request(mask_id, quantization_id)))
     return due
@@ -69,14 +69,13 @@ def take_earlier(session: Session, build: Job, find: Find) -> None:
 
     They are looked for once they are rows: what changes after that is newer than they are.
     """
-    for kind in (JobKind.MASK, JobKind.QUANTIZATION):  # which may be added once the mask is there
-        for part in transitions.children(session, build.id):
-            earlier = find(session, part) if part.kind == kind else None
-            if earlier is not None:
-                part.started_at, part.result_id = now(session), earlier.result_id
-                told = {"result_id": part.result_id, "message": f"{earlier.id} has made the same before"}
-                transitions.transition(session, part, JobState.SUCCEEDED, **told)
-        advance(session, build)
+    for part in transitions.children(session, build.id):
+        earlier = find(session, part)
+        if earlier is not None:
+            part.started_at, part.result_id = now(session), earlier.result_id
+            told = {"result_id": part.result_id, "message": f"{earlier.id} has made the same before"}
+            transitions.transition(session, part, JobState.SUCCEEDED, **told)
+    advance(session, build)
 
 
 def advance(session: Session, job: Job) -> None:

@@ -32,7 +32,6 @@ _FORMS = {
 FLAGS = {
     "evaluation_corpus_id": "--evaluate-on",
     "calibration_corpus_id": "--calibrate-on",
-    "squeezellm.mask_id": "--scores-of",
     "adapter.kind": "--adapter",
     "adapter.scope": "--adapter-scope",
     "adapter.seed": "--adapter-seed",

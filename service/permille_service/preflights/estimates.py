@@ -17,7 +17,7 @@ from permille.memory import available_memory
 from permille.models.families import Config, expected_tensors, scoped_tensors
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.packages import PoolingCreate
-from permille.schemas.quantizations import AnyBuildOptions, AnyOptions, AutoRound, CodeBooks, Int8
+from permille.schemas.quantizations import AnyOptions, AutoRound, Int8
 from permille.schemas.sparsifications import Recovery, SparsificationCreate
 from permille_service.settings import Settings
 
@@ -37,11 +37,6 @@ ROUNDING_COPIES, ROUNDING_CACHES, ROUNDING_VECTORS = 4, 4, 64
 # Exporting a program: copies of the model in float32, and the time of its graph, layer by layer.
 EXPORT_COPIES, EXPORT_LAYER_S = 6, 20
 SECONDS_A_WEIGHT = 60e-9  # reading, coding and writing one weight on one core
-SECONDS_A_BOOK, SECONDS_IN_A_BOOK = (
-    4e-3,
-    0.2e-6,
-)  # to find a row's code book, and for each of its weights
-BOOK_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +170,7 @@ def _held(sizes: Sizes, activations: int, memory_bytes: int | None) -> int:
 
 def quantization_needs(
     sizes: Sizes,
-    options: AnyOptions | AnyBuildOptions,
+    options: AnyOptions,
     *,
     evaluated: bool,
     flops_per_s: float,
@@ -187,12 +182,7 @@ def quantization_needs(
     plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES
     memory = PROCESS_BYTES + 6 * sizes.largest * FLOAT_BYTES
     seconds = sizes.scoped * SECONDS_A_WEIGHT
-    if isinstance(options, CodeBooks):
-        rows = sizes.scoped // sizes.lora_fa_rank  # at most: that is the shortest row
-        codes += rows * BOOK_BYTES
-        seconds += rows * SECONDS_A_BOOK + sizes.scoped * SECONDS_IN_A_BOOK
-    else:
-        codes += sizes.scoped // options.group_size * FLOAT_BYTES
+    codes += sizes.scoped // options.group_size * FLOAT_BYTES
     if isinstance(options, AutoRound):
         tokens = options.calibration_sequences * options.calibration_length
         batch = min(ROUNDING_BATCH, options.calibration_sequences) * options.calibration_length

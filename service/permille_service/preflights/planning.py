@@ -22,19 +22,9 @@ from permille.schemas.kinds import PreflightCreate, parse_request
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
 from permille.schemas.packages import Adapter, BuildCreate, ExportCreate, PackageCreate, PoolingCreate
 from permille.schemas.problems import Figure, ProblemType
-from permille.schemas.quantizations import (
-    AnyBuildOptions,
-    AnyOptions,
-    AutoRound,
-    BuildSqueezeLLM,
-    CodeBooks,
-    QuantizationCreate,
-    Source,
-    SqueezeLLM,
-)
+from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate, Source
 from permille.schemas.sparsifications import SparsificationCreate
 from permille.store import artifacts, inputs, rows
-from permille.store.artifacts import SCORES
 from permille.store.jobs.dispatch import none_can_export
 from permille.store.tables import Artifact, Corpus, Job, Model
 from permille_service.access.principals import Viewer
@@ -207,17 +197,11 @@ class _Planner:
             split_flops=self._split_flops,
         )
 
-    def _quantization(
-        self, request: QuantizationCreate | BuildCreate, options: AnyOptions | AnyBuildOptions
-    ) -> Needs:
+    def _quantization(self, request: QuantizationCreate | BuildCreate, options: AnyOptions) -> Needs:
         sizes = self._sizes(request.model_id)
         self._check_corpus(request.evaluation_corpus_id)
-        if isinstance(options, CodeBooks):
-            self._check_dense(request.model_id)
         if isinstance(options, Source):
             self._check_gguf(request.model_id)
-        if isinstance(options, (SqueezeLLM, BuildSqueezeLLM)) and options.mask_id is not None:
-            self._check_scores(self._part(JobKind.MASK, options.mask_id), request.model_id)
         if isinstance(options, AutoRound):
             tokens = options.calibration_sequences * options.calibration_length
             self._check_corpus(options.calibration_corpus_id, tokens)
@@ -251,29 +235,6 @@ class _Planner:
                 f"The parts are of two models, {mask.model_id} and {quantization.model_id}.",
             )
 
-    def _check_scores(self, mask: Artifact, model_id: str) -> None:
-        if mask.model_id != model_id:
-            raise ApiError(
-                ProblemType.CONFLICT, f"The mask {mask.id} is of {mask.model_id}, not of {model_id}."
-            )
-        request = parse_request(JobKind.MASK, mask.request)
-        if artifacts.blob_of(mask, SCORES) is None or request.scope != "all":
-            raise ApiError(
-                ProblemType.CONFLICT,
-                f"squeezellm needs the scores of a fisher mask of all linears; {mask.id} is "
-                f"{request.method} of "
-                f"{request.scope}.",
-            )
-
-    def _check_dense(self, model_id: str) -> None:
-        """That of a folder's or the hub's model is for the worker, which reads it."""
-        model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
-        if model.source["kind"] == "sparsified":
-            raise ApiError(
-                ProblemType.CONFLICT,
-                f"squeezellm does not keep the zeros of the sparse model {model.name!r}. Choose nf4 or int4.",
-            )
-
     def _check_gguf(self, model_id: str) -> None:
         """The types in the file are for the worker, which reads it."""
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
@@ -300,14 +261,6 @@ class _Planner:
         mask = NOTHING if request.mask is None else self._mask(request.mask, request.model_id)
         if request.adapter is not None:
             self._check_adapter(request.adapter, request.model_id)
-        own = request.mask
-        if request.takes_own_scores and not (isinstance(own, FisherMask) and own.scope == "all"):
-            got = "no mask" if own is None else f"method {own.method}, scope {own.scope}"
-            raise ApiError(
-                ProblemType.CONFLICT,
-                f"squeezellm needs the scores of a fisher mask of all linears; this build has {got}. Name "
-                "one with --scores-of.",
-            )
         quantization = self._quantization(request, request.quantization)
         sizes = self._sizes(request.model_id)
         return NOTHING if sizes is None else mask.then(quantization).then(package_needs(sizes))

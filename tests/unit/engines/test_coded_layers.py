@@ -28,7 +28,7 @@ def _weight(rows: int, columns: int) -> NDArray[np.float32]:
 
 def _coded() -> Iterator[Coded]:
     """Every scheme, with rows that end within a byte and a group, and sparse weights of both patterns."""
-    for scheme in (Scheme.NF4, Scheme.INT4, Scheme.INT8, Scheme.SQUEEZELLM):
+    for scheme in (Scheme.NF4, Scheme.INT4, Scheme.INT8):
         for shape in ((7, 45), (9, 128)):
             yield quantize(_weight(*shape), scheme, default_group_size(scheme))
     for name in TYPES:

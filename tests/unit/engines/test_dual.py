@@ -50,7 +50,7 @@ def test_all_variants_in_one_pass_have_the_losses_of_the_reference(family: str, 
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "scheme"), [("llama", Scheme.INT8), ("gemma3_text", Scheme.SQUEEZELLM)])
+@pytest.mark.parametrize(("family", "scheme"), [("llama", Scheme.INT8), ("gemma3_text", Scheme.NF4)])
 def test_the_exported_program_is_the_module(family: str, scheme: Scheme, tmp_path: Path) -> None:
     package = tiny_package(tmp_path, family, scheme).package
     with pytest.raises(InputError, match=f"need an int4 package, this one is {scheme}"):

@@ -134,7 +134,6 @@ def test_tensors_have_the_names_that_llama_cpp_asks_for(family: str, tmp_path: P
         (Scheme.INT4, "q8_0", 0.9999),
         (Scheme.INT4, "q4_0", 0.99),
         (Scheme.INT8, "q8_0", 0.9999),
-        (Scheme.SQUEEZELLM, "q8_0", 0.9999),
     ],
 )
 def test_the_personal_change_survives(scheme: Scheme, kind: str, least: float, tmp_path: Path) -> None:
@@ -223,7 +222,7 @@ def test_frequencies_are_told(tmp_path: Path) -> None:
 
 
 def test_four_bits_need_int4_and_enough_of_the_change(tmp_path: Path) -> None:
-    for scheme in (Scheme.NF4, Scheme.INT8, Scheme.SQUEEZELLM):
+    for scheme in (Scheme.NF4, Scheme.INT8):
         other = exported_package(tmp_path / scheme, "llama", scheme)
         with pytest.raises(InputError, match=f"levels of {scheme}. Export q8_0"):
             export_gguf(other, None, tmp_path / "out", kind="q4_0")

@@ -21,7 +21,7 @@ from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_batch, tiny_
 
 # NF4 of every family, and one more scheme
 PACKAGES = [(family, Scheme.NF4) for family in CONFIGS]
-PACKAGES += zip(CONFIGS, cycle([Scheme.INT4, Scheme.INT8, Scheme.SQUEEZELLM]), strict=False)
+PACKAGES += zip(CONFIGS, cycle([Scheme.INT4, Scheme.INT8]), strict=False)
 
 
 @pytest.fixture(scope="module", params=PACKAGES, ids=str)
@@ -138,7 +138,7 @@ def test_int8_activations_let_small_perturbations_through(tmp_path: Path) -> Non
     assert abs(rounded - exact) <= 0.2 * abs(exact)
 
 
-@pytest.mark.parametrize("scheme", [Scheme.NF4, Scheme.INT8, Scheme.SQUEEZELLM])
+@pytest.mark.parametrize("scheme", [Scheme.NF4, Scheme.INT8])
 def test_int8_activations_are_for_codes_of_four_bits(scheme: Scheme, tmp_path: Path) -> None:
     tiny = tiny_package(tmp_path, "llama", scheme)
     with pytest.raises(InputError, match=f"expected a package of int4 .*, got {scheme}"):

@@ -1,5 +1,5 @@
-"""NF4 against bitsandbytes bit for bit, integers against their formula, code books against the best ones, and
-the promises that all make."""
+"""NF4 against bitsandbytes bit for bit, integers against their formula, and the promises that all
+make."""
 
 import dataclasses
 from typing import Any, cast
@@ -25,7 +25,6 @@ from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
 from tests.unit.package.tiny import pruned
 
 SCALED = [(Scheme.NF4, 64), (Scheme.INT4, 32), (Scheme.INT4, 128), (Scheme.INT8, 128)]
-ALL = [*SCALED, (Scheme.SQUEEZELLM, 0)]
 
 
 def weight(rows: int, columns: int, seed: int = 0) -> NDArray[np.float32]:
@@ -105,59 +104,6 @@ def test_int8_equals_torch_in_every_group(columns: int) -> None:
     assert (dequantize(quantized) == (expected * scale_NG1).reshape(5, -1)[:, :columns].numpy()).all()
 
 
-def least_error(w_K: NDArray[np.float32], scores_K: NDArray[np.float32]) -> float:
-    """Of 16 ranges of the sorted weights, each around its mean: all ways to cut, by a dynamic programme."""
-    order = np.argsort(w_K)
-    w, mass = w_K[order].astype(np.float64), scores_K[order].astype(np.float64)
-    sums = np.concatenate([np.zeros((3, 1)), np.cumsum([mass, mass * w, mass * w * w], axis=1)], axis=1)
-    zeroth, first, second = sums[:, None, :] - sums[:, :, None]
-    cost = np.full(zeroth.shape, np.inf)
-    begin, end = np.triu_indices(len(cost), 1)
-    cost[begin, end] = second[begin, end] - first[begin, end] ** 2 / zeroth[begin, end]
-    least = cost[0]
-    for _ in range(15):
-        least = np.minimum(least, (least[:, None] + cost).min(axis=0))
-    return float(least[-1])
-
-
-@pytest.mark.parametrize(("columns", "most"), [(40, 1.001), (120, 1.001), (121, 1.02), (600, 1.02)])
-@pytest.mark.parametrize("kind", ["normal", "outliers", "bf16"])
-def test_code_books_are_nearly_the_best_for_the_scores(columns: int, most: float, kind: str) -> None:
-    rng = np.random.default_rng(columns)
-    w_NK = weight(4, columns)
-    if kind == "outliers":
-        w_NK = rng.standard_t(3, w_NK.shape).astype(np.float32)
-    if kind == "bf16":
-        w_NK = (w_NK.view(np.uint32) >> 16 << 16).view(np.float32)
-    scores_NK = (rng.standard_normal(w_NK.shape) ** 2 * np.exp(rng.standard_normal(w_NK.shape))).astype(
-        np.float32
-    )
-    quantized = quantize(w_NK, Scheme.SQUEEZELLM, 0, scores_NK=scores_NK)
-    error_NK = scores_NK.astype(np.float64) * (w_NK.astype(np.float64) - dequantize(quantized)) ** 2
-    for w_K, scores_K, error_K in zip(w_NK, scores_NK, error_NK, strict=True):
-        assert error_K.sum() <= most * least_error(w_K, scores_K)
-    by_row = [quantize(w_NK[[n]], Scheme.SQUEEZELLM, 0, scores_NK=scores_NK[[n]]).scales for n in range(4)]
-    assert np.concatenate(by_row).tobytes() == quantized.scales.tobytes()
-
-
-def test_code_books_of_few_weights_hold_them_and_none_needs_a_score() -> None:
-    w_NK = np.array([[1, -2, 0.5, 1], [0, 0, 0, 0]], np.float32)
-    for scores_NK in (None, np.zeros_like(w_NK), np.array([[1, 0, 0, 0], [0, 0, 0, 1]], np.float32)):
-        quantized = quantize(w_NK, Scheme.SQUEEZELLM, 0, scores_NK=scores_NK)
-        assert (dequantize(quantized) == w_NK).all()
-
-
-def test_code_books_are_refused_scores_and_weights_that_cannot_be() -> None:
-    w_NK = weight(2, 64)
-    for scores_NK in (w_NK, np.full_like(w_NK, np.nan), np.full_like(w_NK, np.inf)):
-        with pytest.raises(InputError, match="a: expected finite scores from 0"):
-            quantize(w_NK, Scheme.SQUEEZELLM, 0, scores_NK=scores_NK, name="a")
-    with pytest.raises(InputError, match=r"a: expected float32 scores \(2, 64\)"):
-        quantize(w_NK, Scheme.SQUEEZELLM, 0, scores_NK=w_NK[:1], name="a")
-    with pytest.raises(InputError, match="a: expected weights within float16"):
-        quantize(w_NK * np.float32(1e8), Scheme.SQUEEZELLM, 0, name="a")
-
-
 @pytest.mark.parametrize(("scheme", "group_size"), SCALED)
 @pytest.mark.parametrize("columns", [128, 129])
 def test_a_zero_group_has_scale_zero_and_decodes_to_zeros(
@@ -170,7 +116,7 @@ def test_a_zero_group_has_scale_zero_and_decodes_to_zeros(
     assert (dequantize(quantized) == w_NK).all()
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), ALL)
+@pytest.mark.parametrize(("scheme", "group_size"), SCALED)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_non_finite_weights_are_refused_with_the_name_and_place(
     scheme: Scheme, group_size: int, value: float
@@ -181,7 +127,7 @@ def test_non_finite_weights_are_refused_with_the_name_and_place(
         quantize(w_NK, scheme, group_size, name="blocks.0.q")
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), ALL)
+@pytest.mark.parametrize(("scheme", "group_size"), SCALED)
 @pytest.mark.parametrize("shape", [(9, 77), (5, 320), (301, 3)])
 def test_chunks_do_not_change_a_bit(
     scheme: Scheme, group_size: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -212,15 +158,13 @@ def test_wrong_inputs_are_refused() -> None:
         quantize(w_NK, Scheme.INT4, 64)
     with pytest.raises(InputError, match="a group size of 128 for int8, got 32"):
         quantize(w_NK, Scheme.INT8, 32)
-    with pytest.raises(InputError, match="squeezellm has no groups"):
-        quantize(w_NK, Scheme.SQUEEZELLM, 64)
     with pytest.raises(InputError, match="A pattern of kept weights takes nf4 or int4"):
         quantize_sparse(w_NK, Scheme.INT8, 128, Sparsity.BITMAP)
     with pytest.raises(InputError, match="expected a float32 matrix, got float64"):
         quantize(w_NK.astype(np.float64), Scheme.NF4, 64)
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), ALL)
+@pytest.mark.parametrize(("scheme", "group_size"), SCALED)
 def test_dequantize_refuses_sizes_that_the_shape_does_not_ask_for(scheme: Scheme, group_size: int) -> None:
     good = quantize(weight(2, 128), scheme, group_size)
     with pytest.raises(InputError, match=f"expected {good.packed.size} packed bytes"):
@@ -262,7 +206,7 @@ def test_sparsity_is_found_or_refused() -> None:
         dequantize(dataclasses.replace(whole, pattern=dataclasses.replace(whole.pattern, packed=packed)))
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), ALL)
+@pytest.mark.parametrize(("scheme", "group_size"), SCALED)
 def test_a_scheme_may_be_named_by_its_text(scheme: Scheme, group_size: int) -> None:
     named, meant = (quantize(weight(2, 128), name, group_size) for name in (scheme.value, scheme))
     assert named.scheme is scheme
@@ -272,7 +216,7 @@ def test_a_scheme_may_be_named_by_its_text(scheme: Scheme, group_size: int) -> N
 
 
 def test_a_scheme_that_does_not_exist_is_refused() -> None:
-    refused = "'nf5' is not a scheme. Choose one of nf4, int4, int8, squeezellm, source"
+    refused = "'nf5' is not a scheme. Choose one of nf4, int4, int8, source"
     with pytest.raises(InputError, match=refused):
         quantize(weight(2, 128), "nf5", 64)
     with pytest.raises(InputError, match=refused):

@@ -169,11 +169,6 @@ def test_a_form_makes_the_request_with_ids_for_names_and_no_defaults_of_its_own(
         "calibration_corpus_id": f"corpus_{ULIDS[0]}",
     }
 
-    scored = body(
-        JobKind.QUANTIZATION, model_id="a", options_scheme="squeezellm", options_mask_id=f"mask_{ULIDS[0]}"
-    )
-    assert scored["options"] == {"scheme": "squeezellm", "embeddings": "q8_0", "mask_id": f"mask_{ULIDS[0]}"}
-
 
 def test_options_are_named_after_fields_and_required_where_every_form_is() -> None:
     options = {option.flag: option for option in form_of(WORK[JobKind.BUILD].request).options}
@@ -304,8 +299,6 @@ def test_what_is_wrong_with_a_request_is_said_without_patterns() -> None:
     assert (
         in_words([{"location": "body.adapter.kind", "message": "Field required"}]) == "--adapter is missing"
     )
-    missing = [{"location": "body.options.squeezellm.mask_id", "message": "Field required"}]
-    assert in_words(missing) == "--scores-of is missing"
     assert in_words([{"location": "body", "message": "Value error, expected one, got both"}]) == (
         "expected one, got both"
     )

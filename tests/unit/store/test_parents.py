@@ -113,17 +113,15 @@ def test_builds_run_mask_and_quantization_side_by_side(db: Database, tenant_id: 
     assert (after.state, after.result_id, after.progress) == ("succeeded", IDS["package"], 1.0)
 
 
-@pytest.mark.parametrize("scheme", ["nf4", "squeezellm"])
-def test_parts_that_were_made_before_are_not_made_again(db: Database, tenant_id: str, scheme: str) -> None:
-    coded = {"quantization": {"scheme": scheme}}
-    earlier = submit_build(db, tenant_id, **coded)
+def test_parts_that_were_made_before_are_not_made_again(db: Database, tenant_id: str) -> None:
+    earlier = submit_build(db, tenant_id)
     for kind in ("mask", "quantization"):
         run(db, earlier, kind)
 
     def find(session: Session, part: Job) -> Job | None:
         return queue.find_equal(session, tenant_id=tenant_id, request_digest=part.request_digest)
 
-    new = NewJob(tenant_id=tenant_id, kind="build", payload={**PAYLOAD, **coded})
+    new = NewJob(tenant_id=tenant_id, kind="build", payload=PAYLOAD)
     with db.write() as session:
         build = queue.submit(session, new, find)
     made = parts(db, build)
@@ -164,17 +162,6 @@ def test_a_build_of_an_adapter_has_no_mask(db: Database, tenant_id: str) -> None
 def test_a_build_trains_a_mask_or_an_adapter(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_request("build", {**PAYLOAD, **changes})
-
-
-def test_a_build_whose_code_books_take_the_scores_of_its_mask_waits_for_it() -> None:
-    ours = BuildCreate.model_validate({**PAYLOAD, "quantization": {"scheme": "squeezellm"}})
-    assert [kind for kind, _ in parts_due(ours, {})] == ["mask"]
-    assert parts_due(ours, {"mask": None}) == []
-    [(kind, request)] = parts_due(ours, {"mask": IDS["mask"]})
-    asked = {"scheme": "squeezellm", "embeddings": "q8_0", "mask_id": IDS["mask"], "evaluation_tokens": 8192}
-    assert (kind, request.model_dump()["options"]) == ("quantization", asked)
-    other = BuildCreate.model_validate({**PAYLOAD, "quantization": asked})
-    assert [kind for kind, _ in parts_due(other, {})] == ["mask", "quantization"]
 
 
 def test_no_part_is_added_twice() -> None:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from permille.models.checkpoint import Checkpoint
 from permille.package.reader import Package, verify_package
-from permille.quantization import dequantize, quantize, rounding
+from permille.quantization import rounding
 from permille.quantization.types import Sparsity
 from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.inputs import FolderModel
@@ -20,7 +19,7 @@ from permille.sensitivity.scores import load_scores
 from permille.store import artifacts, inputs, rows
 from permille.store.jobs import claims, queue
 from permille.store.retention.collection import references
-from permille.store.tables import Artifact, Model
+from permille.store.tables import Model
 from permille_workers.runtime.context import JobCancelledError, TaskContext
 from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_store
 from permille_workers.tasks import TASKS
@@ -232,43 +231,6 @@ def test_packages_of_integers(bench: Bench, scheme: str, group_size: int) -> Non
     row = made_by(bench, JobKind.BUILD, build_request(bench, quantization=quantization))
     how = manifest_of(bench, row).scheme
     assert (how.name, how.group_size) == (scheme, group_size)
-
-
-SQUEEZELLM = {"scheme": "squeezellm", "evaluation_tokens": 512}
-
-
-def test_code_books_are_made_for_the_scores_of_the_builds_mask_or_of_another(bench: Bench) -> None:
-    package = made_by(bench, JobKind.BUILD, build_request(bench, quantization=SQUEEZELLM))
-    mask, ours = (part_of(bench, package, kind) for kind in (JobKind.MASK, JobKind.QUANTIZATION))
-    assert ours.request["options"] == SQUEEZELLM | {"embeddings": "q8_0", "mask_id": mask.id}
-    assert ours.provenance["scores"] == digest_of_role(mask, "scores")
-    opened = Package.open(bench.blobs, package.digest)
-    scores = load_scores(bench.blobs.path(digest_of_role(mask, "scores")))
-    checkpoint = Checkpoint(bench.root / "models" / "tiny")
-    for name, scores_NK in scores.items():
-        expected = quantize(checkpoint.float32(name), "squeezellm", 0, scores_NK=scores_NK)
-        assert np.array_equal(dequantize(opened.quantized(name)), dequantize(expected))
-    measured = bench.report(digest_of_role(ours, "report"))["perplexity"]
-    assert measured["held_out"] is True and measured["before"] != measured["after"]
-    alone = quantization_of(bench, scheme="squeezellm", mask_id=mask.id)
-    assert alone.digest == ours.digest
-    other = quantization_of(bench, scheme="squeezellm", mask_id=mask_of(bench, seed=6).id)
-    assert other.digest != ours.digest
-
-
-def test_what_code_books_cannot_be_made_of_is_refused(bench: Bench) -> None:
-    def refused(mask: Artifact) -> str:
-        options = SQUEEZELLM | {"mask_id": mask.id}
-        return failed(bench, "quantization", {"model_id": bench.model.id, "options": options})
-
-    assert "needs all linears" in refused(mask_of(bench, scope="mlp"))
-    largest = {"model_id": bench.model.id, "method": "magnitude"}
-    assert "has no scores" in refused(made_by(bench, JobKind.MASK, largest))
-    mask = mask_of(bench)
-    with bench.db.write() as session:
-        row = artifacts.get(session, tenant_id=bench.tenant_id, kind=JobKind.MASK, key=mask.id)
-        row.provenance = {"model": {}}
-    assert "is of other weights" in refused(mask)
 
 
 def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(

@@ -12,11 +12,10 @@ from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest, Quantization
 from permille.package.reader import Package
 from permille.package.safetensors_io import SafetensorsFile
-from permille.quantization import squeezellm
 from permille.quantization.types import Scheme, Sparsity
 from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
-from permille.schemas.quantizations import AnyOptions, AutoRound, CodeBooks
+from permille.schemas.quantizations import AnyOptions, AutoRound
 from permille.store import artifacts
 from permille.store.artifacts import MANIFEST, PICTURE, REPORT, Blob, Made
 from permille.store.retention.collection import hold
@@ -85,7 +84,7 @@ def quantization_of(options: AnyOptions, sparsity: object) -> Quantization:
     scheme = Scheme.INT4 if isinstance(options, AutoRound) else Scheme(options.scheme)
     return Quantization(
         name=scheme,
-        group_size=squeezellm.GROUP_SIZE if isinstance(options, CodeBooks) else options.group_size,
+        group_size=options.group_size,
         sparsity=None if sparsity is None else Sparsity(str(sparsity)),
     )
 

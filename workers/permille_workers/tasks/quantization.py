@@ -1,13 +1,13 @@
 """The quantization job: a dense layer, the layer of what stays as it is, and what that costs.
 
-Most codes are made of the weights alone. Two kinds need more: int4 that auto-round calibrates on a corpus,
-all layers in one go (ADR 13), and code books for a mask's scores, tensor by tensor.
+Codes are made of the weights alone, but for int4 that auto-round calibrates on a corpus, all layers in one
+go (ADR 13).
 """
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from permille.corpora.sequences import POOL
 from permille.digests import JSON
@@ -16,28 +16,19 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.package.build import code, plain_tensors
 from permille.package.layers import write_dense, write_plain
-from permille.package.manifest import Layer, Quantization
-from permille.package.reader import read_codes
-from permille.package.safetensors_io import SafetensorsFile
+from permille.package.manifest import Quantization
 from permille.quantization import dequantize
 from permille.quantization.report import ErrorReport
 from permille.quantization.sparse import find_sparsity
-from permille.quantization.types import Coded, Scheme, Sparsity
-from permille.schemas.jobs import JobKind
-from permille.schemas.kinds import parse_request
-from permille.schemas.masks import FisherMaskCreate
+from permille.quantization.types import Coded, Sparsity
 from permille.schemas.quantizations import (
     AnyOptions,
     AutoRound,
-    CodeBooks,
     Int8,
     QuantizationCreate,
     Source,
-    SqueezeLLM,
 )
 from permille.sensitivity.plots import error_picture
-from permille.sensitivity.scores import load_scores
-from permille.store import artifacts
 from permille.store.artifacts import Made
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import blob_of_layer, evidence, publishes, quantization_of
@@ -60,7 +51,6 @@ _LONGEST_EVALUATION = 512
 
 Tensors = Iterator[tuple[str, Coded]]
 _CALIBRATION_SEED = 0
-_SCORED = ("scores", "corpus", "sequences", "length", "seed", "dtype")  # of a mask's provenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +73,7 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     """Quantize a model.
 
     Raises:
-        InputError: a model or mask that does not serve, too little text to calibrate on, a corpus that is
+        InputError: a model that does not serve, too little text to calibrate on, a corpus that is
             broken.
         RetryableError: a hub or data set that cannot be reached.
         OperatorError: this worker was installed without auto-round, and it is asked for.
@@ -96,8 +86,6 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     coded = _coded(context, model, options, how)
     errors = ErrorReport()
     dense = write_dense(context.blobs, _measured(context, model.checkpoint, coded.tensors(), errors), how)
-    if how.name is Scheme.SQUEEZELLM:
-        coded = replace(coded, tensors=lambda: _stored(context, model.checkpoint, dense, how))
     context.progress(_QUANTIZED, "writing the plain layer")
     plain = write_plain(context.blobs, plain_tensors(_kept(model) or model.checkpoint, options.embeddings))
     summary = errors.summary()
@@ -135,23 +123,17 @@ def _sparsity(checkpoint: Checkpoint, options: AnyOptions) -> str | None:
     """The sparsity that was asked for, or what fits the model; of calibrated codes and int8 none."""
     if isinstance(options, AutoRound | Int8 | Source):
         return None
-    if not isinstance(options, CodeBooks) and options.sparsity is not None:
+    if options.sparsity is not None:
         return None if options.sparsity == "none" else Sparsity(options.sparsity).value
     names = [name for name, _ in scoped_tensors(checkpoint.config)]
     found = find_sparsity(checkpoint.float32(name) for name in names)
-    if found is not None and isinstance(options, CodeBooks):
-        raise InputError(
-            f"squeezellm does not keep the zeros of a sparse model ({found}). Choose nf4 or int4."
-        )
     return None if found is None else found.value
 
 
 def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Quantization) -> Codes:
     """To the nearest code each time anew: cheaper than reading codes back, and no two tensors are held at
-    once. Code books take longer: they are read back."""
+    once."""
     checkpoint = model.checkpoint
-    if isinstance(options, SqueezeLLM):
-        return code_books(context, model, options, how)
     if isinstance(options, AutoRound):
         return calibrated_codes(context, checkpoint, options)
     if isinstance(options, Source):
@@ -186,13 +168,6 @@ def _kept(model: SourceModel) -> "KeptModel | None":
     from permille.models.gguf.codes import KeptModel
 
     return KeptModel(model.checkpoint, model.gguf)
-
-
-def _stored(context: TaskContext, checkpoint: Checkpoint, dense: Layer, how: Quantization) -> Tensors:
-    """The codes as they were written."""
-    file = SafetensorsFile(context.blobs.path(dense.digest), dtypes=("U8", "F16"))
-    for name, shape in scoped_tensors(checkpoint.config):
-        yield name, read_codes(file, name, shape, how)
 
 
 def _measured(context: TaskContext, checkpoint: Checkpoint, coded: Tensors, errors: ErrorReport) -> Tensors:
@@ -288,35 +263,4 @@ def calibrated_codes(context: TaskContext, checkpoint: Checkpoint, options: Auto
         },
         corpus_read=sequences.read,
         used={options.calibration_corpus_id: options.calibration_sequences * options.calibration_length},
-    )
-
-
-def code_books(context: TaskContext, model: SourceModel, options: SqueezeLLM, how: Quantization) -> Codes:
-    """Code books for the scores of a mask of the same weights.
-
-    Raises:
-        InputError: a mask of other weights, or without scores of all linears.
-        PackageError: the scores are gone or damaged.
-    """
-    mask = context.artifact(JobKind.MASK, options.mask_id)
-    stored = artifacts.blob_of(mask, artifacts.SCORES)
-    request = parse_request(JobKind.MASK, mask.request)
-    if stored is None or not isinstance(request, FisherMaskCreate):
-        raise InputError(f"The mask {mask.id} has no scores. Name a fisher mask.")
-    if mask.provenance["model"] != model.provenance:
-        raise InputError(f"The mask {mask.id} is of other weights: {mask.provenance['model']}.")
-    context.blobs.check(stored.digest)
-    scores = load_scores(context.blobs.path(stored.digest))
-    if scores.shapes != tuple(scoped_tensors(model.checkpoint.config)):
-        raise InputError(f"The mask {mask.id} has scores of {request.scope}; squeezellm needs all linears.")
-
-    def books() -> Tensors:
-        for name, scores_NK in scores.items():
-            yield name, code(model.checkpoint.float32(name), how, name=name, scores_NK=scores_NK)
-
-    made = {name: mask.provenance[name] for name in _SCORED}
-    return Codes(
-        tensors=books,
-        provenance=cast("Mapping[str, JSON]", made | {"versions": versions()}),
-        used={request.corpus_id: request.sequences * request.length},
     )
