@@ -21,7 +21,7 @@ from permille.store.jobs.claims import Claim
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Federation, Job, Release
 
-MANIFEST, SCORES, REPORT, PICTURE = "manifest", "scores", "report", "picture"
+MANIFEST, SCORES, REPORT = "manifest", "scores", "report"
 """Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
 _PREFIXES = {
     JobKind.SPARSIFICATION: Prefix.SPARSIFICATION,
@@ -29,7 +29,7 @@ _PREFIXES = {
     JobKind.QUANTIZATION: Prefix.QUANTIZATION,
     JobKind.PACKAGE: Prefix.PACKAGE,
 }
-_EVIDENCE = frozenset({SCORES, REPORT, PICTURE})
+_EVIDENCE = frozenset({SCORES, REPORT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ sys.exit(main())
 """
 WORKER = """
 import_all("permille_workers")
-import torch, transformers, datasets, bitsandbytes, matplotlib, psycopg
+import torch, transformers, datasets, bitsandbytes, psycopg
 """
 
 

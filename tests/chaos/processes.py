@@ -275,7 +275,6 @@ def warm(path: str) -> int:
     for name in (
         "permille.sensitivity.fisher",
         "permille.quantization.perplexity",
-        "matplotlib.figure",
         "permille.engines.executorch.exporting",
         "executorch.exir",
         "executorch.backends.xnnpack.partition.xnnpack_partitioner",

@@ -72,10 +72,6 @@ class Client:
         given = {name: value for name, value in params.items() if value is not None}
         return _json(self._send("GET", path, params=given))
 
-    def get_bytes(self, path: str) -> bytes:
-        """The bytes of a GET. Raises CommandError."""
-        return self._send("GET", path).content
-
     def post(self, path: str, body: Any = None, *, key: str | None = None) -> Any:
         """The JSON of a POST that makes something; sent with a fresh idempotency key unless one is given.
 

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from permille.files import write_atomic
 from permille.schemas.jobs import JobKind, JobState
 from permille.schemas.kinds import WORK, WorkKind
 from permille_service.cli.commands import (
@@ -66,7 +64,7 @@ _VIEWS: Final[Mapping[JobKind, View]] = {
     JobKind.MASK: View(
         columns=("id", "model_id", "request.method", "request.density", "k", "created_at"),
         example="--model tiny --corpus stories --density 0.001",
-        then="permille masks report {} --picture mask.png",
+        then="permille masks report {}",
     ),
     JobKind.QUANTIZATION: View(
         columns=("id", "model_id", *_SCHEME, "size_bytes", "created_at"),
@@ -151,14 +149,9 @@ def _add_report(group: typer.Typer, collection: str, shows: str) -> None:
     def report(
         session: Session,
         of: Annotated[str, typer.Argument(metavar=singular(collection).upper())],
-        picture: Annotated[Path | None, typer.Option(help="File to save the picture to.")] = None,
     ) -> None:
-        path = f"/v1/{collection}/{session.id_of(collection, of)}/report"
-        found = session.client.get(path)
-        if picture is not None:
-            write_atomic(picture, session.client.get_bytes(f"{path}.png"))
-            session.output.say(f"picture: {picture}")
-        if not session.output.as_json:  # the curve is for the picture
+        found = session.client.get(f"/v1/{collection}/{session.id_of(collection, of)}/report")
+        if not session.output.as_json:  # the page at /ui draws the curve
             rows = [{name: row[name] for name in row if name != "shape"} for row in found["tensors"]]
             found = {name: found[name] for name in found if name != "curve"} | {"tensors": rows}
         session.output.show(found)

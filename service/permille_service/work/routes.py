@@ -14,7 +14,7 @@ from permille.schemas.kinds import WORK, WorkKind
 from permille.schemas.packages import Build
 from permille.schemas.problems import ProblemType
 from permille.store import artifacts, rows, tables
-from permille.store.artifacts import PICTURE, REPORT
+from permille.store.artifacts import REPORT
 from permille.store.jobs import queue
 from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.content import blob_response, content_responses
@@ -39,8 +39,7 @@ def router_of(work: WorkKind) -> APIRouter:
     else:
         _add_artifacts(router, work)
     if work.shows is not None:
-        _add_report(router, work, "report", REPORT, work.shows)
-        _add_report(router, work, "picture", PICTURE, f"{work.shows[:-1]}, as a picture.")
+        _add_report(router, work, work.shows)
     return router
 
 
@@ -156,9 +155,7 @@ def _add_reads(router: APIRouter, work: WorkKind, list_rows: Any, read_row: Any)
     )
 
 
-def _add_report(router: APIRouter, work: WorkKind, name: str, role: str, text: str) -> None:
-    media_type = "image/png" if role == PICTURE else "application/json"
-
+def _add_report(router: APIRouter, work: WorkKind, text: str) -> None:
     def read_report(
         key: Annotated[str, key_of(work.prefix, alias=work.key)],
         request: Request,
@@ -167,17 +164,17 @@ def _add_report(router: APIRouter, work: WorkKind, name: str, role: str, text: s
     ) -> Response:
         with service.database.read() as session:
             row = artifacts.get(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
-        blob = artifacts.blob_of(row, role)
+        blob = artifacts.blob_of(row, REPORT)
         if blob is None:
-            raise ApiError(ProblemType.NOT_FOUND, f"this {work.kind} has no {name}")
-        return blob_response(request, service, blob.digest, media_type)
+            raise ApiError(ProblemType.NOT_FOUND, f"this {work.kind} has no report")
+        return blob_response(request, service, blob.digest, "application/json")
 
     router.add_api_route(
-        f"/{{{work.key}}}/report{'.png' if role == PICTURE else ''}",
+        f"/{{{work.key}}}/report",
         read_report,
-        name=f"get_{work.kind}_{name}",
+        name=f"get_{work.kind}_report",
         response_class=Response,
-        responses=content_responses(f"the {name}", media_type),
+        responses=content_responses("the report", "application/json"),
         description=text,
     )
 

@@ -1,4 +1,4 @@
-"""The scores' file, the coverage evidence, and the pictures of it."""
+"""The scores' file and the coverage evidence."""
 
 import errno
 import json
@@ -15,7 +15,6 @@ from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.sensitivity.coverage import curve, mask_report
 from permille.sensitivity.masks import select_mask
-from permille.sensitivity.plots import curve_picture, error_picture
 from permille.sensitivity.scores import (
     Scores,
     load_scores,
@@ -159,14 +158,3 @@ def test_mask_of_other_tensors_or_indices_is_refused() -> None:
         mask_report(scores, {"a": np.array([4], np.uint32)})
     with pytest.raises(InputError, match="a: expected finite scores"):
         curve({"a": np.array([[np.nan]], np.float32)})
-
-
-def test_pictures_have_the_same_bytes_for_the_same_numbers() -> None:
-    scores = filled()
-    report = mask_report(scores, select_mask(scores, MaskMethod.FISHER, 0.2))
-    other = [{"fraction": 0.1, "coverage": 0.5}, {"fraction": 1.0, "coverage": 1.0}]
-    one = curve_picture({"c4": report["curve"]}, density=0.001)
-    assert one.startswith(b"\x89PNG\r\n")
-    assert one == curve_picture({"c4": report["curve"]}, density=0.001)
-    assert one != curve_picture({"c4": other}, density=0.001)  # type: ignore[dict-item]
-    assert error_picture({"a": 0.1, "b": 0.2}) == error_picture({"a": 0.1, "b": 0.2})

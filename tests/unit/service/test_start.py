@@ -10,7 +10,7 @@ from permille_service.__main__ import listen
 from permille_service.connections import Connections
 from permille_service.settings import Settings
 
-HEAVY = ("torch", "transformers", "bitsandbytes", "datasets", "matplotlib", "celery", "pandas", "scipy")
+HEAVY = ("torch", "transformers", "bitsandbytes", "datasets", "celery", "pandas", "scipy")
 
 
 def test_app_is_imported_without_the_heavy_libraries() -> None:

@@ -276,8 +276,8 @@ def wait(until: Callable[[], bool]) -> None:
     [
         ("permille.store.jobs.dispatch", ("celery", "kombu", "redis")),
         ("permille.store.blobs.folder", ("botocore", "boto3")),
-        ("permille_workers.__main__", ("celery", "torch", "transformers", "matplotlib")),
-        ("permille_workers.runtime.child", ("torch", "transformers", "matplotlib", "datasets")),
+        ("permille_workers.__main__", ("celery", "torch", "transformers")),
+        ("permille_workers.runtime.child", ("torch", "transformers", "datasets")),
     ],
 )
 def test_processes_import_only_what_they_need(module: str, absent: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.quantizations import AnyOptions, AutoRound
 from permille.store import artifacts
-from permille.store.artifacts import MANIFEST, PICTURE, REPORT, Blob, Made
+from permille.store.artifacts import MANIFEST, REPORT, Blob, Made
 from permille.store.retention.collection import hold
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
@@ -89,13 +89,11 @@ def quantization_of(options: AnyOptions, sparsity: object) -> Quantization:
     )
 
 
-def evidence(blobs: BlobFolder, report: Mapping[str, object], picture: bytes) -> tuple[Blob, Blob]:
-    """Store a report and its picture."""
+def report_blob(blobs: BlobFolder, report: Mapping[str, object]) -> Blob:
+    """Store a report."""
     data = json.dumps(report, allow_nan=False, sort_keys=True).encode()
-    return (
-        _stored(blobs, REPORT, "application/json", data),
-        _stored(blobs, PICTURE, "image/png", picture),
-    )
+    digest = blobs.put_bytes(data)
+    return Blob(role=REPORT, media_type="application/json", digest=digest, size_bytes=len(data))
 
 
 def read_mask(blobs: BlobFolder, digest: str) -> dict[str, NDArray[np.uint32]]:
@@ -107,7 +105,3 @@ def read_mask(blobs: BlobFolder, digest: str) -> dict[str, NDArray[np.uint32]]:
     blobs.check(digest)
     file = SafetensorsFile(blobs.path(digest), dtypes=["U32"])
     return {name: file.tensor(name).data.view("<u4").astype(np.uint32) for name in file.names}
-
-
-def _stored(blobs: BlobFolder, role: str, media_type: str, data: bytes) -> Blob:
-    return Blob(role=role, media_type=media_type, digest=blobs.put_bytes(data), size_bytes=len(data))

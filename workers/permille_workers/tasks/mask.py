@@ -14,12 +14,11 @@ from permille.package.manifest import decimal_text
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
 from permille.sensitivity.coverage import mask_report
 from permille.sensitivity.masks import select_mask
-from permille.sensitivity.plots import curve_picture
 from permille.sensitivity.scores import SHARD_SEQUENCES, Scores, fisher_work, put_scores
 from permille.store.artifacts import SCORES, Blob, Made
 from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks import shard
-from permille_workers.tasks.layers import blob_of_layer, evidence, publishes
+from permille_workers.tasks.layers import blob_of_layer, publishes, report_blob
 from permille_workers.tasks.sources import Sampling, SourceModel, open_corpus, open_model, versions
 
 Tensors = Mapping[str, NDArray[np.float32]]
@@ -71,7 +70,6 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
         **scored.provenance,
     }
     content = {**report, "score": score, "corpus": scored.corpus_read, "provenance": provenance}
-    picture = curve_picture({request.method.value: report["curve"]}, density=request.density)
     return publishes(
         context,
         Made(
@@ -82,7 +80,7 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
             blobs=(
                 blob_of_layer(layer),
                 *scored.blobs,
-                *evidence(context.blobs, content, picture),
+                report_blob(context.blobs, content),
             ),
         ),
     )

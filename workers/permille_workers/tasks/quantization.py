@@ -28,10 +28,9 @@ from permille.schemas.quantizations import (
     QuantizationCreate,
     Source,
 )
-from permille.sensitivity.plots import error_picture
 from permille.store.artifacts import Made
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import blob_of_layer, evidence, publishes, quantization_of
+from permille_workers.tasks.layers import blob_of_layer, publishes, quantization_of, report_blob
 from permille_workers.tasks.sources import (
     Sampling,
     SourceModel,
@@ -103,7 +102,6 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
         "calibration_corpus": coded.corpus_read,
         "provenance": provenance,
     }
-    picture = error_picture({row["name"]: row["relative_error"] for row in summary["tensors"]})
     return publishes(
         context,
         Made(
@@ -113,7 +111,7 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
             blobs=(
                 blob_of_layer(dense),
                 blob_of_layer(plain),
-                *evidence(context.blobs, content, picture),
+                report_blob(context.blobs, content),
             ),
         ),
     )

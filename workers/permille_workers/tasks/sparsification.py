@@ -27,12 +27,11 @@ from permille.package.manifest import decimal_text
 from permille.pruning.streaming import LinearReport, PruningReport, PruningText, prune_model
 from permille.schemas.inputs import SparsifiedModel
 from permille.schemas.sparsifications import Recovery, SparsificationCreate
-from permille.sensitivity.plots import error_picture
 from permille.store import artifacts, inputs
 from permille.store.artifacts import Made
 from permille.store.retention.collection import hold
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import evidence
+from permille_workers.tasks.layers import report_blob
 from permille_workers.tasks.sources import (
     Sampling,
     SourceModel,
@@ -64,11 +63,11 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
         root = inputs.roots_of(session, context.settings, tenant_id=tenant_id).models
     final = root / inputs.sparsified_path(digest)
     _install(made.folder, final, mark=context.claim.job_id)
-    blobs = evidence(context.blobs, found.content, error_picture(found.errors))
+    blob = report_blob(context.blobs, found.content)
 
     def publish(session: Session) -> str:
-        hold(session, context.blobs, [blob.digest for blob in blobs], final)
-        result = Made(model_id=model.id, digest=digest, provenance=provenance, blobs=blobs)
+        hold(session, context.blobs, [blob.digest], final)
+        result = Made(model_id=model.id, digest=digest, provenance=provenance, blobs=(blob,))
         row = artifacts.add(session, job=context.claim, made=result)
         added = inputs.add_model(
             session,
@@ -85,12 +84,11 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sparse:
-    """A sparse model, its provenance and report, and errors by linear for the report's picture."""
+    """A sparse model, its provenance and report."""
 
     folder: Path
     provenance: dict[str, JSON]
     content: dict[str, object]
-    errors: dict[str, float]
 
 
 def _made(context: TaskContext, model: SourceModel, request: SparsificationCreate) -> _Sparse:
@@ -153,8 +151,7 @@ def _made(context: TaskContext, model: SourceModel, request: SparsificationCreat
         "tensors": [_row(row.name, [row]) for row in report.linears],
         "provenance": provenance,
     }
-    errors = {row.name: math.sqrt(row.error / row.norm) if row.norm else 0.0 for row in report.linears}
-    return _Sparse(folder=folder, provenance=provenance, content=content, errors=errors)
+    return _Sparse(folder=folder, provenance=provenance, content=content)
 
 
 def _pruned(
