@@ -21,7 +21,7 @@ from permille.store.jobs.claims import Claim
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Federation, Job, Release
 
-MANIFEST, SCORES, REPORT = "manifest", "scores", "report"
+MANIFEST, REPORT = "manifest", "report"
 """Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
 _PREFIXES = {
     JobKind.SPARSIFICATION: Prefix.SPARSIFICATION,
@@ -29,7 +29,6 @@ _PREFIXES = {
     JobKind.QUANTIZATION: Prefix.QUANTIZATION,
     JobKind.PACKAGE: Prefix.PACKAGE,
 }
-_EVIDENCE = frozenset({SCORES, REPORT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ def add(session: Session, *, job: Claim, made: Made) -> Artifact:
         earlier = _package(session, job.tenant_id, made.digest)
         if earlier is not None:
             return earlier
-    sizes = {blob.digest: blob.size_bytes for blob in made.blobs if blob.role not in _EVIDENCE}
+    sizes = {blob.digest: blob.size_bytes for blob in made.blobs if blob.role != REPORT}
     artifact = Artifact(
         id=new_id(_PREFIXES[kind]),
         tenant_id=job.tenant_id,

@@ -12,11 +12,12 @@ from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import ReadReport, file_texts
 from permille.models.loading import FileTokenizer, load_model
 from permille.package.blobs import BlobFolder
+from permille.package.layers import write_mask
 from permille.schemas.inputs import FileCorpus, FolderModel
 from permille.schemas.masks import FisherMaskCreate
 from permille.sensitivity.fisher import fisher_scores
-from permille.sensitivity.scores import put_scores
-from permille.store import artifacts, inputs
+from permille.sensitivity.masks import select_mask
+from permille.store import inputs
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Job
@@ -81,9 +82,9 @@ def test_three_workers_make_what_one_process_makes_though_one_is_killed_in_a_sha
     folder = site.root / "models" / "tiny"
     texts = file_texts(site.root / "corpora" / "text.txt", ReadReport())
     tokens_NT = token_sequences(FileTokenizer(folder), texts, SEQUENCES, LENGTH, 0)
-    stored = artifacts.blob_of(made, artifacts.SCORES)
-    assert stored is not None
-    assert stored.digest == put_scores(blobs, fisher_scores(load_model(folder), tokens_NT))
+    scores = fisher_scores(load_model(folder), tokens_NT)
+    expected = select_mask(scores, MaskMethod.FISHER, 0.01)
+    assert made.digest == write_mask(blobs, expected, list(scores)).digest
 
     wait_until(lambda: not shared_store(blobs).names(), site.explain)
     for worker in workers.values():

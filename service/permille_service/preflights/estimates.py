@@ -145,7 +145,7 @@ def mask_needs(
     """Estimate what choosing a mask needs. Scores that do not fit into `memory_bytes` are spilled to the
     disk, as are those of each shard of a job of more work than `split_flops`."""
     scores = sizes.scoped * FLOAT_BYTES
-    mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES + scores
+    mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES
     if not isinstance(options, FisherMask):
         memory = PROCESS_BYTES + 4 * sizes.largest * FLOAT_BYTES
         return Needs(memory_bytes=memory, disk_bytes=mask_disk, seconds=sizes.scoped * SECONDS_A_WEIGHT)

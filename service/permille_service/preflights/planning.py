@@ -61,7 +61,7 @@ _KINDS = {
 }
 _EXPLANATIONS = {
     "memory": "weights, scores, gradients and activations",
-    "disk": "layers, scores and reports in the blob folder",
+    "disk": "layers and reports in the blob folder",
     "time": "by the floating-point work alone: no job like it has ended here",
 }
 

@@ -11,7 +11,7 @@ from permille.store import artifacts
 from permille.store.tables import Artifact, Job
 from tests.unit.workers.conftest import Bench
 
-FISHER = {"method": "fisher", "density": 0.01, "sequences": 6, "length": 32, "seed": 5}
+FISHER: dict[str, Any] = {"method": "fisher", "density": 0.01, "sequences": 6, "length": 32, "seed": 5}
 NF4 = {"scheme": "nf4"}
 AUTO_ROUND = {"scheme": "auto-round", "calibration_sequences": 4, "calibration_length": 16}
 BenchMaker = Callable[[str], Bench]

@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from permille.corpora.sequences import token_sequences
+from permille.corpora.sources import ReadReport, file_texts
+from permille.models.loading import FileTokenizer, load_model
 from permille.package.reader import Package, verify_package
 from permille.quantization import rounding
 from permille.quantization.types import Sparsity
 from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.inputs import FolderModel
 from permille.schemas.jobs import JobKind
+from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import count
-from permille.sensitivity.scores import load_scores
 from permille.store import artifacts, inputs, rows
 from permille.store.jobs import claims, queue
 from permille.store.retention.collection import references
@@ -171,12 +174,16 @@ def test_mask_reports_curve_table_and_what_was_read(bench: Bench) -> None:
     assert report["curve"][-1] == pytest.approx({"fraction": 1.0, "coverage": 1.0})
     assert report["corpus"]["bad"]["not-json"]["count"] == 1
     assert report["provenance"]["model"]["digest"].startswith("sha256:")
-    assert load_scores(bench.blobs.path(digest_of_role(mask, "scores"))).flat.max() > 0
 
 
 def test_fisher_masks_the_weights_with_the_largest_scores(bench: Bench) -> None:
     mask = mask_of(bench)
-    scores = load_scores(bench.blobs.path(digest_of_role(mask, "scores")))
+    folder, texts = (
+        bench.root / "models" / "tiny",
+        file_texts(bench.root / "corpora" / "rows.jsonl", ReadReport()),
+    )
+    asked = (FISHER["sequences"], FISHER["length"], FISHER["seed"])
+    scores = fisher_scores(load_model(folder), token_sequences(FileTokenizer(folder), texts, *asked))
     package = package_of(bench, mask)
     opened = Package.open(bench.blobs, package.digest)
     for tensor in opened.manifest.tensors:
@@ -188,7 +195,6 @@ def test_fisher_masks_the_weights_with_the_largest_scores(bench: Bench) -> None:
 @pytest.mark.parametrize("method", ["magnitude", "random"])
 def test_masks_without_a_corpus(bench: Bench, method: str) -> None:
     mask = made_by(bench, JobKind.MASK, {"model_id": bench.model.id, "method": method, "density": 0.01})
-    assert artifacts.blob_of(mask, "scores") is None
     assert bench.report(digest_of_role(mask, "report"))["score"] == "magnitude"
 
 
@@ -347,8 +353,8 @@ def test_a_stopped_fisher_job_goes_on_after_its_last_shard(bench: Bench) -> None
         queue.retry(session, tenant_id=bench.tenant_id, job_id=job.id)
     bench.run_queued()
     resumed = artifact_of(bench, succeeded(bench.read(job)))
-    for role in ("mask", "scores"):
-        assert digest_of_role(resumed, role) == digest_of_role(whole, role)
+    assert digest_of_role(resumed, "mask") == digest_of_role(whole, "mask")
+    assert digest_of_role(resumed, "report") == digest_of_role(whole, "report")
 
 
 def stop_after(bench: Bench, sequences: int) -> Path:

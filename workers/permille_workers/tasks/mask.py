@@ -14,8 +14,8 @@ from permille.package.manifest import decimal_text
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
 from permille.sensitivity.coverage import mask_report
 from permille.sensitivity.masks import select_mask
-from permille.sensitivity.scores import SHARD_SEQUENCES, Scores, fisher_work, put_scores
-from permille.store.artifacts import SCORES, Blob, Made
+from permille.sensitivity.scores import SHARD_SEQUENCES, Scores, fisher_work
+from permille.store.artifacts import Made
 from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks import shard
 from permille_workers.tasks.layers import blob_of_layer, publishes, report_blob
@@ -31,7 +31,6 @@ class _Scored:
     """Criterion of the choice: scores of a corpus, or the weights alone (then the rest is empty)."""
 
     tensors: Tensors
-    blobs: tuple[Blob, ...] = ()
     provenance: Mapping[str, JSON]
     corpus_read: dict[str, object] | None = None
 
@@ -77,11 +76,7 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
             digest=layer.digest,
             k=report["k"],
             provenance=provenance,
-            blobs=(
-                blob_of_layer(layer),
-                *scored.blobs,
-                report_blob(context.blobs, content),
-            ),
+            blobs=(blob_of_layer(layer), report_blob(context.blobs, content)),
         ),
     )
 
@@ -96,12 +91,9 @@ def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate)
         scores = found
     else:
         scores = _score(context, model, request, drawn)
-    stored = _put(context, scores)
     return _Scored(
         tensors=scores,
-        blobs=(stored,),
         provenance={
-            "scores": stored.digest,
             "corpus": drawn.provenance,
             "sequences": request.sequences,
             "length": request.length,
@@ -141,16 +133,6 @@ def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, 
         progress=context.part(0.05, _SCORED, "fisher"),
         spill_dir=context.work_folder / "scores",
         resume=context.work_folder / "fisher",
-    )
-
-
-def _put(context: TaskContext, scores: Scores) -> Blob:
-    digest = put_scores(context.blobs, scores)
-    return Blob(
-        role=SCORES,
-        media_type="application/octet-stream",
-        digest=digest,
-        size_bytes=context.blobs.size(digest),
     )
 
 
