@@ -89,12 +89,12 @@ def load_model(
     path = Path(source).expanduser()
     if path.is_dir():
         found = modern_folder(path, root)
-        Checkpoint(found)
+        Checkpoint(found)  # raises if this is no valid model folder
         return Model(found)
     if path.is_file():
         return Model(model_folder(path, root))
     raise InputError(
-        f"There is no folder or file {path}. To load a repository of the hub, name its `commit`, too."
+        f"There is no folder or file {path}. To load a repository of the hub, give its `commit`, too."
     )
 
 
@@ -166,7 +166,7 @@ def build_package(
         texts: public text for the reference, which keeps a personal model close to the base on
             general text. Without it, a chat model gets a reference of questions only, and other
             models get none.
-        scheme: the storage of linear weights: "nf4", "int4", "int8", ...
+        scheme: the storage of linear weights: "nf4", "int4" or "int8".
         embeddings: the storage of the embedding and the head: "q8_0" or "source".
 
     Raises:
@@ -175,7 +175,7 @@ def build_package(
     """
     _check_model(model)
     if not isinstance(trained, ChosenMask | ChosenAdapter):
-        raise InputError(f"Give a mask of `permille.sensitivity_mask`, not {type(trained).__name__}.")
+        raise InputError(f"Pass a mask from `permille.sensitivity_mask`, not {type(trained).__name__}.")
     if Path(folder).expanduser().is_file():
         raise InputError(f"{folder} is a file. Name a folder.")
     blobs = BlobFolder(Path(folder).expanduser())
@@ -211,7 +211,7 @@ def _with_reference(package: Package, model: Model, texts: Iterable[str] | None)
 
 def _saved(model: Any, tokenizer: Any) -> Model:
     if not hasattr(model, "save_pretrained"):
-        raise InputError(f"Give a path or a model of transformers, not {type(model).__name__}.")
+        raise InputError(f"Pass a path or a model of transformers, not {type(model).__name__}.")
     if not hasattr(tokenizer, "save_pretrained"):
         raise InputError("A model in memory needs its tokenizer: load_model(model, tokenizer).")
     kept = tempfile.TemporaryDirectory(prefix="permille-model-")
@@ -223,7 +223,7 @@ def _saved(model: Any, tokenizer: Any) -> Model:
 
 def _check_model(model: Model) -> None:
     if not isinstance(model, Model):
-        raise InputError(f"Give a model of `permille.load_model`, not {type(model).__name__}.")
+        raise InputError(f"Pass a model from `permille.load_model`, not {type(model).__name__}.")
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:

@@ -71,15 +71,16 @@ class Personalizer:
         """
         if not isinstance(package, Package):
             raise InputError(
-                f"Give a package of `permille.build_package`, not {type(package).__name__}. To open a folder "
-                "again, use Personalizer.load(folder)."
+                f"Pass a package from `permille.build_package`, not {type(package).__name__}. To open a "
+                "folder again, use Personalizer.load(folder)."
             )
         self._temporary = tempfile.TemporaryDirectory(prefix="permille-") if folder is None else None
         root = Path(self._temporary.name if self._temporary else folder or "").expanduser().absolute()
         self._home = open_home(root)
         self._engine = EngineChoice(name=engine, threads=threads)
         self._package = package.digest
-        if self._installed() is None:  # else no lock: a folder can be read while a `fit` works in it
+        # Lock only to install: a folder that has the package can be opened while a `fit` works in it.
+        if self._installed() is None:
             with hold_lock(self._home, "install"):
                 if self._installed() is None:
                     install_package(self._home, package)
@@ -143,19 +144,17 @@ class Personalizer:
         _check_options(minutes, steps, options)
         told = TrainOptions(minutes=minutes, steps=steps, **options)
         with hold_lock(self._home, "fit"):
-            self._installed()
+            self._installed()  # raises if another process has installed another package
             # The file stays: a run reads its text again when it goes on.
             paths = [texts] if isinstance(texts, Path) else _written(self.folder / "fit.jsonl", texts)
             return run_training(self._home, paths, told, replace(context, engine_of=self._engine))
 
     def evaluate(self, texts: Iterable[Text] | Path | None = None) -> ComparedLosses:
-        """Return the losses of the base and the personal model, on text and on general text.
-
-        Losses are in nats a token.
+        """Return the losses of the base and the personal model, in nats per token.
 
         Args:
             texts: the text to measure the adopted model on. None returns the losses that the last
-                `fit` measured on held-out text, also if its result was not adopted.
+                `fit` measured on held-out and on general text, also if its result was not adopted.
 
         Raises:
             InputError: nothing was trained or adopted yet, or the text cannot be used.
@@ -177,6 +176,8 @@ class Personalizer:
         self, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, base: bool = False
     ) -> str:
         """Answer the prompt if the model has a chat template, or else continue it.
+
+        This uses the personal model if one was adopted, else the package's pooled state or its base.
 
         Args:
             prompt: the message or the beginning of the text.
@@ -265,7 +266,7 @@ class Personalizer:
         """
         known = installed_release(self._home)
         if known is not None and known.manifest_digest != self._package:
-            # Its personal model stays in use until a training on the new package is adopted.
+            # A new package must not answer with the personal model that was trained on the old one.
             raise InputError(
                 f"{self.folder} has another package, {known.manifest_digest}. Choose another folder, or open "
                 "that one with Personalizer.load(folder)."
@@ -294,15 +295,13 @@ def _is_file_name(text: str) -> bool:
 def _written(path: Path, texts: Iterable[Text]) -> list[Path]:
     """Write texts to a file that the agent can read; return its path with the other paths."""
     if isinstance(texts, str | Mapping):
-        raise InputError("Give a list of texts, not one: [text].")
+        raise InputError("Pass a list of texts, not one: [text].")
     paths, rows = [], []
     for text in texts:
         if isinstance(text, Path):
             paths.append(text)
         elif isinstance(text, str) and _is_file_name(text):
-            raise InputError(
-                f"The text {text!r} is the name of a file or folder. Pass Path({text!r}) to read it."
-            )
+            raise InputError(f"The text {text!r} is the name of a file. Pass Path({text!r}) to read it.")
         elif isinstance(text, str | Mapping):
             rows.append(json.dumps({"text": text} if isinstance(text, str) else dict(text)))
         else:

@@ -104,14 +104,15 @@ def pack_model(
     codes: Callable[[str], Coded] | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
-    """Quantize the model, take what is trained of it and write everything; returns the package's digest.
+    """Quantize the model, collect what is trained, and write the package; returns its digest.
 
-    A model with enough zeros, or two in each four, gets codes for its other weights alone, in nf4 and int4.
+    With nf4 and int4, zeros are not stored if enough weights are zero, or two of every four.
 
     Args:
         group_size: None takes the scheme's default.
         embeddings: how embedding and head are stored.
-        codes: what scheme `source` keeps of each linear (`permille.models.gguf.codes`).
+        codes: returns the codes of a tensor by its name. Scheme `source` needs it
+            (`permille.models.gguf.codes`).
 
     Raises:
         InputError: a mask or an adapter that does not fit, weights that are not finite, too large a
@@ -137,7 +138,7 @@ def pack_model(
 
 
 def code(w_NK: NDArray[np.float32], how: Quantization, *, name: str) -> Coded:
-    """Quantize one weight as a dense layer asks for.
+    """Quantize one weight matrix.
 
     Raises:
         InputError: as `quantize` and `quantize_sparse`.
@@ -156,7 +157,7 @@ def write_package(
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Write what is missing beside the dense and the plain layer, and the manifest.
+    """Write all other layers beside the dense and the plain one, and the manifest.
 
     Raises:
         InputError, PackageError, OSError: as `pack_model`.
@@ -175,7 +176,7 @@ def write_layers(
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Write the layers of `write_package`, but no manifest: something is still to be added.
+    """Write the layers of `write_package` without a manifest, to which a caller still adds something.
 
     Raises:
         InputError, PackageError, OSError: as `pack_model`.
@@ -196,7 +197,7 @@ def write_layers(
 
 
 def _kept(values: RawTensor, indices: NDArray[np.uint32], how: Quantization) -> RawTensor:
-    """The masked values as they are: none of a sparse model's may be a zero, which has no code."""
+    """Return the values unchanged. A sparse model has no code for a masked zero, so one is refused."""
     if how.sparsity is not None and (zeros := np.flatnonzero(values.float32() == 0)).size:
         raise InputError(
             f"expected masked weights that are not pruned, got zero at flat index "

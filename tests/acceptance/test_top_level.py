@@ -105,7 +105,7 @@ def test_a_model_of_transformers_passes_in_and_out(tmp_path: Path, texts: list[s
             "Ask for fewer or",
         ),
         (lambda: permille.sensitivity_mask(permille.load_model(MODEL), ["short"], density=2), "got 2"),
-        (lambda: permille.sensitivity_mask(str(MODEL), ["a text"]), "Give a model of"),  # type: ignore[arg-type]
+        (lambda: permille.sensitivity_mask(str(MODEL), ["a text"]), "Pass a model from"),  # type: ignore[arg-type]
         (lambda: permille.Personalizer.load("/no/such/folder"), "has no package"),
     ],
 )

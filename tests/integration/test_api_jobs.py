@@ -114,7 +114,7 @@ def test_a_preflights_time_is_that_of_past_jobs_of_its_kind(stocked: Api) -> Non
     model_id = stocked.get("/v1/models").json()["items"][0]["id"]
     before = asked("mask", **MASK)
     assert before["needed"] < 1
-    assert "no job like it" in before["explanation"]
+    assert "no past job of this kind" in before["explanation"]
     with stocked.service.database.write() as session:
         row = session.get_one(Job, job["id"])
         row.state, row.started_at = "succeeded", row.created_at

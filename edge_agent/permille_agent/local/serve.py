@@ -60,8 +60,8 @@ class Access:
             own = f"{url.scheme}://{url.netloc}" == origin and url.scheme in ("http", "https")
             if not own or url.hostname not in ("127.0.0.1", "localhost", "::1"):
                 raise InputError(
-                    f"Only pages of this machine may ask: name an origin like http://localhost:3000, not "
-                    f"{origin!r:.100}."
+                    "Only web pages of this machine may send requests: name an origin like "
+                    f"http://localhost:3000, not {origin!r:.100}."
                 )
 
 
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
             if not self.server.requests.acquire(blocking=False):
                 raise _RequestError(
                     HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"There are more than {MAX_REQUESTS} requests at a time. Try again.",
+                    f"The server is busy with {MAX_REQUESTS} requests. Try again.",
                 )
             try:
                 work()
@@ -207,6 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
                 f"The token is missing or wrong. Give your program the one in {access.token_file} as its API "
                 "key; it is sent as `Authorization: Bearer <token>`.",
             )
+        # The token is right, so this connection is not dropped in favour of new ones any more.
         self.server.prove(self.client_address)
 
     def _origin_allowed(self) -> bool:
@@ -217,8 +218,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._origin_allowed():
             raise _RequestError(
                 HTTPStatus.FORBIDDEN,
-                f"Pages of {self.headers.get('Origin')!r:.100} may not ask. Start `permille-agent serve` "
-                "with `--allow-origin` and their origin.",
+                f"Pages of {self.headers.get('Origin')!r:.100} may not send requests. Start "
+                "`permille-agent serve` with `--allow-origin` and their origin.",
             )
         self.send_response(HTTPStatus.NO_CONTENT)
         self.send_header("Access-Control-Allow-Methods", "GET, POST")
@@ -231,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             return urlsplit(self.path).path
         except ValueError as exc:
-            raise _RequestError(HTTPStatus.BAD_REQUEST, f"{self.path!r:.100} is no address.") from exc
+            raise _RequestError(HTTPStatus.BAD_REQUEST, f"{self.path!r:.100} is not a valid path.") from exc
 
     def _get(self) -> None:
         found = self._interface.get(self.server.model, self._asked())
@@ -270,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_json(HTTPStatus.OK, found)
 
     def _while_connected(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Stop generating for a client that has hung up: others wait for the model.
+        """Stop generating when the client has hung up, because other requests wait for the model.
 
         As in nginx and uvicorn, a client that has closed its sending half counts as gone.
         """
@@ -291,7 +292,7 @@ class _Handler(BaseHTTPRequestHandler):
             for document in reply.form.documents(reply.pieces, reply.generated):
                 self._send_part(reply.form.encode(document))
             self._send_part(reply.form.end())
-        except PermilleError as exc:  # the status has been sent: the error is a document of the stream
+        except PermilleError as exc:  # the status has been sent, so the error goes out as one more chunk
             error = self._interface.error(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc))
             self._send_part(reply.form.encode(error))
 

@@ -1,7 +1,8 @@
-"""Preflight of a request: its needs, from the rows that it names, and whether the machine has them.
+"""Preflight of a request: estimate its needs, and say whether the machine has them.
 
-The needs of a hub model that no worker has read yet are unknown: the answer says so, and refuses nothing. The
-time is an estimate from the work alone, corrected by the past jobs of the kind on this machine.
+If no worker has read a hub model yet, its needs are unknown. Then the answer says so, and does not refuse for
+lack of memory, disk or time. The time is estimated from the number of operations, and corrected by the
+tenant's past jobs of the same kind.
 """
 
 from collections.abc import Callable
@@ -62,12 +63,12 @@ _KINDS = {
 _EXPLANATIONS = {
     "memory": "weights, scores, gradients and activations",
     "disk": "layers and reports in the blob folder",
-    "time": "by the floating-point work alone: no job like it has ended here",
+    "time": "estimated from the number of operations; no past job of this kind has succeeded yet",
 }
 
 
 def check(service: Service, tenant_id: str, request: Closed) -> None:
-    """Refuse what cannot be, or what the machine cannot hold.
+    """Refuse a request that contradicts itself, or that needs more than the machine has.
 
     Raises:
         ApiError: `preflight-refused`, with the figures; `conflict`: parts that do not go together.
@@ -107,10 +108,11 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
 
 
 def compare(needs: Needs | None, machine: Capacity, *, told_by: str = "") -> Preflight:
-    """Needs, or None where they are unknown, against a machine; what is unknown counts as enough.
+    """Compare needs with what a machine has. An unknown figure never causes a refusal.
 
     Args:
-        told_by: where the time is from, unless it is from the work alone.
+        needs: None if they are unknown.
+        told_by: what corrected the time. Empty if it is estimated from the operations alone.
     """
     memory, disk, seconds = (
         (None, None, None) if needs is None else (needs.memory_bytes, needs.disk_bytes, needs.seconds)
@@ -236,7 +238,7 @@ class _Planner:
             )
 
     def _check_gguf(self, model_id: str) -> None:
-        """The types in the file are for the worker, which reads it."""
+        """Refuse a model without a GGUF file. The worker, which reads the file, checks its types."""
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
         if model.source["kind"] != "gguf":
             raise ApiError(
@@ -307,9 +309,9 @@ class _Planner:
             return sizes_of(model.config, scope)
 
     def _check_corpus(self, corpus_id: str | None, tokens: int = 0) -> None:
-        """Refuse a corpus that cannot hold so many tokens, each of which takes a byte at least.
+        """Refuse a corpus whose file has fewer bytes than the tokens asked for.
 
-        How many it has is known when it was read.
+        A token takes at least one byte. The true number of tokens is known only after the corpus is read.
         """
         if corpus_id is None:
             return
@@ -325,8 +327,8 @@ class _Planner:
 
 COUNTED: Final = 5
 _LOOKED_AT: Final = 20
-# Of the start of a process and the reading of files, which no estimate knows. It keeps a small job, which is
-# little else, from telling that a large one takes ten times its estimate.
+# Seconds to start a process and read files, which the estimates do not include. Without this, a small job,
+# which is almost all overhead, would make a large one look ten times slower than its estimate.
 _FIXED_S: Final = 30.0
 
 Estimate = Callable[[Closed], float]
@@ -335,14 +337,14 @@ Estimate = Callable[[Closed], float]
 def forecast_s(
     session: Session, *, tenant_id: str, kind: JobKind, estimated_s: float, estimate: Estimate
 ) -> tuple[float, int]:
-    """Return the seconds of a job of a kind, and how many past jobs they are from.
+    """Forecast the seconds of a new job. Returns them, and the number of past jobs that they are based on.
 
-    Each of the newest that succeeded took some multiple of its own estimate. The median multiple of them is
-    that of the new job; without any, its estimate stays.
+    Each recent job that succeeded took some multiple of its estimate. The new job's estimate is multiplied by
+    the median of these multiples. If there is no such job, the estimate is returned unchanged.
 
     Args:
-        estimate: the seconds that the same estimate gives of a past request. It may refuse one whose parts
-            are gone, which then does not count.
+        estimate: estimates the seconds of a past request. It may refuse a request whose parts are gone.
+            Such a job does not count.
     """
     newest = (
         select(Job)
@@ -368,7 +370,7 @@ def forecast_s(
 def _took_s(session: Session, job: Job) -> float | None:
     """Seconds from the start of a job, or of its first part, to its end.
 
-    The row of a job that was split knows the start of its last attempt alone.
+    The row of a job that was split has only the start of its last attempt.
     """
     first: datetime | None = session.scalar(select(func.min(Job.started_at)).where(Job.parent_id == job.id))
     started = min(filter(None, (first, job.started_at)), default=None)

@@ -1,4 +1,4 @@
-"""The mask job: scores of a model's weights, the mask that follows from them, and the evidence behind it."""
+"""The mask job: score the weights of a model, choose the mask, and write a report about it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ from permille_workers.tasks.sources import Sampling, SourceModel, open_corpus, o
 
 Tensors = Mapping[str, NDArray[np.float32]]
 Request = FisherMaskCreate | WeightMaskCreate
-_SCORED = 0.9  # of the time
+_SCORED = 0.9  # progress of the job when the weights are scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
-    """Criterion of the choice: scores of a corpus, or the weights alone (then the rest is empty)."""
+    """The numbers that decide the choice: scores on a corpus, or the weights (then the rest is empty)."""
 
     tensors: Tensors
     provenance: Mapping[str, JSON]
@@ -36,7 +36,7 @@ class _Scored:
 
 
 def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
-    """Choose a mask; where scoring takes long, by parts.
+    """Choose a mask. Long scoring is split into parts, which are jobs of their own.
 
     Raises:
         InputError: options that do not go together, a model or corpus that does not serve.
@@ -137,8 +137,11 @@ def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, 
 
 
 class _Shown(Mapping[str, NDArray[np.float32]]):
-    """The subject of the report, read tensor by tensor: scores, 0 where a weight is zero, as no mask can have
-    it; without scores the weights' size."""
+    """The numbers that the report is about, computed one tensor at a time.
+
+    With scores: the scores, 0 where the weight is 0, because a mask never selects such a weight. Without
+    scores: the absolute values of the weights.
+    """
 
     def __init__(self, weights: Tensors, scores: Tensors | None) -> None:
         self._weights = weights

@@ -1,7 +1,7 @@
-"""The quantization job: a dense layer, the layer of what stays as it is, and what that costs.
+"""The quantization job: it writes the codes of the linear weights, all other tensors, and a report.
 
-Codes are made of the weights alone, but for int4 that auto-round calibrates on a corpus, all layers in one
-go (ADR 13).
+The report has the error that the codes make. Most schemes need the weights alone. auto-round also needs a
+corpus, and calibrates all layers in one go (ADR 13).
 """
 
 import importlib.util
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from permille.models.gguf.codes import KeptModel
 
 
-_QUANTIZED = 0.6  # of the time, where there is text to measure on
+_QUANTIZED = 0.6  # progress of the job when the weights are quantized
 _EVALUATION_SEED = 0
 _LONGEST_EVALUATION = 512
 
@@ -57,9 +57,9 @@ class Codes:
     """A dense layer's codes and where they come from.
 
     Attributes:
-        tensors: all of them, as often as they are asked for.
-        corpus_read: what calibrating them has read.
-        used: tokens that they were calibrated on, by corpus.
+        tensors: a function. Each call yields all tensors from the start.
+        corpus_read: a record of the rows that calibration has read.
+        used: for each corpus, how many tokens calibration has used.
     """
 
     tensors: Callable[[], Tensors]
@@ -118,7 +118,7 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
 
 
 def _sparsity(checkpoint: Checkpoint, options: AnyOptions) -> str | None:
-    """The sparsity that was asked for, or what fits the model; of calibrated codes and int8 none."""
+    """Return the sparsity that was asked for, or the model's. auto-round, int8 and source have none."""
     if isinstance(options, AutoRound | Int8 | Source):
         return None
     if options.sparsity is not None:
@@ -129,8 +129,11 @@ def _sparsity(checkpoint: Checkpoint, options: AnyOptions) -> str | None:
 
 
 def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Quantization) -> Codes:
-    """To the nearest code each time anew: cheaper than reading codes back, and no two tensors are held at
-    once."""
+    """Return the codes for these options.
+
+    Each pass over nf4, int4 and int8 rounds the weights again. That is cheaper than reading stored codes, and
+    holds one tensor at a time.
+    """
     checkpoint = model.checkpoint
     if isinstance(options, AutoRound):
         return calibrated_codes(context, checkpoint, options)
@@ -145,7 +148,11 @@ def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Q
 
 
 def _source_codes(model: SourceModel) -> Codes:
-    """The codes of the model's file. Raises InputError: there is none, or it has others."""
+    """Return the codes of the model's GGUF file.
+
+    Raises:
+        InputError: the model was not added from a GGUF file, or the file has types that cannot be kept.
+    """
     kept = _kept(model)
     if kept is None:
         raise InputError(
@@ -160,7 +167,7 @@ def _source_codes(model: SourceModel) -> Codes:
 
 
 def _kept(model: SourceModel) -> "KeptModel | None":
-    """The model beside its GGUF file; None: it was made of none."""
+    """Return the model with its GGUF file, or None if it was added without one."""
     if model.gguf is None:
         return None
     from permille.models.gguf.codes import KeptModel
@@ -169,7 +176,7 @@ def _kept(model: SourceModel) -> "KeptModel | None":
 
 
 def _measured(context: TaskContext, checkpoint: Checkpoint, coded: Tensors, errors: ErrorReport) -> Tensors:
-    """Tensor by tensor; `errors` measures on the way."""
+    """Yield the tensors unchanged, and measure the error of each on the way."""
     number = len(scoped_tensors(checkpoint.config))
     for index, (name, quantized) in enumerate(coded):
         context.progress(_QUANTIZED * (index + 1) / number, f"quantize {index + 1}/{number}")
@@ -180,7 +187,7 @@ def _measured(context: TaskContext, checkpoint: Checkpoint, coded: Tensors, erro
 def _perplexity(
     context: TaskContext, model: SourceModel, request: QuantizationCreate, coded: Codes
 ) -> dict[str, object] | None:
-    """Before and after, on text that the codes were not calibrated on where the corpus is large enough."""
+    """Measure perplexity before and after, where possible on text that calibration has not used."""
     if request.evaluation_corpus_id is None:
         return None
     from permille.models.loading import FileTokenizer
@@ -224,7 +231,9 @@ def _perplexity(
 
 
 def calibrated_codes(context: TaskContext, checkpoint: Checkpoint, options: AutoRound) -> Codes:
-    """Calibrate all dense tensors by auto-round. A cancel acts before and after.
+    """Calibrate all dense tensors by auto-round.
+
+    This runs in one piece and does not notice a cancel. The supervisor of the worker ends it.
 
     Raises:
         InputError: what auto-round cannot do; too little text.
