@@ -26,7 +26,7 @@ MAX_CONTRIBUTED = 1 << 13
 MAX_DEVICES = 1 << 16
 MAX_WEIGHT = 16
 GAIN_NATS = 0.25
-"""The most that a device's gain counts, in nats a token."""
+"""The most that a device's gain counts, in nats per token."""
 GAIN_SHARE = 10
 """A gain is at most the clip over this."""
 _GAIN_UNITS = 1024

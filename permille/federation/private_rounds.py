@@ -113,7 +113,7 @@ def _check_possible(definition: Definition, devices: int, sum_V: NDArray[np.int6
 
 
 def noised_gains(definition: Definition, devices: int, gain_sum: int) -> tuple[float, float]:
-    """Mean of the devices' gains and its standard error, in nats a token, from the noised sum alone.
+    """Mean of the devices' gains and its standard error, in nats per token, from the noised sum alone.
 
     How much gains differ is not asked: a gain within a bound has at most its square as variance.
     """

@@ -28,9 +28,9 @@ from permille.fleet.statistics import lower_mean, lower_share
 ALPHA: Final = 0.01
 FIRST_LOOK: Final = 20
 MAX_DIFFERENCE: Final = 0.25
-"""Bound of a reported loss difference, in nats a token. Clipping keeps one report from dominating."""
+"""Bound of a reported loss difference, in nats per token. Clipping keeps one report from dominating."""
 WORSE_NATS: Final = 0.02
-"""Rise of the loss above which a device counts as worse, in nats a token. Noise of training is smaller."""
+"""Rise of the loss above which a device counts as worse, in nats per token. Noise of training is smaller."""
 LOSS_LIMIT: Final = 0.01
 GENERAL_LIMIT: Final = 0.02
 SAME_CODE: Final = 4
@@ -44,8 +44,8 @@ class Reason(StrEnum):
         FAILURES: the share of failures is significantly above its limit.
         INTEGRITY: four devices found the same damage.
         WORSE: the share of devices that became worse is significantly above its limit.
-        LOSS: the mean loss after training rose by significantly more than 0.01 nats a token.
-        GENERAL: the mean loss on general text rose by significantly more than 0.02 nats a token.
+        LOSS: the mean loss after training rose by significantly more than 0.01 nats per token.
+        GENERAL: the mean loss on general text rose by significantly more than 0.02 nats per token.
         SUCCESS: a wave ended with a success rate below its limit.
         SILENCE: too few devices of a wave reported in time.
         YANKED: the version was withdrawn.

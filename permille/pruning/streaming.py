@@ -67,7 +67,7 @@ class LinearReport:
 class PruningReport:
     """Result of pruning.
 
-    Losses are those of the evaluation rows in nats a token, before and after, or None without such
+    Losses are those of the evaluation rows in nats per token, before and after, or None without such
     rows.
     """
 

@@ -245,7 +245,7 @@ class FederationPrivacy(Closed):
 class RoundRecord(Closed):
     """A round, as operators see it.
 
-    Its gain, in nats a token, is that of the state that devices started from.
+    Its gain, in nats per token, is that of the state that devices started from.
     """
 
     number: Count
@@ -304,6 +304,6 @@ class Adoption(Closed):
     round: Count
     state_digest: Digest
     devices: Count = Field(description="whose gains were measured")
-    mean_gain: float | None = Field(description="nats a token")
+    mean_gain: float | None = Field(description="nats per token")
     gain_low: float | None
     sure: bool = Field(description=f"the lower end is above 0, of at least {EVIDENCE_DEVICES} devices")

@@ -121,9 +121,9 @@ class VersionResults(Closed):
     reported: Count | None = Field(description="that have reported a run on it")
     outcomes: Outcomes
     adopted_fraction: Finite | None = Field(description="of those that reported")
-    improvement: Band | None = Field(description="nats a token that the personal state takes off the base")
+    improvement: Band | None = Field(description="nats per token that the personal state takes off the base")
     general_rise: Finite | None = Field(
-        description="median of the nats a token by which the personal state raises the loss on general text"
+        description="median of the nats per token by which the personal state raises the loss on general text"
     )
     peak_rss_bytes: Count | None = Field(description="median")
 

@@ -459,7 +459,7 @@ class Run(_Owned, Base):
     release: Mapped[str | None]
     version: Mapped[int | None] = mapped_column(BigInteger)
     outcome: Mapped[str | None]
-    gain: Mapped[float | None]  # nats a token that the personal state takes off
+    gain: Mapped[float | None]  # nats per token that the personal state takes off
     loss: Mapped[float | None]  # of what the device uses after the run
     rise: Mapped[float | None]  # of the loss on general text that the personal state costs
     peak_rss_bytes: Mapped[int | None] = mapped_column(BigInteger)
@@ -552,7 +552,7 @@ class Round(_OfTenant, Base):
     chain: Mapped[str | None]
     state_digest: Mapped[str | None]
     reach: Mapped[int | None] = mapped_column(BigInteger)
-    gain_mean: Mapped[float | None]  # of the state that it began from, nats a token
+    gain_mean: Mapped[float | None]  # of the state that it began from, nats per token
     gain_error: Mapped[float | None]
     __table_args__ = (_index_of_some("rounds", "job_id"),)
 
@@ -664,7 +664,7 @@ class RolloutReport(_OfTenant, Base):
     code: Mapped[str | None]  # None: it has not ended
     damage: Mapped[str | None]  # of a package that was refused, the code
     worse: Mapped[bool | None]  # None: it compared nothing
-    difference: Mapped[float | None]  # nats a token; None also where its owner tells one bit
+    difference: Mapped[float | None]  # nats per token; None also where its owner tells one bit
     ended_at: Mapped[datetime | None]
     acknowledged: Mapped[bool] = mapped_column(default=False)  # by a `resume`: it is counted no more
     __table_args__ = (Index("ix_rollout_reports_code", "rollout_id", "code"),)

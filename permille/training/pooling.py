@@ -60,7 +60,7 @@ class PoolingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pooled:
-    """A state and what held-out rows say of it, in nats a token.
+    """A state and what held-out rows say of it, in nats per token.
 
     Attributes:
         gain: mean over the rows of what the state takes off the loss.
@@ -156,7 +156,7 @@ def _kept_general(
     strength = choose_strength(rise_of, KEEP_GENERAL)
     if not strength.eighths:
         raise InputError(
-            f"The pooled state raises the loss on general text by {strength.rise:.3f} nats a token at an"
+            f"The pooled state raises the loss on general text by {strength.rise:.3f} nats per token at an"
             f" eighth of its strength; {KEEP_GENERAL} are allowed. Take fewer steps, or more general text."
         )
     return scaled(s_K, strength.eighths)

@@ -106,7 +106,7 @@ class Reference:
         )
 
     def loss(self, engine: Engine, values_K: NDArray[np.float32]) -> float:
-        """Return the loss on the measuring rows: the mean over all their targets, in nats a token."""
+        """Return the loss on the measuring rows: the mean over all their targets, in nats per token."""
         return float(engine.token_losses(values_K, self._measuring).mean(dtype=np.float64))
 
     def questions(self) -> Sequence[str]:

@@ -20,7 +20,7 @@ from permille.errors import InputError
 
 EIGHTHS = 8
 KEEP_GENERAL = 0.1
-"""Default bound on the rise of the loss on general text, in nats a token."""
+"""Default bound on the rise of the loss on general text, in nats per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Strength:
     Attributes:
         eighths: the number of eighths to keep, 1 to 8. 0 means that one eighth already raises the
             general loss by too much.
-        rise: the rise of the general loss at that strength, in nats a token. If `eighths` is 0,
+        rise: the rise of the general loss at that strength, in nats per token. If `eighths` is 0,
             the rise at one eighth.
     """
 
@@ -65,9 +65,9 @@ def choose_strength(rise_of: Callable[[int], float], bound: float) -> Strength:
         choose_strength(lambda eighths: rise(engine, values_at(eighths), reference), 0.1)
 
     Args:
-        rise_of: returns the rise at a number of eighths, in nats a token. It is called with 8, 7, ...
+        rise_of: returns the rise at a number of eighths, in nats per token. It is called with 8, 7, ...
             until a rise is within the bound.
-        bound: the largest rise to accept, in nats a token. A rise that is NaN or infinite is never
+        bound: the largest rise to accept, in nats per token. A rise that is NaN or infinite is never
             accepted.
     """
     rise = 0.0

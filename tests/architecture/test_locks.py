@@ -25,7 +25,7 @@ HUB = "huggingface-hub"
 
 # In a process that finds no other distribution than the named ones.
 GATE = """
-import importlib, pkgutil, sys
+import importlib, importlib.util, pkgutil, sys
 from pathlib import Path
 others, root, *arguments = set(sys.argv[1].split()), *sys.argv[2:]
 
@@ -37,6 +37,10 @@ class Gate:
 for room in ("edge_agent", "keeper", "service", "workers", "."):
     sys.path.insert(0, str(Path(root, room)))
 sys.meta_path.insert(0, Gate())
+
+# A library may look whether an optional one is installed: to it, the others are not.
+installed = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in others else installed(name, package)
 
 def import_all(package):
     for found in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):

@@ -131,7 +131,7 @@ def train(
     ] = 1.0,
     keep_general: Annotated[
         float,
-        typer.Option(help="Largest allowed rise of the loss on general text, in nats a token."),
+        typer.Option(help="Largest allowed rise of the loss on general text, in nats per token."),
     ] = 0.1,
     share_log: Annotated[
         bool | None,

@@ -44,7 +44,7 @@ _GIB: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """Loss of a device's model on the test text after a run, in nats a token and bits a byte."""
+    """Loss of a device's model on the test text after a run, in nats per token and bits a byte."""
 
     data: str
     per_token: float
@@ -170,7 +170,7 @@ def finish(home: Home, code: ReportCode, difference: float | None = None) -> Non
     """End the part; it is told at the next poll.
 
     Args:
-        difference: nats a token by which the retrained model is worse than the one before.
+        difference: nats per token by which the retrained model is worse than the one before.
     """
     part = read_standing(home).part
     if part is None or part.code is not None:
@@ -210,7 +210,7 @@ def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
 
 
 def difference_of(run: RunFolder, part: Part) -> float | None:
-    """Return how much worse a run's model is than the previous one, in nats a token.
+    """Return how much worse a run's model is than the previous one, in nats per token.
 
     Return None if the two cannot be compared.
 

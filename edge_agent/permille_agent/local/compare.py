@@ -26,7 +26,7 @@ DEFAULT_SAMPLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedLosses:
-    """Losses, nats a token, on the text that `text` describes.
+    """Losses, nats per token, on the text that `text` describes.
 
     Attributes:
         general: on the package's reference of general text, at the run's end; None where it has none.

@@ -383,7 +383,7 @@ def _too_costly(run: Run, general: GeneralLoss | None) -> str:
     told = "by too many" if rise is None else f"by {rise:.2f}"
     return (
         "it would lose general knowledge: even an eighth of what was trained raises the loss on general "
-        f"text {told} nats a token, and {run.options.keep_general:g} are allowed; {_LOWER_RATE}, or allow "
+        f"text {told} nats per token, and {run.options.keep_general:g} are allowed; {_LOWER_RATE}, or allow "
         "more with --keep-general"
     )
 

@@ -100,7 +100,7 @@ def summed(losses: DocumentLosses, group_D: NDArray[np.int64]) -> DocumentLosses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneralLoss:
-    """The loss on the reference's measuring rows, nats a token; None where it was not finite.
+    """The loss on the reference's measuring rows, nats per token; None where it was not finite.
 
     Attributes:
         strength: eighths of the trained state that are kept; 0: even one raises the loss by too much.
@@ -114,13 +114,13 @@ class GeneralLoss:
 
     @property
     def rise(self) -> float | None:
-        """The rise of the loss by the state, nats a token."""
+        """The rise of the loss by the state, nats per token."""
         return None if self.loss is None or self.loss_base is None else self.loss - self.loss_base
 
     def __str__(self) -> str:
         if self.loss is None or self.loss_base is None or self.rise is None:
             return "not finite"
-        return f"{self.loss_base:.4f} of the base -> {self.loss:.4f} ({self.rise:+.4f} nats a token)"
+        return f"{self.loss_base:.4f} of the base -> {self.loss:.4f} ({self.rise:+.4f} nats per token)"
 
 
 def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> GeneralLoss | None:

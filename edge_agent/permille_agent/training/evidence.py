@@ -2,15 +2,15 @@
 
 The decision rests on an e-value, a bet against "the mean gain is at most the margin" whose wealth nobody can
 expect to grow where that is true (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables
-by betting"). For groups of neighbouring passages, whose gain is in nats a token,
+by betting"). For groups of neighbouring passages, whose gain is in nats per token,
 
     W = mean over bets b of  product over groups of  max(0, 1 + b (gain_g - margin))
 
 and `W >= 1 / alpha` has at most probability alpha there, whatever the skew of the gains, as long as groups
-are independent and none is worse by more than `1 / b`, 2/3 nats a token. A bootstrap knows only the groups it
-was shown: where one group in twenty is badly hurt, it takes two to four of ten useless models. W of groups
-that came later, judged by a state that had not seen them, may be multiplied, so little text can be judged
-part by part.
+are independent and none is worse by more than `1 / b`, 2/3 nats per token. A bootstrap knows only the groups
+that it was shown. If one group in twenty is badly hurt, it adopts two to four of ten useless models. W of
+groups that came later, judged by a state that had not seen them, may be multiplied. So a short text can be
+judged part by part.
 
 Deviation from the paper: fixed bets, equally mixed, instead of bets that follow the data, so that the order
 of the groups does not matter.
@@ -39,7 +39,7 @@ _BETS_B1 = np.array([0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5])[:, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The measured reduction of the loss, in nats a token, and its certainty.
+    """The measured reduction of the loss, in nats per token, and its certainty.
 
     The loss of the second model is subtracted from that of the first.
 
@@ -58,7 +58,7 @@ class Comparison:
     better: bool
 
     def __str__(self) -> str:
-        return f"{self.improvement:+.4f} nats a token (at least {self.low:+.4f}, at most {self.high:+.4f})"
+        return f"{self.improvement:+.4f} nats per token (at least {self.low:+.4f}, at most {self.high:+.4f})"
 
 
 def alpha_of(decision: int) -> float:
@@ -80,7 +80,7 @@ def compare_losses(
         gain_G = (base.nats_D - personal.nats_D) / base.tokens_D
 
     Args:
-        gain_G: nats a token; not finite where a loss was not.
+        gain_G: nats per token; not finite where a loss was not.
         tokens_G: targets of each group.
         decision: the number of this decision on this person's data, from 1.
 

@@ -64,7 +64,7 @@ class TrainOptions:
         learn: whose turns of a conversation count in the loss; other documents are learned whole.
         rate_scale: multiplies the learning rate; less than 1 where training diverges.
         first_layer: the masked weights of this decoder layer and those above it are trained, no others.
-        keep_general: how much the loss on the package's reference may rise, nats a token.
+        keep_general: how much the loss on the package's reference may rise, nats per token.
     """
 
     seed: int = 0
@@ -114,7 +114,7 @@ class TrainOptions:
         if not 0 <= self.first_layer <= 1000:
             raise InputError(f"--first-layer must be 0 to 1,000, got {self.first_layer}")
         if not 0 <= self.keep_general <= 100:
-            raise InputError(f"--keep-general must be 0 to 100 nats a token, got {self.keep_general}")
+            raise InputError(f"--keep-general must be 0 to 100 nats per token, got {self.keep_general}")
 
     @classmethod
     def of(

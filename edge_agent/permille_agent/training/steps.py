@@ -130,7 +130,7 @@ class SelectedState:
     Attributes:
         descent: which descent it is from.
         step: how many of its steps it is made of; 0 is the base.
-        loss: of the state on the select split, nats a token.
+        loss: of the state on the select split, nats per token.
         steps: how many steps the descent made.
         rejected: how many of them were.
         s_K: the state.

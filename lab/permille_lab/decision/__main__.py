@@ -18,7 +18,7 @@ from permille_agent.embed import compare_losses
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 
 SPREAD = 0.3
-"""Standard deviation of the gains of groups, nats a token: as of people's tweets."""
+"""Standard deviation of the gains of groups, nats per token: as of people's tweets."""
 HURT = 0.05
 GROUPS = (20, 40, 100)
 GAINS = (0.0, 0.01, 0.1, 0.2, 0.4)

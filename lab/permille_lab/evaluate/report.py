@@ -65,8 +65,8 @@ def _table(model: str, base: str, rows: Rows) -> str:
         f"## {model}, {base}",
         "",
         "Accuracy in percent, mean and deviation over seeds; in brackets the loss of the right answer in "
-        "nats a token. A task in *italics* does not count for accuracy (no first-order gain of 5 points over "
-        "majority and zero-shot at p < 0.01); of one with a question mark it is not known (no such "
+        "nats per token. A task in *italics* does not count for accuracy (no first-order gain of 5 points "
+        "over majority and zero-shot at p < 0.01); of one with a question mark it is not known (no such "
         f"references, or fewer than {MIN_CLUSTERS} passages). *Prior*: the least loss of a guess that is the "
         "same for every prompt. In free text (squad) accuracy is exact match, with F1; language modelling "
         "(text) has its loss alone, mean over documents, and bits per byte over what was scored of them "
@@ -162,7 +162,7 @@ def _mean(records: Sequence[Json], key: str) -> float:
 
 
 def loss_and_bits(records: Sequence[Json]) -> str:
-    """Return the cells of language modelling: nats a token, mean and deviation over seeds; bits per byte."""
+    """Return the cells of language modelling: nats per token (mean, deviation over seeds), bits per byte."""
     losses = [record["loss"] for record in records]
     deviation = f" ± {np.std(losses, ddof=1):.3f}" if len(losses) > 1 else ""
     # Older results have no bits.

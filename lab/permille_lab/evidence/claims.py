@@ -66,7 +66,7 @@ class Row:
     """One comparison of a claim.
 
     Attributes:
-        by_loss: nats a token instead of shares of right answers.
+        by_loss: nats per token instead of shares of right answers.
         found: None where nothing can be compared.
         p_value: of what would make the claim hold, after Holm; None where nothing was tested.
         p_failing: of what would make it fail, likewise.

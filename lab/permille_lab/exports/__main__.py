@@ -103,7 +103,7 @@ def log_probs(logit_TD: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def divergence(ours: LogProbs, theirs: LogProbs) -> float:
-    """Return the Kullback-Leibler divergence from ours to theirs, nats a token."""
+    """Return the Kullback-Leibler divergence from ours to theirs, nats per token."""
     parts = [(np.exp(p) * (p - q)).sum(axis=1) for p, q in zip(ours, theirs, strict=True)]
     return float(np.concatenate(parts).mean())
 

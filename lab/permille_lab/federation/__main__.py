@@ -203,7 +203,7 @@ def own_values(
 
 
 def person_states(bench: Bench) -> Result:
-    """Return the losses of each person's test part under each state, nats a token."""
+    """Return the losses of each person's test part under each state, nats per token."""
     clients = bench.clients(Division.TWEETS_PERSON, DEVICES)
     base_W = bench.world.package.values()
     plan = Plan(cohort=COHORT, rounds=2 * ROUNDS)

@@ -47,7 +47,7 @@ class World:
         return cast("GradientEngine", self.engine).gradient(values_W, batch)
 
     def gains(self, values_W: NDArray[np.float32], clients: Sequence[Client]) -> list[float]:
-        """Return the gain over the package in nats a token, for each device's test part."""
+        """Return the gain over the package in nats per token, for each device's test part."""
         base_W = self.package.values()
         return [
             mean_loss(self.engine, base_W, client.test) - mean_loss(self.engine, values_W, client.test)

@@ -52,7 +52,7 @@ def tables(results: Path) -> dict[str, str]:
 
 
 def losses_of(cells: Cells) -> pd.DataFrame:
-    """A row for each run, a column for each state: nats a token of the text that was put away, by `group`."""
+    """Return nats per token of the text that was put away, by `group`: runs in rows, states in columns."""
     rows = [
         {"group": settings["model"], "user": result["user"], "adopted": result["adopted"]}
         | {state: nats / result["tokens"] for state, nats in result["nats"].items()}

@@ -4,9 +4,9 @@
 
     perplexity = exp(loss)        bits per byte = loss / ln 2 * tokens / bytes
 
-`loss` is the mean over all predictions in nats a token. Tokens and bytes are those of the whole text, so that
-models with other vocabularies can be compared. auto-round calibrates on windows of C4. A model that knows
-only TinyStories is calibrated on them. The measured windows begin after all that calibration could have
+`loss` is the mean over all predictions in nats per token. Tokens and bytes are those of the whole text, so
+that models with other vocabularies can be compared. auto-round calibrates on windows of C4, or of TinyStories
+for a model that knows only them. The measured windows begin after all that calibration could have
 drawn. Bytes of packages and their speed are measured side by side (`speed`). A finished cell is not made
 again.
 """

@@ -68,7 +68,7 @@ def _losses(found: Found) -> str:
             if reference is not None and base != Base.BF16:
                 more_N = losses_N - np.array(reference["texts"][text]["losses"])
                 error = more_N.std(ddof=1) / math.sqrt(len(more_N))
-                row["more than 16 bits, nats a token"] = f"{more_N.mean():+.4f} ± {error:.4f}"
+                row["more than 16 bits, nats per token"] = f"{more_N.mean():+.4f} ± {error:.4f}"
             rows.append(row)
     frame = pd.DataFrame(rows).sort_values("model, text", kind="stable").fillna("")
     return markdown(frame)

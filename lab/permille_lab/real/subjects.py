@@ -129,13 +129,13 @@ def general_batches(model: Path, data: Path) -> list[Batch]:
 
 
 def nats_of(engine: Engine, values_K: NDArray[np.float32], documents: Sequence[TokenizedDocument]) -> float:
-    """Return the mean loss of the documents' targets, nats a token."""
+    """Return the mean loss of the documents' targets, nats per token."""
     found = document_losses(engine, values_K, document_rows(documents, LONGEST), len(documents))
     return float(found.nats_D.sum() / found.tokens_D.sum())
 
 
 def general_of(engine: Engine, values_K: NDArray[np.float32], general: Sequence[Batch]) -> float:
-    """Return the mean loss of the general text, nats a token."""
+    """Return the mean loss of the general text, nats per token."""
     return float(np.mean([engine.token_losses(values_K, batch).mean(dtype=np.float64) for batch in general]))
 
 

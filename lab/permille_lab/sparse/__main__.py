@@ -130,7 +130,7 @@ def material(sources: Sources, case: Case, seed: int) -> Material:
 
 
 def losses(model: Any, judged: Mapping[str, NDArray[np.int64]]) -> dict[str, float]:
-    """Return the loss of each text, in nats a token."""
+    """Return the loss of each text, in nats per token."""
     return {name: round(perplexity(model, rows_NT)["loss"], 6) for name, rows_NT in judged.items()}
 
 

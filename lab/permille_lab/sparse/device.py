@@ -101,7 +101,7 @@ def in_four_bits(folder: Path) -> Any:
 
 
 def measured_losses(sources: Sources, case: Case, folder: Path, rate: float) -> Result:
-    """Return losses of three models in float32 and in NF4, in nats a token of the texts that judge."""
+    """Return losses of three models in float32 and in NF4, in nats per token of the texts that judge."""
     begun = time.process_time()
     judged = material(sources, case, 0).judged
     found = made(sources, case, folder, rate)

@@ -1,6 +1,6 @@
 """The tables of the sparse models' page, from finished cells, and the verdicts on the paper's claims.
 
-Two ways are compared by the difference of their losses, in nats a token, paired by the seed. Intervals are
+Two ways are compared by the difference of their losses, in nats per token, paired by the seed. Intervals are
 Student's, 95 %, over the seeds. A claim holds or fails where the interval does not contain 0.
 """
 

@@ -105,7 +105,7 @@ class IterativePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """One round. Losses are nats a token of the evaluation rows; None without any.
+    """One round. Losses are nats per token of the evaluation rows; None without any.
 
     Attributes:
         rates: by decoder layer.

@@ -221,7 +221,7 @@ def prior_losses(items: Sequence[Choices]) -> NDArray[np.float64] | None:
     so no constant guess is lower on them.
 
     Returns:
-        float64 [len(items)], nats a token; None where the items do not all have the same answers.
+        float64 [len(items)], nats per token; None where the items do not all have the same answers.
     """
     tokens = _tokens_of_answers(items)
     if tokens is None:

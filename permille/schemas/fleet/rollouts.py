@@ -173,7 +173,7 @@ class RolloutReport(Closed):
         Annotated[float, Field(strict=True, ge=-MAX_DIFFERENCE, le=MAX_DIFFERENCE, allow_inf_nan=False)]
         | None
     ) = Field(
-        default=None, description="nats a token by which it is worse, clipped; null where one bit is told"
+        default=None, description="nats per token by which it is worse, clipped; null where one bit is told"
     )
 
     @model_validator(mode="after")

@@ -41,7 +41,7 @@ class Ended:
         record: its bytes (FORMAT 13.3).
         counted: devices.
         state_digest, reach, state: where the federation then stands; the state is packed.
-        gains: mean and standard error, in nats a token, of what the devices measured; None: of too few.
+        gains: mean and standard error, in nats per token, of what the devices measured; None: of too few.
     """
 
     record: bytes

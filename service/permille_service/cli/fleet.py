@@ -369,7 +369,7 @@ def _show_versions(session: Session, versions: list[dict[str, Any]]) -> None:
     session.output.show(versions, _VERSIONS)
     if any(one["improvement"] or one["peak_rss_bytes"] for one in versions):
         session.output.say(
-            "\nimprovement in nats a token, low and high with 95 % confidence; rise of the loss "
+            "\nimprovement in nats per token, low and high with 95 % confidence; rise of the loss "
             "on general text; peak memory"
         )
         session.output.show(versions, _GAINS)
@@ -408,7 +408,7 @@ def show_release(
     new, old = found["version"], found["against"]
     _show_versions(session, [new, old, *_others(session, name, new["version"], old["version"])])
     if found["changes"]:
-        session.output.say("\nadopted, failed: shares of devices; improvement, loss: nats a token")
+        session.output.say("\nadopted, failed: shares of devices; improvement, loss: nats per token")
         session.output.show(found["changes"], _CHANGES)
     session.output.say(_VERDICTS[found["verdict"]].format(new=new["version"], old=old["version"]))
 

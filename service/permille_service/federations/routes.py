@@ -263,7 +263,7 @@ def _gain_words(adoption: Adoption) -> str:
     if adoption.mean_gain is None:
         return "none measured"
     low = "" if adoption.gain_low is None else f" (surely {adoption.gain_low:.3g})"
-    return f"{adoption.mean_gain:.3g}{low} nats a token by {adoption.devices}"
+    return f"{adoption.mean_gain:.3g}{low} nats per token by {adoption.devices}"
 
 
 def _adoption(session: Session, row: tables.Federation, number: int | None) -> Adoption:

@@ -286,10 +286,10 @@ def _on_devices(session: Session, package: tables.Artifact) -> Iterator[tuple[st
         yield "devices that reported", number(found.reported)
         yield "devices that adopted", percent(found.adopted_fraction)
         yield (
-            "median improvement, nats a token",
+            "median improvement, nats per token",
             number(found.improvement.median if found.improvement else None),
         )
-        yield "rise on general text, nats a token", number(found.general_rise)
+        yield "rise on general text, nats per token", number(found.general_rise)
 
 
 def _request(session: Session, tenant_id: str, request: Mapping[str, object]) -> Facts:

@@ -126,7 +126,7 @@ def personalise(
     ] = None,
     keep_general: Annotated[
         float | None,
-        typer.Option(help="Largest allowed rise of the loss on general text, nats a token. Default: 0.1."),
+        typer.Option(help="Largest allowed rise of the loss on general text, nats per token. Default: 0.1."),
     ] = None,
     work: Annotated[
         Path | None,

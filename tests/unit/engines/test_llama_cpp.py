@@ -50,7 +50,7 @@ def log_probs(logit_TD: NDArray[np.float32]) -> torch.Tensor:
 
 
 def divergence(own_TD: NDArray[np.float32], their_TD: NDArray[np.float32]) -> float:
-    """Kullback-Leibler, nats a token."""
+    """Kullback-Leibler, nats per token."""
     own, theirs = log_probs(own_TD), log_probs(their_TD)
     return float((own.exp() * (own - theirs)).sum(-1).mean())
 

@@ -48,7 +48,7 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
         checkpoint=context.work_folder / "moments",
         progress=context.part(0.03, _TRAINED, "step"),
     )
-    losses = f"{found.loss_base:.4f} -> {found.loss_pooled:.4f} nats a token"
+    losses = f"{found.loss_base:.4f} -> {found.loss_pooled:.4f} nats per token"
     if not found.better:
         raise InputError(
             f"The state is not surely better than the base on held-out text: {losses}. Train longer, or on "

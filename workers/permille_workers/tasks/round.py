@@ -105,7 +105,7 @@ def close(history: History, received: Sequence[Received], keeper_token: str | No
 def _combined(
     definition: Definition, number: int, received: Sequence[Received], keeper_token: str | None
 ) -> tuple[Round, tuple[float, float] | None]:
-    """The round of these contributions; mean and standard error of their gains, in nats a token, or None."""
+    """Return the round, with mean and standard error of its gains in nats per token, or None."""
     sent = [_decode(definition, one) for one in received]
     if definition.privacy is not None:
         sum_V = private_sum(definition, number, sent, keeper_token)
@@ -140,7 +140,7 @@ def _history(definition: Definition, way: Way) -> History:
 
 
 def _gains(definition: Definition, gains: Sequence[int]) -> tuple[float, float] | None:
-    """Mean and standard error of what devices measured, in nats a token; None where there are too few."""
+    """Mean and standard error of what devices measured, in nats per token; None where there are too few."""
     if len(gains) < 2:
         return None
     unit = GAIN_NATS / definition.gain_bound

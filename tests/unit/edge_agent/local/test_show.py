@@ -78,7 +78,7 @@ def test_general_loss_stands_above_the_gain_and_questions_are_answered_before_an
     result = train_quickly(home, [_text(tmp_path / "notes")])
     assert result.decision is not None and result.decision.general is not None
     page = _page(home)
-    told = f"{result.decision.general.rise:+.4f} nats a token"
+    told = f"{result.decision.general.rise:+.4f} nats per token"
     assert page.index("the base model's is\n2.0000") < page.index(told) < page.index("more chance")
     assert "Kept is all of what was trained." in page
     assert "<strong>What is a day?</strong>" in page[page.index("The same questions, before and after") :]

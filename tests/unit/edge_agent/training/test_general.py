@@ -205,4 +205,4 @@ def test_the_strength_is_durable_and_measured_once(begin: Begin) -> None:
 def test_losses_that_are_not_finite_are_told_as_such() -> None:
     found = GeneralLoss(strength=0, loss_base=2.0, loss=None)
     assert (found.rise, str(found)) == (None, "not finite")
-    assert str(replace(found, loss=2.25)) == "2.0000 of the base -> 2.2500 (+0.2500 nats a token)"
+    assert str(replace(found, loss=2.25)) == "2.0000 of the base -> 2.2500 (+0.2500 nats per token)"
