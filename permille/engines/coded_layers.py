@@ -24,15 +24,12 @@ from torch.nn import functional
 from permille.choices import AdapterKind
 from permille.package.manifest import AdapterInfo
 from permille.quantization.nf4 import BLOCK_SIZE, NF4_CODES
-from permille.quantization.sparse import row_starts
-from permille.quantization.types import Coded, Pattern, Scheme, SparseTensor, Sparsity
+from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 # Decoded weights of a tile, and products of rows and masked weights, that exist at a time.
 _TILE_WEIGHTS = 1 << 22
 _PRODUCTS = 1 << 24
-# The four bits of the places of a pattern of 2:4, the first place the lowest (`quantization.sparse`).
-_PLACES = (0b0011, 0b1001, 0b0101, 0b0110, 0b1010, 0b1100)
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -50,29 +47,19 @@ class Tiled(Protocol):
 
 
 class CodedWeight(nn.Module):
-    """A quantized weight, dense or sparse, in the layout of the package."""
+    """A quantized weight in the layout of the package."""
 
-    def __init__(self, coded: Coded, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, coded: QuantizedTensor, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is what the weight decodes to."""
         super().__init__()
-        kept = coded.kept if isinstance(coded, SparseTensor) else coded
         self.shape, self._dtype = coded.shape, dtype
-        self._scheme, self._group, self._bits = kept.scheme, kept.group_size, kept.bits
-        self._pattern = coded.pattern if isinstance(coded, SparseTensor) else None
-        # Scales lie along the flat matrix, and not along its rows.
-        self._flat = kept.scheme is Scheme.NF4 or self._pattern is not None
-        self.register_buffer("packed", as_tensor(kept.packed, device))
-        self.register_buffer("scales", as_tensor(kept.scales, device))
-        self.register_buffer("minima", None if kept.minima is None else as_tensor(kept.minima, device))
-        self.register_buffer("pattern", None)
+        self._scheme, self._group, self._bits = coded.scheme, coded.group_size, coded.bits
+        self.register_buffer("packed", as_tensor(coded.packed, device))
+        self.register_buffer("scales", as_tensor(coded.scales, device))
+        self.register_buffer("minima", None if coded.minima is None else as_tensor(coded.minima, device))
         self.packed: Tensor
         self.scales: Tensor
         self.minima: Tensor | None
-        self.pattern: Tensor | None
-        self._starts_N1: NDArray[np.int64] | None = None
-        if self._pattern is not None:
-            self.pattern = as_tensor(self._pattern.packed, device)
-            self._starts_N1 = row_starts(self._pattern)
         self._state = self._quant_state()
 
     def product(self, x_MK: Tensor) -> Tensor:
@@ -95,18 +82,12 @@ class CodedWeight(nn.Module):
     def tile(self, rows: slice) -> Tensor:
         """Rows of the weight, [R, K], bit for bit what `permille.quantization.dequantize` makes of them."""
         columns = self.shape[1]
-        if self._pattern is None:
-            first, last = rows.start * columns, rows.stop * columns
-            return self._decoded(first, last, rows).view(-1, columns).to(self._dtype)
-        assert self._starts_N1 is not None
-        first, last = (int(self._starts_N1[row]) for row in (rows.start, rows.stop))
-        kept_RK = self._places(self._pattern, rows)
-        tile_RK = torch.zeros(kept_RK.shape, device=kept_RK.device)
-        return tile_RK.masked_scatter_(kept_RK, self._decoded(first, last, rows)).to(self._dtype)
+        first, last = rows.start * columns, rows.stop * columns
+        return self._decoded(first, last, rows).view(-1, columns).to(self._dtype)
 
     def _quant_state(self) -> QuantState | None:
         # bitsandbytes 0.50 takes wrong scales on AVX-512 where blocks reach across rows (ADR 13).
-        if self._scheme is not Scheme.NF4 or self._pattern is not None or self.shape[1] % BLOCK_SIZE:
+        if self._scheme is not Scheme.NF4 or self.shape[1] % BLOCK_SIZE:
             return None
         return QuantState(
             absmax=self.scales,
@@ -138,24 +119,11 @@ class CodedWeight(nn.Module):
 
     def _spread(self, heads: Tensor, first: int, last: int, rows: slice) -> Tensor:
         """The scale of each code, or what is added to it."""
-        if self._flat:
+        if self._scheme is Scheme.NF4:  # along the flat matrix, and not along its rows
             begin = first // self._group
             part = heads.view(-1)[begin : -(-last // self._group)].repeat_interleave(self._group)
             return part[first - begin * self._group :][: last - first]
         return heads[rows].repeat_interleave(self._group, dim=1)[:, : self.shape[1]].reshape(-1)
-
-    def _places(self, pattern: Pattern, rows: slice) -> Tensor:
-        """Return the kept weights of some rows as bool [R, K]."""
-        assert self.pattern is not None
-        device = self.pattern.device
-        if pattern.sparsity is Sparsity.BITMAP:
-            bits = self.pattern[rows, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)
-        else:
-            row_R = torch.arange(rows.start, rows.stop, device=device)
-            digit_RG = self.pattern[row_R // 3].int() // (6 ** (row_R % 3))[:, None] % 6
-            places = torch.tensor(_PLACES, dtype=torch.uint8, device=device)[digit_RG]
-            bits = places[:, :, None] >> torch.arange(4, dtype=torch.uint8, device=device)
-        return (bits & 1).bool().flatten(1)[:, : self.shape[1]]
 
 
 class SparseAdd(nn.Module):

@@ -1,6 +1,6 @@
 """Product of a token with a linear layer: codes, sparse values and bias in one call.
 
-Without a kernel for it (no library, path "scalar", a pruned weight, groups that it does not take) the three
+Without a kernel for it (no library, path "scalar", groups that it does not take) the three
 are done one after the other.
 
 Shapes: N, K = out and in features, C = entries of the sparse matrix Z, R = rows of a range.
@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native.arrays import check_array, check_range, check_writable
 from permille.native.library import Argument, Held, load
-from permille.native.products import is_aligned, product_floats, sparse_product
-from permille.native.sparse import CodedRows, product_of_codes
+from permille.native.products import is_aligned, packed_product, product_floats, sparse_product
 from permille.native.weights import PackedRows
 
 
@@ -22,7 +21,7 @@ class TokenProduct:
 
     def __init__(
         self,
-        weight: CodedRows,
+        weight: PackedRows,
         entries: tuple[NDArray[np.int32], NDArray[np.int32]],
         difference_C: NDArray[np.float32],
         bias_N: NDArray[np.float32] | None,
@@ -42,7 +41,7 @@ class TokenProduct:
             check_array("bias", bias_N, np.float32, (rows,))
         self._weight, self._entries, self._difference_C, self._bias_N = weight, entries, difference_C, bias_N
         self._arguments: tuple[Argument, ...] | None = None
-        if isinstance(weight, PackedRows) and is_aligned(weight):
+        if is_aligned(weight):
             arrays = (Held(weight.packed), Held(weight.scales), Held(weight.codes), Held(weight.minima))
             coded = (*arrays, int(weight.form))
             bias = Held(np.empty(1, np.float32) if bias_N is None else bias_N)
@@ -65,7 +64,7 @@ class TokenProduct:
             scratch = np.empty(product_floats(1, columns), np.float32)
             library.call("token_product", *self._arguments, first, last, x_1K, out_1N, scratch)
             return
-        product_of_codes(self._weight, x_1K, out_1N, first, last)
+        packed_product(self._weight, x_1K, out_1N, first, last)
         row_start_N1, column_C = self._entries
         own = slice(int(row_start_N1[first]), int(row_start_N1[last]))
         starts = row_start_N1[first : last + 1] - row_start_N1[first]

@@ -40,10 +40,9 @@ from permille.package.manifest import (
     sort_layers,
 )
 from permille.package.reader import Package
-from permille.quantization import default_group_size, quantize, quantize_sparse
-from permille.quantization.sparse import find_sparsity
+from permille.quantization import default_group_size, quantize
 from permille.quantization.tables import code_table
-from permille.quantization.types import SPARSE_SCHEMES, Coded, Scheme
+from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import RawTensor
 
 _Trainable = tuple[MaskInfo | AdapterInfo, tuple[TensorInfo, ...], list[Layer]]
@@ -101,12 +100,10 @@ def pack_model(
     *,
     group_size: int | None = None,
     embeddings: Embeddings = Embeddings.Q8_0,
-    codes: Callable[[str], Coded] | None = None,
+    codes: Callable[[str], QuantizedTensor] | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
     """Quantize the model, collect what is trained, and write the package; returns its digest.
-
-    With nf4 and int4, zeros are not stored if enough weights are zero, or two of every four.
 
     Args:
         group_size: None takes the scheme's default.
@@ -122,12 +119,9 @@ def pack_model(
     """
     size = default_group_size(scheme) if group_size is None else group_size
     scoped = [name for name, _ in scoped_tensors(model.config)]
-    sparsity = None
-    if scheme in SPARSE_SCHEMES:
-        sparsity = find_sparsity(model.raw(name).float32() for name in scoped)
-    how = Quantization(name=scheme, group_size=size, sparsity=sparsity)
+    how = Quantization(name=scheme, group_size=size)
 
-    def coded(name: str) -> Coded:
+    def coded(name: str) -> QuantizedTensor:
         if codes is not None:
             return codes(name)
         return code(model.raw(name).float32(), how, name=name)
@@ -137,15 +131,13 @@ def pack_model(
     return write_package(blobs, model, chosen, layers, how, provenance=provenance).digest
 
 
-def code(w_NK: NDArray[np.float32], how: Quantization, *, name: str) -> Coded:
+def code(w_NK: NDArray[np.float32], how: Quantization, *, name: str) -> QuantizedTensor:
     """Quantize one weight matrix.
 
     Raises:
-        InputError: as `quantize` and `quantize_sparse`.
+        InputError: as `quantize`.
     """
-    if how.sparsity is None:
-        return quantize(w_NK, how.name, how.group_size, name=name)
-    return quantize_sparse(w_NK, how.name, how.group_size, how.sparsity, name=name)
+    return quantize(w_NK, how.name, how.group_size, name=name)
 
 
 def write_package(
@@ -182,7 +174,7 @@ def write_layers(
         InputError, PackageError, OSError: as `pack_model`.
     """
     if isinstance(chosen, ChosenMask):
-        trainable, tensors, own = _write_mask(blobs, model, chosen, scheme)
+        trainable, tensors, own = _write_mask(blobs, model, chosen)
     else:
         trainable, tensors, own = _write_adapter(blobs, model, chosen)
     config = write_file(blobs, "config.json", config_bytes(clean_config(model.config)))
@@ -194,16 +186,6 @@ def write_layers(
         layers=sort_layers([*layers, write_blocks(blobs, layers), *own, config, *_other_files(blobs, model)]),
         provenance=provenance or {},
     )
-
-
-def _kept(values: RawTensor, indices: NDArray[np.uint32], how: Quantization) -> RawTensor:
-    """Return the values unchanged. A sparse model has no code for a masked zero, so one is refused."""
-    if how.sparsity is not None and (zeros := np.flatnonzero(values.float32() == 0)).size:
-        raise InputError(
-            f"expected masked weights that are not pruned, got zero at flat index "
-            f"{indices[zeros[0]]} of {values.name}"
-        )
-    return values
 
 
 def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
@@ -229,11 +211,11 @@ def plain_tensors(model: SourceModel, embeddings: Embeddings | str = Embeddings.
             yield code_table(model.raw(name)) if name in tables else model.raw(name)
 
 
-def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask, how: Quantization) -> _Trainable:
+def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask) -> _Trainable:
     scoped = dict(scoped_tensors(model.config))
     masks = {name: mask.indices.get(name, _NONE) for name in scoped}
     counts = {name: indices.size for name, indices in masks.items()}
-    values = (_kept(masked_values(model.raw(name), indices), indices, how) for name, indices in masks.items())
+    values = (masked_values(model.raw(name), indices) for name, indices in masks.items())
     own = [write_mask(blobs, mask.indices, list(scoped)), write_values(blobs, values, list(scoped))]
     about = MaskInfo(
         method=mask.method,

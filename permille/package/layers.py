@@ -19,43 +19,35 @@ from permille.package.manifest import AdapterInfo, Layer, Quantization, TensorIn
 from permille.package.safetensors_io import SafetensorsWriter
 from permille.quantization.nf4 import NF4_CODES
 from permille.quantization.types import (
-    Coded,
     QuantizedTensor,
     Scheme,
-    SparseTensor,
     packed_size,
     scales_shape,
 )
 from permille.tensors import FLOATS, Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
-SCALES, MINIMA, PATTERN = ".scales", ".minima", ".pattern"
+SCALES, MINIMA = ".scales", ".minima"
 
 # Dtype and shape of tensors, by name or what follows it.
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def write_dense(blobs: BlobFolder, tensors: Iterable[tuple[str, Coded]], how: Quantization) -> Layer:
-    """The quantized weights (FORMAT 4.2). NF4 without zeros left out is bitsandbytes' own serialization.
+def write_dense(
+    blobs: BlobFolder, tensors: Iterable[tuple[str, QuantizedTensor]], how: Quantization
+) -> Layer:
+    """The quantized weights (FORMAT 4.2). NF4 is bitsandbytes' own serialization.
 
     Raises:
-        InputError: a tensor of another scheme, group size or sparsity, or twice the same name.
+        InputError: a tensor of another scheme or group size, or twice the same name.
         OSError: as the file system reports it; no blob is left.
     """
     with SafetensorsWriter(blobs) as writer:
-        for name, coded in tensors:
-            sparse = coded if isinstance(coded, SparseTensor) else None
-            codes = coded.kept if isinstance(coded, SparseTensor) else coded
-            sparsity = None if sparse is None else sparse.pattern.sparsity
-            if (codes.scheme, codes.group_size, sparsity) != (how.name, how.group_size, how.sparsity):
-                got = f"{codes.scheme} in {codes.group_size}, {sparsity}"
-                raise InputError(
-                    f"expected {how.name} in {how.group_size}, {how.sparsity}, got {name!r}: {got}"
-                )
-            if sparse is None:
-                _add_quantized(writer, name, codes)
-            else:
-                _add_sparse(writer, name, sparse)
+        for name, codes in tensors:
+            if (codes.scheme, codes.group_size) != (how.name, how.group_size):
+                got = f"{codes.scheme} in {codes.group_size}"
+                raise InputError(f"expected {how.name} in {how.group_size}, got {name!r}: {got}")
+            _add_quantized(writer, name, codes)
         return _layer(Role.DENSE, writer.finish())
 
 
@@ -235,13 +227,6 @@ def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTen
     for suffix, (dtype, stored) in layout.items():
         array = arrays.get(suffix, scales)
         writer.add(name + suffix, dtype, stored, array.astype("<f2") if dtype == "F16" else array)
-
-
-def _add_sparse(writer: SafetensorsWriter, name: str, sparse: SparseTensor) -> None:
-    scales = np.asarray(sparse.kept.scales, "<f4").reshape(-1)
-    writer.add(name, "U8", (sparse.kept.packed.size,), sparse.kept.packed)
-    writer.add(name + SCALES, "F32", scales.shape, scales)
-    writer.add(name + PATTERN, "U8", sparse.pattern.packed.shape, sparse.pattern.packed)
 
 
 def _layer(role: Role, blob: tuple[str, int], path: str | None = None) -> Layer:

@@ -43,13 +43,9 @@ from permille.package.limits import (
     Role,
 )
 from permille.quantization.types import (
-    SPARSE_SCHEMES,
     Scheme,
-    Sparsity,
     bits_of,
-    kept_bounds,
     packed_size,
-    pattern_shape,
     scales_shape,
 )
 
@@ -71,11 +67,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Quantization of the dense layer. With a sparsity, only the kept weights have codes."""
+    """Quantization of the dense layer."""
 
     name: Scheme
     group_size: int
-    sparsity: Sparsity | None = None
 
     def __post_init__(self) -> None:
         allowed = GROUP_SIZES[self.name]
@@ -83,24 +78,15 @@ class Quantization:
             raise PackageError(
                 "manifest-schema", f"expected a group size of {allowed}, got {self.group_size}"
             )
-        if self.sparsity is not None and self.name not in SPARSE_SCHEMES:
-            raise PackageError("manifest-schema", f"expected no sparsity of {self.name}, got {self.sparsity}")
 
     def dense_bounds(self, shape: tuple[int, int]) -> tuple[int, int]:
         """The fewest and the most bytes of one weight in the dense layer, without the layer's header."""
-        if self.sparsity is None:
-            least = self._coded_bytes(shape)
-            if self.name is Scheme.SOURCE:  # from Q4_0 to Q8_0
-                return least, least + shape[0] * shape[1] // 2
-            return (least, least + _CODE_BOOK_BYTES) if self.name is Scheme.NF4 else (least, least)
-        pattern = math.prod(pattern_shape(self.sparsity, shape))
-        fewest, most = kept_bounds(self.sparsity, shape)
-        return (pattern + self._coded_bytes((1, fewest)), pattern + self._coded_bytes((1, most)))
-
-    def _coded_bytes(self, shape: tuple[int, int]) -> int:
         item = 2 if self.name is Scheme.SOURCE else 4  # float16 or float32
         scales = math.prod(scales_shape(self.name, shape, self.group_size))
-        return packed_size(bits_of(self.name), shape) + item * scales
+        least = packed_size(bits_of(self.name), shape) + item * scales
+        if self.name is Scheme.SOURCE:  # from Q4_0 to Q8_0
+            return least, least + shape[0] * shape[1] // 2
+        return (least, least + _CODE_BOOK_BYTES) if self.name is Scheme.NF4 else (least, least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,11 +312,7 @@ class Manifest:
         scheme = _fields(fields["scheme"], "scheme", _SCHEME)
         return cls(
             model=ModelInfo(**_fields(fields["model"], "model", _MODEL)),
-            scheme=Quantization(
-                name=_member(Scheme, scheme["name"]),
-                group_size=scheme["group_size"],
-                sparsity=None if scheme["sparsity"] is None else _member(Sparsity, scheme["sparsity"]),
-            ),
+            scheme=Quantization(name=_member(Scheme, scheme["name"]), group_size=scheme["group_size"]),
             trainable=_adapter(fields[chosen]) if chosen == "adapter" else _mask(fields[chosen]),
             tensors=tuple(_tensor(item) for item in fields["tensors"]),
             layers=tuple(_layer(item) for item in fields["layers"]),
@@ -343,8 +325,6 @@ class Manifest:
             raise PackageError("manifest-tensors", f"expected 1 to {MAX_TENSORS} tensors, got {number}")
         if len({tensor.name for tensor in self.tensors}) != number:
             raise PackageError("manifest-tensors", "expected every tensor once, got a name twice")
-        if self.scheme.sparsity is Sparsity.TWO_OF_FOUR and any(t.shape[1] % 4 for t in self.tensors):
-            raise PackageError("manifest-tensors", "expected widths in groups of four for 2:4, got others")
         if self.scheme.name is Scheme.SOURCE and any(t.shape[1] % 32 for t in self.tensors):
             raise PackageError("manifest-tensors", "expected widths in groups of 32 for source, got others")
         if total != self.k or not 1 <= total <= MAX_K:
@@ -432,7 +412,7 @@ def decimal_text(number: float) -> str:
 _TOP = {"format": str, "version": int, "model": dict, "scheme": dict, "tensors": list, "layers": list}
 _TOP |= {"provenance": dict}
 _MODEL = {"family": str, "config": str}
-_SCHEME = {"name": str, "group_size": int, "sparsity": object}
+_SCHEME = {"name": str, "group_size": int}
 _MASK = {"method": str, "density": str, "scope": str, "k": int}
 _ADAPTER = {"kind": str, "rank": int, "alpha": int, "scope": str, "k": int}
 _TENSOR = {"name": str, "shape": list, "count": int}

@@ -7,7 +7,6 @@ asked for, so opening stays quick and nothing computes with damaged bytes. Scale
 checked as they are read.
 """
 
-import math
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +24,7 @@ from permille.package import reference_rows
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
-from permille.package.layers import ABSMAX, MINIMA, PATTERN, SCALES, are_table_scales
+from permille.package.layers import ABSMAX, MINIMA, SCALES, are_table_scales
 from permille.package.limits import BLOCKED_ROLES, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import AdapterInfo, Layer, Manifest, Quantization
 from permille.package.safetensors_io import SafetensorsFile
@@ -33,26 +32,17 @@ from permille.package.structure import (
     check_code_book,
     check_codes,
     check_indices,
-    check_pattern,
     check_program,
     check_scales,
     check_shapes,
-    is_int8,
 )
 from permille.quantization.types import (
-    Coded,
-    Pattern,
     QuantizedTensor,
     Scheme,
-    SparseTensor,
-    Sparsity,
-    bits_of,
-    packed_size,
     scales_shape,
 )
 from permille.tensors import FLOATS, Q8_0, RawTensor
 
-_NONE = np.empty(0, np.uint32)
 _DTYPES = {
     Role.DENSE: frozenset({"U8", "I8", "F16", "F32"}),
     Role.PLAIN: FLOATS | {"U8"},
@@ -154,30 +144,18 @@ class Package:
             check_blocks(self.blobs, self._unchecked)
             self._unchecked = []
 
-    def quantized(self, name: str) -> Coded:
-        """Return a quantized weight: packed codes, scales, and the pattern of a sparse one.
-
-        The arrays are memory-mapped.
+    def quantized(self, name: str) -> QuantizedTensor:
+        """Return a quantized weight: packed codes and scales. The arrays are memory-mapped.
 
         Raises:
             KeyError: no such tensor.
-            PackageError: `block-digest`, `dense-scales`, `dense-codes`, `dense-padding`, `dense-code-book`,
-                of a pattern `pattern-range`, `pattern-padding`, `pattern-count` or `mask-pruned`.
+            PackageError: `block-digest`, `dense-scales`, `dense-codes`, `dense-padding` or `dense-code-book`.
         """
         shape, scheme = self._shapes[name], self.manifest.scheme
         dense = self._checked(Role.DENSE)
-        if scheme.sparsity is not None:
-            return self._sparse(name, scheme.sparsity)
         if scheme.name is Scheme.NF4:
             check_code_book(dense, name, shape, scheme.group_size)
         return read_codes(dense, name, shape, scheme)
-
-    def _sparse(self, name: str, sparsity: Sparsity) -> SparseTensor:
-        layer = self._layers[Role.DENSE]
-        data = layer.tensor(name + PATTERN).data.reshape(layer.specs[name + PATTERN].shape)
-        pattern = Pattern(sparsity=sparsity, shape=self._shapes[name], packed=data)
-        kept = check_pattern(name, pattern, _NONE if self.manifest.adapter else self.mask(name))
-        return SparseTensor(pattern=pattern, kept=read_codes(layer, name, (1, kept), self.manifest.scheme))
 
     def plain(self, name: str) -> RawTensor:
         """Return a tensor that is not a linear, in the source's bits or Q8_0, memory-mapped.
@@ -305,20 +283,15 @@ class Package:
 def read_codes(
     dense: SafetensorsFile, name: str, shape: tuple[int, int], how: Quantization
 ) -> QuantizedTensor:
-    """Codes and scales of one weight of a dense layer; of a sparse one `shape` is (1, kept weights).
+    """Codes and scales of one weight of a dense layer.
 
     Raises:
-        PackageError: `pattern-count`, `dense-scales`, `dense-codes` or `dense-padding`.
+        PackageError: `dense-scales`, `dense-codes` or `dense-padding`.
     """
-    beside = ABSMAX if how.name is Scheme.NF4 and how.sparsity is None else SCALES
+    beside = ABSMAX if how.name is Scheme.NF4 else SCALES
     packed, scales = dense.tensor(name).data, dense.tensor(name + beside).float32()
     wanted = scales_shape(how.name, shape, how.group_size)
     is_source = how.name is Scheme.SOURCE
-    bits = 8 if is_source and is_int8(dense, name) else bits_of(how.name)
-    if (packed.size, scales.size) != (packed_size(bits, shape), math.prod(wanted)):
-        raise PackageError(
-            "pattern-count", f"expected codes and scales of {shape[1]} kept weights in {name}, got others"
-        )
     check_scales(name, how.name, scales)
     minima = None
     if is_source and name + MINIMA in dense.specs:

@@ -13,10 +13,8 @@ from permille.errors import PackageError
 from permille.models.families import expected_tensors, scoped_tensors, table_names
 from permille.package.layers import (
     MINIMA,
-    PATTERN,
     QUANT_MAP,
     QUANT_STATE,
-    SCALES,
     Layout,
     dense_layout,
     quant_state,
@@ -26,16 +24,7 @@ from permille.package.limits import PROGRAM_HEADER_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.safetensors_io import SafetensorsFile
 from permille.quantization.nf4 import NF4_CODES
-from permille.quantization.sparse import has_other_numbers, has_padding, ranks, row_starts
-from permille.quantization.types import (
-    Pattern,
-    QuantizedTensor,
-    Scheme,
-    Sparsity,
-    bits_of,
-    kept_bounds,
-    pattern_shape,
-)
+from permille.quantization.types import QuantizedTensor, Scheme, bits_of
 from permille.tensors import Q8_0_WEIGHTS
 
 _PROGRAM_HEADER = struct.Struct("<4x8sIQQQ")
@@ -83,8 +72,6 @@ def check_shapes(
 
 def _dense_layout(manifest: Manifest, dense: SafetensorsFile) -> Layout:
     scheme, group_size = manifest.scheme.name, manifest.scheme.group_size
-    if manifest.scheme.sparsity is not None:
-        return _sparse_layout(manifest, manifest.scheme.sparsity, dense)
     found: Layout = {}
     for tensor in manifest.tensors:
         # Of SOURCE the layer itself tells in how many bits, and with minima or not.
@@ -99,28 +86,6 @@ def _dense_layout(manifest: Manifest, dense: SafetensorsFile) -> Layout:
 def is_int8(dense: SafetensorsFile, name: str) -> bool:
     """Say whether a tensor's codes are bytes with a sign."""
     return name in dense.specs and dense.specs[name].dtype == "I8"
-
-
-def _sparse_layout(manifest: Manifest, sparsity: Sparsity, dense: SafetensorsFile) -> Layout:
-    """Return the layout of a sparse dense layer.
-
-    A bitmap's numbers of codes and scales are taken from the layer, within the bounds of the shape.
-    `check_pattern` compares them with the bitmap when it is read.
-    """
-    found: Layout = {}
-    for tensor in manifest.tensors:
-        fewest, most = kept_bounds(sparsity, tensor.shape)
-        codes, scales = (_stored_size(dense, tensor.name + suffix) for suffix in ("", SCALES))
-        group = manifest.scheme.group_size
-        codes = min(max(codes, (fewest + 1) // 2), (most + 1) // 2)
-        scales = min(max(scales, -(-fewest // group)), -(-most // group))
-        found[tensor.name + PATTERN] = ("U8", pattern_shape(sparsity, tensor.shape))
-        found |= {tensor.name: ("U8", (codes,)), tensor.name + SCALES: ("F32", (scales,))}
-    return found
-
-
-def _stored_size(layer: SafetensorsFile, name: str) -> int:
-    return math.prod(layer.specs[name].shape) if name in layer.specs else 0
 
 
 def _check_layer_shapes(role: Role, layer: SafetensorsFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -204,21 +169,3 @@ def check_code_book(dense: SafetensorsFile, name: str, shape: tuple[int, int], g
     code_book = dense.tensor(name + QUANT_MAP).data.tobytes()
     if state != quant_state(shape, group_size) or code_book != NF4_CODES.astype("<f4").tobytes():
         raise PackageError("dense-code-book", f"expected NF4's table and state of {shape} beside {name}")
-
-
-def check_pattern(name: str, pattern: Pattern, indices: NDArray[np.uint32]) -> int:
-    """A pattern says nothing of weights that there are not and keeps every masked one; returns how many it
-    keeps (FORMAT 4.2, 4.4).
-
-    Raises:
-        PackageError: `pattern-range`, `pattern-padding` or `mask-pruned`.
-    """
-    if has_other_numbers(pattern):
-        raise PackageError("pattern-range", f"expected patterns of {name} below 216, got larger ones")
-    if has_padding(pattern):
-        raise PackageError("pattern-padding", f"expected zeros behind the pattern of {name}, got others")
-    _, is_kept = ranks(pattern, indices)
-    if not is_kept.all():
-        at = int(indices[int(np.argmin(is_kept))])
-        raise PackageError("mask-pruned", f"expected masked weights of {name} among the kept, got {at}")
-    return int(row_starts(pattern)[-1])

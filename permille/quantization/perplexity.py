@@ -20,7 +20,7 @@ from permille.errors import InputError
 from permille.models.families import layer_of
 from permille.models.layerwise import LayerStream
 from permille.quantization import dequantize
-from permille.quantization.types import Coded
+from permille.quantization.types import QuantizedTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +65,7 @@ def perplexity_by_layer(
     stream: LayerStream,
     sequences_NT: NDArray[np.int64],
     *,
-    quantized: Iterable[tuple[str, Coded]] = (),
+    quantized: Iterable[tuple[str, QuantizedTensor]] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
     """The same of a model of which one decoder layer is in memory at a time, beside all hidden states.
@@ -99,7 +99,7 @@ def perplexity_by_layer(
     return _mean(sum(losses), sequences_NT)
 
 
-def apply_quantized(model: "PreTrainedModel", quantized: Iterable[tuple[str, Coded]]) -> None:
+def apply_quantized(model: "PreTrainedModel", quantized: Iterable[tuple[str, QuantizedTensor]]) -> None:
     """Put decoded weights in the model's place, tensor by tensor; its own are gone afterwards.
 
     Raises:
@@ -108,7 +108,9 @@ def apply_quantized(model: "PreTrainedModel", quantized: Iterable[tuple[str, Cod
     _replace(dict(model.named_parameters()), quantized)
 
 
-def _replace(parameters: Mapping[str, nn.Parameter], quantized: Iterable[tuple[str, Coded]]) -> None:
+def _replace(
+    parameters: Mapping[str, nn.Parameter], quantized: Iterable[tuple[str, QuantizedTensor]]
+) -> None:
     for name, tensor in quantized:
         parameter = parameters.get(name)
         if parameter is None or tuple(parameter.shape) != tensor.shape:

@@ -1,7 +1,7 @@
 """Types of quantized weights: codes, scales and their layout. There is no arithmetic here.
 
 Shapes: N = out features, K = in features, G = groups of a row (`ceil(K / group_size)`), B = flat blocks
-(`ceil(N*K / group_size)`), C = weights that are kept.
+(`ceil(N*K / group_size)`).
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,6 @@ class Scheme(StrEnum):
     INT4 = "int4"
     INT8 = "int8"
     SOURCE = "source"
-
-
-SPARSE_SCHEMES = frozenset({Scheme.NF4, Scheme.INT4})
-"""Schemes whose codes may be of some weights alone, with a pattern that says which."""
-
-
-class Sparsity(StrEnum):
-    """Pattern of the kept weights of a tensor. The others are zero and have no codes (FORMAT 4.2)."""
-
-    TWO_OF_FOUR = "2:4"
-    BITMAP = "bitmap"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,36 +58,6 @@ class QuantizedTensor:
         object.__setattr__(self, "scheme", choice_of(Scheme, self.scheme, "a scheme"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pattern:
-    """Positions of the kept weights of a matrix (FORMAT 4.2).
-
-    Attributes:
-        shape: (N, K) of the matrix.
-        packed: uint8, of the shape of `pattern_shape`.
-    """
-
-    sparsity: Sparsity
-    shape: tuple[int, int]
-    packed: NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SparseTensor:
-    """One weight matrix of which only the kept weights have codes: `kept` has these as one row, (1, C)."""
-
-    pattern: Pattern
-    kept: QuantizedTensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K) of the weight that was quantized."""
-        return self.pattern.shape
-
-
-Coded = QuantizedTensor | SparseTensor
-
-
 def rows_of(weight: QuantizedTensor, first: int, last: int) -> QuantizedTensor:
     """Return some rows of a weight, as a view of its codes and scales.
 
@@ -124,26 +83,6 @@ def rows_of(weight: QuantizedTensor, first: int, last: int) -> QuantizedTensor:
         scales=weight.scales[blocks],
         minima=None if weight.minima is None else weight.minima[blocks],
     )
-
-
-def pattern_shape(sparsity: Sparsity, shape: tuple[int, int]) -> tuple[int, int]:
-    """Shape of a pattern: three rows' groups of four in one byte, or a bit for each weight of a row."""
-    rows, columns = shape
-    match sparsity:
-        case Sparsity.TWO_OF_FOUR:
-            return (-(-rows // 3), columns // 4)
-        case Sparsity.BITMAP:
-            return (rows, -(-columns // 8))
-
-
-def kept_bounds(sparsity: Sparsity, shape: tuple[int, int]) -> tuple[int, int]:
-    """The fewest and the most weights that may be kept."""
-    weights = shape[0] * shape[1]
-    match sparsity:
-        case Sparsity.TWO_OF_FOUR:
-            return (weights // 2, weights // 2)
-        case Sparsity.BITMAP:
-            return (1, weights)
 
 
 def bits_of(scheme: Scheme) -> int:

@@ -38,15 +38,6 @@ CalibrationSequences = Annotated[int, Field(strict=True, ge=1, le=4096, examples
 CalibrationLength = Annotated[int, Field(strict=True, ge=8, le=4096, examples=[512]), WholeNumber]
 
 
-SparsityOption = Annotated[
-    Literal["none", "2:4", "bitmap"] | None,
-    Field(
-        description="weights that get codes: all (none), two of each four (2:4), or those other than zero "
-        "(bitmap). By default what fits the model"
-    ),
-]
-
-
 class Tables(Closed):
     """Storage of embedding and head, with any scheme of the linears."""
 
@@ -68,7 +59,6 @@ class Nf4(Tables):
         description="weights that share a scale: 64 for nf4, 32 or 128 for int4, 32 for source, 128 for int8 "
         "and auto-round",
     )
-    sparsity: SparsityOption = None
     evaluation_tokens: EvaluationTokens = 8192
 
 
@@ -77,7 +67,6 @@ class Int4(Tables):
 
     scheme: Literal[SchemeName.INT4]
     group_size: Annotated[Literal[32, 128], WholeNumber] = 32
-    sparsity: SparsityOption = None
     evaluation_tokens: EvaluationTokens = 8192
 
 

@@ -30,7 +30,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter
 from permille.package.limits import BLOCK_BYTES, BLOCKED_ROLES
 from permille.package.reader import verify_package
-from permille.quantization.types import Scheme, Sparsity
+from permille.quantization.types import Scheme
 from tests.attacks.forge import Container
 from tests.unit.package.tiny import LLAMA, WIDE, Tiny, write_tiny
 
@@ -84,8 +84,6 @@ class ReaderFuzzer:
             _parts(write_tiny(self.blobs)),
             _parts(write_tiny(self.blobs, scheme=Scheme.INT4, dtype="BF16")),
             _parts(write_tiny(self.blobs, config=LLAMA | ODD, dtype="F16")),
-            _parts(write_tiny(self.blobs, sparsity=Sparsity.TWO_OF_FOUR)),
-            _parts(write_tiny(self.blobs, config=LLAMA | ODD, sparsity=Sparsity.BITMAP)),
             _parts(write_tiny(self.blobs, adapter=LORA)),
             _parts(write_tiny(self.blobs, config=WIDE, scheme=Scheme.SOURCE)),
         ]

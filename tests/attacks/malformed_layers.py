@@ -12,7 +12,7 @@ from permille.choices import AdapterKind
 from permille.digests import canonical_json
 from permille.package.build import ChosenAdapter
 from permille.package.limits import MAX_HEADER_BYTES
-from permille.quantization.types import Scheme, Sparsity
+from permille.quantization.types import Scheme
 from tests.attacks.forge import Container, Forge, Register, container_bytes
 from tests.attacks.malformed_manifests import first, layer_is_missing, layer_with
 from tests.unit.package.tiny import LLAMA, WIDE, write_tiny
@@ -339,27 +339,12 @@ for code, name, alter in ADAPTERS:
     register(code, f"adapter_with_{name}", partial(with_an_adapter, alter))
 
 
-# --- FORMAT 4.2: sparse weights ---------------------------------------------------------------------------
-
-# 36 columns are no whole bytes of a bitmap, 44 rows no threes.
-SPARSE = LLAMA | {
-    "hidden_size": 36,
-    "intermediate_size": 44,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-}
-GATE = "model.layers.0.mlp.gate_proj.weight"
+# --- FORMAT 4.2: schemes ----------------------------------------------------------------------------------
 
 
 def scheme_with(scheme: Scheme, change: Callable[[Forge], object], forge: Forge) -> str:
     config = WIDE if scheme is SOURCE else ODD
     other = Forge(write_tiny(forge.tiny.blobs, config=config, scheme=scheme), forge.target)
-    change(other)
-    return other.seal()
-
-
-def sparse_with(sparsity: Sparsity, change: Callable[[Forge], object], forge: Forge) -> str:
-    other = Forge(write_tiny(forge.tiny.blobs, config=SPARSE, sparsity=sparsity), forge.target)
     change(other)
     return other.seal()
 
@@ -370,56 +355,11 @@ def dense_number(name: str, at: int, value: float, forge: Forge, dtype: str = "u
     forge.replace("dense", container.data())
 
 
-def dense_of_other_size(name: str, dtype: str, fewer: int, forge: Forge) -> None:
-    numbers = forge.container("dense").view(name, dtype)
-    forge.rewrite("dense", name, {"u1": "U8", "<f4": "F32"}[dtype], np.resize(numbers, len(numbers) - fewer))
-
-
 def minima_as(name: str, forge: Forge) -> None:
     """The minima of V0 under another name."""
     container = forge.container("dense")
     container.entries[name] = container.entries.pop(f"{V0}.minima")
     forge.replace("dense", container.data())
-
-
-def more_bits(forge: Forge) -> None:
-    container = forge.container("dense")
-    container.view(f"{GATE}.pattern", "u1")[::5] = 255
-    forge.replace("dense", container.data())
-
-
-def mask_a_pruned_weight(forge: Forge) -> None:
-    container = forge.container("mask")
-    kept = container.view(GATE, "<u4")
-    kept[0] = next(at for at in range(4) if at not in np.flatnonzero(forge.tiny.weights[GATE].float32())[:2])
-    forge.replace("mask", container.data())
-
-
-def rename_a_pattern(forge: Forge) -> None:
-    container = forge.container("dense")
-    rename(f"{GATE}.pattern", f"{GATE}.patterns", container)
-    forge.replace("dense", container.data())
-
-
-TWO, BITS = Sparsity.TWO_OF_FOUR, Sparsity.BITMAP
-SPARSE_CHANGES: list[tuple[str, str, Sparsity, Callable[[Forge], object]]] = [
-    ("pattern-range", "no_three_patterns", TWO, partial(dense_number, f"{GATE}.pattern", 3, 216)),
-    ("pattern-padding", "a_row_below_the_last", TWO, partial(dense_number, f"{GATE}.pattern", -1, 215)),
-    ("pattern-padding", "a_column_behind_the_last", BITS, partial(dense_number, f"{GATE}.pattern", 4, 0x10)),
-    ("pattern-count", "bits_that_are_added", BITS, more_bits),
-    ("pattern-count", "codes_that_are_cut", BITS, partial(dense_of_other_size, GATE, "u1", 1)),
-    ("pattern-count", "scales_that_are_cut", BITS, partial(dense_of_other_size, f"{GATE}.scales", "<f4", 1)),
-    ("tensor-shape", "codes_that_are_cut", TWO, partial(dense_of_other_size, GATE, "u1", 1)),
-    ("tensor-shape", "no_codes", BITS, partial(dense_of_other_size, GATE, "u1", 792 // 2)),
-    ("mask-pruned", "a_masked_weight_that_is_pruned", TWO, mask_a_pruned_weight),
-    ("mask-pruned", "a_masked_weight_that_is_pruned", BITS, mask_a_pruned_weight),
-    ("manifest-schema", "an_unknown_pattern", TWO, lambda f: f.manifest["scheme"].update(sparsity="4:8")),
-    ("manifest-schema", "a_number_for_a_pattern", TWO, lambda f: f.manifest["scheme"].update(sparsity=2)),
-    ("tensor-names", "a_dense_package", TWO, lambda f: f.manifest["scheme"].update(sparsity=None)),
-    ("tensor-names", "no_pattern_of_this_name", TWO, rename_a_pattern),
-]
-for code, name, sparsity, change_sparse in SPARSE_CHANGES:
-    register(code, f"{sparsity}_with_{name}", partial(sparse_with, sparsity, change_sparse))
 
 
 SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
@@ -442,7 +382,7 @@ SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
         Scheme.INT8,
         lambda f: f.rewrite("dense", Q0, "I8", np.ones((1, 81), "i1")),
     ),
-    ("manifest-schema", "a_pattern", Scheme.INT8, lambda f: f.manifest["scheme"].update(sparsity="bitmap")),
+    ("manifest-schema", "a_pattern", Scheme.INT8, lambda f: f.manifest["scheme"].update(sparsity=None)),
     ("manifest-schema", "groups_of_32", Scheme.INT8, lambda f: f.manifest["scheme"].update(group_size=32)),
     ("dense-padding", "a_last_nibble", Scheme.INT4, partial(dense_number, Q0, -1, 1)),
     # Q0 is Q8_0, K0 is Q4_0 and V0 is Q4_1.
@@ -480,12 +420,6 @@ SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
     ),
     ("manifest-schema", "groups_of_64", SOURCE, lambda f: f.manifest["scheme"].update(group_size=64)),
     (
-        "manifest-schema",
-        "zeros_left_out",
-        SOURCE,
-        lambda f: f.manifest["scheme"].update(sparsity="2:4"),
-    ),
-    (
         "manifest-tensors",
         "rows_that_no_block_fills",
         Scheme.INT4,
@@ -494,10 +428,3 @@ SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
 ]
 for code, name, scheme, change_scheme in SCHEME_CHANGES:
     register(code, f"{scheme}_with_{name}", partial(scheme_with, scheme, change_scheme))
-
-
-@attack("manifest-tensors")
-def two_of_four_of_a_width_of_nine(forge: Forge) -> str:
-    other = Forge(write_tiny(forge.tiny.blobs, config=ODD), forge.target)
-    other.manifest["scheme"]["sparsity"] = "2:4"
-    return other.seal()

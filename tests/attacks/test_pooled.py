@@ -159,7 +159,7 @@ _FILE = (
     b'"model":{"config":"sha256:%(c)s","family":"llama"},"provenance":{"mask":{"seed":1}'
 )
 _TAIL = (
-    b'},"scheme":{"group_size":32,"name":"int4","sparsity":null},'
+    b'},"scheme":{"group_size":32,"name":"int4"},'
     b'"tensors":[{"count":3,"name":"a","shape":[32,64]}],"version":1}'
 )
 _POOLING = b',"pooling":{"corpus":"c4"}'

@@ -23,7 +23,6 @@ _FIGURES = {
     "memory": memory.measure,
     "first order": memory.measure_first_order,
     "decode": decode.measure,
-    "sparse": packages.measure_sparse,
     "schemes": packages.measure_schemes,
 }
 _GRADIENT = "gradient"
@@ -48,7 +47,7 @@ def main() -> int:
             rounds=options.rounds,
         )
         for figure in options.figure or _FIGURES:
-            if figure in _FIGURES and (shape == "1.1B" or figure in ("step", "loops", "sparse", "schemes")):
+            if figure in _FIGURES and (shape == "1.1B" or figure in ("step", "loops", "schemes")):
                 cells.once(figure, sizes.settings(), partial(_FIGURES[figure], options.folder, sizes))
     if _GRADIENT in (options.figure or [_GRADIENT]):
         shapes = {"1.1B": options.rounds} | ({"7B": 0} if options.with_7B else {})

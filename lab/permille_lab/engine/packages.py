@@ -1,7 +1,7 @@
-"""Packages of sparse models and of each scheme, beside a dense NF4 one: bytes, passes, gradients, decoding.
+"""Packages of each scheme, beside an NF4 one: bytes, passes, gradients, decoding.
 
-All contenders take turns, in seconds of the processor. Codes and patterns are random: which they are matters
-little to the time.
+All contenders take turns, in seconds of the processor. Codes are random: which they are matters little to the
+time.
 """
 
 import statistics
@@ -19,13 +19,6 @@ from permille_lab.engine.decode import token_seconds
 from permille_lab.engine.sizes import Sizes
 from permille_lab.measuring.cells import Result
 from permille_lab.measuring.machine import machine
-
-KEPT: dict[str, float | None] = {"dense": None, "2:4": 0.5, "40 % kept": 0.4, "20 % kept": 0.2}
-
-
-def measure_sparse(folder: Path, sizes: Sizes) -> Result:
-    """All patterns."""
-    return _measure({name: sizes.package(folder, kept=kept) for name, kept in KEPT.items()}, sizes)
 
 
 def measure_schemes(folder: Path, sizes: Sizes) -> Result:

@@ -45,13 +45,11 @@ class Sizes:
         *,
         upper_half: bool = False,
         density: float = 0.001,
-        kept: float | None = None,
     ) -> Package:
         """The random package, made once.
 
         Args:
             upper_half: only these layers have masked weights.
-            kept: share of the weights that are not zero, as `random_package`.
         """
         shape = SHAPES[self.shape].with_layers(self.layers)
         first = shape.layers // 2 if upper_half else 0
@@ -61,7 +59,6 @@ class Sizes:
             scheme=scheme,
             first_layer=first,
             density=density,
-            kept=kept,
             tables=Embeddings(self.tables),
         )
 

@@ -8,7 +8,6 @@ The same shape, density, scope and seed give the same package.
 """
 
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,18 +33,12 @@ from permille.package.manifest import (
 )
 from permille.package.reader import Package
 from permille.quantization import default_group_size
-from permille.quantization.sparse import pack_places, ranks, row_starts
 from permille.quantization.tables import code_table
 from permille.quantization.types import (
-    Coded,
-    Pattern,
     QuantizedTensor,
     Scheme,
-    SparseTensor,
-    Sparsity,
     bits_of,
     packed_size,
-    pattern_shape,
     scales_shape,
 )
 from permille.tensors import RawTensor
@@ -106,7 +99,6 @@ def random_package(
     density: float = 0.001,
     first_layer: int = 0,
     scheme: Scheme = Scheme.NF4,
-    kept: float | None = None,
     tables: Embeddings = Embeddings.SOURCE,
     seed: int = 0,
 ) -> Package:
@@ -115,7 +107,6 @@ def random_package(
     Args:
         density: share of the weights of each masked tensor; at least one weight.
         first_layer: layers below it have no masked weights.
-        kept: share of the weights that are not zero, 0.5 in 2:4, others anywhere; None: all, also zeros.
         tables: how the embedding and the head are stored; `SOURCE` is bf16.
     """
     blobs = BlobFolder(folder / "blobs")
@@ -127,7 +118,6 @@ def random_package(
             "scheme": scheme.value,
             "seed": seed,
         }
-        | ({} if kept is None else {"kept": kept})
         | ({} if tables is Embeddings.SOURCE else {"tables": tables.value})
     )
     known = folder / "digests" / "-".join(str(value) for value in settings.values())
@@ -137,7 +127,6 @@ def random_package(
             density=density,
             first_layer=first_layer,
             scheme=scheme,
-            kept=kept,
             tables=tables,
             seed=seed,
         )
@@ -155,31 +144,12 @@ class _About:
     density: float
     first_layer: int
     scheme: Scheme
-    kept: float | None
     tables: Embeddings
     seed: int
 
     @property
     def quantization(self) -> Quantization:
-        sparsity = (
-            None if self.kept is None else Sparsity.TWO_OF_FOUR if self.kept == 0.5 else Sparsity.BITMAP
-        )
-        return Quantization(name=self.scheme, group_size=default_group_size(self.scheme), sparsity=sparsity)
-
-    def pattern(self, name: str, shape: tuple[int, int]) -> Pattern | None:
-        """Return the pattern, the same at each call."""
-        sparsity = self.quantization.sparsity
-        if sparsity is None or self.kept is None:
-            return None
-        rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        if sparsity is Sparsity.BITMAP:
-            kept_NK = rng.random(shape, np.float32) < self.kept
-            kept_NK[0, 0] = True
-            return pack_places(kept_NK, sparsity)
-        packed = rng.integers(0, 6**3, pattern_shape(sparsity, shape), np.uint8)
-        if shape[0] % 3:
-            packed[-1] %= 6 ** (shape[0] % 3)
-        return Pattern(sparsity=sparsity, shape=shape, packed=packed)
+        return Quantization(name=self.scheme, group_size=default_group_size(self.scheme))
 
 
 def _write(blobs: BlobFolder, about: _About) -> str:
@@ -187,11 +157,7 @@ def _write(blobs: BlobFolder, about: _About) -> str:
     scoped = scoped_tensors(config)
     order = [name for name, _ in scoped]
     rng = np.random.default_rng(about.seed)
-    mask = {
-        name: _among_kept(_mask(rng, size, density), about.pattern(name, size))
-        for name, size in scoped
-        if (layer_of(name) or 0) >= first_layer
-    }
+    mask = {name: _mask(rng, size, density) for name, size in scoped if (layer_of(name) or 0) >= first_layer}
     how = about.quantization
     config_layer = write_file(blobs, "config.json", json.dumps(config, indent=2).encode())
     counts = {name: len(mask.get(name, ())) for name in order}
@@ -228,30 +194,12 @@ def _mask(rng: np.random.Generator, shape: tuple[int, int], density: float) -> N
     return indices
 
 
-def _among_kept(indices: NDArray[np.uint32], pattern: Pattern | None) -> NDArray[np.uint32]:
-    """Of each index the next one that is kept, where there is one within three."""
-    if pattern is None:
-        return indices
-    found = indices.copy()
-    last = np.uint32(pattern.shape[0] * pattern.shape[1] - 1)
-    for _ in range(3):
-        _, is_kept = ranks(pattern, found)
-        found[~is_kept] = np.minimum(found[~is_kept] + np.uint32(1), last)
-    found = np.unique(found)
-    return found[ranks(pattern, found)[1]]
-
-
 def _codes(
     rng: np.random.Generator, scoped: tuple[tuple[str, tuple[int, int]], ...], about: _About
-) -> Iterator[tuple[str, Coded]]:
+) -> Iterator[tuple[str, QuantizedTensor]]:
     for name, shape in scoped:
         spread = 1 / (_CODE_RMS[about.scheme] * np.sqrt(shape[1]))
-        pattern = about.pattern(name, shape)
-        if pattern is None:
-            yield name, _random_codes(rng, shape, about.quantization, spread)
-        else:
-            kept = _random_codes(rng, (1, int(row_starts(pattern)[-1])), about.quantization, spread)
-            yield name, SparseTensor(pattern=pattern, kept=kept)
+        yield name, _random_codes(rng, shape, about.quantization, spread)
 
 
 def _random_codes(

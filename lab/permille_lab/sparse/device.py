@@ -128,21 +128,6 @@ def package_of(model: Path, case: Case, sources: Sources, folder: Path) -> Packa
     return Package.open(blobs, pack_model(blobs, checkpoint, chosen, Scheme.NF4))
 
 
-def measured_bytes(sources: Sources, case: Case, folder: Path) -> Result:
-    """Return the bytes of both models' packages by layer. The choice of the mask does not matter for them."""
-    found = made(sources, case, folder, RATES[0])
-    result: Result = {}
-    for name, model in (("dense", sources.models / case.model), ("sparse", found.recovered)):
-        checkpoint, density = Checkpoint(model), DENSITIES[case.model]
-        mask = select_mask(checkpoint.weights(), MaskMethod.MAGNITUDE, density)
-        chosen = ChosenMask(indices=mask, method="magnitude", density=density)
-        blobs = BlobFolder(folder / f"{case.model}-{name}-bytes")
-        blobs.root.mkdir(parents=True, exist_ok=True)
-        package = Package.open(blobs, pack_model(blobs, checkpoint, chosen, Scheme.NF4))
-        result[name] = {layer.role.value: layer.size_bytes for layer in package.manifest.layers}
-    return result
-
-
 def measured_people(sources: Sources, case: Case, folder: Path) -> Result:
     """By person: loss of the text that was put away under the base and the own state, dense and sparse."""
     begun = time.process_time()
@@ -184,7 +169,6 @@ def main() -> None:
             for rate in RATES:
                 measure = partial(measured_losses, sources, case, folder, rate)
                 cells.once("device", settings | {"rate": rate}, measure)
-            cells.once("device bytes", settings, partial(measured_bytes, sources, case, folder))
             with_people = settings | {"people": PEOPLE, "own_steps": PEOPLE_STEPS}
             cells.once("device people", with_people, partial(measured_people, sources, case, folder))
 

@@ -235,11 +235,11 @@ def _digest(package: Package) -> bytearray:
 
 
 def _set_codes(module: DualModel, package: Package) -> None:
-    """Put the package's own codes, 0 at the mask, in place of decoded weights; sparse ones stay floats."""
+    """Put the package's own codes, 0 at the mask, in place of decoded weights."""
     for info in package.manifest.tensors:
         layer = module.model.get_submodule(info.name.removesuffix("weight") + "linear")
         quantized = package.quantized(info.name)
-        if isinstance(quantized, QuantizedTensor) and info.shape[1] % quantized.group_size == 0:
+        if info.shape[1] % quantized.group_size == 0:
             layer.weight = nn.Parameter(_codes(quantized, package.mask(info.name)), requires_grad=False)
 
 

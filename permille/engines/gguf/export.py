@@ -31,9 +31,9 @@ from permille.models.families import expected_tensors, shape_of
 from permille.models.gguf.config import ROPE_FACTORS
 from permille.package.manifest import TensorInfo
 from permille.package.reader import Package
-from permille.quantization import dequantize, whole_int4
+from permille.quantization import dequantize
 from permille.quantization.gguf_blocks import codes_of, type_name
-from permille.quantization.types import Coded, QuantizedTensor, Scheme, SparseTensor
+from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import Q8_0
 
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
@@ -219,16 +219,16 @@ class _Weights:
             yield self._ordered(info.name, data_NR)
 
     def _written(
-        self, name: str, codes: Coded, weight_NK: NDArray[np.float32], mask_k: NDArray[np.uint32]
+        self, name: str, codes: QuantizedTensor, weight_NK: NDArray[np.float32], mask_k: NDArray[np.uint32]
     ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         """The bytes of a linear, and what they stand for."""
         columns = weight_NK.shape[1]
-        if self.kind is BlockType.SOURCE and isinstance(codes, QuantizedTensor):
+        if self.kind is BlockType.SOURCE:
             data_NR = encode_source(codes, weight_NK, mask_k, name=name)
             return data_NR, dequantize(codes_of(data_NR, columns))
         kind = fits(self.kind, columns)
         own = OWN_CODES.get(kind) is self._package.manifest.scheme.name
-        data_NR = encode(kind, weight_NK, mask_k=mask_k, codes=_whole(codes) if own else None, name=name)
+        data_NR = encode(kind, weight_NK, mask_k=mask_k, codes=codes if own else None, name=name)
         return data_NR, decode(kind, data_NR, columns)
 
     def _plain(self, name: str) -> NDArray[np.uint8]:
@@ -242,8 +242,7 @@ class _Weights:
     def _linear_type(self, info: TensorInfo) -> BlockType:
         if self.kind is not BlockType.SOURCE:
             return fits(self.kind, info.shape[1])
-        codes = self._package.quantized(info.name)
-        return BlockType(type_name(codes).lower()) if isinstance(codes, QuantizedTensor) else BlockType.F16
+        return BlockType(type_name(self._package.quantized(info.name)).lower())
 
     def _plain_type(self, name: str, shape: tuple[int, ...]) -> BlockType:
         """Biases and norms are float32, which llama.cpp asks for."""
@@ -264,8 +263,3 @@ class _Weights:
         if found is None:
             raise InputError(f"llama.cpp knows no tensor {name}.")
         return found
-
-
-def _whole(codes: Coded) -> QuantizedTensor | None:
-    """Codes of all weights; None where those of a sparse one must be rounded again, block by block."""
-    return whole_int4(codes) if isinstance(codes, SparseTensor) else codes

@@ -5,9 +5,6 @@
 The weight exists a tile of rows at a time, in the scratch memory of the thread that needs it: the tile is
 dequantized once, and for each variant its values are set and the variant's tokens multiplied.
 
-Of a sparse weight a tile is decoded like any other, or, where that is faster, its kept weights are lists, so
-that many tokens skip the zeros (`permille.native.kept_lists`).
-
 With inputs of 8 bits the tile stays integers, the same for all variants, and what a variant's values change
 is a sparse product of its own, with the inputs in float32 (ADR 20):
 
@@ -28,11 +25,9 @@ from permille.engines.light.blas import Blas
 from permille.engines.light.threads import Threads, blocks
 from permille.errors import InputError
 from permille.native.int8 import has_int8, int8_product, int8_rows, scratch_floats
-from permille.native.kept_lists import KeptLists, kept_lists, lists_floats, lists_product, pays
 from permille.native.products import compressed_rows, sparse_product
-from permille.native.sparse import CodedRows, SparseRows, decode_at, decode_tile
 from permille.native.token_products import TokenProduct
-from permille.native.weights import PackedRows, set_values
+from permille.native.weights import PackedRows, decoded_at, dequantize_rows, set_values
 
 Array = NDArray[np.float32]
 
@@ -92,7 +87,7 @@ class LightLinear:
 
     def __init__(
         self,
-        weight: CodedRows,
+        weight: PackedRows,
         indices: NDArray[np.uint32],
         start: int,
         bias_N: Array | None,
@@ -111,7 +106,7 @@ class LightLinear:
     def token_product(self, value_C: Array) -> TokenProduct:
         """The layer with the values of one variant, for one token after the other."""
         entries = compressed_rows(self.indices, self.weight.shape)
-        difference_C = value_C - decode_at(self.weight, self.indices)
+        difference_C = value_C - decoded_at(self.weight, self.indices)
         return TokenProduct(self.weight, entries, difference_C, self.bias_N)
 
     def tiles(self, threads: int) -> list[slice]:
@@ -125,13 +120,11 @@ class LightLinear:
         """The codes, for inputs of 8 bits.
 
         Raises:
-            InputError: they are no integers of four bits of all weights, whose scales belong to whole runs.
+            InputError: they are no integers of four bits, whose scales belong to whole runs.
         """
-        weight = self.weight
-        if isinstance(weight, SparseRows) or not has_int8(weight.scheme, weight.group_size):
-            got = "a sparse one" if isinstance(weight, SparseRows) else weight.scheme
-            raise InputError(f"expected a package of int4 for int8 activations, got {got}")
-        return weight
+        if not has_int8(self.weight.scheme, self.weight.group_size):
+            raise InputError(f"expected a package of int4 for int8 activations, got {self.weight.scheme}")
+        return self.weight
 
     def values(self, tools: Tools, x_GMK: Array, values_GK: Array) -> LayerValues:
         """This layer's part of the values of the groups whose inputs are x."""
@@ -198,44 +191,21 @@ class LightLinear:
         return Correction(
             row_start_N1=self.row_start_N1[rows.start : rows.stop + 1] - np.int32(first),
             column_C=(indices % np.uint32(self.columns)).astype(np.int32),
-            difference_GC=values_GC[:, first:last] - decode_at(self.weight, indices),
+            difference_GC=values_GC[:, first:last] - decoded_at(self.weight, indices),
         )
 
     def _multiplied(
         self, tools: Tools, x_GMK: Array, values_GC: Array, rows: slice
     ) -> Iterator[tuple[int, Callable[[Array], None]]]:
         """(group, what writes `x W^T + b` for these rows to an array [M, R]): use it before the next."""
-        if isinstance(self.weight, SparseRows) and pays(self.weight, x_GMK.shape[1]):
-            for group, lists in self._lists(self.weight, tools.threads, rows, values_GC):
-                yield group, partial(self._multiply_lists, tools, x_GMK[group], lists, rows)
-            return
         for group, weight_RK in self.weights(tools.threads, rows, values_GC):
             yield group, partial(self.multiply, tools.blas, x_GMK[group], weight_RK, rows)
-
-    def _lists(
-        self, weight: SparseRows, threads: Threads, rows: slice, values_GC: Array
-    ) -> Iterator[tuple[int, KeptLists]]:
-        """(group, kept weights of these rows with its values): the same memory each time."""
-        memory = threads.scratch("weight", lists_floats(weight, rows.start, rows.stop))
-        lists = kept_lists(weight, rows.start, rows.stop, memory)
-        first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
-        place_J = lists.places(self.indices[first:last], rows.start * self.columns)
-        for group, value_C in enumerate(values_GC):
-            lists.value_C[place_J] = value_C[first:last]
-            yield group, lists
-
-    def _multiply_lists(
-        self, tools: Tools, x_MK: Array, lists: KeptLists, rows: slice, out_MR: Array
-    ) -> None:
-        lists_product(lists, x_MK, out_MR, tools.threads.scratch("side by side", lists.scratch_floats))
-        if self.bias_N is not None:
-            out_MR += self.bias_N[rows]
 
     def weights(self, threads: Threads, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:
         """(group, tile [R, K] with its values): the same memory each time, so use it before the next."""
         width = rows.stop - rows.start
         tile_RK = threads.scratch("weight", width * self.columns).reshape(width, self.columns)
-        decode_tile(self.weight, rows.start, rows.stop, tile_RK)
+        dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         for group, value_C in enumerate(values_GC):
             set_values(tile_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
@@ -243,7 +213,7 @@ class LightLinear:
 
     def fill(self, rows: slice, value_C: Array, out_RK: Array) -> None:
         """Some rows of the weight with the values of one variant, into memory of the caller's."""
-        decode_tile(self.weight, rows.start, rows.stop, out_RK)
+        dequantize_rows(self.weight, rows.start, rows.stop, out_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
 

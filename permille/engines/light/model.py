@@ -20,9 +20,9 @@ from permille.engines.variants import Spans, first_masked, layer_spans
 from permille.errors import InputError
 from permille.models.architecture import Architecture, LayerSettings, architecture_of
 from permille.models.descriptions import NormKind
-from permille.native.sparse import coded_rows
+from permille.native.weights import PackedRows
 from permille.package.reader import Package
-from permille.quantization.types import Coded, SparseTensor, rows_of
+from permille.quantization.types import QuantizedTensor, rows_of
 
 Array = NDArray[np.float32]
 
@@ -212,16 +212,14 @@ class _Parts:
             for first, last in pairwise(ends)
         ]
 
-    def _rows(self, name: str, weight: Coded, bias_N: Array | None, rows: slice) -> LightLinear:
+    def _rows(self, name: str, weight: QuantizedTensor, bias_N: Array | None, rows: slice) -> LightLinear:
         start, adapter, columns = self._start[name], self._package.manifest.adapter, weight.shape[1]
         if rows.stop - rows.start < weight.shape[0]:
-            if isinstance(weight, SparseTensor):
-                raise InputError(f"{name} is sparse and holds several layers. Use --engine torch.")
             try:
                 weight = rows_of(weight, rows.start, rows.stop)
             except ValueError as exc:
                 raise InputError(f"{name} cannot be divided: {exc}. Use --engine torch.") from exc
-        coded, bias_N = coded_rows(weight), None if bias_N is None else bias_N[rows]
+        coded, bias_N = PackedRows.of(weight), None if bias_N is None else bias_N[rows]
         if adapter is None:
             mask = self._package.mask(name)
             first, last = np.searchsorted(mask, (rows.start * columns, rows.stop * columns)).tolist()

@@ -4,7 +4,6 @@
 #include "vector.h"
 
 #include "weights.inc"
-#include "sparse.inc"
 #include "products.inc"
 #include "int8.inc"
 #include "directions.inc"

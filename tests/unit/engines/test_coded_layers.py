@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from permille.engines import coded_layers
 from permille.engines.coded_layers import CodedTable, CodedWeight, SparseAdd, tiled_product
-from permille.quantization import default_group_size, dequantize, quantize, quantize_sparse
+from permille.quantization import default_group_size, dequantize, quantize
 from permille.quantization.gguf_blocks import TYPES, codes_of
 from permille.quantization.tables import code_table
-from permille.quantization.types import SPARSE_SCHEMES, Coded, Scheme, Sparsity
+from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import RawTensor
-from tests.unit.package.tiny import pruned
 from tests.unit.quantization.test_gguf_blocks import any_blocks
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -26,22 +25,18 @@ def _weight(rows: int, columns: int) -> NDArray[np.float32]:
     return np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float32)
 
 
-def _coded() -> Iterator[Coded]:
-    """Every scheme, with rows that end within a byte and a group, and sparse weights of both patterns."""
+def _coded() -> Iterator[QuantizedTensor]:
+    """Every scheme, with rows that end within a byte and a group."""
     for scheme in (Scheme.NF4, Scheme.INT4, Scheme.INT8):
         for shape in ((7, 45), (9, 128)):
             yield quantize(_weight(*shape), scheme, default_group_size(scheme))
     for name in TYPES:
         yield codes_of(any_blocks(name), 96)
-    for scheme in sorted(SPARSE_SCHEMES):
-        for sparsity in Sparsity:
-            w_NK = pruned(_weight(8, 44), sparsity)
-            yield quantize_sparse(w_NK, scheme, default_group_size(scheme), sparsity)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("coded", list(_coded()), ids=lambda coded: f"{type(coded).__name__}{coded.shape}")
-def test_tiles_have_the_bits_of_the_package(device: str, coded: Coded) -> None:
+@pytest.mark.parametrize("coded", list(_coded()), ids=lambda coded: f"{coded.scheme}{coded.shape}")
+def test_tiles_have_the_bits_of_the_package(device: str, coded: QuantizedTensor) -> None:
     weight, expected_NK = CodedWeight(coded, torch.device(device), FLOAT32), dequantize(coded)
     for rows in (slice(0, coded.shape[0]), slice(1, 2), slice(3, 7)):
         np.testing.assert_array_equal(weight.tile(rows).cpu().numpy(), expected_NK[rows])

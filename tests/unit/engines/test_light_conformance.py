@@ -13,9 +13,8 @@ from permille.engines.light.decoding import TextPass
 from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
-from permille.native import kept_lists
 from permille.package.build import ChosenAdapter
-from permille.quantization.types import Scheme, Sparsity
+from permille.quantization.types import Scheme
 from tests.unit.engines.conformance import SHARING_RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_batch, tiny_package, variants
 
@@ -34,35 +33,6 @@ def suite(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("rule", SHARING_RULES, ids=lambda rule: rule.__name__)
 def test_light_engine_conforms(suite: Conformance, rule: Callable[[Conformance], None]) -> None:
     rule(suite)
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme", "sparsity"),
-    [
-        ("llama", Scheme.NF4, Sparsity.TWO_OF_FOUR),
-        ("qwen3", Scheme.INT4, Sparsity.TWO_OF_FOUR),
-        ("opt", Scheme.NF4, Sparsity.BITMAP),
-    ],
-)
-def test_a_sparse_package_conforms(family: str, scheme: Scheme, sparsity: Sparsity, tmp_path: Path) -> None:
-    tiny = tiny_package(tmp_path, family, scheme, sparsity=sparsity)
-    assert tiny.package.manifest.scheme.sparsity is sparsity
-    Conformance(engine=LightEngine(tiny.package), tiny=tiny).check()
-    with pytest.raises(InputError, match="expected a package of int4"):
-        LightEngine(tiny.package, int8=True)
-
-
-@pytest.mark.parametrize("sparsity", Sparsity)
-def test_a_sparse_package_conforms_by_lists_of_kept_weights(
-    sparsity: Sparsity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which a real step has enough tokens for."""
-    monkeypatch.setattr(kept_lists, "_LEAST_TOKENS", 1)
-    monkeypatch.setattr(kept_lists, "_MOST_KEPT", dict.fromkeys(kept_lists._MOST_KEPT, 1))
-    tiny = tiny_package(
-        tmp_path, "llama", sparsity=sparsity, sizes={"hidden_size": 128, "intermediate_size": 128}
-    )
-    Conformance(engine=LightEngine(tiny.package), tiny=tiny).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -14,7 +14,7 @@ from permille.choices import AdapterKind
 from permille.engines import coded_layers
 from permille.engines.torch_engine import TorchEngine
 from permille.package.build import ChosenAdapter
-from permille.quantization.types import Scheme, Sparsity
+from permille.quantization.types import Scheme
 from tests.unit.engines.conformance import SHARING_RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_package
 
@@ -56,22 +56,6 @@ def test_products_of_bitsandbytes_conform(device: str, dtype: str, tmp_path: Pat
     engine = TorchEngine(tiny.package, device=device, compute_dtype=dtype)
     tolerances = {"loss_tolerance": 0.1, "derivative_tolerance": 0.1} if dtype == "bfloat16" else {}
     Conformance(engine=engine, tiny=tiny, **tolerances).check()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("family", "scheme", "sparsity"),
-    [
-        ("llama", Scheme.NF4, Sparsity.TWO_OF_FOUR),
-        ("qwen3", Scheme.INT4, Sparsity.TWO_OF_FOUR),
-        ("opt", Scheme.NF4, Sparsity.BITMAP),
-    ],
-)
-def test_a_sparse_package_conforms(
-    device: str, family: str, scheme: Scheme, sparsity: Sparsity, tmp_path: Path
-) -> None:
-    tiny = tiny_package(tmp_path, family, scheme, sparsity=sparsity)
-    Conformance(engine=TorchEngine(tiny.package, device=device), tiny=tiny).check()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -24,11 +24,10 @@ from permille.package.config_files import clean_config
 from permille.package.manifest import AdapterInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize
-from permille.quantization.types import Scheme, Sparsity
+from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
 from permille.zo.estimators import Batch
 from tests.packages import MemoryModel
-from tests.unit.package.tiny import pruned
 
 VOCABULARY = 96
 POSITIONS = 64
@@ -118,25 +117,14 @@ def write_package(
     scope: str = "all",
     files: Mapping[str, bytes] | None = None,
     adapter: ChosenAdapter | None = None,
-    sparsity: Sparsity | None = None,
     embeddings: Embeddings = Embeddings.Q8_0,
 ) -> Package:
-    """A package with a random mask of the scope, or an adapter, of the model as stored in `dtype`.
-
-    With a sparsity half of the linear weights are set to zero first, and the mask is of others.
-    """
-    if sparsity is not None:
-        for name, _ in scoped_tensors(clean_config(model.config.to_dict())):
-            weight = model.get_parameter(name)
-            weight.copy_(torch.from_numpy(pruned(weight.numpy(), sparsity)))
+    """A package with a random mask of the scope, or an adapter, of the model as stored in `dtype`."""
     rng = np.random.default_rng(seed)
     config = clean_config(model.config.to_dict())
     state = {name: _raw(name, tensor.to(dtype)) for name, tensor in model.state_dict().items()}
     covered = dict(scoped_tensors(config, scope))
-    mask = {
-        name: np.flatnonzero((rng.random(shape) < density) & (model.get_parameter(name).numpy() != 0))
-        for name, shape in scoped_tensors(config)
-    }
+    mask = {name: np.flatnonzero(rng.random(shape) < density) for name, shape in scoped_tensors(config)}
     chosen = ChosenMask(
         indices={name: found.astype(np.uint32) for name, found in mask.items() if name in covered},
         method="random",

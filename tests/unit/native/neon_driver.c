@@ -9,7 +9,6 @@ typedef int64_t (*Kernel)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, 
 
 #define KERNELS(X)                                                                                             \
     X(dequantize) X(set_values) X(widen_bf16) X(widen_f16) X(sparse_product) X(packed_product) X(token_product) \
-    X(sparse_dequantize) \
     X(direction)    X(add_scaled_int8) X(add_scaled_int32) X(perturbed_int8) X(perturbed_int32) X(perturbed_pairs_int8)        \
     X(perturbed_pairs_int32) X(bit_sums) X(groups) X(group_sums) X(quantize_tokens) X(int8_panels)             \
     X(int8_product)

@@ -6,15 +6,13 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.native import library
-from permille.native.kept_lists import kept_lists, lists_floats, lists_product, pays
 from permille.native.products import compressed_rows, packed_product, sparse_product
-from permille.native.sparse import SparseRows, decode_tile, product_of_codes
 from permille.native.token_products import TokenProduct
 from permille.native.weights import PackedRows
-from permille.quantization import default_group_size, dequantize, quantize, quantize_sparse
+from permille.quantization import default_group_size, dequantize, quantize
 from permille.quantization.gguf_blocks import TYPES
-from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
-from tests.unit.package.tiny import kept, pruned
+from permille.quantization.types import QuantizedTensor, Scheme
+from tests.unit.package.tiny import kept
 
 F32, I32 = np.float32, np.int32
 SHAPE = (53, 96)
@@ -98,64 +96,6 @@ def test_packed_product_is_the_product_with_the_decoded_weight(
         bound_MN = 1e-6 * (np.abs(x_MK) @ np.abs(w_NK).T) + 1e-30
         assert (np.abs(out_MN - x_MK @ w_NK.T) < bound_MN)[:, 2:-1].all()
         assert (out_MN[:, [0, 1, -1]] == 7).all()
-
-
-# Widths that the kernel for 2:4 takes, and others; rows that begin within three
-@pytest.mark.parametrize("sparsity", Sparsity)
-@pytest.mark.parametrize(
-    ("scheme", "group_size", "shape"),
-    [(Scheme.NF4, 64, (40, 256)), (Scheme.INT4, 32, (31, 128)), (Scheme.NF4, 64, (20, 92))],
-)
-def test_a_product_of_kept_codes_is_that_with_the_decoded_weight(
-    path: str, scheme: Scheme, group_size: int, shape: tuple[int, int], sparsity: Sparsity
-) -> None:
-    rng = np.random.default_rng(3)
-    w_NK = pruned(rng.normal(size=shape).astype(F32), sparsity)
-    tensor = quantize_sparse(w_NK, scheme, group_size, sparsity)
-    decoded_NK, weight = dequantize(tensor).astype(np.float64), SparseRows.of(tensor)
-    for tokens in (0, 1, 2):
-        x_MK = rng.normal(size=(tokens, shape[1])).astype(F32)
-        out_MN = np.full((tokens, shape[0]), 7, F32)
-        product_of_codes(weight, x_MK, out_MN, 2, shape[0] - 1)
-        bound_MN = 1e-6 * (np.abs(x_MK) @ np.abs(decoded_NK).T) + 1e-30
-        assert (np.abs(out_MN - x_MK @ decoded_NK.T) < bound_MN)[:, 2:-1].all()
-        assert (out_MN[:, [0, 1, -1]] == 7).all()
-    with pytest.raises(InputError, match="expected x as contiguous float32"):
-        product_of_codes(weight, np.zeros((1, 3), F32), np.zeros((1, shape[0]), F32), 0, 1)
-
-
-@pytest.mark.parametrize("sparsity", Sparsity)
-def test_a_product_of_kept_lists_is_that_with_the_decoded_weight(path: str, sparsity: Sparsity) -> None:
-    """Blocks of tokens that are full and not; a masked value takes the place of its kept weight."""
-    rng = np.random.default_rng(3)
-    w_NK = pruned(rng.normal(size=(21, 256)).astype(F32), sparsity)
-    w_NK[:, ::4] = 0
-    weight = SparseRows.of(quantize_sparse(w_NK, Scheme.NF4, 64, sparsity))
-    first, last = 4, 20
-    memory = np.empty(lists_floats(weight, first, last), F32)
-    assert not pays(weight, 1) and pays(weight, 4096) == (path in ("avx512", "avx2"))
-    if path not in ("avx512", "avx2"):
-        with pytest.raises(InputError, match="needs AVX2"):
-            kept_lists(weight, first, last, memory)
-        return
-    lists = kept_lists(weight, first, last, memory)
-    masked = np.flatnonzero(w_NK)
-    inside = (masked >= first * 256) & (masked < last * 256)
-    places = masked[inside][::5].astype(np.uint32)
-    lists.value_C[lists.places(places, first * 256)] = 7
-    tile_RK = np.empty((last - first, 256), F32)
-    decode_tile(weight, first, last, tile_RK)
-    tile_RK.reshape(-1)[places - np.uint32(first * 256)] = 7
-    for tokens in (1, 9, 31, 150):
-        x_MK = rng.normal(size=(tokens, 256)).astype(F32)
-        out_MN = np.full((tokens, 30), 9, F32)
-        lists_product(lists, x_MK, out_MN[:, 3:19], np.empty(lists.scratch_floats, F32))
-        np.testing.assert_allclose(out_MN[:, 3:19], x_MK @ tile_RK.T, rtol=0, atol=2e-4)
-        assert (out_MN[:, :3] == 9).all() and (out_MN[:, 19:] == 9).all()
-    with pytest.raises(InputError, match="expected kept weights of the tile"):
-        lists.places(np.array([first * 256 + 256 * 30], np.uint32), first * 256)
-    with pytest.raises(InputError, match="expected memory"):
-        kept_lists(weight, first, last, memory[1:])
 
 
 @pytest.mark.parametrize("scheme", [*(each for each in Scheme if each is not Scheme.SOURCE), *TYPES])

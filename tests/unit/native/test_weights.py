@@ -1,7 +1,5 @@
 """Rows of codes, values into tiles, widening: the quantizer's own bits on every path."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -9,11 +7,10 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.native import weights
-from permille.native.sparse import SparseRows, decode_at, decode_tile
 from permille.native.weights import PackedRows
-from permille.quantization import dequantize, quantize, quantize_sparse
-from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
-from tests.unit.package.tiny import kept, pruned
+from permille.quantization import dequantize, quantize
+from permille.quantization.types import QuantizedTensor, Scheme
+from tests.unit.package.tiny import kept
 
 # Odd columns, groups that end within a row, rows that begin within a byte or a block
 CASES = [
@@ -66,29 +63,6 @@ def test_decoded_at_picks_single_weights(
     assert np.array_equal(found, dequantize(tensor).reshape(-1)[flat])
     with pytest.raises(InputError, match="expected flat indices below"):
         weights.decoded_at(PackedRows.of(tensor), np.array([shape[0] * shape[1]]))
-
-
-# Widths of whole runs, of a part of one, and rows that are no threes
-@pytest.mark.parametrize("sparsity", Sparsity)
-@pytest.mark.parametrize("shape", [(37, 192), (24, 256), (2, 4), (9, 132)])
-def test_rows_of_a_sparse_weight_are_the_quantizers_bits(
-    path: str, sparsity: Sparsity, shape: tuple[int, int]
-) -> None:
-    w_NK = pruned(np.random.default_rng(0).normal(size=shape).astype(np.float32), sparsity)
-    w_NK[-1] = 0
-    tensor = quantize_sparse(w_NK, Scheme.INT4, 32, sparsity)
-    expected_NK, rows = dequantize(tensor), shape[0]
-    weight = SparseRows.of(tensor)
-    for first, last in [(0, rows), (rows // 3, rows // 2), (rows - 1, rows), (rows, rows)]:
-        out = np.empty((last - first, shape[1]), np.float32)
-        decode_tile(weight, first, last, out)
-        assert np.array_equal(out.view(np.uint32), expected_NK[first:last].view(np.uint32))
-    flat = np.arange(0, w_NK.size, 3, dtype=np.uint32)
-    assert np.array_equal(decode_at(weight, flat), expected_NK.reshape(-1)[flat])
-    with pytest.raises(InputError, match="another number of places"):
-        SparseRows.of(
-            dataclasses.replace(tensor, kept=quantize(np.ones((1, 9), np.float32), Scheme.INT4, 32))
-        )
 
 
 def test_values_are_set_in_a_tile(path: str) -> None:

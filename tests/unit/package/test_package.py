@@ -13,7 +13,7 @@ from permille.errors import InputError, PackageError
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.package import layers
 from permille.package.blobs import BlobFolder
-from permille.package.build import ChosenAdapter, ChosenMask, pack_model, write_manifest
+from permille.package.build import ChosenAdapter, write_manifest
 from permille.package.config_files import clean_config
 from permille.package.limits import BLOCK_BYTES, BLOCK_HASH_BYTES, BLOCKED_ROLES, Role
 from permille.package.manifest import Layer, Manifest, Quantization, decimal_text
@@ -21,9 +21,8 @@ from permille.package.reader import Package, verify_package
 from permille.package.safetensors_io import SafetensorsWriter
 from permille.quantization import default_group_size, dequantize, quantize
 from permille.quantization.gguf_blocks import TYPES, blocks_of, type_name
-from permille.quantization.types import SPARSE_SCHEMES, QuantizedTensor, Scheme, SparseTensor, Sparsity
+from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import RawTensor
-from tests.packages import MemoryModel
 from tests.unit.package.tiny import LLAMA, WIDE, as_dtype, kept, write_tiny
 
 ODD = LLAMA | {"hidden_size": 9, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -85,48 +84,10 @@ def test_the_same_inputs_give_the_same_digest_anywhere(tmp_path: Path) -> None:
     assert write_tiny(first.blobs, seed=1).digest != first.digest
 
 
-@pytest.mark.parametrize("sparsity", Sparsity)
-@pytest.mark.parametrize("scheme", sorted(SPARSE_SCHEMES))
-def test_a_sparse_package_has_codes_of_kept_weights_alone(
-    blobs: BlobFolder, scheme: Scheme, sparsity: Sparsity
-) -> None:
-    tiny = write_tiny(
-        blobs, config=LLAMA | {"hidden_size": 256, "head_dim": 64}, scheme=scheme, sparsity=sparsity
-    )
-    package = verify_package(blobs, tiny.digest)
-    assert package.manifest.scheme.sparsity is sparsity
-    kept_bytes = pattern_bytes = 0
-    for info in package.manifest.tensors:
-        w_NK, found = tiny.weights[info.name].float32(), package.quantized(info.name)
-        assert isinstance(found, SparseTensor)
-        decoded_NK, kept_C = dequantize(found), w_NK[w_NK != 0]
-        assert not decoded_NK[w_NK == 0].any()
-        whole = quantize(kept_C[None], scheme, package.manifest.scheme.group_size)
-        assert np.array_equal(decoded_NK[w_NK != 0], dequantize(whole)[0])
-        kept_bytes += found.kept.packed.nbytes + found.kept.scales.nbytes
-        pattern_bytes += found.pattern.packed.nbytes
-    # Two codes of four, 4 bytes for 64 kept weights (nf4) or 32; three groups a byte, or a bit a weight.
-    weights = sum(info.shape[0] * info.shape[1] for info in package.manifest.tensors)
-    group = {Scheme.NF4: 64, Scheme.INT4: 32}[scheme]
-    assert kept_bytes == weights // 4 + weights // 2 // group * 4
-    least = weights / {Sparsity.TWO_OF_FOUR: 12, Sparsity.BITMAP: 8}[sparsity]
-    assert least <= pattern_bytes <= 1.02 * least
-
-
-def test_a_pruned_weight_cannot_be_masked(blobs: BlobFolder) -> None:
-    tiny = write_tiny(blobs, sparsity=Sparsity.TWO_OF_FOUR)
-    name = tiny.manifest.tensors[0].name
-    zeros = np.flatnonzero(tiny.weights[name].float32() == 0)[:3].astype(np.uint32)
-    model = MemoryModel(config=LLAMA, tensors=tiny.weights, files={})
-    with pytest.raises(InputError, match="expected masked weights that are not pruned"):
-        pack_model(blobs, model, ChosenMask(indices={name: zeros}, method="random", density="0.1"))
-
-
 def test_what_open_returns_cannot_be_written_but_values_are_a_copy(blobs: BlobFolder) -> None:
     package = Package.open(blobs, write_tiny(blobs).digest)
     name = package.manifest.tensors[0].name
     coded = package.quantized(name)
-    assert isinstance(coded, QuantizedTensor)
     views = (coded.packed, coded.scales, package.mask(name))
     assert not any(view.flags.writeable for view in views)
     package.values()[:] = 0

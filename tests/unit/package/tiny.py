@@ -15,7 +15,7 @@ from permille.package.build import ChosenAdapter, ChosenMask, pack_model
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
 from permille.quantization.gguf_blocks import TYPES, codes_of
-from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
+from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import RawTensor
 from tests.packages import MemoryModel
 
@@ -78,14 +78,6 @@ def random_mask(config: Mapping[str, Any], *, seed: int = 0, count: int = 5) -> 
     }
 
 
-def pruned(w_NK: NDArray[np.float32], sparsity: Sparsity) -> NDArray[np.float32]:
-    """Half of the weights, the smallest: of each four along a row, or of all."""
-    size = 4 if sparsity is Sparsity.TWO_OF_FOUR else w_NK.size
-    w_GS = w_NK.reshape(-1, size).copy()
-    np.put_along_axis(w_GS, np.argsort(np.abs(w_GS), axis=1)[:, : size // 2], 0, axis=1)
-    return w_GS.reshape(w_NK.shape)
-
-
 def kept(w_NK: NDArray[np.float32], name: str) -> QuantizedTensor:
     """A weight in a GGUF file's type, as scheme `source` keeps it."""
     return codes_of(quantize(w_NK, GGMLQuantizationType[name]), w_NK.shape[1])
@@ -100,13 +92,11 @@ def write_tiny(
     seed: int = 0,
     mask_seed: int = 0,
     adapter: ChosenAdapter | None = None,
-    sparsity: Sparsity | None = None,
     embeddings: Embeddings = Embeddings.SOURCE,
 ) -> Tiny:
     """Write a package of random weights and a random mask, or an adapter.
 
-    With a sparsity half of the linear weights are zero, and the mask is of others. Of scheme `source` the
-    linears are in the kept types in turn.
+    Of scheme `source` the linears are in the kept types in turn.
     """
     weights = random_weights(config, seed=seed, dtype=dtype)
     names = [name for name, _ in scoped_tensors(config)]
@@ -115,12 +105,6 @@ def write_tiny(
         return kept(weights[name].float32(), TYPES[names.index(name) % len(TYPES)])
 
     mask = random_mask(config, seed=mask_seed)
-    if sparsity is not None:
-        for name, _ in scoped_tensors(config):
-            w_NK = pruned(weights[name].float32(), sparsity)
-            weights[name] = as_dtype(name, w_NK, dtype)
-            others = np.flatnonzero(w_NK)
-            mask[name] = others[:: len(others) // 5][:5].astype(np.uint32)
     license_text = b"Anybody may do anything with these random numbers.\n"
     model = MemoryModel(config=config, tensors=weights, files={"LICENSE": license_text})
     chosen = ChosenMask(indices=mask, method="random", density="0.004")

@@ -16,13 +16,9 @@ from permille.quantization import (
     dequantize,
     nf4,
     quantize,
-    quantize_sparse,
     source,
-    whole_int4,
 )
-from permille.quantization.sparse import find_sparsity
-from permille.quantization.types import QuantizedTensor, Scheme, Sparsity
-from tests.unit.package.tiny import pruned
+from permille.quantization.types import QuantizedTensor, Scheme
 
 SCALED = [(Scheme.NF4, 64), (Scheme.INT4, 32), (Scheme.INT4, 128), (Scheme.INT8, 128)]
 
@@ -158,8 +154,6 @@ def test_wrong_inputs_are_refused() -> None:
         quantize(w_NK, Scheme.INT4, 64)
     with pytest.raises(InputError, match="a group size of 128 for int8, got 32"):
         quantize(w_NK, Scheme.INT8, 32)
-    with pytest.raises(InputError, match="A pattern of kept weights takes nf4 or int4"):
-        quantize_sparse(w_NK, Scheme.INT8, 128, Sparsity.BITMAP)
     with pytest.raises(InputError, match="expected a float32 matrix, got float64"):
         quantize(w_NK.astype(np.float64), Scheme.NF4, 64)
 
@@ -171,39 +165,6 @@ def test_dequantize_refuses_sizes_that_the_shape_does_not_ask_for(scheme: Scheme
         dequantize(dataclasses.replace(good, packed=good.packed[1:]))
     with pytest.raises(InputError, match="expected float32 scales"):
         dequantize(dataclasses.replace(good, scales=good.scales[1:]))
-
-
-def test_sparse_int4_has_codes_of_all_weights_where_its_groups_are_of_a_row() -> None:
-    tensor = quantize_sparse(
-        pruned(weight(6, 128), Sparsity.TWO_OF_FOUR), Scheme.INT4, 32, Sparsity.TWO_OF_FOUR
-    )
-    whole = whole_int4(tensor)
-    assert whole is not None
-    assert np.array_equal(dequantize(whole), dequantize(tensor))
-    narrow = quantize_sparse(weight(2, 4) * 0, Scheme.INT4, 32, Sparsity.TWO_OF_FOUR)
-    assert whole_int4(narrow) is None
-    with pytest.raises(InputError, match="Only int4 codes"):
-        whole_int4(quantize_sparse(weight(2, 4) * 0, Scheme.NF4, 64, Sparsity.TWO_OF_FOUR))
-
-
-def test_sparsity_is_found_or_refused() -> None:
-    w_NK = weight(6, 16)
-    structured, free = (pruned(w_NK, sparsity) for sparsity in (Sparsity.TWO_OF_FOUR, Sparsity.BITMAP))
-    assert find_sparsity([structured, np.zeros((2, 8), np.float32)]) is Sparsity.TWO_OF_FOUR
-    assert find_sparsity([structured, free]) is Sparsity.BITMAP
-    assert find_sparsity([structured, w_NK, w_NK]) is None
-    for bad_NK, message in [(free, "at most 2 of 4"), (weight(2, 6), "in groups of four")]:
-        with pytest.raises(InputError, match=message):
-            quantize_sparse(bad_NK, Scheme.NF4, 64, Sparsity.TWO_OF_FOUR)
-    bad_NK = structured.copy()
-    bad_NK[1][bad_NK[1] != 0] = np.nan
-    with pytest.raises(InputError, match="expected finite weights"):
-        quantize_sparse(bad_NK, Scheme.NF4, 64, Sparsity.TWO_OF_FOUR)
-    whole = quantize_sparse(structured, Scheme.NF4, 64, Sparsity.TWO_OF_FOUR)
-    packed = whole.pattern.packed.copy()
-    packed[0, 0] = 216
-    with pytest.raises(InputError, match="no patterns 2:4"):
-        dequantize(dataclasses.replace(whole, pattern=dataclasses.replace(whole.pattern, packed=packed)))
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), SCALED)

@@ -84,7 +84,6 @@ def test_parts_get_the_payloads_of_jobs_of_their_own(db: Database, tenant_id: st
         "options": {
             "scheme": "int4",
             "group_size": 128,
-            "sparsity": None,
             "embeddings": "q8_0",
             "evaluation_tokens": 8192,
         },

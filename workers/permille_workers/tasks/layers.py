@@ -12,7 +12,7 @@ from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest, Quantization
 from permille.package.reader import Package
 from permille.package.safetensors_io import SafetensorsFile
-from permille.quantization.types import Scheme, Sparsity
+from permille.quantization.types import Scheme
 from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.quantizations import AnyOptions, AutoRound
@@ -79,14 +79,10 @@ def layer_of(artifact: Artifact, role: Role) -> Layer:
     return Layer(role=role, digest=blob.digest, size_bytes=blob.size_bytes)
 
 
-def quantization_of(options: AnyOptions, sparsity: object) -> Quantization:
-    """Return scheme, groups and sparsity for devices. The quantization's provenance names them."""
+def quantization_of(options: AnyOptions) -> Quantization:
+    """Return scheme and groups for devices."""
     scheme = Scheme.INT4 if isinstance(options, AutoRound) else Scheme(options.scheme)
-    return Quantization(
-        name=scheme,
-        group_size=options.group_size,
-        sparsity=None if sparsity is None else Sparsity(str(sparsity)),
-    )
+    return Quantization(name=scheme, group_size=options.group_size)
 
 
 def report_blob(blobs: BlobFolder, report: Mapping[str, object]) -> Blob:

@@ -59,7 +59,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
         model.checkpoint,
         chosen,
         (layer_of(quantization, Role.DENSE), layer_of(quantization, Role.PLAIN)),
-        quantization_of(coded.options, quantization.provenance["sparsity"]),
+        quantization_of(coded.options),
         provenance=cast(
             "dict[str, JSON]",
             {

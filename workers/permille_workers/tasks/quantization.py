@@ -19,12 +19,10 @@ from permille.package.layers import write_dense, write_plain
 from permille.package.manifest import Quantization
 from permille.quantization import dequantize
 from permille.quantization.report import ErrorReport
-from permille.quantization.sparse import find_sparsity
-from permille.quantization.types import Coded, Sparsity
+from permille.quantization.types import QuantizedTensor
 from permille.schemas.quantizations import (
     AnyOptions,
     AutoRound,
-    Int8,
     QuantizationCreate,
     Source,
 )
@@ -48,7 +46,7 @@ _QUANTIZED = 0.6  # progress of the job when the weights are quantized
 _EVALUATION_SEED = 0
 _LONGEST_EVALUATION = 512
 
-Tensors = Iterator[tuple[str, Coded]]
+Tensors = Iterator[tuple[str, QuantizedTensor]]
 _CALIBRATION_SEED = 0
 
 
@@ -80,8 +78,7 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     options = request.options
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
-    sparsity = _sparsity(model.checkpoint, options)
-    how = quantization_of(options, sparsity)
+    how = quantization_of(options)
     coded = _coded(context, model, options, how)
     errors = ErrorReport()
     dense = write_dense(context.blobs, _measured(context, model.checkpoint, coded.tensors(), errors), how)
@@ -92,7 +89,6 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
         "model": model.provenance,
         "scheme": how.name.value,
         "group_size": how.group_size,
-        "sparsity": sparsity,
         "embeddings": options.embeddings.value,
         **coded.provenance,
     }
@@ -115,17 +111,6 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
             ),
         ),
     )
-
-
-def _sparsity(checkpoint: Checkpoint, options: AnyOptions) -> str | None:
-    """Return the sparsity that was asked for, or the model's. auto-round, int8 and source have none."""
-    if isinstance(options, AutoRound | Int8 | Source):
-        return None
-    if options.sparsity is not None:
-        return None if options.sparsity == "none" else Sparsity(options.sparsity).value
-    names = [name for name, _ in scoped_tensors(checkpoint.config)]
-    found = find_sparsity(checkpoint.float32(name) for name in names)
-    return None if found is None else found.value
 
 
 def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Quantization) -> Codes:
