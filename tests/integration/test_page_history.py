@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from permille.choices import StreamedDataset
 from permille.schemas.access import Role
-from permille.schemas.inputs import FileCorpus
+from permille.schemas.inputs import FileCorpus, FolderModel, GgufModel, HubModel, StreamedCorpus
 from permille.schemas.jobs import JobKind
 from permille.store import access, inputs, tables
 from permille.store.jobs import queue
@@ -38,6 +39,23 @@ def rows_of(answer: Any) -> list[str]:
     assert answer.status_code == 200, answer.text
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", answer.text, re.DOTALL)
     return [" ".join(unescape(re.sub(r"<[^>]+>", " ", row)).split()) for row in rows[1:]]
+
+
+def test_models_and_corpora_of_every_source_are_listed(api: Api) -> None:
+    sources = {
+        "of-folder": FolderModel(kind="folder", path="tiny"),
+        "of-file": GgufModel(kind="gguf", path="model.gguf"),
+        "of-hub": HubModel(kind="hub", repository="owner/name", commit="0" * 40),
+    }
+    streamed = StreamedCorpus(kind="streamed", dataset=StreamedDataset.C4)
+    with api.service.database.write() as session:
+        for name, source in sources.items():
+            inputs.add_model(session, tenant_id=api.tenant_id, name=name, source=source)
+        inputs.add_corpus(session, tenant_id=api.tenant_id, name="c4", source=streamed, size_bytes=None)
+    rows = rows_of(signed_in(api).get("/ui/models"))
+    for name, place in {"of-folder": "tiny", "of-file": "model.gguf", "of-hub": "owner/name"}.items():
+        assert [place in row for row in rows if row.startswith(name)] == [True]
+    assert [row.startswith("c4") for row in rows].count(True) == 1
 
 
 def add_masks(api: Api) -> tuple[str, list[str]]:
