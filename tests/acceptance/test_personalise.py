@@ -125,6 +125,7 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         (*model, "--text", str(tmp_path / "none.txt")): "There is no file or folder",
         (*model, *text, "--corpus", str(tmp_path / "none.txt")): "There is no file or folder",
         (*model, "--text", str(tmp_path / "little.txt")): "Your text has 25 bytes",
+        (*model, "--text", str(tmp_path / "cut.gguf")): "--text names no text. Name files of .txt, .md,",
         ("--gguf", str(EXAMPLES / "model"), *text): "is a folder. Name it with --folder",
         ("--folder", str(NOTES), *text): "is a file. Name a GGUF file with --gguf",
         ("--gguf", str(tmp_path / "cut.gguf"), *text): "cut.gguf is truncated",

@@ -22,7 +22,10 @@ from permille_agent.state.lock import LockedError, hold_lock
 MAX_HISTORY = 20
 # Codes that say that bytes on this disk are not what was downloaded: fetching them again helps.
 DAMAGED = ("blob-missing", "blob-size", "blob-digest", "block-digest")
-NOTHING_INSTALLED = "No package is installed. Run `permille-agent pull`."
+NOTHING_INSTALLED = (
+    "No package is installed. Run `permille-agent pull`. For a model that `permille personalise` made, give "
+    "the --home that it printed."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

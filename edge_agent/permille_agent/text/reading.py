@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from permille.errors import InputError
+from permille.sandbox.documents import DOCUMENT_SUFFIXES, TEXT_SUFFIXES
 from permille.sandbox.process import Sandbox, SandboxError
 from permille_agent.text.documents import Content, Document, PlainText, characters, parse_row
 from permille_agent.text.exports import exported_conversations, parse_conversation
@@ -39,9 +40,7 @@ NAME_CHARACTERS = 256
 # A shorter paragraph may come twice by chance ("Yes."); a longer one twice is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
 # Documents are read by libraries, in a child process whose memory must hold them.
-DOCUMENT_SUFFIXES = (".docx", ".eml", ".htm", ".html", ".mbox", ".pdf")
 MAX_DOCUMENT_BYTES = 64 << 20
-SUFFIXES = (".txt", ".md", ".jsonl", *DOCUMENT_SUFFIXES, ".json")
 # In a folder a `.json` may be anything; one that is named by the user is tried under any name.
 _EXPORT = re.compile(r"conversations[\w-]*\.json", re.IGNORECASE)
 _FRONT_MATTER = re.compile(r"---[ \t]*\n.*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
@@ -149,14 +148,14 @@ def _source(path: Path, report: DataReport) -> list[Path]:
         raise InputError("not found")
     if not path.is_file():  # a pipe or a device, which may have no end
         raise InputError("not a regular file")
-    if path.suffix.lower() not in SUFFIXES:
-        raise InputError(f"not {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if path.suffix.lower() not in TEXT_SUFFIXES:
+        raise InputError(f"not {', '.join(TEXT_SUFFIXES[:-1])} or {TEXT_SUFFIXES[-1]}")
     return [path]
 
 
 def _is_text(path: Path) -> bool:
     suffix = path.suffix.lower()
-    return suffix in SUFFIXES and (suffix != ".json" or _EXPORT.fullmatch(path.name) is not None)
+    return suffix in TEXT_SUFFIXES and (suffix != ".json" or _EXPORT.fullmatch(path.name) is not None)
 
 
 def _visible(path: Path, root: Path) -> bool:

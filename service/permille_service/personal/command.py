@@ -248,10 +248,18 @@ def _check_folder(folder: Path) -> None:
 def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None, work: Path | None) -> None:
     """Refuse before the long work what would fail after it. Raises CommandError."""
     from permille.models.gguf.file import GgufFile
+    from permille.sandbox.documents import TEXT_SUFFIXES
 
     if missing := [path for path in (*texts, *([corpus] if corpus else [])) if not path.exists()]:
         raise CommandError(f"There is no file or folder {missing[0]}.", Exit.REFUSED)
-    size = sum(path.stat().st_size for text in texts for path in [text, *text.rglob("*")] if path.is_file())
+    files = [path for text in texts for path in [text, *text.rglob("*")] if path.is_file()]
+    readable = [path for path in files if path.suffix.lower() in TEXT_SUFFIXES]
+    if not readable:
+        named = ", ".join(TEXT_SUFFIXES)
+        raise CommandError(
+            f"--text names no text. Name files of {named}, or folders with such.", Exit.REFUSED
+        )
+    size = sum(path.stat().st_size for path in readable)
     if size < LEAST_BYTES:
         raise CommandError(
             f"Your text has {size} bytes. Some 4,000 characters are needed, 20,000 are better: add more with "
