@@ -1,7 +1,7 @@
 """What programs say to the local server, unmodified: the clients of OpenAI and Ollama, and Open WebUI.
 
-Open WebUI is an application, not a library. Its requests are written down from its source, so far as the
-server sees them, and what it reads of the answers is checked as it reads it.
+Open WebUI is an application, not a library. Its requests are written down from the source of its release
+0.12.4, so far as the server sees them, and what it reads of the answers is checked as it reads it.
 """
 
 import json
@@ -208,7 +208,7 @@ def test_open_webui_with_a_connection_of_openai(root: str) -> None:
             "model": picked,
             "messages": [{"role": "user", "content": TASK}],
             "stream": False,
-            "max_completion_tokens": 8,
+            "max_tokens": 8,  # from "max_completion_tokens", since the address is not OpenAI's
         }
         follow_ups = {"model": picked, "messages": title["messages"], "stream": False}
         for task in (title, follow_ups):
@@ -231,9 +231,16 @@ def test_open_webui_with_a_connection_of_ollama(root: str) -> None:
 
         chat = {
             "model": picked,
-            "messages": [{"role": "user", "content": "Say hello"}],
+            "messages": [
+                {"role": "user", "content": "Say hello"},
+                {"role": "assistant", "content": "Hello", "thinking": "A greeting."},
+                {"role": "user", "content": "Again"},
+            ],
             "stream": True,
+            "tools": [{"type": "function", "function": {"name": "get_current_timestamp", "parameters": {}}}],
             "options": {"temperature": 0.5, "num_predict": 8, "repeat_penalty": 1.1, "num_ctx": 2048},
+            "keep_alive": "5m",
+            "think": False,
         }
         with webui.stream("POST", "/api/chat", json=chat) as answer:
             assert answer.headers["Content-Type"] == "application/x-ndjson"
@@ -241,6 +248,13 @@ def test_open_webui_with_a_connection_of_ollama(root: str) -> None:
         assert all("content" in line["message"] for line in lines)
         assert lines[-1]["done"]
         assert {"eval_count", "eval_duration", "prompt_eval_count", "total_duration"} < lines[-1].keys()
+
+        whole = webui.post("/api/chat", json={**chat, "stream": False}).json()
+        assert isinstance(whole["message"]["content"], str)
+        assert whole["done_reason"] in ("stop", "length")
+        picture = [{"role": "user", "images": ["iVBORw0KGgo="]}]  # a picture without words has no content
+        refused = webui.post("/api/chat", json={**chat, "messages": picture})
+        assert (refused.status_code, "reads text alone" in refused.json()["error"]) == (400, True)
 
         unload = {"model": picked, "keep_alive": 0, "prompt": ""}
         assert webui.post("/api/generate", json=unload).json()["done_reason"] == "unload"
