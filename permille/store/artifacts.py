@@ -214,7 +214,7 @@ def package_for_device(session: Session, *, tenant_id: str, release: str, digest
     )
     found = session.scalar(_packages(tenant_id, digest).where(published))
     if found is None:
-        raise NotFoundError(f"no package {digest!r}")
+        raise NotFoundError(f"There is no package {digest!r}. See `permille packages list`.")
     return found
 
 

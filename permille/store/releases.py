@@ -83,7 +83,7 @@ def get(session: Session, *, tenant_id: str, name: str, version: int) -> Release
     )
     release = session.scalar(query)
     if release is None:
-        raise NotFoundError(f"no release {name!r} version {version}")
+        raise NotFoundError(f"There is no release {name!r} version {version}. See `permille releases list`.")
     return release
 
 

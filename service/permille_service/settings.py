@@ -52,10 +52,11 @@ class AddressSettings(SettingsGroup):
     @model_validator(mode="after")
     def _safe_bind(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls_certificate and tls_key belong together: set both or none")
+            raise ValueError("--tls-certificate and --tls-key belong together. Give both or none.")
         if not is_loopback(self.host) and self.tls_certificate is None:
             raise ValueError(
-                f"other machines can reach {self.host!r}: set tls_certificate and tls_key, or bind loopback"
+                f"Other machines can reach {self.host!r}. Give --tls-certificate and --tls-key, or listen on "
+                "127.0.0.1."
             )
         return self
 

@@ -87,6 +87,29 @@ def test_commands_make_list_and_show(up: Running) -> None:
     assert up.answer("builds", "show", job["id"])["package_digest"] is None
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("corpora", "add", "more", "--file", "nosuch.jsonl"), 4, "--corpus-root chooses another"),
+        (("corpora", "add", "more", "--streamed", "pile"), 3, "--streamed: input should be 'c4'"),
+        (("rollouts", "create", "tour", "--wave", "50%"), 3, "--wave: waves must grow"),
+        (("rollouts", "create", "nosuch"), 4, "There is no release 'nosuch' version 0."),
+        (("packages", "show", "sha256:" + "0" * 64), 4, "See `permille packages list`"),
+    ],
+)
+def test_first_mistakes_are_told_by_the_names_that_were_typed(
+    up: Running, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    refused = up.permille(*arguments)
+    assert (refused.returncode, words in " ".join(refused.stderr.split())) == (code, True), refused.stderr
+
+
+def test_an_address_with_a_path_is_told(up: Running) -> None:
+    refused = up.permille("--url", f"{up.url}/ui", "models", "list")
+    assert refused.returncode == 4
+    assert "Write the service's address without a path" in " ".join(refused.stderr.split())
+
+
 def test_names_and_beginnings_stand_for_ids(up: Running) -> None:
     model = up.answer("models", "add", "named", "--folder", "tiny")
     assert up.answer("models", "show", "named") == up.answer("models", "show", model["id"]) == model

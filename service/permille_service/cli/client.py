@@ -35,6 +35,14 @@ FLAGS = {
     "adapter.kind": "--adapter",
     "adapter.scope": "--adapter-scope",
     "adapter.seed": "--adapter-seed",
+    "streamed.dataset": "--streamed",
+    "body.rules": "--wave",
+}
+
+# What the service says of a request as a whole, in the options of the commands.
+_WHOLE = {
+    "Give either a mask or an adapter": "Give either a mask or an adapter: --adapter, or for a mask --corpus "
+    "(of `packages create`: --mask)",
 }
 
 TIMEOUT_S = 30.0
@@ -169,6 +177,11 @@ def _error(response: httpx.Response) -> CommandError:
         message = in_words(wrong)
     elif response.status_code in (404, 409) and problem.get("detail"):
         message = str(detail)  # a sentence of its own
+    elif response.status_code == 404 and not problem:
+        message = (
+            f"{response.url} is no address of the service. Write the service's address without a path, such "
+            "as http://127.0.0.1:8321."
+        )
     else:
         message = f"{title}: {detail}"
     return CommandError(
@@ -188,7 +201,7 @@ def _field_in_words(location: str, message: str) -> str:
     flag = named or flag_of(part if field == "path" else field)  # `source.folder.path`: --folder
     message = message.removeprefix("Value error, ")
     if not parent:  # of the request as a whole
-        return message
+        return _WHOLE.get(message, message)
     if message == "Field required":
         return f"{flag} is missing"
     if message.startswith("Extra inputs"):

@@ -302,6 +302,14 @@ def test_what_is_wrong_with_a_request_is_said_without_patterns() -> None:
     assert in_words([{"location": "body", "message": "Value error, expected one, got both"}]) == (
         "expected one, got both"
     )
+    assert in_words([{"location": "body.source.streamed.dataset", "message": "Input should be 'c4'"}]) == (
+        "--streamed: input should be 'c4'"
+    )
+    assert in_words([{"location": "body.rules", "message": "Value error, Waves must grow"}]) == (
+        "--wave: waves must grow"
+    )
+    neither = {"location": "body", "message": "Value error, Give either a mask or an adapter"}
+    assert in_words([neither]).endswith("--adapter, or for a mask --corpus (of `packages create`: --mask)")
     path = {"location": "body.source.folder.path", "message": f"String should match pattern '{PATH_PATTERN}'"}
     assert in_words([path]).startswith("--folder must be a path below the root")
     commit = {

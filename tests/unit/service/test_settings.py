@@ -28,7 +28,7 @@ def test_environment_names_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "models.example"])
 def test_open_bind_needs_tls(tmp_path: Path, host: str) -> None:
-    with pytest.raises(ValidationError, match="tls_certificate"):
+    with pytest.raises(ValidationError, match="--tls-certificate"):
         load(data_dir=tmp_path, host=host)
     files = {"tls_certificate": tmp_path / "c.pem", "tls_key": tmp_path / "k.pem"}
     assert load(data_dir=tmp_path, host=host, **files).host == host
