@@ -42,7 +42,7 @@ def rows_of(answer: Any) -> list[str]:
 
 
 def test_models_and_corpora_of_every_source_are_listed(api: Api) -> None:
-    sources = {
+    sources: dict[str, FolderModel | GgufModel | HubModel] = {
         "of-folder": FolderModel(kind="folder", path="tiny"),
         "of-file": GgufModel(kind="gguf", path="model.gguf"),
         "of-hub": HubModel(kind="hub", repository="owner/name", commit="0" * 40),
