@@ -1,7 +1,7 @@
-"""The session of docs/tutorial/library.md, run as it stands in a process of its own.
+"""The session of docs/tutorial/library.md and steps-in-python.md, run as it stands in a process of its own.
 
 The blocks are joined in their order and run in a folder that has the repository's examples, with the names of
-the page afterwards looked at by `CHECKS`.
+the pages afterwards looked at by `CHECKS`.
 """
 
 import re
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "tutorial" / "library.md"
+PAGES = [ROOT / "docs" / "tutorial" / name for name in ("library.md", "steps-in-python.md")]
 FENCE = re.compile(r"^```(?P<mark>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 CHECKS = """
@@ -47,7 +47,7 @@ def session(page: Path) -> str:
 def test_the_session_of_the_library_guide(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     script = tmp_path / "session.py"
-    script.write_text(session(GUIDE) + CHECKS, encoding="utf-8")
+    script.write_text("\n".join(map(session, PAGES)) + CHECKS, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-P", script.name], cwd=tmp_path, capture_output=True, text=True, check=False
     )
