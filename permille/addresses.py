@@ -4,7 +4,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name can only be reached from this machine."""
+    """Return whether an address or name can only be reached from this machine."""
     if host == "localhost":
         return True
     try:
@@ -14,7 +14,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_key(host: str) -> str:
-    """What an address is counted by: itself, or of IPv6 its /64, all of which one client may have."""
+    """Return the key that counts a client: the address, or of IPv6 its /64, which one client may own."""
     try:
         address = ipaddress.ip_address(plain_address(host))
     except ValueError:

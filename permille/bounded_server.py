@@ -21,7 +21,7 @@ _HANDSHAKE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """How many connections a server holds, and for how long.
+    """Limits of the connections that a server holds: their number, and for how long.
 
     Attributes:
         of_one: of one IPv4 address or IPv6 /64.

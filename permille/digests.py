@@ -22,7 +22,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 
 
 def is_digest(text: object) -> bool:
-    """Whether `text` is a digest: "sha256:" and 64 lower-case hex digits."""
+    """Return whether `text` is a digest: "sha256:" and 64 lower-case hex digits."""
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
 

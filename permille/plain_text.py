@@ -1,4 +1,4 @@
-"""What a terminal obeys is taken out of every text before a command prints it.
+"""Removal of control characters from every text that a command prints.
 
 Packages, file names, notes and the names of devices come from others. A control character in them could move
 the cursor, fill the clipboard (OSC 52) or turn the line around (U+202E). Commands print through this module

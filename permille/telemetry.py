@@ -33,7 +33,7 @@ _QUIET: Final = ("alembic", "botocore", "opentelemetry", "tuf")
 
 
 class LogFormat(StrEnum):
-    """How log lines look."""
+    """Form of log lines."""
 
     TEXT = "text"
     JSON = "json"
@@ -41,7 +41,7 @@ class LogFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Where something stands: the id of the whole, the span above, and whether it is sampled."""
+    """Position of a span: the id of the whole, the span above, and whether it is sampled."""
 
     trace_id: str
     span_id: str

@@ -51,7 +51,7 @@ class RawTensor:
         raise InputError(f"expected a tensor of BF16, F16, F32 or Q8_0, got {self.dtype}")
 
     def all_finite(self) -> bool:
-        """Whether no element is infinite or NaN; looks at exponents only and copies nothing big."""
+        """Return whether no element is infinite or NaN. It looks at exponents only and copies nothing big."""
         if self.dtype == Q8_0:
             scale_B = np.ascontiguousarray(self.data.reshape(-1, Q8_0_BYTES)[:, :2]).view("<f2")
             return bool(np.isfinite(scale_B).all())

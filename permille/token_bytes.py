@@ -1,8 +1,8 @@
-"""How many bytes of a text each of its tokens stands for: what bits per byte divide by.
+"""Bytes of a text that each of its tokens stands for, by which bits per byte divide.
 
-From the offsets that a tokenizer reports, not from decoded tokens: a tokenizer that spells characters in
-bytes decodes a run of them that is cut to a replacement character each, and one that normalizes decodes
-another text.
+They come from the offsets that a tokenizer reports, not from decoded tokens: a tokenizer that spells
+characters in bytes decodes a run of them that is cut to a replacement character each, and one that normalizes
+decodes another text.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ def token_bytes(text: str, ends_T: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _utf8_lengths(text: str) -> NDArray[np.int64]:
-    """How many bytes each character of `text` has in UTF-8."""
+    """Return the bytes of each character of `text` in UTF-8."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     lengths = np.ones(len(points), dtype=np.int64)
     for first in (0x80, 0x800, 0x10000):

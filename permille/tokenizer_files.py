@@ -23,7 +23,7 @@ ReadFile = Callable[[str], bytes | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
-    """What a model's files say beside its tokenizer.
+    """Settings of a model's files beside its tokenizer.
 
     Attributes:
         special: texts of the special tokens by their names, as far as the files name them: `bos`, `eos`, ...

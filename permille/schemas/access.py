@@ -14,7 +14,7 @@ FIRST_DIGEST = "sha256:" + "0" * 64
 
 
 class Role(StrEnum):
-    """What an operator token may do: admin everything, operator all but access, viewer reads, watcher sees
+    """Rights of an operator token: admin everything, operator all but access, viewer reads, watcher sees
     numbers of many devices alone."""
 
     ADMIN = "admin"

@@ -107,8 +107,8 @@ class InvitationRecord(Closed):
 
 
 class EnrolmentCreate(Closed):
-    """What a device sends to enrol itself; the signature, over `enrolment_message`, proves that the key is
-    its own."""
+    """Request of a device to enrol itself. The signature of `enrolment_message` proves that the key is its
+    own."""
 
     invitation: InvitationCode
     public_key: PublicKey

@@ -10,7 +10,7 @@ from permille.schemas.problems import Figure
 
 
 class JobKind(StrEnum):
-    """What a job does. A build is done by its child jobs, a mask of much work by shards; a shared log starts
+    """Kind of a job. A build is done by its child jobs, a mask of much work by shards; a shared log starts
     its replay, a federation the closing of a round."""
 
     SPARSIFICATION = "sparsification"
@@ -26,7 +26,7 @@ class JobKind(StrEnum):
 
 
 class JobState(StrEnum):
-    """Where a job is. `failed`: its input or a part is wrong; `dead`: it was tried too often. Both, and
+    """State of a job. `failed`: its input or a part is wrong; `dead`: it was tried too often. Both, and
     `cancelled`, may be retried; `succeeded` is final."""
 
     QUEUED = "queued"

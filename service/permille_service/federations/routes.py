@@ -195,7 +195,7 @@ def get_round(
     },
 )
 def get_federation_definition(federation_id: FederationId, service: Served, principal: Anyone) -> Response:
-    """What devices and auditors agree on (FORMAT 13.1). Devices find its digest in the trust metadata."""
+    """Read the terms of a federation (FORMAT 13.1). Devices find their digest in the trust metadata."""
     with service.database.read() as session:
         row = _readable(session, principal, federation_id)
     return Response(
@@ -215,7 +215,7 @@ def get_federation_history(
     after: _After = 0,
     until: _Until = None,
 ) -> Response:
-    """What one lacks who has so many rounds: rounds, or a checkpoint and rounds, whichever is smaller."""
+    """Read what a device with so many rounds lacks: rounds, or a checkpoint and rounds if smaller."""
     with service.database.read() as session:
         row = _readable(session, principal, federation_id)
         way = history.way_to(session, row, after=after, until=row.number if until is None else until)
@@ -230,7 +230,7 @@ def get_federation_history(
 def get_round_record(
     federation_id: FederationId, number: RoundNumber, service: Served, principal: Anyone
 ) -> Response:
-    """What a round published."""
+    """Read what a round published."""
     with service.database.read() as session:
         row = _readable(session, principal, federation_id)
         record = history.get_round(session, row, number).record

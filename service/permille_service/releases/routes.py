@@ -104,7 +104,7 @@ def list_aliases(name: ReleaseName, service: Served, operator: Viewer) -> list[A
 
 @router.get("/{name}/aliases/{alias}")
 def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principal: Anyone) -> Release:
-    """What an alias means now: the signed release that a device checks and installs."""
+    """Read what an alias means now: the signed release that a device checks and installs."""
     if isinstance(principal, DevicePrincipal) and (principal.release, principal.alias) != (name, alias):
         raise ApiError(ProblemType.NOT_FOUND, f"no alias {alias!r} of release {name!r} for this device")
     found = releases.resolve_alias(service.database, tenant_id=principal.tenant_id, name=name, alias=alias)

@@ -54,7 +54,7 @@ TargetPath = Annotated[
 
 @router.get("")
 def get_trust(service: Served, operator: Viewer) -> Trust:
-    """Who signs what, until when, and with which keys."""
+    """Read who signs what, until when, and with which keys."""
     return present(repositories.read(service, operator.tenant_id))
 
 
@@ -79,7 +79,7 @@ def get_trust_metadata(file: MetadataFile, service: Served, principal: Anyone) -
     },
 )
 def get_trust_target(path: TargetPath, service: Served, principal: Anyone) -> Response:
-    """What a release's target is: `releases/<name>/<SHA-256>.<version>.json`, the package's manifest."""
+    """Read a release's target, `releases/<name>/<SHA-256>.<version>.json`, the package's manifest."""
     folder, _, file = path.rpartition("/")
     hashed, _, rest = file.partition(".")
     if not is_target_path(f"{folder}/{rest}"):
