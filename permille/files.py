@@ -2,7 +2,10 @@
 
 import errno
 import os
+import secrets
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from permille.errors import OperatorError
@@ -61,6 +64,35 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Return a folder whose name says all that is in it; where it is missing, it is made whole or not at all.
+
+        made_once(root / "gguf" / digest, lambda temporary: convert(path, temporary))
+
+    Args:
+        make: fills an empty folder beside it, which then gets its name. If it fails, no folder is left.
+
+    Raises:
+        OSError: as the file system reports it.
+    """
+    if folder.exists():
+        return folder
+    # Not by the process id: threads share it, and so do containers with one disk.
+    temporary = folder.with_name(f".{folder.name[:16]}-{secrets.token_hex(8)}")
+    temporary.mkdir(parents=True)
+    try:
+        make(temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.exists():  # somebody else made the same folder meanwhile
+                raise
+        fsync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
 
 
 def follow_inside(root: Path, relative: str) -> Path | None:

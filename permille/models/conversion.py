@@ -7,7 +7,6 @@ which builds tensors and nothing else. The child also makes `tokenizer.json` of 
 original folder stays as it is.
 """
 
-import secrets
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Final
 
 from permille.digests import canonical_json, digest_of, digest_of_file
 from permille.errors import InputError
-from permille.files import fsync_folder
+from permille.files import made_once
 from permille.models.checkpoint import TEXT_FILES, WEIGHTS_FILE, Checkpoint, inside
 
 PICKLES: Final = ("pytorch_model.bin", "pytorch_model-*.bin")
@@ -43,25 +42,14 @@ def modern_folder(folder: Path, root: Path) -> Path:
     texts = [name for name in TEXT_FILES if (folder / name).exists()]
     contents = {name: digest_of_file(inside(folder, name)) for name in (*weights, *texts)}
     digest = digest_of(b"permille-converted-1\0" + canonical_json(contents)).removeprefix("sha256:")
-    made = root / FOLDERS / digest
-    if made.exists():
-        return made
-    temporary = made.with_name(f".{digest[:16]}-{secrets.token_hex(8)}")
-    temporary.mkdir(parents=True)
-    try:
+
+    def convert(temporary: Path) -> None:
         for name in (*texts, *(() if pickles else weights)):
             shutil.copyfile(inside(folder, name), temporary / name)
         _convert(folder, temporary, pickles)
         Checkpoint(temporary)
-        try:
-            temporary.rename(made)
-        except OSError:
-            if not made.exists():  # somebody else made the same folder meanwhile
-                raise
-        fsync_folder(made.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return made
+
+    return made_once(root / FOLDERS / digest, convert)
 
 
 def pickled_weights(folder: Path) -> list[str]:

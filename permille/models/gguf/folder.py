@@ -7,8 +7,6 @@ leaves no folder.
 """
 
 import json
-import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from numpy.typing import NDArray
 
 from permille.digests import digest_of_file
 from permille.errors import InputError
-from permille.files import fsync_folder
+from permille.files import made_once
 from permille.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint
 from permille.models.gguf.config import GgufModel, read_model
 from permille.models.gguf.file import GgufFile
@@ -38,23 +36,7 @@ def model_folder(path: Path, root: Path) -> Path:
         OSError: a file cannot be read or written. No folder is left.
     """
     digest = digest_of_file(path).removeprefix("sha256:")
-    folder = root / FOLDERS / digest
-    if folder.exists():
-        return folder
-    # Not by the process id: threads share it, and so do containers with one disk.
-    temporary = folder.with_name(f".{digest[:16]}-{secrets.token_hex(8)}")
-    temporary.mkdir(parents=True)
-    try:
-        convert(path, temporary)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.exists():  # somebody else made the same folder meanwhile
-                raise
-        fsync_folder(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+    return made_once(root / FOLDERS / digest, lambda temporary: convert(path, temporary))
 
 
 def convert(path: Path, folder: Path) -> None:
