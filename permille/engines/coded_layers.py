@@ -11,7 +11,7 @@ one; then each variant adds its own part (SparseAddMM).
 # layer, or an adapter's numbers; G groups of a row; D vocabulary, H hidden size.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 import bitsandbytes
 import numpy as np
@@ -108,6 +108,8 @@ class CodedWeight(nn.Module):
                 levels = (codes.view(torch.int8) - (0 if self._bits == 8 else 8)).float()
             case Scheme.INT4 | Scheme.INT8 | Scheme.SOURCE:
                 levels = codes.float()
+            case other:
+                assert_never(other)
         weights = levels * self._spread(self.scales, first, last, rows)
         return weights if self.minima is None else weights + self._spread(self.minima, first, last, rows)
 

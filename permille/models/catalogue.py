@@ -14,10 +14,10 @@ from math import prod
 from typing import Any, Final
 
 from permille.models.families import expected_tensors, scoped_tensors
+from permille.quantization import default_group_size
 from permille.quantization.types import Scheme, bits_of
 
 TRAINED_TOKENS: Final = 256
-_GROUP_SIZES: Final = {Scheme.NF4: 64, Scheme.INT4: 32, Scheme.INT8: 128}
 _SCALE_BITS: Final = 32
 _TABLE_BYTES: Final = 34 / 32
 """Bytes of a number of embedding or head: 8 bits, and a float16 for each group of 32."""
@@ -63,7 +63,7 @@ class Entry:
         linears = sum(prod(shape) for _, shape in scoped_tensors(self.config))
         norms = sum(prod(shape) for shape in shapes.values() if len(shape) == 1)
         tables = self.parameters - linears - norms
-        bits = bits_of(scheme) + _SCALE_BITS / _GROUP_SIZES[scheme]
+        bits = bits_of(scheme) + _SCALE_BITS / default_group_size(scheme)
         return round(linears * bits / 8 + tables * _TABLE_BYTES + norms * 4)
 
     @property
