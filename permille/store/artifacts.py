@@ -113,7 +113,7 @@ def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifac
             )
         )
     if found is None:
-        raise NotFoundError(f"no {kind} {key!r}")
+        raise NotFoundError(f"There is no {kind} {key!r}.")
     return found
 
 
@@ -133,7 +133,7 @@ def remove(
     row = get(session, tenant_id=tenant_id, kind=kind, key=key)
     # Nobody publishes it meanwhile; and a job that ends meanwhile is seen, or what it has made.
     if session.scalar(select(Artifact.id).where(Artifact.id == row.id).with_for_update()) is None:
-        raise NotFoundError(f"no {kind} {key!r}")  # removed while this waited
+        raise NotFoundError(f"There is no {kind} {key!r}.")  # removed while this waited
     unfinished = (inputs.named_by_jobs(session, tenant_id=tenant_id) if named is None else named).get(key)
     part = aliased(Job)
     made_it = select(part.id).where(part.parent_id == Job.id, part.result_id == key).exists()

@@ -94,7 +94,7 @@ def test_commands_make_list_and_show(up: Running) -> None:
         (("corpora", "add", "more", "--streamed", "pile"), 3, "--streamed: input should be 'c4'"),
         (("rollouts", "create", "tour", "--wave", "50%"), 3, "--wave: waves must grow"),
         (("rollouts", "create", "nosuch"), 4, "There is no release 'nosuch' version 0."),
-        (("packages", "show", "sha256:" + "0" * 64), 4, "See `permille packages list`"),
+        (("packages", "show", "sha256:" + "0" * 64), 4, "There is no package"),
     ],
 )
 def test_first_mistakes_are_told_by_the_names_that_were_typed(
