@@ -43,6 +43,12 @@ TEXT_FILES = (
 )
 
 _ADAPTER_FILE = "adapter_config.json"
+_AGAIN = "Download the model again."
+_IF_MISSING = {
+    CONFIG_FILE: "Name a folder that transformers saved, or a GGUF file.",
+    "tokenizer.json": "Save the model's tokenizer there (`tokenizer.save_pretrained`).",
+}
+_LFS_POINTER = b"version https://git-lfs"
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _LARGEST_HEADER = 64 << 20
 _LARGEST_JSON = 64 << 20
@@ -200,7 +206,7 @@ def inside(folder: Path, name: str) -> Path:
     if path is None:
         raise InputError(f"{name} in {folder.name} is a link that leads out of it. Copy the file itself.")
     if not path.is_file():
-        raise InputError(f"{folder.name} has no file {name}.")
+        raise InputError(f"{folder.name} has no file {name}. {_IF_MISSING.get(name, _AGAIN)}")
     return path
 
 
@@ -243,9 +249,9 @@ def _parse_object(data: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(data, parse_constant=finite_number, parse_float=finite_number)
     except (ValueError, RecursionError) as exc:
-        raise InputError(f"{what} is not valid JSON: {exc}") from exc
+        raise InputError(f"{what} is not valid JSON: {exc}. {_AGAIN}") from exc
     if not isinstance(value, dict):
-        raise InputError(f"{what} must hold a JSON object, got {type(value).__name__}")
+        raise InputError(f"{what} must hold a JSON object, got {type(value).__name__}. {_AGAIN}")
     return value
 
 
@@ -260,8 +266,8 @@ def _weight_files(folder: Path) -> list[str]:
         return sorted(set(files))
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     raise InputError(
-        f"{folder.name} has neither {WEIGHTS_FILE} nor {INDEX_FILE}."
-        + (f" {', '.join(pickles)}: pickles are opened by jobs alone, which convert them." if pickles else "")
+        f"{folder.name} has neither {WEIGHTS_FILE} nor {INDEX_FILE}. "
+        + (f"{', '.join(pickles)}: jobs alone open pickles, which they convert." if pickles else _AGAIN)
     )
 
 
@@ -269,9 +275,17 @@ def _read_header(folder: Path, file: str) -> dict[str, Entry]:
     path = inside(folder, file)
     size = path.stat().st_size
     with path.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise InputError(
+                f"{file} is a pointer of git-lfs, not the weights. Run `git lfs pull` in the folder."
+            )
+        stream.seek(0)
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-            raise InputError(f"{file}: expected a header within {_LARGEST_HEADER} bytes and the file")
+            raise InputError(
+                f"{file} is no safetensors file, or is cut off: expected a header within {_LARGEST_HEADER} "
+                f"bytes and the file. {_AGAIN}"
+            )
         header = _parse_object(stream.read(length), f"the header of {file}")
     header.pop("__metadata__", None)
     return {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
@@ -289,14 +303,18 @@ def _entry(file: str, name: str, value: object, start: int, file_size: int) -> E
     width = _DTYPE_BYTES.get(dtype)
     if end > file_size or begin > end or (width and math.prod(shape) * width != end - begin):
         raise InputError(
-            f"{file}: expected the bytes of {name!r:.200} inside the file and as many as its shape says"
+            f"{file} is damaged or cut off: expected the bytes of {name!r:.200} inside the file and as many "
+            f"as its shape says. {_AGAIN}"
         )
     return Entry(file=file, dtype=dtype, shape=tuple(shape), begin=begin, size=end - begin)
 
 
 def _checked(name: str, entry: Entry) -> Entry:
     if entry.dtype not in _DTYPE_BYTES:
-        raise InputError(f"{name}: expected F32, F16 or BF16, got {entry.dtype:.20}")
+        raise InputError(
+            f"{name}: expected F32, F16 or BF16, got {entry.dtype:.20}. Use the model in full precision, not "
+            "a quantized copy."
+        )
     return entry
 
 
@@ -313,7 +331,10 @@ def _compare(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[
     ):
         if names:
             shown = ", ".join(sorted(names)[:3])
-            raise InputError(f"The tensors do not match config.json: {len(names)} {what}: {shown}")
+            raise InputError(f"The tensors do not match config.json: {len(names)} {what}: {shown}. {_AGAIN}")
     for name, shape in expected.items():
         if found[name] != shape:
-            raise InputError(f"{name}: expected shape {shape} by the config, got {found[name]}")
+            raise InputError(
+                f"{name}: expected shape {shape} by the config, got {found[name]}. config.json is of another "
+                f"model than the weights. {_AGAIN}"
+            )

@@ -24,7 +24,7 @@ FOLDERS: Final = "converted"
 """Folder of converted models, below the model root."""
 MAX_PICKLE_BYTES: Final = 64 << 30
 CHILD_S: Final = 1800.0
-_SLOW_TOKENIZERS: Final = ("vocab.json", "tokenizer.model")
+SLOW_TOKENIZERS: Final = ("vocab.json", "tokenizer.model")
 
 
 def modern_folder(folder: Path, root: Path) -> Path:
@@ -35,7 +35,7 @@ def modern_folder(folder: Path, root: Path) -> Path:
         OSError: a file cannot be read or written.
     """
     pickles = pickled_weights(folder)
-    has_slow = any((folder / name).exists() for name in _SLOW_TOKENIZERS)
+    has_slow = any((folder / name).exists() for name in SLOW_TOKENIZERS)
     if not pickles and ((folder / "tokenizer.json").exists() or not has_slow):
         return folder
     weights = pickles or sorted(path.name for path in folder.glob("*.safetensors"))

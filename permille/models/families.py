@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from permille.choices import choice_of
 from permille.errors import InputError
 from permille.models.descriptions import DESCRIPTIONS, TEXT_MODELS, Description, Family, NormKind, Rotation
 from permille.models.settings import Settings
@@ -67,6 +66,7 @@ _MISSING_LAYERS = {
     "qwen3_next": "linear attention",
 }
 
+_OTHERS = "`permille models catalogue` lists models to choose from."
 _LARGEST_LAYERS = 4096
 
 
@@ -125,16 +125,23 @@ def family_of(config: Config) -> Family:
         )
     if _is_mixture(config):
         raise InputError(
-            f"The model is a mixture of experts (model_type {model_type!r}), which is not supported."
+            f"The model is a mixture of experts (model_type {model_type!r}), which is not supported. "
+            + _OTHERS
         )
     if model_type not in set(Family):
         if (missing := _MISSING_LAYERS.get(str(model_type))) is not None:
-            raise InputError(f"Models of type {model_type} are not supported: they need {missing}.")
+            raise InputError(f"Models of type {model_type} are not supported: they need {missing}. {_OTHERS}")
         if "auto_map" in config:
             raise InputError(
-                f"Models of type {model_type} bring code of their own (auto_map), which is not run."
+                f"Models of type {model_type} bring code of their own (auto_map), which is not run. {_OTHERS}"
             )
-    return choice_of(Family, str(model_type), "a model_type")
+        if model_type is None:
+            raise InputError("config.json names no model_type. Name a folder that transformers saved.")
+        raise InputError(
+            f"Models of type {model_type!r:.60} are not supported; supported are {', '.join(Family)}. "
+            + _OTHERS
+        )
+    return Family(str(model_type))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

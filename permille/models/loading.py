@@ -141,5 +141,5 @@ def _answer(ask: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     except SandboxError as exc:
         raise InputError(str(exc)) from exc
     if "error" in answer:
-        raise InputError(f"The tokenizers library cannot read tokenizer.json: {answer['error']}")
+        raise InputError(str(answer["error"]))
     return answer

@@ -32,7 +32,12 @@ def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
     """
     path = follow_inside(root, relative)
     if path is None or not (path.is_dir() if what == "folder" else path.is_file()):
-        raise InputError(f"There is no {what} at {relative!r:.200} below the root. Put it there first.")
+        found = {"folder": "file", "file": "folder"}[what]
+        other = path is not None and path.exists()
+        raise InputError(
+            f"There is no {what} at {relative!r:.200} below the root"
+            + (f": it is a {found}." if other else ". Put it there first.")
+        )
     return path
 
 
@@ -49,10 +54,13 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
         OSError: as the file system reports it.
     """
     if not _REPOSITORY.fullmatch(repository) or ".." in repository:
-        raise InputError(f"Write the repository as owner/name, not {repository!r:.200}.")
+        raise InputError(
+            f"Write the repository as owner/name, not {repository!r:.200}. A folder or file needs no commit."
+        )
     if not _COMMIT.fullmatch(commit):
         raise InputError(
-            f"Name a commit by 40 hexadecimal digits, so that it cannot change; got {commit!r:.60}."
+            f"Name a commit by 40 hexadecimal digits, so that it cannot change; got {commit!r:.60}. The "
+            "hub's page of commits has it."
         )
     relative = f"hub/{repository.replace('/', '--')}/{commit}"
     folder = follow_inside(root, relative)

@@ -38,6 +38,10 @@ def code_table(table: RawTensor) -> RawTensor:
             data=table.data[first * item_bytes : (first + count) * item_bytes],
         )
         w_BS = part.float32().reshape(-1, Q8_0_WEIGHTS)
+        if not np.isfinite(w_BS).all():
+            raise InputError(
+                f"{table.name!r} has numbers that are not finite. The model is damaged: download it again."
+            )
         with np.errstate(all="ignore"):
             scale_B1 = np.abs(w_BS).max(axis=1, keepdims=True) / np.float32(127)
             inverse_B1 = np.where(scale_B1 == 0, np.float32(0), np.float32(1) / scale_B1)

@@ -73,7 +73,7 @@ class _Child:
         try:
             self._loaded = Tokenizer.from_buffer(data)
         except Exception as exc:  # the library raises bare Exception for every malformed file
-            raise _RefusedError(f"The tokenizer.json cannot be read: {exc}") from exc
+            raise _RefusedError(f"The tokenizers library cannot read tokenizer.json: {exc}") from exc
         self._loaded.no_truncation()
         self._loaded.no_padding()
         added = self._loaded.get_added_tokens_decoder().values()

@@ -48,7 +48,9 @@ def _convert_weights(folder: Path, pickles: list[Path]) -> None:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as exc:  # whatever a foreign file provokes
             raise _UnreadableError(
-                f"{path.name} is damaged, or holds more than tensors: {type(exc).__name__}: {exc}"[:400]
+                # Not the library's own words, which advise to open it without protection.
+                f"{path.name} is damaged, or holds more than tensors ({type(exc).__name__}). Download it "
+                "again, or take the model's safetensors."
             ) from exc
         if not isinstance(loaded, dict):
             raise _UnreadableError(f"{path.name} holds a {type(loaded).__name__}, not tensors by name.")

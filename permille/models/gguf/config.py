@@ -16,7 +16,7 @@ from permille.errors import InputError
 from permille.models.architecture import architecture_of
 from permille.models.descriptions import Family
 from permille.models.families import expected_tensors, shape_of
-from permille.models.gguf.file import GgufFile
+from permille.models.gguf.file import OTHERWISE, GgufFile
 from permille.models.rope import rope_of
 from permille.models.settings import HINT
 
@@ -105,7 +105,7 @@ def read_model(file: GgufFile) -> GgufModel:
     family = _FAMILIES.get(arch)
     if family is None:
         known = ", ".join(sorted(_FAMILIES))
-        raise file.refused(f"holds a model of architecture {arch!r:.60}; supported are {known}")
+        raise file.refused(f"holds a model of architecture {arch!r:.60}; supported are {known}. {OTHERWISE}")
     if int(_number(file, f"{arch}.expert_count", 0)):
         raise file.refused("holds a mixture of experts, which is not supported")
     config = _config(file, arch, family)
@@ -216,7 +216,7 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
             "logits_scaling": _positive(file, f"{arch}.logit_scale"),
         }
     if family is Family.OLMO2 and file.metadata.get(f"{arch}.attention.sliding_window"):
-        raise file.refused("holds an OLMo 3, which is not read from GGUF. Use its folder or the hub")
+        raise file.refused(f"holds an OLMo 3, which is not supported. {OTHERWISE}")
     if family in _GEMMAS:
         config["hidden_activation"] = config["hidden_act"]
     if family in PATTERNS:
@@ -244,7 +244,7 @@ def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) 
         factor = _positive(file, f"{arch}.rope.scaling.factor")
         found |= {"rope_type": "linear", "factor": factor}
     elif kind != "none":
-        raise file.refused(f"scales its positions by {kind!r:.40}, which is not supported")
+        raise file.refused(f"scales its positions by {kind!r:.40}, which is not supported. {OTHERWISE}")
     if ROPE_FACTORS in file.tensors:
         found = _llama3(file, theta, head, positions)
     if family is Family.GEMMA3_TEXT:

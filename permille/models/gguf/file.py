@@ -28,6 +28,9 @@ TYPES = tuple(
 )
 """The types of tensors that are read; others are refused by name."""
 
+OTHERWISE = "Take the model as transformers has it, from a folder or the hub"
+"""What to do about a file whose model may be known in another form."""
+
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_KEYS, _MOST_TENSORS, _MOST_ITEMS = 4096, 1 << 16, 4 << 20
 _MOST_BYTES = 8 << 20  # of one text
@@ -65,11 +68,14 @@ class GgufFile:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24:
-                raise InputError(f"{path.name} is no GGUF file: it has {size} bytes.")
+                raise InputError(f"{path.name} is no GGUF file: it has {size} bytes. Download it again.")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         reader = _Reader(self._map, path.name)
         if reader.take(4) != _MAGIC:
-            raise InputError(f"{path.name} is no GGUF file: it does not begin with GGUF.")
+            raise InputError(
+                f"{path.name} is no GGUF file: it does not begin with GGUF. Of a model that transformers "
+                "saved, name the folder."
+            )
         version = reader.number("I")
         if version not in _VERSIONS:
             raise InputError(f"{path.name} is GGUF version {version}; versions 2 and 3 are read.")
@@ -122,7 +128,9 @@ class GgufFile:
         placed: dict[str, TensorPlace] = {}
         for name, place in found.items():
             if place.begin % alignment or start + place.begin + place.size > len(self._map):
-                raise self.refused(f"is truncated or damaged: {name!r:.80} lies outside of it")
+                raise self.refused(
+                    f"is truncated or damaged: {name!r:.80} lies outside of it. Download it again"
+                )
             placed[name] = TensorPlace(
                 type=place.type, shape=place.shape, begin=start + place.begin, size=place.size
             )
@@ -163,7 +171,7 @@ class _Reader:
 
     def take(self, size: int) -> bytes:
         if size > len(self._data) - self.at:
-            raise self._refused("is truncated")
+            raise self._refused("is truncated. Download it again")
         found = self._data[self.at : self.at + size]
         self.at += size
         return found

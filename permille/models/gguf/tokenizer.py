@@ -12,7 +12,7 @@ from typing import Any
 
 from gguf import TokenType
 
-from permille.models.gguf.file import GgufFile
+from permille.models.gguf.file import OTHERWISE, GgufFile
 
 SPACE = "▁"
 DIGITS = "digits"
@@ -54,7 +54,9 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     """
     kind = file.text("tokenizer.ggml.model", "none")
     if kind not in ("gpt2", "llama"):
-        raise file.refused(f"holds a tokenizer of kind {kind!r:.60}; supported are gpt2 and llama")
+        raise file.refused(
+            f"holds a tokenizer of kind {kind!r:.60}; supported are gpt2 and llama. {OTHERWISE}"
+        )
     tokens = _texts(file, "tokens")
     rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
     if len(tokens) > rows:
@@ -174,7 +176,9 @@ def _begun(bos: str | None, tokens: list[str]) -> Mapping[str, Any]:
 def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     name = file.text("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
-        raise file.refused(f"cuts text by the rules {name!r:.60}; supported are {', '.join(SPLITS)}")
+        raise file.refused(
+            f"cuts text by the rules {name!r:.60}; supported are {', '.join(SPLITS)}. {OTHERWISE}"
+        )
     patterns, whole_words = SPLITS[name]
     merges = [pair.split(" ") for pair in _texts(file, "merges")]
     if any(len(pair) != 2 for pair in merges):

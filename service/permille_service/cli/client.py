@@ -23,7 +23,8 @@ _FORMS = {
     NAME_PATTERN: "1 to 63 small letters, digits, '.', '_' and '-', beginning with a letter or digit",
     ID_PATTERN: "an id, such as model_01jd3kq8z7m4n5p6r7s8t9v0wx",
     DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
-    PATH_PATTERN: "a path below the root, such as a/b, of letters, digits, and _ . @ + -",
+    PATH_PATTERN: "a path below the service's root of models or texts, such as a/b (not /home/me/a/b), of "
+    "letters, digits, and _ . @ + -",
     REPOSITORY_PATTERN: "a repository as owner/name",
     COMMIT_PATTERN: "a commit of 40 hexadecimal digits; the hub's page of commits has it, a branch may move",
     TEXT_PATTERN: "text without control and format characters",

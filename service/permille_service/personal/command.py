@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 
 from permille.errors import InputError
 from permille.files import write_atomic
+from permille.models.conversion import SLOW_TOKENIZERS
 from permille.models.ollama import ollama_file
 from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
@@ -243,10 +244,16 @@ def _check_folder(folder: Path) -> None:
                 "files.",
                 Exit.REFUSED,
             )
+    if not any((folder / name).exists() for name in ("tokenizer.json", *SLOW_TOKENIZERS)):
+        raise CommandError(
+            f"{folder} has no tokenizer.json. Save its tokenizer there (`tokenizer.save_pretrained`).",
+            Exit.REFUSED,
+        )
 
 
 def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None, work: Path | None) -> None:
     """Refuse before the long work what would fail after it. Raises CommandError."""
+    from permille.models.gguf.config import read_model
     from permille.models.gguf.file import GgufFile
     from permille.sandbox.documents import TEXT_SUFFIXES
 
@@ -280,7 +287,7 @@ def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None, work:
         if magic != b"GGUF":
             raise CommandError(f"{model} is no GGUF file: it begins with {magic!r}.", Exit.REFUSED)
         try:
-            GgufFile(model)
+            read_model(GgufFile(model))
         except InputError as exc:
             raise CommandError(str(exc), Exit.REFUSED) from exc
 

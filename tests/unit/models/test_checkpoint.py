@@ -139,7 +139,7 @@ def test_a_snapshot_of_the_hubs_cache_is_a_model_and_its_links_lead_to_its_blobs
 
 def test_a_folder_with_pickles_only_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"pytorch_model\.bin: pickles are opened by jobs alone"):
+    with pytest.raises(InputError, match=r"pytorch_model\.bin: jobs alone open pickles"):
         Checkpoint(folder)
 
 
@@ -190,6 +190,22 @@ def test_a_malformed_header_is_refused(folder: Path, entry: Any) -> None:
 def test_a_file_without_a_header_is_refused(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(InputError, match="expected a header"):
+        Checkpoint(folder)
+
+
+def test_a_pointer_of_git_lfs_is_told_from_damage(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\n")
+    with pytest.raises(InputError, match="git lfs pull"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("config.json", "a folder that transformers saved"), ("model.safetensors", "Download the model again")],
+)
+def test_a_missing_file_says_what_to_do(folder: Path, name: str, hint: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(InputError, match=hint):
         Checkpoint(folder)
 
 

@@ -27,8 +27,9 @@ def test_a_path_that_leads_out_or_is_no_folder_is_refused(tmp_path: Path, path: 
     (root / "file").write_text("x")
     (tmp_path / "outside" / "sub").mkdir(parents=True)
     (root / "link").symlink_to(tmp_path / "outside")
-    with pytest.raises(InputError, match="There is no"):
+    with pytest.raises(InputError, match="There is no") as refused:
         resolve_inside(root, path, what="folder")
+    assert ("it is a file" in str(refused.value)) == (path == "file")
 
 
 @pytest.mark.parametrize("commit", ["main", "", "a" * 39, "A" * 40, "g" * 40, "a" * 41, "a" * 40 + "\n"])
