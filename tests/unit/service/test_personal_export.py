@@ -1,5 +1,6 @@
 """The last stages of `permille personalise`, where the device answers otherwise than hoped."""
 
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,3 +60,8 @@ def test_a_training_that_loses_to_the_model_in_use_exports_that_one(tmp_path: Pa
     with pytest.raises(CommandError, match="nothing is exported"):
         kept = Device(code=command.KEPT_BASE)
         command._train(request(tmp_path), cast(Programs, kept), quiet=True)
+
+
+def test_the_commands_at_the_end_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    home = tmp_path / "my models" / "device"
+    assert shlex.split(command.agent_line(home, "chat")) == ["permille-agent", "--home", str(home), "chat"]
