@@ -188,6 +188,8 @@ class Personalizer:
         Raises:
             InputError: the prompt is empty or too long, or a number is out of range.
         """
+        if max_tokens < 1:
+            raise InputError(f"`max_tokens` must be at least 1, got {max_tokens}.")
         sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature)
         with LocalModel(self._home, self._engine) as model:
             variant = Variant.BASE if base else model.variants[0]

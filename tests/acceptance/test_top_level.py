@@ -125,6 +125,8 @@ def test_mistakes_with_a_package_are_told(package: Package, tmp_path: Path) -> N
         personal.fit([], steps=1)
     with pytest.raises(InputError, match="not int"):
         personal.fit([1], steps=1)  # type: ignore[list-item]
+    with pytest.raises(InputError, match="`max_tokens` must be at least 1, got -1"):
+        personal.generate("Today", max_tokens=-1)
     with pytest.raises(InputError, match="Choose 'gguf'"):
         personal.export("onnx", tmp_path / "out", base=True)
     with pytest.raises(InputError, match=r"Call `fit`, or export the base"):
