@@ -135,12 +135,8 @@ def family_of(config: Config) -> Family:
             raise InputError(
                 f"Models of type {model_type} bring code of their own (auto_map), which is not run. {_OTHERS}"
             )
-        if model_type is None:
-            raise InputError("config.json names no model_type. Name a folder that transformers saved.")
-        raise InputError(
-            f"Models of type {model_type!r:.60} are not supported; supported are {', '.join(Family)}. "
-            + _OTHERS
-        )
+        what = "Models without a model_type" if model_type is None else f"Models of type {model_type!r:.60}"
+        raise InputError(f"{what} are not supported; supported are {', '.join(Family)}. {_OTHERS}")
     return Family(str(model_type))
 
 

@@ -63,8 +63,8 @@ def test_what_blocks_cannot_hold_stays_or_is_refused() -> None:
     assert code_table(odd) is odd
     coded = code_table(table(numbers()))
     assert code_table(coded) is coded
-    for wrong in (np.inf, np.nan, 1e30):
-        with pytest.raises(InputError, match="--embeddings source"):
+    for wrong, words in ((np.inf, "not finite"), (np.nan, "not finite"), (1e30, "--embeddings source")):
+        with pytest.raises(InputError, match=words):
             code_table(table(np.full((2, 32), wrong, np.float32)))
 
 
