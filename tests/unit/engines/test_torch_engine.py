@@ -174,7 +174,7 @@ def test_info_says_what_decides_the_bits(llama: Tiny) -> None:
     "options", [{"device": "tpu"}, {"compute_dtype": "float16"}, {"threads": 0}, {"max_tokens": 0}], ids=str
 )
 def test_options_that_are_wrong_are_refused(llama: Tiny, options: dict[str, str]) -> None:
-    with pytest.raises(InputError, match=r"expected|must be at least 1"):
+    with pytest.raises(InputError, match=r"expected|is not a compute dtype|must be at least 1"):
         TorchEngine(llama.package, **options)  # type: ignore[arg-type]
 
 
