@@ -1,13 +1,16 @@
 """What programs say to the local server, unmodified: the clients of OpenAI and Ollama, and Open WebUI.
 
-Open WebUI is an application, not a library. Its requests are written down from the source of its release
-0.12.4, so far as the server sees them, and what it reads of the answers is checked as it reads it.
+Open WebUI is an application, not a library. One test sends the requests that its release 0.12.4 sent to a
+personal SmolLM2, from its page and from its API, with a connection of each kind. They were recorded between
+the two programs; of 36 tools that a request offered, one is kept. The other tests follow its source.
 """
 
 import json
 import threading
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import httpx
 import ollama
@@ -178,6 +181,32 @@ HEADERS = {
     "X-OpenWebUI-User-Role": "admin",
     "X-OpenWebUI-Chat-Id": "5c0f",
 }
+
+
+RECORDED = [
+    json.loads(line) for line in (Path(__file__).parent / "open_webui.jsonl").read_text().splitlines()
+]
+
+
+@pytest.mark.parametrize("asked", RECORDED, ids=lambda asked: asked["path"])
+def test_what_open_webui_sent_is_answered(root: str, asked: dict[str, Any]) -> None:
+    with httpx.Client(base_url=root, headers=HEADERS, timeout=300) as webui:
+        answer = webui.request(asked["method"], asked["path"], json=asked["body"])
+    assert (answer.status_code, answer.headers["content-type"]) == (200, asked["type"]), answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    documents = [json.loads(line) for line in lines if line != "[DONE]"]
+    if asked["path"] == "/v1/chat/completions":
+        choices = [document["choices"][0] for document in documents]
+        parts = [choice.get("message", choice.get("delta"))["content"] for choice in choices[:-1] or choices]
+        assert "".join(parts) and choices[-1]["finish_reason"] in ("stop", "length")
+    elif asked["path"] == "/api/chat":
+        assert "".join(document["message"]["content"] for document in documents)
+        assert documents[-1]["done"] is True
+    else:
+        assert [
+            model.get("name", model.get("id"))
+            for model in documents[0].get("models", documents[0].get("data"))
+        ]
 
 
 def test_open_webui_with_a_connection_of_openai(root: str) -> None:
