@@ -7,9 +7,14 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path, PurePath
+from typing import Final
 
 from permille.errors import OperatorError
 
+DOCUMENT_SUFFIXES: Final = (".docx", ".eml", ".htm", ".html", ".mbox", ".pdf")
+"""Names of the documents that `permille.sandbox.documents` reads."""
+TEXT_SUFFIXES: Final = (".txt", ".md", ".jsonl", *DOCUMENT_SUFFIXES, ".json")
+"""Names of the files that a device trains on."""
 _MOST_LINKS = 40  # as Linux follows
 
 

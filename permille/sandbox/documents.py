@@ -13,10 +13,6 @@ from html.parser import HTMLParser
 from io import BytesIO
 from typing import Final
 
-DOCUMENT_SUFFIXES: Final = (".docx", ".eml", ".htm", ".html", ".mbox", ".pdf")
-"""Names of the documents that `texts_of` reads."""
-TEXT_SUFFIXES: Final = (".txt", ".md", ".jsonl", *DOCUMENT_SUFFIXES, ".json")
-"""Names of the files that a device trains on."""
 _BLOCKS: Final = re.compile(
     "address|article|blockquote|br|dd|div|dt|h[1-6]|hr|li|p|pre|section|table|t[dhr]|ul"
 )

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from permille.errors import InputError
-from permille.sandbox.documents import DOCUMENT_SUFFIXES, TEXT_SUFFIXES
+from permille.files import DOCUMENT_SUFFIXES, TEXT_SUFFIXES
 from permille.sandbox.process import Sandbox, SandboxError
 from permille_agent.text.documents import Content, Document, PlainText, characters, parse_row
 from permille_agent.text.exports import exported_conversations, parse_conversation

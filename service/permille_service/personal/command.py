@@ -26,7 +26,7 @@ import typer
 from filelock import FileLock, Timeout
 
 from permille.errors import InputError
-from permille.files import write_atomic
+from permille.files import TEXT_SUFFIXES, write_atomic
 from permille.models.conversion import SLOW_TOKENIZERS
 from permille.models.ollama import ollama_file
 from permille_service.cli.commands import AsJson
@@ -255,7 +255,6 @@ def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None, work:
     """Refuse before the long work what would fail after it. Raises CommandError."""
     from permille.models.gguf.config import read_model
     from permille.models.gguf.file import GgufFile
-    from permille.sandbox.documents import TEXT_SUFFIXES
 
     if missing := [path for path in (*texts, *([corpus] if corpus else [])) if not path.exists()]:
         raise CommandError(f"There is no file or folder {missing[0]}.", Exit.REFUSED)
