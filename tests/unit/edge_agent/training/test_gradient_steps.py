@@ -163,7 +163,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(begin: Begin, package: Pack
 
 
 def test_an_engine_that_can_only_infer_is_refused_by_name(begin: Begin, package: Package) -> None:
-    with pytest.raises(InputError, match="train by forward passes alone: --method zeroth-order"):
+    with pytest.raises(InputError, match="or the method zeroth-order"):
         plan_and_train(begin(PRIVATE, engine=LossesOnly(package)))
 
 
