@@ -32,7 +32,15 @@ Sequences = Annotated[
     WholeNumber,
 ]
 SequenceLength = Annotated[
-    int, Field(strict=True, ge=8, le=32_768, examples=[512], description="tokens in a sequence"), WholeNumber
+    int,
+    Field(
+        strict=True,
+        ge=8,
+        le=32_768,
+        examples=[512],
+        description="tokens in a sequence; at most the model's positions",
+    ),
+    WholeNumber,
 ]
 
 

@@ -27,7 +27,6 @@ from filelock import FileLock, Timeout
 
 from permille.errors import InputError
 from permille.files import TEXT_SUFFIXES, write_atomic
-from permille.models.conversion import SLOW_TOKENIZERS
 from permille.models.ollama import ollama_file
 from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
@@ -230,6 +229,8 @@ def _model(gguf: Path | None, folder: Path | None, ollama: str | None) -> Path:
 
 def _check_folder(folder: Path) -> None:
     """Refuse what cannot be copied: no model, or links that never end. Raises CommandError."""
+    from permille.models.conversion import SLOW_TOKENIZERS  # imports numpy
+
     if folder.is_file():
         raise CommandError(f"{folder} is a file. Name a GGUF file with --gguf.", Exit.REFUSED)
     if not (folder / "config.json").is_file():

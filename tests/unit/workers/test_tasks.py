@@ -283,7 +283,6 @@ def test_a_model_that_changed_is_refused(bench: Bench) -> None:
         ({"method": "guess"}, "Input tag 'guess'"),
         ({"scope": "layers:7-"}, "layers"),
         ({"sequences": 100_000}, "sequences"),
-        ({"length": 1024}, "The model reads at most"),
         ({"model_id": f"model_{EXAMPLE_ULID}"}, "no model"),
         ({"surprise": 1}, "surprise"),
     ],
@@ -292,6 +291,10 @@ def test_masks_that_cannot_be_made_fail_with_the_reason(
     bench: Bench, changes: dict[str, Any], message: str
 ) -> None:
     assert message in failed(bench, "mask", fisher_request(bench, **changes))
+
+
+def test_a_mask_is_scored_on_sequences_of_at_most_the_models_positions(bench: Bench) -> None:
+    assert mask_of(bench, length=512).provenance["length"] == 128
 
 
 @pytest.mark.parametrize(("kind", "field"), [("mask", "corpus_id"), ("quantization", "evaluation_corpus_id")])

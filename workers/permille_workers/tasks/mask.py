@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.digests import JSON
-from permille.errors import InputError
 from permille.models.families import scoped_tensors
 from permille.package.layers import write_mask
 from permille.package.manifest import decimal_text
@@ -83,7 +82,7 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
 
 def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> _Scored | PartsToAdd:
     drawn = shard.drawn_before(context) or _draw(context, model, request)
-    work = fisher_work(request.sequences * request.length, model.checkpoint.parameters)
+    work = fisher_work(drawn.tokens_NT.size, model.checkpoint.parameters)
     if request.sequences > SHARD_SEQUENCES and work > context.settings.fisher_split_flops:
         found = shard.split_or_join(context, request, drawn)
         if isinstance(found, PartsToAdd):
@@ -96,7 +95,7 @@ def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate)
         provenance={
             "corpus": drawn.provenance,
             "sequences": request.sequences,
-            "length": request.length,
+            "length": drawn.tokens_NT.shape[1],
             "dtype": context.settings.dtype,
             "versions": versions("torch", "transformers", "tokenizers"),
         },
@@ -107,15 +106,10 @@ def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate)
 def _draw(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> shard.Drawn:
     from permille.models.loading import FileTokenizer
 
-    context_tokens = model.checkpoint.config.get("max_position_embeddings")
-    if context_tokens is not None and request.length > int(context_tokens):
-        raise InputError(
-            f"The model reads at most {context_tokens} tokens at once, and this mask wants sequences of "
-            f"{request.length}. Ask for a length of {context_tokens} or less."
-        )
     corpus = open_corpus(context, request.corpus_id)
     context.progress(0.01, "reading the corpus")
-    sampling = Sampling(number=request.sequences, length=request.length, seed=request.seed)
+    most = int(model.checkpoint.config.get("max_position_embeddings") or request.length)
+    sampling = Sampling(number=request.sequences, length=min(request.length, most), seed=request.seed)
     sequences = corpus.sequences(FileTokenizer(model.checkpoint.folder), sampling)
     return shard.Drawn(tokens_NT=sequences.tokens_NT, provenance=corpus.provenance, read=sequences.read)
 
