@@ -42,7 +42,7 @@ class Method(StrEnum):
 
 
 class EstimatorKind(StrEnum):
-    """How the scalars of a step were estimated.
+    """Kind of estimate that the scalars of a step come from.
 
     Replay does not look at the estimator, only at the header's `directions`, `first_tensor` and `split`.
     For `GRADIENT`, the device first computes a change of the weights from a gradient. The scalars are the
@@ -57,7 +57,7 @@ class EstimatorKind(StrEnum):
 
 
 class EngineName(StrEnum):
-    """What computes a model on a device."""
+    """Name of an engine, which computes a model on a device."""
 
     AUTO = "auto"  # light, if it knows the model, else torch
     LIGHT = "light"

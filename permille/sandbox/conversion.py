@@ -69,7 +69,8 @@ def _convert_weights(folder: Path, pickles: list[Path]) -> None:
 def _convert_tokenizer(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    if (folder / "tokenizer.model").exists() and find_spec("sentencepiece") is None:
+    alone = (folder / "tokenizer.model").exists() and not (folder / "vocab.json").exists()
+    if alone and find_spec("sentencepiece") is None:
         # transformers would ask for tiktoken here, which cannot read most of these files.
         raise _UnreadableError(
             "There is no tokenizer.json, and tokenizer.model is read by a package that is not installed: "

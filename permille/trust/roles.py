@@ -34,7 +34,7 @@ ONLINE: Final = (SNAPSHOT, TIMESTAMP)
 """Always signed by the service itself."""
 TIMESTAMP_FILE: Final = f"{TIMESTAMP}.json"
 ROOT_DIGEST_DIGITS: Final = 32
-"""How many hex digits of the root's SHA-256 an invitation contains."""
+"""Number of hex digits of the root's SHA-256 in an invitation."""
 MAX_VERSION: Final = 2**53 - 1
 MAX_STEPS: Final = 1_000_000
 

@@ -23,7 +23,7 @@ _CANNOT: Final = {
     "instead.",
     "n": "n: A request gets one answer. Leave it out, and send more requests for more answers.",
 }
-"""What a program asks for by a field, and the model cannot do, in words; pydantic's name the type alone."""
+"""Messages for fields that ask for more than the model can do. pydantic's own messages name only the type."""
 
 Request = TypeVar("Request", bound=BaseModel)
 

@@ -29,7 +29,7 @@ TYPES = tuple(
 """The types of tensors that are read; others are refused by name."""
 
 OTHERWISE = "Take the model as transformers has it, from a folder or the hub"
-"""What to do about a file whose model may be known in another form."""
+"""Advice for a file whose model may be known in another form."""
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_KEYS, _MOST_TENSORS, _MOST_ITEMS = 4096, 1 << 16, 4 << 20
