@@ -122,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE, help="the model")
     parser.add_argument("--part", choices=_PARTS, help="only this one")
     parser.add_argument("--task", choices=_ROWS, help="only this one")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="only the first so many")
     parser.add_argument("--minutes", type=float, help="begin no new cell after these")
     options = parser.parse_args(arguments)
     end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         units = planned(model)
         describe(options.folder, units)
-        for seeds in range(1, len(SEEDS) + 1):
+        for seeds in range(1, options.seeds + 1):
             for unit in units:
                 part = unit.name.split("-", 2)[2]
                 if options.part in (None, part) and options.task in (None, unit.task):
