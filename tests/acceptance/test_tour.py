@@ -1,4 +1,4 @@
-"""The tour of docs/tutorial/tour.md, typed as it stands: two environments, two shells, one service with TLS.
+"""The four pages of the tour, typed as they stand: two environments, two shells, one service with TLS.
 
 Blocks marked `server` or `device` go to that machine's bash as they are, with the variables that the tour
 documents set to places of the test. Blocks marked `install` are read, not run: pip would need a network. Each
@@ -23,7 +23,8 @@ from tests.acceptance.environments import ROOT, Environment, build_wheel, make_e
 from tests.ports import free_port
 
 EXAMPLES = ROOT / "examples"
-TOUR = ROOT / "docs" / "tutorial" / "tour.md"
+PAGES = ("tour.md", "tour-build.md", "tour-device.md", "tour-share.md")
+TOUR = [ROOT / "docs" / "tutorial" / name for name in PAGES]
 FENCE = re.compile(r"^```(?P<mark>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKS = ("sh server", "sh device", "sh server install", "sh device install")
 DIGEST = re.compile(r"^sha256:[0-9a-f]{64}$", re.MULTILINE)
@@ -156,7 +157,7 @@ def test_the_tour_runs_as_it_stands(tmp_path: Path) -> None:
         device = stack.enter_context(
             machine("device", tmp_path / "device", tmp_path / "desk", TOUR_PORT=port, TOUR_FROM=str(kit))
         )
-        for block in blocks_of(TOUR):
+        for block in (block for page in TOUR for block in blocks_of(page)):
             on = server if block.machine == "server" else device
             if block.installs:
                 install(on, block.text, wheel)
