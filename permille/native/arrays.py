@@ -1,4 +1,4 @@
-"""Checks of arrays for kernels, which cannot check behind a pointer."""
+"""Checks of arrays before they go to a kernel, which cannot check what is behind a pointer."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +9,12 @@ from permille.errors import InputError
 def check_array(
     name: str, array: NDArray[np.generic], dtype: type[np.generic], shape: tuple[int | None, ...]
 ) -> None:
-    """Type, shape (None: any size) and C-contiguity.
+    """Check type, shape and C-contiguity of an array. None in `shape` allows any size.
+
+        >>> check_array("x", np.zeros((2, 3), np.float32), np.float32, (None, 3))
 
     Raises:
-        InputError: one of them is another.
+        InputError: the array does not fit.
     """
     fits = array.ndim == len(shape) and all(
         want in (None, got) for want, got in zip(shape, array.shape, strict=True)
@@ -26,19 +28,24 @@ def check_array(
         )
 
 
-def check_writable(name: str, array: NDArray[np.generic]) -> None:
-    """
+def check_output(
+    name: str, array: NDArray[np.generic], dtype: type[np.generic], shape: tuple[int | None, ...]
+) -> None:
+    """Check an array as `check_array` does, and that a kernel may write to it.
+
     Raises:
-        InputError: the array is read-only.
+        InputError: the array does not fit or is read-only.
     """
+    check_array(name, array, dtype, shape)
     if not array.flags.writeable:
         raise InputError(f"expected {name} to be writable, got a read-only array")
 
 
 def check_range(first: int, last: int, size: int) -> None:
-    """
+    """Check that `first` to `last` is a range within `size`.
+
     Raises:
-        InputError: not 0 <= first <= last <= size.
+        InputError: it is not.
     """
     if not 0 <= first <= last <= size:
         raise InputError(f"expected a range within 0..{size}, got {first}..{last}")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native.arrays import check_array, check_range, check_writable
+from permille.native.arrays import check_array, check_output, check_range
 from permille.native.library import load
 from permille.native.weights import PackedRows
 from permille.quantization.types import Scheme
@@ -44,10 +44,8 @@ def quantize_tokens(x_MK: NDArray[np.float32], q_MP: NDArray[np.uint8], scale_M:
     """
     check_array("x", x_MK, np.float32, (None, None))
     tokens, columns = x_MK.shape
-    check_array("q", q_MP, np.uint8, (tokens, padded(columns)))
-    check_array("scale", scale_M, np.float32, (tokens,))
-    check_writable("q", q_MP)
-    check_writable("scale", scale_M)
+    check_output("q", q_MP, np.uint8, (tokens, padded(columns)))
+    check_output("scale", scale_M, np.float32, (tokens,))
     library = load()
     if library is not None:
         library.call("quantize_tokens", x_MK, tokens, columns, q_MP.shape[1], q_MP, scale_M)
@@ -99,8 +97,7 @@ def int8_rows(weight: PackedRows, first: int, last: int, scratch: NDArray[np.flo
             f"expected int4 in groups of a multiple of {RUN}, got {weight.scheme} in {weight.group_size}"
         )
     rows, columns = last - first, weight.shape[1]
-    check_array("scratch", scratch, np.float32, (None,))
-    check_writable("scratch", scratch)
+    check_output("scratch", scratch, np.float32, (None,))
     if len(scratch) < scratch_floats(rows, columns):
         raise InputError(f"expected scratch of {scratch_floats(rows, columns)} float32, got {len(scratch)}")
     whole, wide = -(-rows // _PANEL) * _PANEL, padded(columns)
@@ -137,8 +134,7 @@ def int8_product(
     wide = padded(weight.columns)
     check_array("q", q_MP, np.uint8, (None, wide))
     check_array("scale", scale_M, np.float32, (len(q_MP),))
-    check_array("out", out_MR, np.float32, (len(q_MP), weight.rows))
-    check_writable("out", out_MR)
+    check_output("out", out_MR, np.float32, (len(q_MP), weight.rows))
     library = load()
     if library is None:
         _numpy_product(weight, q_MP, scale_M, out_MR)

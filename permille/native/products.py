@@ -1,23 +1,24 @@
-"""Products that unpack no weight to memory: the sparse part of a layer, few tokens against codes.
+"""Products that never write an unpacked weight to memory.
 
-Shapes: M = tokens, N, K = out and in features, C = entries of the sparse matrix, Q = its variants.
+`sparse_product` adds what sparse values change of a layer. `TokenProduct` multiplies one token by a whole
+layer, straight from its codes. For several tokens, the engine dequantizes a tile of the weight and calls BLAS,
+which is faster (`permille.engines.light.linear`).
+
+Shapes: M = tokens, N, K = out and in features, C = entries of the sparse matrix, Q = its variants, R = rows
+of a range.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native.arrays import check_array, check_range, check_writable
-from permille.native.library import Library, load
+from permille.native.arrays import check_array, check_output, check_range
+from permille.native.library import Argument, Held, load
 from permille.native.weights import PackedRows, dequantize_rows
-
-_MAX_TOKENS = 16
-"""Above this many tokens, dequantizing a tile and a library's matrix product are faster."""
 
 _BLOCK = 8
 _FALLBACK_ROWS = 256
-WIDE = 128
-"""Features in a block of the widest kernel."""
+_WIDE = 128  # features in a block of the widest kernel
 _RUN = 32
 
 
@@ -28,18 +29,16 @@ def sparse_product(
     z_QC: NDArray[np.float32],
     out_QMN: NDArray[np.float32],
 ) -> None:
-    """`out[q] += x Z_q^T` for Q sparse matrices [N, K] with the same pattern, in float32.
+    """Add `x Z_q^T` to `out[q]` for Q sparse matrices [N, K] with the same pattern, in float32.
 
-    An output's entries are added in their order without fused operations, the sum then to `out`: the same
-    bits on every path of the library, for every M, and wherever a token stands in the batch. Without the
-    library sums may differ in the last bits.
+    The kernels add the entries of an output in their order, without fused operations. So every code path gives
+    the same bits, for every M. Without the library, sums may differ in the last bits.
 
     Args:
-        row_start_N1, column_C: compressed rows (`compressed_rows`); that columns are below K and row starts
-            do not fall is checked by whoever makes them, not at each product.
+        row_start_N1, column_C: compressed rows from `compressed_rows`. Their contents are not checked again.
 
     Raises:
-        InputError: other types or shapes, or starts that do not begin at 0 and end at C.
+        InputError: an array has another type or shape, or the starts do not run from 0 to C.
     """
     check_array("x", x_MK, np.float32, (None, None))
     tokens, columns = x_MK.shape
@@ -47,12 +46,8 @@ def sparse_product(
     check_array("columns", column_C, np.int32, (None,))
     check_array("z", z_QC, np.float32, (None, len(column_C)))
     rows, queries = len(row_start_N1) - 1, len(z_QC)
-    check_array("out", out_QMN, np.float32, (queries, tokens, rows))
-    check_writable("out", out_QMN)
-    if rows < 0 or row_start_N1[0] != 0 or row_start_N1[-1] != len(column_C):
-        raise InputError(
-            f"expected row starts from 0 to {len(column_C)}, got {row_start_N1[[0, -1][: rows + 1]]}"
-        )
+    check_output("out", out_QMN, np.float32, (queries, tokens, rows))
+    _check_starts(row_start_N1, column_C)
     library = load()
     if library is None:
         _numpy_sparse_product(x_MK, row_start_N1, column_C, z_QC, out_QMN)
@@ -66,10 +61,16 @@ def sparse_product(
 def compressed_rows(
     flat_index: NDArray[np.unsignedinteger] | NDArray[np.signedinteger], shape: tuple[int, int]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Row starts [N + 1] and columns [C] of strictly increasing flat indices into [N, K], both int32.
+    """Return row starts [N + 1] and columns [C] of flat indices into [N, K], both int32.
+
+    For example, two entries in the first row of a 2 by 4 matrix:
+
+        >>> starts, columns = compressed_rows(np.array([1, 3]), (2, 4))
+        >>> starts.tolist(), columns.tolist()
+        ([0, 2, 2], [1, 3])
 
     Raises:
-        InputError: indices that do not increase or lie outside, or 2**31 and more of them.
+        InputError: the indices do not increase, lie outside the matrix, or are 2**31 or more.
     """
     rows, columns = shape
     flat = flat_index.astype(np.int64)
@@ -81,68 +82,95 @@ def compressed_rows(
     return starts.astype(np.int32), (flat % max(columns, 1)).astype(np.int32)
 
 
-def packed_product(
-    weight: PackedRows,
-    x_MK: NDArray[np.float32],
-    out_MN: NDArray[np.float32],
-    first: int = 0,
-    last: int | None = None,
-) -> None:
-    """`out[:, first:last] = x W[first:last]^T` for at most 16 tokens, straight from the codes, in float32.
+class TokenProduct:
+    """The product `out = (W + Z) x + b` of one token: codes, sparse values and bias in one call.
 
-    Sums differ from those of a dequantized product in the last bits. In the kernel a token's are the same for
-    every M; elsewhere (a fallback: no library, path "scalar", rows that are not whole runs of 32 codes under
-    one scale, or groups not of 32, 64 or a multiple of 128) it is BLAS's, whose bits may depend on M.
-
-    Args:
-        first, last: rows of the weight, so that threads may share one product; None is N.
-
-    Raises:
-        InputError: other types or shapes, more than 16 tokens, or rows outside the weight.
+    The kernel takes groups of 32, 64 or a multiple of 128 codes. For other groups, on the path "scalar" and
+    without the library, rows are dequantized and multiplied by numpy.
     """
-    rows, columns = weight.shape
-    last = rows if last is None else last
-    check_range(first, last, rows)
-    check_array("x", x_MK, np.float32, (None, columns))
-    check_array("out", out_MN, np.float32, (len(x_MK), rows))
-    check_writable("out", out_MN)
-    if len(x_MK) > _MAX_TOKENS:
-        raise InputError(f"expected at most {_MAX_TOKENS} tokens, got {len(x_MK)}")
-    library = load()
-    if library is not None and library.path != "scalar" and is_aligned(weight):
-        _from_codes(library, weight, x_MK, out_MN, first, last)
-        return
-    tile_RK = np.empty((min(_FALLBACK_ROWS, last - first), columns), np.float32)
-    for start in range(first, last, _FALLBACK_ROWS):
-        stop = min(start + _FALLBACK_ROWS, last)
-        dequantize_rows(weight, start, stop, tile_RK[: stop - start])
-        out_MN[:, start:stop] = x_MK @ tile_RK[: stop - start].T
+
+    def __init__(
+        self,
+        weight: PackedRows,
+        entries: tuple[NDArray[np.int32], NDArray[np.int32]],
+        difference_C: NDArray[np.float32],
+        bias_N: NDArray[np.float32] | None,
+    ) -> None:
+        """Check the arrays once, for all tokens of a text.
+
+        Args:
+            weight: W, [N, K].
+            entries: row starts and columns of Z, from `compressed_rows`.
+            difference_C: the entries of Z, value minus decoded weight.
+            bias_N: b, or None.
+
+        Raises:
+            InputError: an array has another type or shape.
+        """
+        rows, columns = weight.shape
+        check_array("row starts", entries[0], np.int32, (rows + 1,))
+        check_array("columns", entries[1], np.int32, (None,))
+        check_array("differences", difference_C, np.float32, entries[1].shape)
+        _check_starts(*entries)
+        if bias_N is not None:
+            check_array("bias", bias_N, np.float32, (rows,))
+        self._weight, self._entries, self._difference_C, self._bias_N = weight, entries, difference_C, bias_N
+        self._arguments: tuple[Argument, ...] | None = None
+        if _is_aligned(weight):
+            arrays = (Held(weight.packed), Held(weight.scales), Held(weight.codes), Held(weight.minima))
+            coded = (*arrays, int(weight.form))
+            bias = Held(np.empty(1, np.float32) if bias_N is None else bias_N)
+            sparse = (Held(entries[0]), Held(entries[1]), Held(difference_C), bias, int(bias_N is not None))
+            self._arguments = (*coded, weight.group_size, columns, *sparse)
+
+    def run(self, x_1K: NDArray[np.float32], out_1N: NDArray[np.float32], first: int, last: int) -> None:
+        """Compute rows `first` to `last` of `out`, so that threads can share one product.
+
+        Raises:
+            InputError: an array has another type or shape, or the rows lie outside the weight.
+        """
+        rows, columns = self._weight.shape
+        check_range(first, last, rows)
+        check_array("x", x_1K, np.float32, (1, columns))
+        check_output("out", out_1N, np.float32, (1, rows))
+        library = load()
+        if library is None or library.path == "scalar" or self._arguments is None:
+            self._run_numpy(x_1K, out_1N, first, last)
+            return
+        # The token in the order of the kernel, and the sums of its groups.
+        scratch = np.empty(-(-columns // _WIDE) * _WIDE + columns // _RUN, np.float32)
+        library.call("token_product", *self._arguments, first, last, x_1K, out_1N, scratch)
+
+    def _run_numpy(
+        self, x_1K: NDArray[np.float32], out_1N: NDArray[np.float32], first: int, last: int
+    ) -> None:
+        tile_RK = np.empty((min(_FALLBACK_ROWS, last - first), x_1K.shape[1]), np.float32)
+        for start in range(first, last, _FALLBACK_ROWS):
+            stop = min(start + _FALLBACK_ROWS, last)
+            dequantize_rows(self._weight, start, stop, tile_RK[: stop - start])
+            out_1N[:, start:stop] = x_1K @ tile_RK[: stop - start].T
+        row_start_N1, column_C = self._entries
+        own = slice(int(row_start_N1[first]), int(row_start_N1[last]))
+        starts = row_start_N1[first : last + 1] - row_start_N1[first]
+        change_11R = np.zeros((1, 1, last - first), np.float32)
+        sparse_product(x_1K, starts, column_C[own], self._difference_C[None, own], change_11R)
+        if self._bias_N is not None:
+            change_11R += self._bias_N[first:last]
+        out_1N[:, first:last] += change_11R[0]
 
 
-def product_floats(tokens: int, columns: int) -> int:
-    """Float32 numbers of memory that the kernel needs: the tokens, and the sums of one of them by groups."""
-    return tokens * -(-columns // WIDE) * WIDE + columns // _RUN
+def _check_starts(row_start_N1: NDArray[np.int32], column_C: NDArray[np.int32]) -> None:
+    if not len(row_start_N1) or row_start_N1[0] != 0 or row_start_N1[-1] != len(column_C):
+        raise InputError(
+            f"expected row starts from 0 to {len(column_C)}, got {row_start_N1[:1]} to {row_start_N1[-1:]}"
+        )
 
 
-def is_aligned(weight: PackedRows) -> bool:
-    """Rows of whole runs of 32 codes, each under one scale; 128 codes are whole groups or within one."""
+def _is_aligned(weight: PackedRows) -> bool:
+    """Return whether the kernel takes the groups: a run of 32 codes has one scale, and no group is cut."""
     columns, group = weight.shape[1], weight.group_size
     whole = columns % group == 0 or weight.line == columns
-    return whole and columns % _RUN == 0 and (group in (32, 64) or group % WIDE == 0)
-
-
-def _from_codes(
-    library: Library,
-    weight: PackedRows,
-    x_MK: NDArray[np.float32],
-    out_MN: NDArray[np.float32],
-    first: int,
-    last: int,
-) -> None:
-    rows, columns = weight.shape
-    scratch = np.empty(product_floats(len(x_MK), columns), np.float32)
-    coded = (weight.packed, weight.scales, weight.codes, weight.minima, weight.form, weight.group_size)
-    library.call("packed_product", *coded, columns, first, last, x_MK, len(x_MK), out_MN, rows, scratch)
+    return whole and columns % _RUN == 0 and (group in (32, 64) or group % _WIDE == 0)
 
 
 def _numpy_sparse_product(
@@ -152,7 +180,7 @@ def _numpy_sparse_product(
     z_QC: NDArray[np.float32],
     out_QMN: NDArray[np.float32],
 ) -> None:
-    """Entry by entry of the rows: all first entries of the rows, then all second ones."""
+    # All first entries of the rows, then all second ones: the order in which the kernel adds them.
     lengths = np.diff(row_start_N1)
     for depth in range(int(lengths.max(initial=0))):
         row = np.nonzero(lengths > depth)[0]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native.arrays import check_array, check_range, check_writable
+from permille.native.arrays import check_array, check_output, check_range
 from permille.native.library import load
 from permille.quantization.nf4 import NF4_CODES
 from permille.quantization.source import check_quantized
@@ -101,8 +101,7 @@ def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.f
     """
     columns = weight.shape[1]
     check_range(first, last, weight.shape[0])
-    check_array("out", out, np.float32, (last - first, columns))
-    check_writable("out", out)
+    check_output("out", out, np.float32, (last - first, columns))
     library = load()
     if library is None:
         out[...] = decode_rows(weight, first, last)
@@ -141,8 +140,7 @@ def set_values(
     Raises:
         InputError: other types or shapes, or an index outside the tile; then nothing is written.
     """
-    check_array("the tile", out, np.float32, out.shape)
-    check_writable("the tile", out)
+    check_output("the tile", out, np.float32, out.shape)
     check_array("indices", flat_index, np.uint32, (None,))
     check_array("values", values, np.float32, flat_index.shape)
     library = load()
@@ -165,8 +163,7 @@ def widen_bf16(source: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
         InputError: other types, or shapes that differ.
     """
     check_array("source", source, np.uint16, source.shape)
-    check_array("out", out, np.float32, source.shape)
-    check_writable("out", out)
+    check_output("out", out, np.float32, source.shape)
     library = load()
     if library is None:
         np.left_shift(source, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
@@ -182,8 +179,7 @@ def widen_q8_0(source_NR: NDArray[np.uint8], out_NK: NDArray[np.float32]) -> Non
     """
     rows, columns = out_NK.shape
     check_array("source", source_NR, np.uint8, (rows, columns // Q8_0_WEIGHTS * Q8_0_BYTES))
-    check_array("out", out_NK, np.float32, (rows, columns // Q8_0_WEIGHTS * Q8_0_WEIGHTS))
-    check_writable("out", out_NK)
+    check_output("out", out_NK, np.float32, (rows, columns // Q8_0_WEIGHTS * Q8_0_WEIGHTS))
     library = load()
     if library is None:
         found = RawTensor(name="", dtype=Q8_0, shape=out_NK.shape, data=source_NR.reshape(-1))
@@ -200,8 +196,7 @@ def widen_f16(source: NDArray[np.uint16] | NDArray[np.float16], out: NDArray[np.
     """
     dtype = np.uint16 if source.dtype == np.uint16 else np.float16
     check_array("source", source, dtype, source.shape)
-    check_array("out", out, np.float32, source.shape)
-    check_writable("out", out)
+    check_output("out", out, np.float32, source.shape)
     library = load()
     if library is None:
         out[...] = source.view(np.float16)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.native.arrays import check_array, check_writable
+from permille.native.arrays import check_array, check_output
 from permille.native.library import load
 
 STATE_LIMIT = 1 << 53
@@ -91,8 +91,7 @@ def add_scaled(s_K: NDArray[np.int64], c: int, z_K: NDArray[np.int8]) -> None:
     Raises:
         InputError: other types or shapes.
     """
-    check_array("the state", s_K, np.int64, (None,))
-    check_writable("the state", s_K)
+    check_output("the state", s_K, np.int64, (None,))
     z_K = np.ascontiguousarray(z_K)
     check_array("z", z_K, np.int8, s_K.shape)
     library = load()

@@ -19,7 +19,7 @@ from permille.engines.light.passes import LossPass, Workspace, finish, run_layer
 from permille.engines.light.sequences import JoinedSequences
 from permille.engines.light.threads import blocks
 from permille.models.architecture import Architecture
-from permille.native.token_products import TokenProduct
+from permille.native.products import TokenProduct
 
 Array = NDArray[np.float32]
 

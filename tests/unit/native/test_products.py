@@ -1,4 +1,4 @@
-"""The sparse product and the product from codes: against float64, and the same bits where promised."""
+"""The sparse product and the product of a token: against float64, and the same bits where promised."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,9 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.native import library
-from permille.native.products import compressed_rows, packed_product, sparse_product
-from permille.native.token_products import TokenProduct
+from permille.native.products import TokenProduct, compressed_rows, sparse_product
 from permille.native.weights import PackedRows
-from permille.quantization import default_group_size, dequantize, quantize
-from permille.quantization.gguf_blocks import TYPES
+from permille.quantization import dequantize, quantize
 from permille.quantization.types import QuantizedTensor, Scheme
 from tests.unit.package.tiny import kept
 
@@ -82,42 +80,6 @@ def coded(w_NK: NDArray[np.float32], scheme: Scheme | str, group_size: int) -> Q
 
 
 @pytest.mark.parametrize(("scheme", "group_size", "shape"), PACKED)
-def test_packed_product_is_the_product_with_the_decoded_weight(
-    path: str, scheme: Scheme | str, group_size: int, shape: tuple[int, int]
-) -> None:
-    rng = np.random.default_rng(3)
-    tensor = coded(rng.normal(size=shape).astype(F32), scheme, group_size)
-    w_NK = dequantize(tensor).astype(np.float64)
-    weight = PackedRows.of(tensor)
-    for tokens in (0, 1, 3, 8, 16):
-        x_MK = rng.normal(size=(tokens, shape[1])).astype(F32)
-        out_MN = np.full((tokens, shape[0]), 7, F32)
-        packed_product(weight, x_MK, out_MN, 2, shape[0] - 1)
-        bound_MN = 1e-6 * (np.abs(x_MK) @ np.abs(w_NK).T) + 1e-30
-        assert (np.abs(out_MN - x_MK @ w_NK.T) < bound_MN)[:, 2:-1].all()
-        assert (out_MN[:, [0, 1, -1]] == 7).all()
-
-
-@pytest.mark.parametrize("scheme", [*(each for each in Scheme if each is not Scheme.SOURCE), *TYPES])
-def test_packed_product_of_a_token_does_not_depend_on_its_batch(
-    compiled: library.Library, scheme: Scheme | str
-) -> None:
-    rng = np.random.default_rng(4)
-    w_NK = rng.normal(size=(40, 128)).astype(F32)
-    group_size = default_group_size(scheme) if isinstance(scheme, Scheme) else 32
-    weight = PackedRows.of(coded(w_NK, scheme, group_size))
-    if compiled.path == "scalar":  # there the product is the system's, which promises nothing of the kind
-        assert not hasattr(compiled._dll, "packed_product_scalar")
-        return
-    x_MK = rng.normal(size=(7, 128)).astype(F32)
-    whole_MN, one_MN = np.empty((7, 40), F32), np.empty((1, 40), F32)
-    packed_product(weight, x_MK, whole_MN)
-    for token in range(7):
-        packed_product(weight, x_MK[token : token + 1], one_MN)
-        assert np.array_equal(one_MN[0], whole_MN[token])
-
-
-@pytest.mark.parametrize(("scheme", "group_size", "shape"), PACKED)
 def test_product_of_a_token_has_codes_values_and_bias_wherever_it_is_cut(
     path: str, scheme: Scheme | str, group_size: int, shape: tuple[int, int]
 ) -> None:
@@ -176,10 +138,6 @@ WEIGHT = PackedRows.of(quantize(np.ones((6, 64), F32), Scheme.INT4, 32))
         lambda: TokenProduct(WEIGHT, NOTHING, EMPTY, None).run(
             np.zeros((1, 64), F32), np.zeros((1, 6), F32), 0, 7
         ),
-        lambda: packed_product(WEIGHT, np.zeros((17, 64), F32), np.zeros((17, 6), F32)),
-        lambda: packed_product(WEIGHT, np.zeros((1, 63), F32), np.zeros((1, 6), F32)),
-        lambda: packed_product(WEIGHT, np.zeros((1, 64), F32), np.zeros((1, 5), F32)),
-        lambda: packed_product(WEIGHT, np.zeros((1, 64), F32), np.zeros((1, 6), F32), 0, 7),
     ],
 )
 def test_what_does_not_fit_never_reaches_a_pointer(path: str, call: object) -> None:
