@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native.arrays import check_array, check_output, check_range
 from permille.native.library import load
-from permille.native.weights import PackedRows
+from permille.quantization.packed_rows import PackedRows
 from permille.quantization.types import Scheme
 
 RUN = 32

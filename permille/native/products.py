@@ -1,8 +1,8 @@
 """Products that never write an unpacked weight to memory.
 
 `sparse_product` adds what sparse values change of a layer. `TokenProduct` multiplies one token by a whole
-layer, straight from its codes. For several tokens, the engine dequantizes a tile of the weight and calls BLAS,
-which is faster (`permille.engines.light.linear`).
+layer, straight from its codes. For several tokens it is faster to dequantize a tile of the weight and to
+call BLAS, as `permille.engines.light.linear` does.
 
 Shapes: M = tokens, N, K = out and in features, C = entries of the sparse matrix, Q = its variants, R = rows
 of a range.
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native.arrays import check_array, check_output, check_range
 from permille.native.library import Argument, Held, load
-from permille.native.weights import PackedRows, dequantize_rows
+from permille.native.weights import dequantize_rows
+from permille.quantization.packed_rows import PackedRows
 
 _BLOCK = 8
 _FALLBACK_ROWS = 256
@@ -31,8 +32,8 @@ def sparse_product(
 ) -> None:
     """Add `x Z_q^T` to `out[q]` for Q sparse matrices [N, K] with the same pattern, in float32.
 
-    The kernels add the entries of an output in their order, without fused operations. So every code path gives
-    the same bits, for every M. Without the library, sums may differ in the last bits.
+    The kernels add the entries of an output in their order, without fused operations. So every code path
+    gives the same bits, for every M. Without the library, sums may differ in the last bits.
 
     Args:
         row_start_N1, column_C: compressed rows from `compressed_rows`. Their contents are not checked again.

@@ -7,90 +7,14 @@ float16 as uint16 or float16.
 Shapes: N, K = out and in features; C = masked weights of the tensor; R = rows of a range.
 """
 
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import assert_never
-
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.native.arrays import check_array, check_output, check_range
 from permille.native.library import load
-from permille.quantization.nf4 import NF4_CODES
-from permille.quantization.source import check_quantized
-from permille.quantization.types import QuantizedTensor, Scheme
+from permille.quantization.packed_rows import PackedRows, decode_rows
 from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
-
-_INT4_CODES = np.arange(-8, 8, dtype=np.float32)
-_UNSIGNED_CODES = np.arange(16, dtype=np.float32)
-
-
-class Form(IntEnum):
-    """Meaning of a code before its scale, with the numbers of `src/weights.inc`."""
-
-    SHARED = 0  # one of 16 numbers, the same for all rows
-    BYTES = 1  # itself, an integer in a byte
-    SHIFTED = 2  # as SHARED, and its group's minimum is added
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PackedRows:
-    """A view of one weight [N, K]: sizes, types and contiguity are checked once, when it is made by `of`.
-
-    Attributes:
-        packed: uint8, as in `QuantizedTensor`; may be a read-only map of the package's file.
-        scales: float32, one a group.
-        codes: float32 [16]; of bytes nothing.
-        minima: float32, one a group where the form is SHIFTED, else none.
-        line: weights after which groups begin anew: a row, of nf4 the whole matrix.
-    """
-
-    packed: NDArray[np.uint8]
-    scales: NDArray[np.float32]
-    codes: NDArray[np.float32]
-    minima: NDArray[np.float32]
-    form: Form
-    scheme: Scheme
-    group_size: int
-    line: int
-    shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, quantized: QuantizedTensor) -> "PackedRows":
-        """Borrow the arrays of a quantized tensor; what is not contiguous is copied.
-
-        Raises:
-            InputError: as many codes or scales as the shape does not ask for.
-        """
-        check_quantized(quantized)
-        scales, group_size = np.ascontiguousarray(quantized.scales), quantized.group_size
-        rows, columns = quantized.shape
-        codes, form, line, minima = np.empty(0, np.float32), Form.BYTES, columns, np.empty(0, np.float32)
-        match quantized.scheme:
-            case Scheme.NF4:
-                codes, form, line = NF4_CODES, Form.SHARED, rows * columns
-            case Scheme.INT4:
-                codes, form = _INT4_CODES, Form.SHARED
-            case Scheme.SOURCE if quantized.minima is not None:
-                codes, form, minima = _UNSIGNED_CODES, Form.SHIFTED, np.ascontiguousarray(quantized.minima)
-            case Scheme.SOURCE if quantized.bits == 4:
-                codes, form = _INT4_CODES, Form.SHARED
-            case Scheme.INT8 | Scheme.SOURCE:
-                pass
-            case other:
-                assert_never(other)
-        return cls(
-            packed=np.ascontiguousarray(quantized.packed),
-            scales=scales,
-            codes=codes,
-            minima=minima,
-            form=form,
-            scheme=quantized.scheme,
-            group_size=group_size,
-            line=line,
-            shape=quantized.shape,
-        )
 
 
 def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.float32]) -> None:
@@ -109,22 +33,6 @@ def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.f
     coded = (weight.packed, weight.scales, weight.codes, weight.minima, weight.form)
     groups = (weight.group_size, weight.line)
     library.call("dequantize", *coded, *groups, first * columns, last * columns, out)
-
-
-def decoded_at(
-    weight: PackedRows, flat_index: NDArray[np.unsignedinteger | np.signedinteger]
-) -> NDArray[np.float32]:
-    """Return what the codes decode to at flat indices, float32 of their shape: `value - decoded_at` is what a
-    sparse product adds where the codes were not replaced.
-
-    Raises:
-        InputError: an index outside the weight.
-    """
-    flat = flat_index.astype(np.int64)
-    size = weight.shape[0] * weight.shape[1]
-    if flat.size and (int(flat.min()) < 0 or int(flat.max()) >= size):
-        raise InputError(f"expected flat indices below {size}, got {flat.min()}..{flat.max()}")
-    return _decode(weight, flat)
 
 
 def set_values(
@@ -202,44 +110,3 @@ def widen_f16(source: NDArray[np.uint16] | NDArray[np.float16], out: NDArray[np.
         out[...] = source.view(np.float16)
     else:
         library.call("widen_f16", source, source.size, out)
-
-
-def _decode(weight: PackedRows, flat: NDArray[np.int64]) -> NDArray[np.float32]:
-    """The weights at flat indices, in any shape: one float32 product each, of SHIFTED and a sum."""
-    line, column = np.divmod(flat, weight.line)
-    groups = -(-weight.line // weight.group_size)
-    group = line * groups + column // weight.group_size
-    w: NDArray[np.float32]
-    if weight.form is Form.BYTES:
-        w = weight.packed[flat].view(np.int8).astype(np.float32)
-    else:
-        codes = (weight.packed[flat >> 1] >> np.where(flat & 1, 0, 4).astype(np.uint8)) & np.uint8(15)
-        w = weight.codes[codes]
-    w *= weight.scales.reshape(-1)[group]
-    if weight.form is Form.SHIFTED:
-        w += weight.minima.reshape(-1)[group]
-    return w
-
-
-def decode_rows(weight: PackedRows, first: int, last: int) -> NDArray[np.float32]:
-    """Rows first..last, [R, K]."""
-    columns = weight.shape[1]
-    start, stop = first * columns, last * columns
-    w_RK: NDArray[np.float32]
-    if weight.form is Form.BYTES:
-        w_RK = weight.packed[start:stop].view(np.int8).reshape(-1, columns).astype(np.float32)
-    else:
-        packed = weight.packed[start // 2 : (stop + 1) // 2]
-        codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[start % 2 :][: stop - start]
-        code_RK = codes.reshape(last - first, columns)
-        w_RK = weight.codes[code_RK]
-    if weight.line == columns:
-        scale_RG = weight.scales.reshape(weight.shape[0], -1)[first:last]
-        w_RK *= np.repeat(scale_RG, weight.group_size, axis=1)[:, :columns]
-        if weight.form is Form.SHIFTED:
-            w_RK += np.repeat(weight.minima[first:last], weight.group_size, axis=1)
-    else:
-        group = weight.group_size
-        scales = np.repeat(weight.scales[start // group : -(-stop // group)], group)
-        w_RK *= scales[start % group :][: stop - start].reshape(w_RK.shape)
-    return w_RK

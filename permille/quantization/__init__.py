@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from permille.choices import choice_of
 from permille.errors import InputError
 from permille.quantization import gguf_blocks, integers, nf4
+from permille.quantization.packed_rows import PackedRows, decode_rows
+from permille.quantization.source import row_chunks
 from permille.quantization.types import QuantizedTensor, Scheme
 
 
@@ -46,13 +48,11 @@ def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
     Raises:
         InputError: as many codes or scales as the shape does not ask for.
     """
-    match quantized.scheme:
-        case Scheme.NF4:
-            return nf4.dequantize(quantized)
-        case Scheme.INT4 | Scheme.INT8:
-            return integers.dequantize(quantized)
-        case Scheme.SOURCE:
-            return gguf_blocks.dequantize(quantized)
+    weight = PackedRows.of(quantized)
+    w_NK = np.empty(quantized.shape, np.float32)
+    for start, stop in row_chunks(*quantized.shape):
+        w_NK[start:stop] = decode_rows(weight, start, stop)
+    return w_NK
 
 
 _DEFAULT_GROUP_SIZES = {

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization.source import check_quantized, decoded_rows, pack, unpack
+from permille.quantization.source import pack, unpack
 from permille.quantization.types import QuantizedTensor, Scheme
 
 GROUP_SIZE = 32
@@ -73,20 +73,3 @@ def blocks_of(tensor: QuantizedTensor) -> NDArray[np.uint8]:
         code_BS = unpack(tensor.packed, tensor.packed.size * 2).reshape(len(half_BH), GROUP_SIZE)
         code_BP = code_BS[:, :_HALF] | code_BS[:, _HALF:] << np.uint8(4)
     return np.concatenate([half_BH.view(np.uint8), code_BP], axis=1).reshape(tensor.shape[0], -1)
-
-
-def dequantize(tensor: QuantizedTensor) -> NDArray[np.float32]:
-    """Return the weight [N, K], bit for bit what `gguf.quants.dequantize` makes of the blocks."""
-    check_quantized(tensor)
-
-    def spread(head_NG: NDArray[np.float32], chunk: slice) -> NDArray[np.float32]:
-        return np.repeat(head_NG[chunk], GROUP_SIZE, axis=1)
-
-    def decode(chunk: slice, codes_RK: NDArray[np.uint8]) -> NDArray[np.float32]:
-        if tensor.bits == 8:
-            return codes_RK.view(np.int8) * spread(tensor.scales, chunk)
-        if tensor.minima is None:
-            return (codes_RK.view(np.int8) - np.int8(8)) * spread(tensor.scales, chunk)
-        return codes_RK * spread(tensor.scales, chunk) + spread(tensor.minima, chunk)
-
-    return decoded_rows(tensor, decode)

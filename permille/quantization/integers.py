@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization.source import check_weight, decoded_rows, packed_rows
+from permille.quantization.source import check_weight, packed_rows
 from permille.quantization.types import QuantizedTensor, Scheme
 
 GROUP_SIZES = {Scheme.INT4: (32, 128), Scheme.INT8: (128,)}
@@ -54,18 +54,6 @@ def quantize(
     return QuantizedTensor(
         scheme=scheme, shape=(rows, columns), group_size=group_size, packed=packed, scales=scale_NG
     )
-
-
-def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
-    """code * scale, one float32 product a weight: [N, K]."""
-
-    def decode(chunk: slice, codes_RK: NDArray[np.uint8]) -> NDArray[np.float32]:
-        is_int8 = quantized.scheme is Scheme.INT8
-        signed_RK = codes_RK.view(np.int8) if is_int8 else codes_RK.view(np.int8) - np.int8(8)
-        scale_RK = np.repeat(quantized.scales[chunk], quantized.group_size, axis=1)
-        return np.multiply(signed_RK, scale_RK[:, : codes_RK.shape[1]], dtype=np.float32)
-
-    return decoded_rows(quantized, decode)
 
 
 def _scales(w_RK: NDArray[np.float32], most: int, group_size: int) -> NDArray[np.float32]:

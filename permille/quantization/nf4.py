@@ -10,7 +10,7 @@ has absmax 0 where the reference stores 1e-38, and the nibble after an odd numbe
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.quantization.source import CHUNK_WEIGHTS, check_finite, check_quantized, check_weight, pack
+from permille.quantization.source import CHUNK_WEIGHTS, check_finite, check_weight, pack
 from permille.quantization.types import QuantizedTensor, Scheme
 
 BLOCK_SIZE = 64
@@ -40,10 +40,6 @@ NF4_CODES: NDArray[np.float32] = np.array(
 # float32 arithmetic, as in the reference: a weight exactly between two codes takes the lower one.
 _BOUNDS: NDArray[np.float32] = (NF4_CODES[:-1] + NF4_CODES[1:]) / np.float32(2)
 _SMALLEST_ABSMAX = np.float32(1e-38)
-# byte -> the two values it stands for, before the scale.
-_PAIRS: NDArray[np.float32] = np.stack(
-    [NF4_CODES[np.arange(256) >> 4], NF4_CODES[np.arange(256) & 15]], axis=1
-)
 
 
 def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTensor:
@@ -67,19 +63,6 @@ def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTen
     return QuantizedTensor(
         scheme=Scheme.NF4, shape=(rows, columns), group_size=BLOCK_SIZE, packed=packed, scales=absmax_B
     )
-
-
-def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
-    """NF4_CODES[code] * absmax, one float32 product a weight: [N, K]."""
-    check_quantized(quantized)
-    size = quantized.shape[0] * quantized.shape[1]
-    w = np.empty(size, np.float32)
-    for start in range(0, size, CHUNK_WEIGHTS):
-        stop = min(start + CHUNK_WEIGHTS, size)
-        values = _PAIRS[quantized.packed[start // 2 : (stop + 1) // 2]].reshape(-1)[: stop - start]
-        absmax = quantized.scales[start // BLOCK_SIZE : -(-stop // BLOCK_SIZE)]
-        np.multiply(values, np.repeat(absmax, BLOCK_SIZE)[: stop - start], out=w[start:stop])
-    return w.reshape(quantized.shape)
 
 
 def _absmax(w: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -84,26 +84,6 @@ def packed_rows(
     return packed
 
 
-def decoded_rows(
-    quantized: QuantizedTensor, decode: Callable[[slice, NDArray[np.uint8]], NDArray[np.float32]]
-) -> NDArray[np.float32]:
-    """The weight [N, K], chunk by chunk: `decode` makes of some rows and their codes [R, K] the weights.
-
-    Raises:
-        InputError: as many codes or scales as the shape does not ask for.
-    """
-    check_quantized(quantized)
-    rows, columns = quantized.shape
-    bits = quantized.bits
-    w_NK = np.empty((rows, columns), np.float32)
-    for start, stop in row_chunks(rows, columns):
-        size = (stop - start) * columns
-        codes = quantized.packed[start * columns * bits // 8 : (stop * columns * bits + 7) // 8]
-        codes = unpack(codes, size) if bits == 4 else codes
-        w_NK[start:stop] = decode(slice(start, stop), codes.reshape(-1, columns))
-    return w_NK
-
-
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Two codes a byte, the first in the high nibble; of an odd number the last low nibble is 0."""
     if codes.size % 2:

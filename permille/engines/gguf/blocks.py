@@ -32,7 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization.gguf_blocks import blocks_of, dequantize, type_name
+from permille.quantization import dequantize
+from permille.quantization.gguf_blocks import blocks_of, type_name
 from permille.quantization.source import pack, unpack
 from permille.quantization.types import QuantizedTensor, Scheme
 

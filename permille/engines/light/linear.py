@@ -26,7 +26,8 @@ from permille.engines.light.threads import Threads, blocks
 from permille.errors import InputError
 from permille.native.int8 import has_int8, int8_product, int8_rows, scratch_floats
 from permille.native.products import TokenProduct, compressed_rows, sparse_product
-from permille.native.weights import PackedRows, decoded_at, dequantize_rows, set_values
+from permille.native.weights import dequantize_rows, set_values
+from permille.quantization.packed_rows import PackedRows, decoded_at
 
 Array = NDArray[np.float32]
 

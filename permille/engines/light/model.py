@@ -20,8 +20,8 @@ from permille.engines.variants import Spans, first_masked, layer_spans
 from permille.errors import InputError
 from permille.models.architecture import Architecture, LayerSettings, architecture_of
 from permille.models.descriptions import NormKind
-from permille.native.weights import PackedRows
 from permille.package.reader import Package
+from permille.quantization.packed_rows import PackedRows
 from permille.quantization.types import QuantizedTensor, rows_of
 
 Array = NDArray[np.float32]

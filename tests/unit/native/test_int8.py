@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native.int8 import RUN, int8_product, int8_rows, padded, quantize_tokens, scratch_floats
 from permille.native.library import VARIABLE, Library, load
-from permille.native.weights import PackedRows, decode_rows
+from permille.quantization.packed_rows import PackedRows, decode_rows
 from permille.quantization.types import QuantizedTensor, Scheme
 
 SHAPES = [(8, 32, 32), (37, 172, 32), (24, 75, 64), (50, 256, 64)]

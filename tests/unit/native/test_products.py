@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.native import library
 from permille.native.products import TokenProduct, compressed_rows, sparse_product
-from permille.native.weights import PackedRows
 from permille.quantization import dequantize, quantize
+from permille.quantization.packed_rows import PackedRows
 from permille.quantization.types import QuantizedTensor, Scheme
 from tests.unit.package.tiny import kept
 

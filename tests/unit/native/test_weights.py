@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 from permille.native import weights
-from permille.native.weights import PackedRows
 from permille.quantization import dequantize, quantize
+from permille.quantization.packed_rows import PackedRows, decoded_at
 from permille.quantization.types import QuantizedTensor, Scheme
 from tests.unit.package.tiny import kept
 
@@ -59,10 +59,10 @@ def test_decoded_at_picks_single_weights(
 ) -> None:
     tensor = quantized(scheme, group_size, shape)
     flat = np.arange(0, shape[0] * shape[1], 3, dtype=np.uint32)
-    found = weights.decoded_at(PackedRows.of(tensor), flat)
+    found = decoded_at(PackedRows.of(tensor), flat)
     assert np.array_equal(found, dequantize(tensor).reshape(-1)[flat])
     with pytest.raises(InputError, match="expected flat indices below"):
-        weights.decoded_at(PackedRows.of(tensor), np.array([shape[0] * shape[1]]))
+        decoded_at(PackedRows.of(tensor), np.array([shape[0] * shape[1]]))
 
 
 def test_values_are_set_in_a_tile(path: str) -> None:
