@@ -25,11 +25,10 @@ from permille.engines.coded_layers import (
     SparseAdd,
     as_tensor,
 )
-from permille.engines.decoded_model import transformers_config
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
 from permille.models.families import is_tied, shape_of, table_names
-from permille.models.layerwise import restore_buffers
+from permille.models.layerwise import restore_buffers, transformers_config
 from permille.package.manifest import TensorInfo
 from permille.package.reader import Package
 

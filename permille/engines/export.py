@@ -47,7 +47,7 @@ def export_transformers(package: Package, values_K: NDArray[np.float32] | None, 
     values_K = checked_values(package, values_K)
     config = {key: value for key, value in package.config.items() if key != "torch_dtype"}
     shapes = expected_tensors(package.config)
-    # Those that are quantized, then the others.
+    # In the order of `merged_tensors`.
     names = [*(info.name for info in package.manifest.tensors), *package.plain_names]
     with new_folder(folder) as temporary:
         for name in package.manifest.files():
@@ -56,7 +56,9 @@ def export_transformers(package: Package, values_K: NDArray[np.float32] | None, 
         text = json.dumps(config | {"dtype": "float32"}, indent=2, sort_keys=True) + "\n"
         write_atomic(temporary / "config.json", text.encode())
         write_float32(
-            temporary / WEIGHTS_FILE, {name: shapes[name] for name in names}, _tensors(package, values_K)
+            temporary / WEIGHTS_FILE,
+            {name: shapes[name] for name in names},
+            (tensor for _, tensor in merged_tensors(package, values_K)),
         )
 
 
@@ -154,7 +156,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
     fsync_folder(folder.parent)
 
 
-def _tensors(package: Package, values_K: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+def merged_tensors(
+    package: Package, values_K: NDArray[np.float32]
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yield name and numbers of every tensor, with the values in their places or the adapter merged.
+
+    The quantized tensors come first, then the others.
+    """
     adapter, start = package.manifest.adapter, 0
     low_rank = iter(()) if adapter is None else adapter_matrices(package, values_K)
     for info in package.manifest.tensors:
@@ -165,6 +173,6 @@ def _tensors(package: Package, values_K: NDArray[np.float32]) -> Iterator[NDArra
             _, a_RK, b_NR = next(low_rank)
             weight_NK += np.float32(adapter.scale) * (b_NR @ a_RK)
         start += info.count
-        yield weight_NK
+        yield info.name, weight_NK
     for name in package.plain_names:
-        yield package.plain(name).float32()
+        yield name, package.plain(name).float32()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
-from permille.models.families import shape_of
+from permille.models.families import family_of, shape_of
 
 
 class LayerStream:
@@ -156,6 +156,22 @@ class _Recorder(nn.Module):
     def forward(self, hidden_BTH: Tensor, **keywords: Any) -> Tensor:
         self.hidden, self.keywords = hidden_BTH, keywords
         return hidden_BTH if self.replaced is None else self.replaced
+
+
+def transformers_config(config: Mapping[str, Any]) -> Any:
+    """Make the config of transformers for a `config.json` of a known family.
+
+    Raises:
+        InputError: the family is unknown, or its attention is not causal.
+    """
+    from transformers import AutoConfig
+
+    if config.get("use_bidirectional_attention"):
+        raise InputError(
+            "The model reads in both directions (use_bidirectional_attention), so it cannot write."
+        )
+    entries = {key: value for key, value in config.items() if key not in ("model_type", "dtype")}
+    return AutoConfig.for_model(family_of(config).value, **entries)
 
 
 def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:

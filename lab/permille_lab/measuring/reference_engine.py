@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional
 
-from permille.engines.decoded_model import load_decoded_model
 from permille.engines.inputs import ModelLimits, check_batch, check_prompt, check_values
 from permille.engines.interface import EngineInfo
 from permille.engines.sampling import TokenSampling, next_token
@@ -26,6 +25,7 @@ from permille.engines.torch_engine import divergence
 from permille.package.reader import Package
 from permille.version import __version__
 from permille.zo.estimators import Batch, SoftTargets
+from permille_lab.measuring.decoded_model import load_decoded_model
 
 _Sequence = tuple[Tensor, Tensor, SoftTargets | None]
 

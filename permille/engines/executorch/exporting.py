@@ -26,13 +26,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
 from permille.choices import ProgramWeights, choice_of
-from permille.engines.decoded_model import DecodedModel, MaskedLinear, load_decoded_model
 from permille.engines.executorch.program import ProgramShape
-from permille.engines.export import checked_values, new_folder
+from permille.engines.export import checked_values, merged_tensors, new_folder
 from permille.errors import InputError
 from permille.files import write_atomic
+from permille.models.layerwise import transformers_config
 from permille.package.limits import Role
 from permille.package.manifest import Layer
 from permille.package.reader import Package
@@ -97,7 +99,7 @@ def export_executorch(package: Package, values_K: NDArray[np.float32] | None, fo
         InputError: as `export_transformers`; no exporter is installed.
     """
     _check_exporter()
-    module = _Logits(_merged(package, checked_values(package, values_K))).eval()
+    module = _Logits(_float32_model(package, checked_values(package, values_K))).eval()
     most = min(MAX_TOKENS, int(package.config.get("max_position_embeddings") or MAX_TOKENS))
     tokens = torch.export.Dim("tokens", min=2, max=most)
     with torch.no_grad():
@@ -130,14 +132,15 @@ def _(y_RTN: Tensor, *_others: Tensor) -> Tensor:
 class DualSparseLinear(nn.Module):
     """`y_v = x_v W_v^T + b`: W is 0 at the mask, and each variant adds its own values there (ADR 12)."""
 
-    def __init__(self, masked: MaskedLinear) -> None:
-        """Take over a masked layer, whose weight is changed."""
+    def __init__(self, linear: nn.Linear, mask_C: NDArray[np.uint32]) -> None:
+        """Take over a linear layer whose weight is 0 at the mask; `mask_C` has flat indices."""
         super().__init__()
-        self.linear = masked.dense(torch.zeros_like(masked.values))
-        self.values = nn.Parameter(masked.values.data[None], requires_grad=False)
+        flat_C = torch.from_numpy(mask_C.astype(np.int64))
+        self.linear = linear
+        self.values = nn.Parameter(torch.zeros(1, len(flat_C)), requires_grad=False)
         self.register_buffer("variant_R", torch.zeros(1, dtype=torch.int64))
-        self.register_buffer("row_C", masked.row_C)
-        self.register_buffer("column_C", masked.column_C)
+        self.register_buffer("row_C", flat_C // linear.in_features)
+        self.register_buffer("column_C", flat_C % linear.in_features)
         self.variant_R: Tensor
         self.row_C: Tensor
         self.column_C: Tensor
@@ -153,16 +156,17 @@ class DualSparseLinear(nn.Module):
 class DualModel(nn.Module):
     """A package's token losses under several variants of the sparse values."""
 
-    def __init__(self, package: Package, model: DecodedModel) -> None:
+    def __init__(self, package: Package, model: nn.Module) -> None:
         super().__init__()
-        self.model = model.module
+        self.model = model
         self._counts = list(package.counts)
-        self._value_names = model.value_names
+        self._paths = [info.name.removesuffix(".weight") for info in package.manifest.tensors]
 
     def forward(self, values_VK: Tensor, variant_R: Tensor, ids_RT: Tensor) -> Tensor:
         """`-log p(token t + 1 | tokens to t)` of each row under its variant, float32 [R, T - 1]."""
-        replaced = dict(zip(self._value_names, torch.split(values_VK, self._counts, dim=1), strict=True))
-        replaced |= {name.removesuffix("values") + "variant_R": variant_R for name in self._value_names}
+        values = torch.split(values_VK, self._counts, dim=1)
+        replaced = {f"{path}.values": part for path, part in zip(self._paths, values, strict=True)}
+        replaced |= {f"{path}.variant_R": variant_R for path in self._paths}
         logits = functional_call(self.model, replaced, (ids_RT,), {"use_cache": False}).logits[:, :-1]
         loss = functional.cross_entropy(logits.flatten(0, 1), ids_RT[:, 1:].flatten(), reduction="none")
         return loss.view(len(ids_RT), -1)
@@ -176,12 +180,11 @@ def dual_model(package: Package) -> DualModel:
     """
     if package.manifest.adapter is not None:
         raise InputError("A program needs a package with a mask, and this one has an adapter.")
-    model = load_decoded_model(package)
-    for name in model.value_names:
-        path = name.removesuffix(".values")
-        masked = model.module.get_submodule(path)
-        assert isinstance(masked, MaskedLinear)  # what load_decoded_model put there
-        model.module.set_submodule(path, DualSparseLinear(masked))
+    model = _float32_model(package, np.zeros(package.k, np.float32))
+    for info in package.manifest.tensors:
+        path = info.name.removesuffix(".weight")
+        linear: Any = model.get_submodule(path)
+        model.set_submodule(path, DualSparseLinear(linear, package.mask(info.name)))
     return DualModel(package, model).eval()
 
 
@@ -195,17 +198,21 @@ class _Logits(nn.Module):
         return logits
 
 
-def _merged(package: Package, values_K: NDArray[np.float32]) -> nn.Module:
-    model, start = load_decoded_model(package), 0
-    for name, count in zip(model.value_names, package.counts, strict=True):
-        layer = model.module.get_submodule(name.removesuffix(".values"))
-        value_C = torch.from_numpy(values_K[start : start + count].copy())
-        if isinstance(layer, MaskedLinear):
-            model.module.set_submodule(name.removesuffix(".values"), layer.dense(value_C))
-        else:
-            layer.values = nn.Parameter(value_C, requires_grad=False)
-        start += count
-    return model.module
+def _float32_model(package: Package, values_K: NDArray[np.float32]) -> nn.Module:
+    """Build the model of transformers with these values merged into its weights."""
+    config = transformers_config(package.config)
+    state = {name: torch.tensor(array) for name, array in merged_tensors(package, values_K)}
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # transformers shows one even for a state that is in memory
+    try:
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            None, config=config, state_dict=state, dtype=torch.float32, attn_implementation="eager"
+        )
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    found: nn.Module = model.requires_grad_(False)
+    return found
 
 
 def _check_exporter() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch.func import functional_call
 
 from permille.choices import EstimatorKind
-from permille.engines.decoded_model import load_decoded_model
 from permille.engines.executorch.build import LIBRARY, build
 from permille.engines.executorch.engine import ExecutorchEngine
 from permille.engines.executorch.exporting import export_executorch
@@ -32,6 +31,7 @@ from permille_agent.state.home import open_home
 from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.training.engines import EngineChoice
 from permille_agent.training.outcome import RunResult
+from permille_lab.measuring.decoded_model import load_decoded_model
 from tests import packages
 from tests.unit.edge_agent.runs import train_quickly, user_text
 from tests.unit.engines.conformance import LOSS_RULES, Conformance
