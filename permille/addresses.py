@@ -1,10 +1,14 @@
-"""Addresses of machines: what only this one reaches, and what a client is counted by."""
+"""Addresses of clients: tell loopback from others, and group the addresses of one client."""
 
 import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or name can only be reached from this machine."""
+    """Return whether an address or name can only be reached from this machine.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("192.0.2.1")
+    (True, False)
+    """
     if host == "localhost":
         return True
     try:
@@ -14,7 +18,13 @@ def is_loopback(host: str) -> bool:
 
 
 def address_key(host: str) -> str:
-    """Return the key that counts a client: the address, or of IPv6 its /64, which one client may own."""
+    """Return the key under which a client is counted: its IPv4 address, or the /64 of its IPv6 address.
+
+    A provider usually gives a customer a whole /64, so all its addresses count as one client:
+
+        >>> address_key("2001:db8::1") == address_key("2001:db8::2")
+        True
+    """
     try:
         address = ipaddress.ip_address(plain_address(host))
     except ValueError:
@@ -25,6 +35,12 @@ def address_key(host: str) -> str:
 
 
 def plain_address(host: str) -> str:
-    """An IPv4 address as IPv4, though a socket for both families shows it as IPv6; a zone is left out."""
+    """Return an address without its zone, and an IPv4 address in IPv4 form.
+
+    A socket for both families shows IPv4 clients as `::ffff:192.0.2.1`:
+
+        >>> plain_address("::ffff:192.0.2.1")
+        '192.0.2.1'
+    """
     bare = host.partition("%")[0]
     return bare.removeprefix("::ffff:") if bare.startswith("::ffff:") and "." in bare else bare

@@ -1,8 +1,11 @@
-"""An HTTP server of the standard library that strangers cannot occupy.
+"""An HTTP server of the standard library that strangers cannot block.
 
-A connection is a stranger's until its request has proved who asks. Strangers have ten seconds, also where
-each byte comes in time, and the oldest one makes room where all places are taken: of its address first, so
-that one address holds no other up. Keeper, `permille-agent serve` and the workers' numbers are served by it.
+A connection belongs to a stranger until its request proves who asks. A stranger is disconnected after ten
+seconds, even if it sends a byte now and then. When all places are taken, the oldest stranger is disconnected
+to admit a new connection. A client with too many connections loses its own first, so one address cannot
+block the others.
+
+The keeper, `permille-agent serve` and the metrics of the workers use this server.
 """
 
 import socket
@@ -21,11 +24,13 @@ _HANDSHAKE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Limits of the connections that a server holds: their number, and for how long.
+    """Limits on the connections that a server holds.
 
     Attributes:
-        of_one: of one IPv4 address or IPv6 /64.
-        longest_s: a connection whose caller was proved; None: as long as it is used.
+        most: the largest number of connections.
+        of_one: the largest number from one IPv4 address or IPv6 /64.
+        stranger_s: the time until a stranger is disconnected.
+        longest_s: the time until any other client is disconnected. None sets no limit.
     """
 
     most: int = 32
@@ -39,7 +44,10 @@ class Place:
     """One connection.
 
     Attributes:
-        socket: what it is read from; with TLS another than was accepted.
+        key: the client, from `address_key`.
+        socket: the connection's socket. The TLS handshake replaces it.
+        proved: whether the client has shown who it is.
+        timers: they close the connection when its time is over.
     """
 
     key: str
@@ -48,19 +56,19 @@ class Place:
     timers: list[threading.Timer] = field(default_factory=list)
 
     def close(self) -> None:
-        """End the connection: whoever waits for it reads its end."""
-        with suppress(OSError):  # it has ended by itself
-            # Not the method of a TLS socket, which forgets its state under the thread that reads.
+        """End the connection. A thread that waits for input then reads its end."""
+        with suppress(OSError):  # it may have ended already
+            # `SSLSocket.shutdown` drops the TLS state while another thread still reads with it.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close_stranger(self) -> None:
-        """End it unless its caller was proved."""
+        """End the connection unless its client was proved."""
         if not self.proved:
             self.close()
 
 
 class Connections:
-    """The places that are taken, oldest first."""
+    """The open connections of a server, oldest first."""
 
     def __init__(self, places: Places) -> None:
         self._limits = places
@@ -68,7 +76,7 @@ class Connections:
         self._taken: list[Place] = []
 
     def admit(self, connection: socket.socket, host: str) -> Place | None:
-        """Give a connection a place, for which a stranger goes where none is free; None: nobody can go."""
+        """Give a connection a place, and disconnect a stranger to make room. Return None if that fails."""
         place = Place(key=address_key(host), socket=connection)
         with self._lock:
             of_one = [one for one in self._taken if one.key == place.key]
@@ -99,10 +107,14 @@ class Connections:
 
 
 class BoundedServer(ThreadingHTTPServer):
-    """A threading server of few connections.
+    """A threading server with a small number of connections.
+
+    A subclass sets `limits` to change them. The handler calls `prove` as soon as it knows the client.
 
     Args:
-        tls: certificate and key, or None on loopback.
+        address: host and port.
+        handler: the class that answers requests.
+        tls: certificate and key, or None for a server on loopback.
     """
 
     daemon_threads = True
@@ -121,11 +133,11 @@ class BoundedServer(ThreadingHTTPServer):
         self.places: dict[Any, Place] = {}
 
     def prove(self, client_address: Any) -> None:
-        """Note that a connection's caller has shown who it is, and is no stranger any more."""
+        """Note that the client of a connection has shown who it is."""
         self.places[client_address].proved = True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own, or close it where no place is free."""
+        """Serve a connection in its own thread, or close it if no place is free."""
         place = self._connections.admit(request, client_address[0])
         if place is None:
             self.shutdown_request(request)
@@ -134,7 +146,7 @@ class BoundedServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Shake hands in the connection's thread, so that no caller holds the others up."""
+        """Perform the TLS handshake in the connection's thread, so that a slow client delays no other."""
         place = self.places[client_address]
         try:
             if self.tls is not None:
@@ -151,6 +163,6 @@ class BoundedServer(ThreadingHTTPServer):
                 del self.places[client_address]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what failed here; connections that strangers leave would fill the log."""
+        """Log an error of this program. Errors of connections are ignored: strangers could fill the log."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)

@@ -42,7 +42,7 @@ class Model:
     """
 
     folder: Path
-    _kept: Any = field(default=None, repr=False)  # a temporary folder lives as long as its model
+    _kept: Any = field(default=None, repr=False)  # keeps a temporary folder as long as its model
 
     def to_transformers(self) -> "PreTrainedModel":
         """Open the model in transformers, in float32 and eval mode.
@@ -89,7 +89,7 @@ def load_model(
     path = Path(source).expanduser()
     if path.is_dir():
         found = modern_folder(path, root)
-        Checkpoint(found)  # raises if this is no valid model folder
+        Checkpoint(found)  # raises if the folder holds no valid model
         return Model(found)
     if path.is_file():
         return Model(model_folder(path, root))
@@ -132,7 +132,7 @@ def sensitivity_mask(
     from permille.sensitivity.fisher import fisher_scores
     from permille.sensitivity.masks import count, select_mask
 
-    count(density, 1)  # refuses a wrong density before the long part
+    count(density, 1)  # refuses a wrong density before scoring, which takes minutes
     sequences_NT = token_sequences(
         loading.FileTokenizer(model.folder), _checked(texts), sequences, tokens, seed
     )

@@ -1,7 +1,6 @@
-"""Enums of names that a caller may choose from, and `choice_of`, which turns a text into a member.
+"""Enums that users choose from, and `choice_of`, which turns a text into a member.
 
-This module holds the enums that the REST API shares with library modules that the API process must not
-import.
+The REST API shares these enums with library modules that the API process must not import.
 """
 
 from enum import StrEnum
@@ -13,7 +12,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class MaskMethod(StrEnum):
-    """How weights are scored."""
+    """Method of scoring the weights of a mask."""
 
     FISHER = "fisher"  # the largest scores: the diagonal of the empirical Fisher
     MAGNITUDE = "magnitude"  # the largest absolute weights, the paper's "weight outliers"
@@ -21,32 +20,32 @@ class MaskMethod(StrEnum):
 
 
 class AdapterKind(StrEnum):
-    """Which matrices of a low-rank adapter are trained: both, or B alone (LoRA-FA)."""
+    """Kind of a low-rank adapter: LoRA trains both matrices, LoRA-FA trains B alone."""
 
     LORA = "lora"
     LORA_FA = "lora-fa"
 
 
 class Embeddings(StrEnum):
-    """How a package stores embedding and head: in 8 bits, or in the source's dtype."""
+    """Storage of embedding and head in a package."""
 
-    Q8_0 = "q8_0"  # GGUF's blocks of 32; a matrix whose rows do not divide into blocks keeps its dtype
-    SOURCE = "source"
+    Q8_0 = "q8_0"  # 8 bits in GGUF's blocks of 32; a matrix with other rows keeps the source's dtype
+    SOURCE = "source"  # the source's dtype
 
 
 class Method(StrEnum):
-    """The two ways in which a device finds its steps."""
+    """Method by which a device trains."""
 
-    GRADIENT = "gradient"  # a reverse pass gives the gradient of the masked weights
-    ZEROTH_ORDER = "zeroth-order"  # forward passes alone, along directions from a seed
+    GRADIENT = "gradient"  # a reverse pass computes the gradient of the masked weights
+    ZEROTH_ORDER = "zeroth-order"  # losses along random directions; forward passes alone
 
 
 class EstimatorKind(StrEnum):
-    """Kind of estimate that the scalars of a step come from.
+    """Method of computing the scalars of a step.
 
-    Replay does not look at the estimator, only at the header's `directions`, `first_tensor` and `split`.
-    For `GRADIENT`, the device first computes a change of the weights from a gradient. The scalars are the
-    projections of that change on the step's groups of weights (FORMAT 6.6).
+    Replay does not need the estimator. It reads `directions`, `first_tensor` and `split` of the header.
+    For `GRADIENT`, the device computes a change of the weights from a gradient. The scalars are the
+    projections of that change on the groups of weights of the step (FORMAT 6.6).
     """
 
     SPSA = "spsa"
@@ -57,7 +56,7 @@ class EstimatorKind(StrEnum):
 
 
 class EngineName(StrEnum):
-    """Name of an engine, which computes a model on a device."""
+    """Engine that computes a model on a device."""
 
     AUTO = "auto"  # light, if it knows the model, else torch
     LIGHT = "light"
@@ -67,13 +66,13 @@ class EngineName(StrEnum):
 
 
 class StreamedDataset(StrEnum):
-    """The public datasets that may be streamed; no other is ever asked for."""
+    """Public datasets that can be streamed. No other dataset is ever requested."""
 
     C4 = "c4"
 
 
 class ProgramWeights(StrEnum):
-    """How a program holds the frozen weights."""
+    """Storage of the frozen weights in an exported program."""
 
     FLOAT32 = "float32"
     INT4 = "int4"
@@ -82,11 +81,21 @@ class ProgramWeights(StrEnum):
 def choice_of(kind: type[Choice], name: str, what: str) -> Choice:
     """Return the member of `kind` with this name.
 
-    Code compares members with `is`. A text that was not checked would match no branch, and silently take
-    the last one.
+    For example:
+
+        >>> choice_of(Method, "gradient", "a method") is Method.GRADIENT
+        True
+
+    Call it on every name that comes from outside. Code compares members with `is`, so an unchecked string
+    would match no branch and silently take the last one.
+
+    Args:
+        kind: the enum.
+        name: the name to look up.
+        what: a description of the choice for the message, such as "a method".
 
     Raises:
-        InputError: there is no such member; the message lists those that are.
+        InputError: `kind` has no such member. The message lists all members.
     """
     try:
         return kind(name)

@@ -1,7 +1,7 @@
-"""The commands of the other program: a person who types one at the wrong program is told where it is.
+"""Point a user who types a command of the other program to that program.
 
-Operators type `permille`, and devices type `permille-agent`. The programs never import each other, so the
-names are listed here. A test compares them with the programs.
+Operators use `permille`, devices use `permille-agent`. The programs never import each other, so the names of
+their commands are listed here. A test compares the lists with the programs.
 """
 
 from typing import Any, Final
@@ -16,14 +16,14 @@ _NAMES = {
     "export status rollback reset forget verify unenroll report privacy share-log share-state",
 }
 COMMANDS: Final = {program: frozenset(names.split()) for program, names in _NAMES.items()}
-"""The commands of each program that the other one does not have."""
+"""Commands of each program that the other program does not have."""
 
 
 class ProgramGroup(TyperGroup):
-    """A program that knows the commands of the other one."""
+    """A command group that knows the commands of the other program."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Name the other program if it has the command and this one does not."""
+        """Fail with the name of the other program if only that program has the command."""
         name = args[0]
         for program, commands in COMMANDS.items():
             if name in commands and name not in self.commands:

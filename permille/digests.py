@@ -1,7 +1,7 @@
-"""Name values by their bytes: digests, and the canonical JSON whose digest is a value's name (FORMAT 1).
+"""Digests, and the canonical JSON that is hashed to name a value (FORMAT 1).
 
-Canonical JSON has keys sorted by code point, no spaces, UTF-8 unescaped, integers within 64 bits, and no
-floats: a number that is not an integer is written as a string by whoever defines the field.
+Canonical JSON has keys sorted by code point, no spaces, unescaped UTF-8, integers of 64 bits and no floats.
+Fields that are not integers are written as strings.
 """
 
 import hashlib
@@ -22,32 +22,40 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 
 
 def is_digest(text: object) -> bool:
-    """Return whether `text` is a digest: "sha256:" and 64 lower-case hex digits."""
+    """Return whether `text` is a digest: "sha256:" and 64 lower-case hexadecimal digits."""
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """The digest of these bytes."""
+    """Return the digest of bytes.
+
+    >>> digest_of(b"")[:15]
+    'sha256:e3b0c442'
+    """
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def digest_bytes(digest: str) -> bytes:
-    """The 32 bytes that a digest writes out."""
+    """Return the 32 bytes that a digest spells."""
     return bytes.fromhex(digest.removeprefix("sha256:"))
 
 
 def digest_of_file(path: Path) -> str:
-    """The digest of a file's bytes, read in pieces."""
+    """Return the digest of a file. The file is read in pieces."""
     with path.open("rb") as file:
         return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def canonical_json(value: JSON) -> bytes:
-    """The only bytes that stand for `value`.
+    """Return the canonical bytes of a value. Equal values have equal bytes.
+
+    >>> canonical_json({"b": 1, "a": [True, None]})
+    b'{"a":[true,null],"b":1}'
 
     Raises:
-        TypeError: a float or anything else that JSON does not hold.
-        ValueError: an integer outside of 64 bits, a lone surrogate, or nesting deeper than `MAX_DEPTH`.
+        TypeError: the value contains a float, or a type that JSON does not have.
+        ValueError: an integer has more than 64 bits, a string has a lone surrogate, or the nesting is deeper
+            than `MAX_DEPTH`.
     """
     _check(value, 0)
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
@@ -55,10 +63,11 @@ def canonical_json(value: JSON) -> bytes:
 
 
 def parse_canonical(data: bytes | memoryview, limit: int) -> JSON:
-    """Parse bytes that `canonical_json` could have written, and no others.
+    """Parse canonical JSON, and refuse any other spelling of a value.
 
     Args:
-        data: at most `limit` bytes.
+        data: the bytes.
+        limit: the largest size to accept.
 
     Raises:
         PackageError: `json-size`, `json-malformed` or `json-not-canonical`.
@@ -87,10 +96,12 @@ def parse_canonical(data: bytes | memoryview, limit: int) -> JSON:
 
 
 def finite_number(text: str) -> float:
-    """Read a float of foreign JSON: `parse_float` and `parse_constant` of `json.loads`, which takes NaN.
+    """Parse a float of foreign JSON. Pass it to `json.loads` as `parse_float` and `parse_constant`.
+
+    By default, `json.loads` accepts NaN and infinity.
 
     Raises:
-        ValueError: it is NaN, infinite or too large for a float.
+        ValueError: the number is NaN, infinite or too large.
     """
     number = float(text)
     if not math.isfinite(number):

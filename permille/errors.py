@@ -1,7 +1,6 @@
-"""The errors of the whole product, split by what the caller does next.
+"""The errors of permille. Their classes say what the caller can do next.
 
-Every message holds what was expected and what came. Nothing here is raised for a bug: bugs raise what Python
-raises.
+Bugs raise the errors of Python. They are never converted to one of these.
 """
 
 
@@ -10,14 +9,14 @@ class PermilleError(Exception):
 
 
 class RetryableError(PermilleError):
-    """The same call may succeed later: a network, a lock, a server that is busy."""
+    """A temporary failure of a network, a lock or a busy server. Try the same call again later."""
 
 
 class PackageError(PermilleError):
-    """The package, release or log is not what it claims to be: reject it and keep what you have.
+    """A package, release or log is invalid. Reject it and keep what you have.
 
     Attributes:
-        code: stable kebab-case name of the rule that was broken, listed in `FORMAT.md`.
+        code: the stable name of the rule that was broken, listed in `FORMAT.md`.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -26,8 +25,8 @@ class PackageError(PermilleError):
 
 
 class InputError(PermilleError):
-    """The caller's own input is wrong: fix it and call again."""
+    """The caller's input is wrong. Correct it and call again."""
 
 
 class OperatorError(PermilleError):
-    """The machine or its configuration is at fault (disk, memory, permissions): a person must act."""
+    """The machine or its configuration is at fault, such as a full disk. A person must act."""

@@ -1,4 +1,4 @@
-"""Files: written so that a crash leaves the old content or the new; found below a root that none leaves."""
+"""Write files so that a crash leaves the old or the new content, and resolve paths that stay in a folder."""
 
 import errno
 import os
@@ -12,10 +12,10 @@ from typing import Final
 from permille.errors import OperatorError
 
 DOCUMENT_SUFFIXES: Final = (".docx", ".eml", ".htm", ".html", ".mbox", ".pdf")
-"""Names of the documents that `permille.sandbox.documents` reads."""
+"""Suffixes of the documents that `permille.sandbox.documents` reads."""
 TEXT_SUFFIXES: Final = (".txt", ".md", ".jsonl", *DOCUMENT_SUFFIXES, ".json")
-"""Names of the files that a device trains on."""
-_MOST_LINKS = 40  # as Linux follows
+"""Suffixes of the files that a device trains on."""
+_MOST_LINKS = 40  # the limit of Linux
 
 
 def fsync_folder(folder: Path) -> None:
@@ -28,10 +28,10 @@ def fsync_folder(folder: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder of its owner's alone (0700), or make it so where it existed with other modes.
+    """Create a folder with mode 0700, or change an existing folder to that mode.
 
     Raises:
-        OperatorError: it cannot be made, or belongs to another user and lets others in.
+        OperatorError: the folder cannot be created, or it belongs to another user and is not private.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,10 +51,17 @@ def make_private(folder: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace `path` by `data`: temporary file in the same folder, fsync, rename, fsync of the folder.
+    """Replace a file at once: write a temporary file beside it, flush it to disk, and rename it.
+
+        write_atomic(Path("state.json"), b"{}", mode=0o600)
+
+    Args:
+        path: the file.
+        data: its new content.
+        mode: its permissions.
 
     Raises:
-        OSError: as the file system reports it; `path` is then unchanged.
+        OSError: the file system failed. `path` is unchanged.
     """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)
@@ -72,19 +79,22 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Return a folder whose name says all that is in it; where it is missing, it is made whole or not at all.
+    """Return a folder with content, which is created at once if it is missing.
 
         made_once(root / "gguf" / digest, lambda temporary: convert(path, temporary))
 
+    The name of the folder must determine its content, for example by a digest.
+
     Args:
-        make: fills an empty folder beside it, which then gets its name. If it fails, no folder is left.
+        folder: the folder.
+        make: fills the empty temporary folder that it is called with. If it fails, no folder is left.
 
     Raises:
-        OSError: as the file system reports it.
+        OSError: the file system failed.
     """
     if folder.exists():
         return folder
-    # Not by the process id: threads share it, and so do containers with one disk.
+    # A process id is not unique: threads share it, and so may containers on one disk.
     temporary = folder.with_name(f".{folder.name[:16]}-{secrets.token_hex(8)}")
     temporary.mkdir(parents=True)
     try:
@@ -101,10 +111,10 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def follow_inside(root: Path, relative: str) -> Path | None:
-    """The real path of `relative` below `root`, whether it exists or not; None where it leads out.
+    """Return the real path of `relative` below `root`, or None if it leads out of `root`.
 
-    Each symbolic link is read and followed by its text, so that nothing outside the root is ever looked at:
-    not even the time of the answer tells what exists there.
+    The path need not exist. Symbolic links are followed here, one by one, so nothing outside of the root is
+    ever looked up. Not even the time of an answer reveals what exists there.
     """
     if "\0" in relative or relative.startswith("/"):
         return None

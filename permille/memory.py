@@ -1,4 +1,4 @@
-"""Memory that a process can still use: the system's, and what its control group leaves (Linux)."""
+"""Memory that a process can still use, by the system and by its control group (Linux)."""
 
 import ctypes
 from pathlib import Path
@@ -7,15 +7,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int | None:
-    """Bytes that a new process could use: the smaller of the system's and the control group's. None if
-    unknown.
+    """Return the bytes that a new process could use, or None if unknown.
+
+    The result is the smaller of what the system and what the control group leave.
     """
     found = [amount for amount in (_system_memory(), _group_memory()) if amount is not None]
     return min(found) if found else None
 
 
 def give_back() -> None:
-    """Return what was freed to the system, which glibc keeps in pieces; elsewhere do nothing."""
+    """Return freed memory to the system. glibc keeps it otherwise; elsewhere this does nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

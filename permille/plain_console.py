@@ -1,4 +1,4 @@
-"""A console of rich that prints nothing that a terminal would obey; its own styles and controls stay."""
+"""A console of rich that removes control characters from texts, but keeps its own styles."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,9 @@ from permille.plain_text import printable
 
 
 class PlainConsole(Console):
-    """Print as rich's console does, each text made printable."""
+    """A console that makes every text printable."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as the base class, and leave its controls alone: they are rich's own."""
+        """Render as the base class does. Segments with controls are rich's own and stay as they are."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))

@@ -1,8 +1,8 @@
 """Removal of control characters from every text that a command prints.
 
-Packages, file names, notes and the names of devices come from others. A control character in them could move
-the cursor, fill the clipboard (OSC 52) or turn the line around (U+202E). Commands print through this module
-and `permille.plain_console`, so that no command has to think of it.
+Packages, file names, notes and device names come from other people. A control character in them could move
+the cursor, fill the clipboard (OSC 52) or reverse the line (U+202E). All commands print through this module
+or through `permille.plain_console`.
 """
 
 import logging
@@ -12,15 +12,15 @@ from typing import Final
 
 PLACEHOLDER: Final = "\N{REPLACEMENT CHARACTER}"
 _OBEYED: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-# The joiners are part of how Persian, Hindi and emoji are written, and move nothing.
+# Persian, Hindi and emoji are written with the joiners, which move nothing.
 _KEPT: Final = frozenset("\n\t\u200c\u200d")
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with each character that a terminal obeys replaced by U+FFFD.
+    r"""Return `text` with each character that a terminal would obey replaced by U+FFFD.
 
-    These are control characters but newline and tab, format characters but the joiners, separators of lines
-    and paragraphs, and lone surrogates, which no output can encode.
+    These are control characters other than newline and tab, format characters other than joiners, line and
+    paragraph separators, and lone surrogates.
 
     Example:
         >>> printable("a\x1b[2Jb")
@@ -32,14 +32,14 @@ def printable(text: str) -> str:
 
 
 def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
-    """Print what is printable of a text, and flush it: a generated text appears piece by piece."""
+    """Print the printable form of a text and flush it, so that generated text appears as it is made."""
     stream = sys.stderr if err else sys.stdout
     stream.write(printable(text) + ("\n" if nl else ""))
     stream.flush()
 
 
 def log_to_stderr(level: int, form: str) -> None:
-    """Set the log of a command up: lines of `form` on standard error, as far as they are printable."""
+    """Log to standard error with lines of the format `form`, made printable."""
     handler = logging.StreamHandler()
     handler.setFormatter(_PlainFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

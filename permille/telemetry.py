@@ -1,8 +1,9 @@
-"""Logs and traces of the service and its workers: one id from a request to the process that does its job.
+"""Logs and traces of the service and its workers. One id leads from a request to the job that it started.
 
-The id is that of W3C trace context. A request has one, by its `traceparent` header or a fresh one; the
-answer says it as `X-Request-ID`; a job keeps it in its row, and every line of a log has it. Spans are sent
-only where `OTEL_EXPORTER_OTLP_ENDPOINT` is set, by OpenTelemetry's own exporter: the extra `telemetry`.
+The id is the trace id of W3C trace context. It comes from the request's `traceparent` header, or is new. The
+response has it in `X-Request-ID`, the job stores it, and every log line of the request and of the job ends
+with it. Spans are exported only if `OTEL_EXPORTER_OTLP_ENDPOINT` is set and the extra `telemetry` is
+installed.
 """
 
 import logging
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII)
 _FIELDS: Final = "%(asctime)s %(levelname)s %(name)s %(message)s %(request_id)s %(job_id)s"
-# No message looks like two lines of the log, or paints a terminal: paths and messages come from anyone.
+# Paths and messages come from anyone. None may look like two log lines, or paint a terminal.
 _PLAIN: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
 _PLAIN[ord("\n")] = "\n    "
 _QUIET: Final = ("alembic", "botocore", "opentelemetry", "tuf")
@@ -41,7 +42,7 @@ class LogFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Position of a span: the id of the whole, the span above, and whether it is sampled."""
+    """Position of a span: the id of its trace, its own id, and whether it is sampled."""
 
     trace_id: str
     span_id: str
@@ -49,12 +50,16 @@ class Trace:
 
     @classmethod
     def new(cls) -> "Trace":
-        """A trace that begins here."""
+        """Start a trace."""
         return cls(secrets.token_hex(16), secrets.token_hex(8))
 
     @classmethod
     def parse(cls, traceparent: str | None) -> "Trace | None":
-        """Read a `traceparent`; None for what is none."""
+        """Parse a `traceparent` header. Return None if it is missing or malformed.
+
+        >>> str(Trace.parse("00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"))
+        '00-abababababababababababababababab-cdcdcdcdcdcdcdcd-01'
+        """
         match = _TRACEPARENT.fullmatch(traceparent or "")
         if match is None or not int(match[1], 16) or not int(match[2], 16):
             return None
@@ -69,10 +74,10 @@ current_job: Final[ContextVar[str | None]] = ContextVar("permille_job", default=
 
 
 def configure_logging(form: LogFormat) -> None:
-    """Log to standard error, in text or as one JSON object a line.
+    """Log to standard error, as text or as one JSON object per line.
 
     Raises:
-        OperatorError: JSON is asked for, and its library is not installed.
+        OperatorError: JSON needs python-json-logger, which is not installed.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_ids)
@@ -83,10 +88,10 @@ def configure_logging(form: LogFormat) -> None:
 
 
 def start_tracing(program: str) -> None:
-    """Send spans to where the environment says; without `OTEL_EXPORTER_OTLP_ENDPOINT` none are made.
+    """Export spans to `OTEL_EXPORTER_OTLP_ENDPOINT`. Do nothing if it is not set.
 
     Raises:
-        OperatorError: an endpoint is named, and the extra `telemetry` is not installed.
+        OperatorError: the variable is set, but the extra `telemetry` is not installed.
     """
     if not os.environ.get(ENDPOINT):
         return
@@ -106,7 +111,7 @@ def start_tracing(program: str) -> None:
 
 
 def stop_tracing() -> None:
-    """Send what has not been sent. A collector that is away is waited for some seconds."""
+    """Export the remaining spans. Wait some seconds for a collector that does not answer."""
     if os.environ.get(ENDPOINT):
         from opentelemetry import trace
 
@@ -117,9 +122,18 @@ def stop_tracing() -> None:
 
 @dataclass(slots=True)
 class Outage:
-    """Logs that something fails when it begins to, or fails for another reason, and once that it is over.
+    """Log a repeated failure once when it begins, again when its reason changes, and once when it ends.
 
-    For who tries again every few seconds. `what`: what cannot be done, in words.
+    For code that tries again every few seconds:
+
+        outage = Outage(log, "cannot reach the database")
+        outage.note(exc)    # logs a warning at the first failure
+        outage.note(None)   # logs that it is over
+
+    Attributes:
+        log: the logger.
+        what: the failure, in words.
+        level: the level of the first line.
     """
 
     log: logging.Logger
@@ -128,13 +142,13 @@ class Outage:
     _reason: str | None = None
 
     def note(self, failed: Exception | str | None) -> None:
-        """The last try failed so; None: it did not."""
+        """Note the error of the last try, or None if it succeeded."""
         if failed is None:
             if self._reason is not None:
                 self.log.info("over: %s", self.what)
             self._reason = None
             return
-        # What a database says holds values of the moment.
+        # Messages of a database contain values that change with each try, so only its class is compared.
         reason = str(failed) if isinstance(failed, (str, PermilleError)) else type(failed).__name__
         if reason != self._reason:
             self.log.log(self.level, "%s: %s", self.what, failed)
@@ -143,7 +157,7 @@ class Outage:
 
 @contextmanager
 def span(name: str, above: Trace | None, attributes: Mapping[str, str | int]) -> Iterator[Trace]:
-    """A piece of work: below `above`, or the beginning of a trace. Log lines within have its id."""
+    """Open a span below `above`, or start a trace. Log lines within the block have its id."""
     tracer = _tracer()
     if tracer is None:
         here = above or Trace.new()
@@ -167,7 +181,7 @@ def span(name: str, above: Trace | None, attributes: Mapping[str, str | int]) ->
 
 @contextmanager
 def request(above: Trace | None) -> Iterator[Trace]:
-    """A request, whose span FastAPI makes where there are any."""
+    """Set the trace of a request. If spans are on, FastAPI has already opened one."""
     here = above or Trace.new()
     if _tracer() is not None:
         from opentelemetry import trace
@@ -180,7 +194,7 @@ def request(above: Trace | None) -> Iterator[Trace]:
 
 @contextmanager
 def watching(job_id: str, above: Trace | None) -> Iterator[None]:
-    """Looking after a job that another process does: log lines within have its ids."""
+    """Set the ids of a job that another process computes. Log lines within the block have them."""
     token = current_job.set(job_id)
     try:
         with _within(above):
@@ -218,7 +232,7 @@ def _add_ids(record: logging.LogRecord) -> bool:
 
 
 class _TextFormatter(logging.Formatter):
-    """For people: the ids stand at the end, where there are any."""
+    """Text for people, with the ids at the end of a line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(name)s %(levelname)s %(message)s%(ids)s")
@@ -229,7 +243,7 @@ class _TextFormatter(logging.Formatter):
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """As the base class, without control characters."""
+        """Format the message without control characters."""
         record.message = printable(record.message.translate(_PLAIN))
         return super().formatMessage(record)
 

@@ -1,4 +1,6 @@
-"""A tensor as the bytes of a safetensors file hold it: a checkpoint gives them, a package takes them."""
+"""A tensor as bytes, in the layout of safetensors. Checkpoints are read as these; packages are written from
+them.
+"""
 
 import math
 import mmap
@@ -17,17 +19,20 @@ from permille.errors import InputError
 ITEM_BYTES: Mapping[str, int] = {"I64": 8, "F32": 4, "U32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1}
 FLOATS = frozenset({"F32", "F16", "BF16"})
 Q8_0 = "Q8_0"
-"""The dtype of a matrix in GGUF's blocks: 32 weights of a row, a float16 scale and 32 int8 codes."""
+"""The dtype of a matrix in blocks of GGUF: a float16 scale and 32 int8 codes for 32 weights of a row."""
 Q8_0_WEIGHTS, Q8_0_BYTES = 32, 34
 _PART = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RawTensor:
-    """A tensor as bytes: bf16 has no numpy dtype, and nothing is converted that need not be.
+    """A tensor as bytes. numpy has no bfloat16, and most tensors are copied without conversion.
 
     Attributes:
-        data: uint8, 1-D, little-endian, C order; read-only and mapped when it came from a package.
+        name: the name in the checkpoint.
+        dtype: the dtype in the spelling of safetensors, or `Q8_0`.
+        shape: the shape of the numbers.
+        data: uint8, 1-D, little-endian, C order. It may be a read-only map of a file.
     """
 
     name: str
@@ -36,7 +41,7 @@ class RawTensor:
     data: NDArray[np.uint8]
 
     def float32(self) -> NDArray[np.float32]:
-        """The numbers as float32, exactly, in the tensor's shape. BF16, F16, F32 and Q8_0 only."""
+        """Return the numbers as float32 in the tensor's shape. The conversion is exact."""
         if self.dtype == Q8_0:
             block_BR = self.data.reshape(-1, Q8_0_BYTES)
             scale_B1 = np.ascontiguousarray(block_BR[:, :2]).view("<f2").astype(np.float32)
@@ -51,7 +56,7 @@ class RawTensor:
         raise InputError(f"expected a tensor of BF16, F16, F32 or Q8_0, got {self.dtype}")
 
     def all_finite(self) -> bool:
-        """Return whether no element is infinite or NaN. It looks at exponents only and copies nothing big."""
+        """Return whether all numbers are finite. Only exponents are read; nothing large is copied."""
         if self.dtype == Q8_0:
             scale_B = np.ascontiguousarray(self.data.reshape(-1, Q8_0_BYTES)[:, :2]).view("<f2")
             return bool(np.isfinite(scale_B).all())
@@ -65,9 +70,9 @@ class RawTensor:
 
 
 def release(array: NDArray[Any]) -> None:
-    """Give the pages of a mapped file back to the system (Linux); of any other array do nothing.
+    """Return the pages of a mapped file to the system (Linux). Do nothing for other arrays.
 
-    Nothing is lost: what is touched again is read again, and what was written is in the file.
+    No data is lost: the pages are read from the file again when they are needed.
     """
     base: object = array.base
     if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):

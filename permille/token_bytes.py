@@ -1,8 +1,8 @@
-"""Bytes of a text that each of its tokens stands for, by which bits per byte divide.
+"""Number of UTF-8 bytes for each token of a text, from which bits per byte are computed.
 
-They come from the offsets that a tokenizer reports, not from decoded tokens: a tokenizer that spells
-characters in bytes decodes a run of them that is cut to a replacement character each, and one that normalizes
-decodes another text.
+The numbers come from the offsets that a tokenizer reports. Decoding tokens one by one would be wrong: a
+byte-level tokenizer may cut a character into pieces that decode to replacement characters, and a normalizing
+tokenizer decodes to another text.
 """
 
 import numpy as np
@@ -10,13 +10,17 @@ from numpy.typing import NDArray
 
 
 def token_bytes(text: str, ends_T: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes of UTF-8 of each token, int64 [T]; their sum is the text's but for what follows the last token.
+    """Return the number of bytes for each token, int64 [T].
 
-    A token stands for what no token before it did: of several that spell one character the first one has its
-    bytes, and what lies between two tokens is the second one's.
+    Bytes between two tokens count for the second one. If several tokens spell one character, the first one
+    has its bytes. Only text after the last token is not counted.
+
+        >>> token_bytes("naïve", np.array([2, 5])).tolist()
+        [2, 4]
 
     Args:
-        ends_T: int64, where in `text` (characters) each token ends; 0 for a token that stands for no text.
+        text: the text.
+        ends_T: int64, the position in `text` after each token, in characters. A token without text has 0.
     """
     before = np.concatenate([[0], np.cumsum(_utf8_lengths(text))])
     bytes_T: NDArray[np.int64] = np.diff(before[np.maximum.accumulate(ends_T)], prepend=0)
@@ -24,7 +28,7 @@ def token_bytes(text: str, ends_T: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _utf8_lengths(text: str) -> NDArray[np.int64]:
-    """Return the bytes of each character of `text` in UTF-8."""
+    """Return the UTF-8 bytes of each character."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     lengths = np.ones(len(points), dtype=np.int64)
     for first in (0x80, 0x800, 0x10000):

@@ -1,8 +1,8 @@
-"""Read what the files beside a `tokenizer.json` say: special tokens, chat template, ends of an answer.
+"""Read the files beside a `tokenizer.json`: special tokens, chat template, and the ends of an answer.
 
     files = TokenizerFiles.read(lambda name: package.file(name) if name in names else None)
 
-The files are foreign: whatever has another form than expected is taken as absent, broken JSON is refused.
+The files are foreign. Entries of an unexpected form are ignored, and broken JSON is refused.
 """
 
 import json
@@ -13,23 +13,23 @@ from typing import Any
 from permille.errors import PackageError
 
 MAX_TEMPLATE_CHARACTERS = 64 << 10
-# Some files name only the end of a document as `eos_token_id`, and a chat then goes on past its answer.
-# llama.cpp knows these names, too, and ends at them.
+# Some models name only the end of a document as `eos_token_id`, so a chat would continue after its answer.
+# llama.cpp ends an answer at the same names.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
 
 ReadFile = Callable[[str], bytes | None]
-"""Content of a file by its name; None where there is none."""
+"""Returns the content of a file by its name, or None if it does not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
-    """Settings of a model's files beside its tokenizer.
+    """Settings from the files beside a tokenizer.
 
     Attributes:
-        special: texts of the special tokens by their names, as far as the files name them: `bos`, `eos`, ...
-        add_bos: whether the files ask for the first token before every text.
-        template: the chat template; None where there is none.
-        stop_ids: tokens that end an answer, in the order of the files.
+        special: the texts of special tokens by name: `bos`, `eos`, `unk`, `pad`. Missing ones are left out.
+        add_bos: whether every text starts with the `bos` token.
+        template: the chat template, or None.
+        stop_ids: the tokens that end an answer, in the order of the files.
     """
 
     special: Mapping[str, str]
@@ -42,8 +42,8 @@ class TokenizerFiles:
         """Read the files.
 
         Raises:
-            PackageError: `tokenizer`: a file is not JSON; `chat-template`: it is not UTF-8, or longer than
-                64 Ki characters.
+            PackageError: `tokenizer`: a file is not JSON. `chat-template`: the template is not UTF-8, or is
+                longer than 64 Ki characters.
         """
         config = read_object(read_file("tokenizer_config.json"))
         names = {**read_object(read_file("special_tokens_map.json")), **config}
@@ -63,9 +63,9 @@ class TokenizerFiles:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return what the chat template is rendered with: the special tokens, as transformers gives them.
+        """Return the special tokens as variables of the chat template, in the names of transformers.
 
-        A beginning or an end that no file names is an empty text: many templates print both unasked.
+        Missing `bos` and `eos` tokens are empty texts, because many templates print them unconditionally.
         """
         named = {f"{name}_token": token for name, token in self.special.items()}
         return {"bos_token": "", "eos_token": "", **named}
@@ -82,7 +82,7 @@ def ends_of_turn(template: str | None) -> tuple[str, ...]:
 
 
 def read_object(data: bytes | None) -> dict[str, Any]:
-    """Read the JSON object of a file; an empty one where there is no file, or another value in it.
+    """Parse the JSON object of a file. Return an empty one for a missing file or another JSON value.
 
     Raises:
         PackageError: `tokenizer`: the bytes are not JSON.

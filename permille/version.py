@@ -1,3 +1,3 @@
-"""The version of the distribution. The package's `__init__` names programs, so others import it from here."""
+"""The version of the distribution. It has its own module, because `permille/__init__.py` names programs."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""The forward pass of a package: losses of several variants of the sparse values on one batch."""
+"""Engines compute a package: losses of several variants of the sparse values on one batch, and text."""

@@ -1,11 +1,11 @@
-"""Layers that keep their codes: linears, tables and what a mask or an adapter adds to a linear.
+"""Torch modules that keep quantized weights in their codes.
 
-No layer holds a floating-point copy of its matrix. NF4 goes to bitsandbytes' 4-bit product. Every other
-scheme decodes a tile of output rows at a time, here by operations of torch that all its devices have. Tables
-in 8 bits decode the rows that are looked up, and a head is multiplied tile by tile.
+No module holds a floating-point copy of its matrix. bitsandbytes multiplies NF4 codes. For other schemes, a
+tile of output rows is decoded at a time, with torch operations that every device has. Embeddings in 8 bits
+decode only the rows that are looked up, and a head is multiplied tile by tile.
 
-A linear sees the rows of all variants together, one variant after the other. Its product with the codes is
-one; then each variant adds its own part (SparseAddMM).
+A linear layer sees the rows of all variants together, one variant after the other. The product with the codes
+is computed once. Then each variant adds its own part.
 
 # Legend: V variants, M rows of a variant; N, K = out and in features; R rows of a tile; C masked weights of a
 # layer, or an adapter's numbers; G groups of a row; D vocabulary, H hidden size.
@@ -27,7 +27,7 @@ from permille.quantization.nf4 import BLOCK_SIZE, NF4_CODES
 from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
-# Decoded weights of a tile, and products of rows and masked weights, that exist at a time.
+# The largest number of decoded weights of a tile, and of products of rows and masked weights, at a time.
 _TILE_WEIGHTS = 1 << 22
 _PRODUCTS = 1 << 24
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -42,7 +42,7 @@ class Tiled(Protocol):
         ...
 
     def tile(self, rows: slice) -> Tensor:
-        """Rows of the matrix, [R, K], in a new tensor."""
+        """Decode rows of the matrix to a new tensor [R, K]."""
         ...
 
 
@@ -50,7 +50,7 @@ class CodedWeight(nn.Module):
     """A quantized weight in the layout of the package."""
 
     def __init__(self, coded: QuantizedTensor, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype` is what the weight decodes to."""
+        """Copy the codes to the device. The weight decodes to `dtype`."""
         super().__init__()
         self.shape, self._dtype = coded.shape, dtype
         self._scheme, self._group, self._bits = coded.scheme, coded.group_size, coded.bits
@@ -63,14 +63,14 @@ class CodedWeight(nn.Module):
         self._state = self._quant_state()
 
     def product(self, x_MK: Tensor) -> Tensor:
-        """`x W^T`, differentiable by x."""
+        """Return `x W^T`, differentiable with respect to x."""
         if self._state is None:
             return tiled_product(x_MK, self)
         found: Tensor = bitsandbytes.matmul_4bit(x_MK, self.packed.view(-1, 1), self._state)
         return found
 
     def at(self, indices_C: NDArray[np.integer]) -> Tensor:
-        """The weights at flat, increasing indices, float32, to the bit those that products have."""
+        """Decode the weights at flat, increasing indices: float32, the same bits that products use."""
         columns, found = self.shape[1], []
         for rows in tiles(self):
             first, last = np.searchsorted(indices_C, [rows.start * columns, rows.stop * columns])
@@ -80,13 +80,13 @@ class CodedWeight(nn.Module):
         return torch.cat(found) if found else torch.empty(0, device=self.packed.device)
 
     def tile(self, rows: slice) -> Tensor:
-        """Rows of the weight, [R, K], bit for bit what `permille.quantization.dequantize` makes of them."""
+        """Decode rows to [R, K], with the same bits as `permille.quantization.dequantize`."""
         columns = self.shape[1]
         first, last = rows.start * columns, rows.stop * columns
         return self._decoded(first, last, rows).view(-1, columns).to(self._dtype)
 
     def _quant_state(self) -> QuantState | None:
-        # bitsandbytes 0.50 takes wrong scales on AVX-512 where blocks reach across rows (ADR 13).
+        # bitsandbytes 0.50 reads wrong scales on AVX-512 if blocks reach across rows (ADR 13).
         if self._scheme is not Scheme.NF4 or self.shape[1] % BLOCK_SIZE:
             return None
         return QuantState(
@@ -99,7 +99,7 @@ class CodedWeight(nn.Module):
         )
 
     def _decoded(self, first: int, last: int, rows: slice) -> Tensor:
-        """The weights of the codes `first` to `last`, float32, flat."""
+        """Decode the codes `first` to `last` to float32, flat."""
         codes = self._codes(first, last)
         match self._scheme:
             case Scheme.NF4:
@@ -120,8 +120,8 @@ class CodedWeight(nn.Module):
         return torch.stack([pairs >> 4, pairs & 15], dim=1).view(-1)[first % 2 :][: last - first]
 
     def _spread(self, heads: Tensor, first: int, last: int, rows: slice) -> Tensor:
-        """The scale of each code, or what is added to it."""
-        if self._scheme is Scheme.NF4:  # along the flat matrix, and not along its rows
+        """Repeat the scale or minimum of a group for each of its codes."""
+        if self._scheme is Scheme.NF4:  # groups run along the flat matrix, not along rows
             begin = first // self._group
             part = heads.view(-1)[begin : -(-last // self._group)].repeat_interleave(self._group)
             return part[first - begin * self._group :][: last - first]
@@ -132,7 +132,7 @@ class SparseAdd(nn.Module):
     """`x (S - W)^T` for each variant: the change of a weight by its sparse values (ADR 12)."""
 
     def __init__(self, weight: CodedWeight, indices_C: NDArray[np.uint32]) -> None:
-        """`indices` are flat and increasing."""
+        """Index the entries. `indices_C` are flat and increasing."""
         super().__init__()
         rows, columns = self.shape = weight.shape
         device = weight.packed.device
@@ -141,7 +141,7 @@ class SparseAdd(nn.Module):
         arrays = {
             "row_start_N1": np.searchsorted(row_C, np.arange(rows + 1)).astype(np.int32),
             "column_C": column_C,
-            # The same entries by columns, for the way back.
+            # The same entries ordered by column, for the reverse pass.
             "column_start_K1": np.searchsorted(column_C[order_C], np.arange(columns + 1)).astype(np.int32),
             "row_C": row_C[order_C],
             "order_C": order_C,
@@ -157,22 +157,22 @@ class SparseAdd(nn.Module):
         self.decoded_C: Tensor
 
     def forward(self, x_VMK: Tensor, values_VC: Tensor) -> Tensor:
-        """[V, M, N], float32."""
+        """Return the added part, float32 [V, M, N]."""
         found: Tensor = _SparseProduct.apply(  # type: ignore[no-untyped-call]
             x_VMK.float(), values_VC - self.decoded_C, self
         )
         return found
 
     def product(self, x_MK: Tensor, value_C: Tensor) -> Tensor:
-        """`x S^T`, S zero but for these values: [M, N]."""
+        """Return `x S^T` [M, N], where S has these values at the mask and is 0 elsewhere."""
         return _sparse_rows(x_MK, self.column_C, self.row_start_N1, value_C)
 
     def back(self, d_MN: Tensor, value_C: Tensor) -> Tensor:
-        """`d S`: [M, K]."""
+        """Return `d S` [M, K]."""
         return _sparse_rows(d_MN, self.row_C, self.column_start_K1, value_C[self.order_C])
 
     def gradient(self, d_MN: Tensor, x_MK: Tensor) -> Tensor:
-        """`sum over m of d[m, row] x[m, column]` of each entry: [C]."""
+        """Return `sum over m of d[m, row] x[m, column]` for each entry, [C]."""
         d_NM, x_KM = d_MN.T.contiguous(), x_MK.T.contiguous()
         found = torch.empty(len(self.column_C), device=x_MK.device)
         for part in _slices(len(found), max(1, _PRODUCTS // len(x_MK))):
@@ -185,7 +185,7 @@ class LowRank(nn.Module):
     """`scale (x A^T) B^T` of each variant: an adapter beside a weight (FORMAT 4.10)."""
 
     def __init__(self, adapter: AdapterInfo, a_RK: NDArray[np.float32], device: torch.device) -> None:
-        """`a` is the frozen matrix, or of LoRA the initial one, of which the shape alone is used."""
+        """Keep the frozen A of LoRA-FA. For LoRA, only the shape of `a_RK` is used."""
         super().__init__()
         self._adapter, self._shape = adapter, a_RK.shape
         frozen = None if adapter.kind is AdapterKind.LORA else as_tensor(a_RK, device)
@@ -193,7 +193,7 @@ class LowRank(nn.Module):
         self.a_RK: Tensor | None
 
     def forward(self, x_VMK: Tensor, values_VC: Tensor) -> Tensor:
-        """[V, M, N], float32."""
+        """Return the added part, float32 [V, M, N]."""
         trained = self._shape[0] * self._shape[1] if self.a_RK is None else 0
         a = self.a_RK if self.a_RK is not None else values_VC[:, :trained].reshape(-1, *self._shape)
         b_VNR = values_VC[:, trained:].reshape(len(values_VC), -1, self._adapter.rank)
@@ -202,31 +202,31 @@ class LowRank(nn.Module):
 
 
 class CodedLinear(nn.Module):
-    """`y = x W^T + b`, and what the trained values of each variant add."""
+    """`y = x W^T + b`, plus the part of the trained values of each variant."""
 
     def __init__(self, weight: CodedWeight, bias_N: Tensor | None, added: SparseAdd | LowRank | None) -> None:
-        """`added` is None where nothing is trained."""
+        """`added` is None for a layer without trained values."""
         super().__init__()
         self.weight, self.added = weight, added
         self.register_buffer("bias", bias_N)
         self.bias: Tensor | None
         self.values_VC = torch.empty(1, 0)
-        """This layer's part of the values: the engine sets it for the time of a call."""
+        """This layer's values. The engine sets them for the time of a call."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[V * B, T, K], or OPT's [V * B * T, K], to N columns."""
+        """Map [V * B, T, K], or [V * B * T, K] for OPT, to N columns."""
         y = self.weight.product(x.reshape(-1, x.shape[-1]))
         if self.bias is not None:
             y = y + self.bias
         if self.added is not None:
-            # In float32 up to the sum, so that the part of the values is rounded once (ADR 18).
+            # Summed in float32, so that the part of the values is rounded only once (ADR 18).
             added: Tensor = self.added(x.reshape(len(self.values_VC), -1, x.shape[-1]), self.values_VC)
             y = (y.float() + added.view(y.shape)).to(y.dtype)
         return y.view(*x.shape[:-1], -1)
 
 
 class CodedTable(nn.Module):
-    """An embedding or a head [D, H] as it is stored: in 8 bits with scales, or in its own dtype."""
+    """An embedding or a head [D, H] as the package stores it: 8-bit codes with scales, or floats."""
 
     def __init__(self, raw: RawTensor, device: torch.device) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class CodedTable(nn.Module):
             self.register_buffer("codes", numbers.view(self.shape))
 
     def tile(self, rows: slice | Tensor) -> Tensor:
-        """Some rows, float32, in a new tensor."""
+        """Decode some rows to a new float32 tensor."""
         found = self.codes[rows].float()
         if self.scales is None:
             return found
@@ -254,7 +254,7 @@ class CodedTable(nn.Module):
 
 
 class CodedEmbedding(nn.Module):
-    """Rows of a table, times a family's factor."""
+    """An embedding, multiplied by the factor of the family."""
 
     def __init__(self, table: CodedTable, factor: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -262,41 +262,41 @@ class CodedEmbedding(nn.Module):
         self._factor, self._dtype = torch.tensor(factor, dtype=dtype).item(), dtype
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids to their rows."""
+        """Look up the rows of token ids."""
         return self.table.tile(ids).to(self._dtype) * self._factor
 
 
 class CodedHead(nn.Module):
-    """Logits in float32 of the hidden states that the engine asks for.
+    """Float32 logits of the hidden states that the engine selects.
 
-    Logits rounded to bfloat16 would drown the difference of two perturbed losses.
+    Logits in bfloat16 would hide the difference between two perturbed losses.
     """
 
     def __init__(self, table: CodedTable) -> None:
         super().__init__()
         self.table = table
         self.place_L: Tensor | slice = slice(None)
-        """Rows of all hidden states, laid end to end, of which logits are computed: set for each call."""
+        """Rows of all hidden states, joined end to end, whose logits are computed. Set for each call."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] to [L, D]."""
+        """Map [..., H] to [L, D]."""
         return tiled_product(hidden.reshape(-1, hidden.shape[-1])[self.place_L].float(), self.table)
 
 
 def tiled_product(x_MK: Tensor, weight: Tiled) -> Tensor:
-    """`x W^T`, differentiable by x; the matrix is decoded again on the way back."""
+    """Return `x W^T`, differentiable with respect to x. The reverse pass decodes the matrix again."""
     found: Tensor = _TiledProduct.apply(x_MK, weight)  # type: ignore[no-untyped-call]
     return found
 
 
 def tiles(weight: Tiled) -> list[slice]:
-    """Ranges of rows that are decoded at a time."""
+    """Return the ranges of rows that are decoded together."""
     rows, columns = weight.shape
     return _slices(rows, max(1, _TILE_WEIGHTS // columns))
 
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy on the device: what a package maps is read-only, and stays on the disk."""
+    """Copy an array to the device. Arrays of a package are read-only maps of a file."""
     return torch.tensor(array, device=device)
 
 
@@ -312,7 +312,7 @@ class _TiledProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d: Tensor) -> Any:
         (d_MN,) = d
-        # In float32: rounding the sum at each of 256 tiles makes an error of 1.9 % in bfloat16, 0.2 % so.
+        # Summed in float32: 256 sums in bfloat16 have an error of 1.9 %, these 0.2 %.
         d_MK = torch.zeros(len(d_MN), ctx.weight.shape[1], device=d_MN.device)
         for rows in tiles(ctx.weight):
             d_MK += d_MN[:, rows] @ ctx.weight.tile(rows)
@@ -338,7 +338,10 @@ class _SparseProduct(torch.autograd.Function):
 
 
 def _sparse_rows(x_MK: Tensor, index_C: Tensor, start: Tensor, value_C: Tensor) -> Tensor:
-    """`sum over c of row n of value[c] x[m, index[c]]`: [M, N]. embedding_bag sums in a fixed order."""
+    """Return `sum over entries c of row n of value[c] x[m, index[c]]`: [M, N].
+
+    embedding_bag adds in a fixed order, so results are reproducible.
+    """
     summed_NM = functional.embedding_bag(
         index_C, x_MK.T.contiguous(), start, mode="sum", per_sample_weights=value_C, include_last_offset=True
     )

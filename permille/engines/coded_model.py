@@ -1,8 +1,8 @@
-"""A package as a model of transformers whose linears, embedding and head keep their codes.
+"""A package as a model of transformers whose linear layers, embedding and head keep their codes.
 
-transformers builds the model without memory ("meta") from a config of our list of families. Each linear that
-has codes becomes a `CodedLinear`, embedding and head become tables, and each decoder layer computes its
-activations again on the way back. Everything else is transformers' own code. No code of a package runs.
+transformers builds the model without memory ("meta"), from a config of a known family. Each quantized
+linear becomes a `CodedLinear`, embedding and head become tables, and each decoder layer recomputes its
+activations in the reverse pass. Everything else is code of transformers. Code of a package is never run.
 """
 
 from collections import Counter
@@ -36,16 +36,16 @@ Arguments = dict[str, Any]
 
 
 class CodedLayer(nn.Module):
-    """A decoder layer that keeps its input alone for the way back."""
+    """A decoder layer that keeps only its input for the reverse pass."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
         self.stand_in: Callable[[Tensor, Arguments], Tensor] | None = None
-        """What is called in the layer's place, where it is set."""
+        """Called instead of the layer if it is set."""
 
     def forward(self, hidden: Tensor, **arguments: Any) -> Any:
-        """As the layer's."""
+        """Run the layer, or its stand-in."""
         if self.stand_in is not None:
             return self.stand_in(hidden, arguments)
         if not torch.is_grad_enabled():
@@ -57,13 +57,16 @@ class CodedLayer(nn.Module):
 class CodedModel:
     """A causal language model of transformers.
 
-    Text runs through `module` as a whole. Losses take it apart, since variants share layers: `enter`, the
-    layers one by one, `logits`.
+    Text runs through `module` as a whole. Losses run its parts one by one, because variants share layers:
+    `enter`, then the layers, then `logits`.
 
     Attributes:
+        module: the whole model.
         layers: the decoder layers.
-        linears: the layers with codes, in the package's order.
-        head: chooses the positions of which logits are computed.
+        linears: the quantized layers, in the order of the package.
+        head: computes logits at the selected positions.
+        vocabulary: the number of tokens.
+        positions: the longest sequence, or None without a limit.
     """
 
     module: Any
@@ -74,22 +77,22 @@ class CodedModel:
     positions: int | None
 
     def set_values(self, values_VK: Tensor, counts: tuple[int, ...]) -> None:
-        """Hand the values of each variant to the layers that they belong to."""
+        """Give each layer its part of the values."""
         for linear, values_VC in zip(self.linears, torch.split(values_VK, list(counts), dim=1), strict=True):
             linear.values_VC = values_VC
 
     def clear_values(self) -> None:
-        """Let go of the values of the last call, and of what autograd keeps of them."""
+        """Drop the values of the last call, and what autograd keeps for them."""
         for linear in self.linears:
             linear.values_VC = torch.empty(1, 0)
 
     def enter(self, ids_BT: Tensor) -> tuple[Tensor, list[Arguments]]:
-        """Return what enters the first layer, [B, T, H], and each layer's other arguments."""
+        """Return the input of the first layer, [B, T, H], and the other arguments of each layer."""
         entered: list[Tensor] = []
         arguments: list[Arguments] = []
 
         def note(hidden: Tensor, given: Arguments) -> Tensor:
-            # All rows have the causal mask, so that of one row serves as many as there will be.
+            # The causal mask is the same for all rows, so one row broadcasts to any number of them.
             mask = given.get("attention_mask")
             entered.append(hidden)
             arguments.append(given if mask is None else given | {"attention_mask": mask[:1]})
@@ -99,14 +102,14 @@ class CodedModel:
         return entered[0], arguments
 
     def logits(self, state_LH: Tensor) -> Tensor:
-        """Return logits, float32 [L, D], of states after the last layer."""
+        """Return the float32 logits [L, D] of states after the last layer."""
         self.head.place_L = slice(None)
         any_ids = torch.zeros(1, 1, dtype=torch.int64, device=state_LH.device)
         logits: Tensor = self._around(self.module, any_ids, lambda *_: state_LH[None]).logits
         return logits
 
     def _around(self, module: Any, ids_BT: Tensor, stand_in: Callable[[Tensor, Arguments], Tensor]) -> Any:
-        """Run what transformers does before and after the decoder layers."""
+        """Run the code of transformers before and after the decoder layers."""
         for layer in self.layers:
             layer.stand_in = stand_in
         try:
@@ -117,13 +120,13 @@ class CodedModel:
 
 
 def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype) -> CodedModel:
-    """Copy the package's codes to the device, and build its model around them.
+    """Copy the codes of a package to the device, and build its model around them.
 
     Raises:
-        InputError: as `transformers_config`.
+        InputError: the family is unknown, or its attention is not causal.
     """
     config = transformers_config(package.config)
-    # torch's own attention does not know the soft cap of scores (Gemma 2), and does not say so.
+    # torch's own attention silently ignores a soft cap of the scores (Gemma 2).
     attention = "sdpa" if getattr(config, "attn_logit_softcapping", None) is None else "eager"
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -146,15 +149,15 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
 
 
 def _positions(package: Package, most: int | None) -> int | None:
-    """The longest sequence: where a rotation changes beyond a length, that (see `models.rope`)."""
+    """Return the longest sequence. Some rotations are valid up to a length only (`permille.models.rope`)."""
     try:
         return architecture_of(package.config).positions
-    except InputError:  # mathematics that transformers alone has
+    except InputError:  # transformers has the mathematics, the light engine does not
         return most
 
 
 def resident_bytes(module: nn.Module) -> Counter[str]:
-    """Bytes of all tensors that a model holds, by the last part of their name."""
+    """Count the bytes of all tensors of a model, by the last part of their names."""
     found: Counter[str] = Counter()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found[name.rpartition(".")[2]] += tensor.nbytes
@@ -164,7 +167,7 @@ def resident_bytes(module: nn.Module) -> Counter[str]:
 def _linear(
     model: Any, package: Package, info: TensorInfo, device: torch.device, dtype: torch.dtype
 ) -> CodedLinear:
-    """Put a layer with codes in the place of a linear one."""
+    """Replace a linear layer by one with codes."""
     path, adapter = info.name.removesuffix(".weight"), package.manifest.adapter
     weight = CodedWeight(package.quantized(info.name), device, dtype)
     added: SparseAdd | LowRank | None = None
@@ -181,7 +184,7 @@ def _linear(
 
 
 def _tables(model: Any, package: Package, device: torch.device, dtype: torch.dtype) -> CodedHead:
-    """Put tables in the places of embedding and head, one where they are tied."""
+    """Replace embedding and head by tables. Tied ones share a table."""
     embedding, head = table_names(package.config)
     table = CodedTable(package.plain(embedding), device)
     own = table if is_tied(package.config) else CodedTable(package.plain(head), device)
@@ -193,7 +196,7 @@ def _tables(model: Any, package: Package, device: torch.device, dtype: torch.dty
 
 
 def _fill(model: Any, package: Package, device: torch.device, dtype: torch.dtype) -> None:
-    """Load what has no codes: norms, biases, learned positions."""
+    """Load the tensors without codes: norms, biases, learned positions."""
     for name, _ in list(model.named_parameters()):
         path, _, last = name.rpartition(".")
         parameter = nn.Parameter(_plain(package, name, device, dtype), requires_grad=False)
