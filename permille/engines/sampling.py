@@ -1,6 +1,6 @@
 """Choosing the next token: the most likely, or one sampled from the head of the distribution. numpy only."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,6 +52,42 @@ class TokenSampling:
             raise InputError(f"expected a repeat_penalty above 0, got {self.repeat_penalty}")
         if not 0 <= self.seed < 1 << 64:
             raise InputError(f"expected a seed from 0 to 2**64 - 1, got {self.seed}")
+
+
+def generate_tokens(
+    next_logits: Callable[[NDArray[np.int64]], NDArray[np.float32]],
+    prompt_ids: NDArray[np.int64],
+    sampling: TokenSampling,
+    room: int,
+) -> Iterator[int]:
+    """Yield new token ids one by one, up to a stop id.
+
+    Args:
+        next_logits: returns the logits [D] after the given ids, which follow all ids of earlier calls.
+        prompt_ids: int64 [T], the ids of the first call.
+        room: the largest number of new tokens.
+    """
+    rng = np.random.Generator(np.random.Philox(sampling.seed))
+    written: list[int] = []
+    ids = prompt_ids
+    for _ in range(room):
+        token = next_token(next_logits(ids), sampling, rng, written)
+        if token in sampling.stop_ids:
+            return
+        yield token
+        written.append(token)
+        ids = np.array([token], dtype=np.int64)
+
+
+def new_tokens(sampling: TokenSampling, prompt: int, positions: int | None) -> int:
+    """Return how many tokens may follow a prompt of this length.
+
+    For example, 8 positions leave room for 3 tokens after a prompt of 5:
+
+        >>> new_tokens(TokenSampling(max_new_tokens=100), 5, 8)
+        3
+    """
+    return sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - prompt)
 
 
 def next_token(

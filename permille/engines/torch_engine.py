@@ -29,7 +29,7 @@ from permille.engines.coded_layers import as_tensor
 from permille.engines.coded_model import CodedModel, load_coded_model, resident_bytes
 from permille.engines.inputs import ModelLimits, check_batch, check_prompt, check_values
 from permille.engines.interface import REVERSE_PASSES, EngineInfo
-from permille.engines.sampling import TokenSampling, next_token
+from permille.engines.sampling import TokenSampling, generate_tokens, new_tokens
 from permille.engines.variants import Groups, first_masked, layer_spans, run_variants
 from permille.errors import InputError, OperatorError
 from permille.package.reader import Package
@@ -172,32 +172,21 @@ class TorchEngine:
         """Yield new token ids one by one, with a key-value cache."""
         check_values(values_K[None], self._limits)
         check_prompt(prompt_ids, self._limits)
-        return self._generate(values_K.copy(), prompt_ids.copy(), sampling)
-
-    def _generate(
-        self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
-    ) -> Iterator[int]:
-        rng = np.random.Generator(np.random.Philox(sampling.seed))
-        written: list[int] = []
-        values_1K, ids = self._tensor(values_K[None]), prompt_ids
-        room = sampling.max_new_tokens
-        if self._limits.positions is not None:
-            room = min(room, self._limits.positions - len(prompt_ids))
-        # Made without the config, it keeps every token: windows are a matter of the attention's mask.
+        values_1K = self._tensor(values_K[None])
+        # A cache without the config keeps every token. The attention's mask limits windows.
         cache = transformers.DynamicCache()
-        for _ in range(room):
-            # Per token, so that a consumer that pauses does not keep the engine from others.
+
+        def next_logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+            # The lock is taken for each token, so a consumer that pauses does not block other callers.
             with self._lock, torch.no_grad():
                 self._model.set_values(values_1K, self._counts)
                 self._model.head.place_L = torch.tensor([len(ids) - 1], device=self._device)
                 found = self._model.module(self._tensor(ids[None]), past_key_values=cache, use_cache=True)
-                logits_D = found.logits[0].cpu().numpy()
-            token = next_token(logits_D, sampling, rng, written)
-            if token in sampling.stop_ids:
-                return
-            yield token
-            written.append(token)
-            ids = np.array([token], dtype=np.int64)
+                logits_D: NDArray[np.float32] = found.logits[0].cpu().numpy()
+            return logits_D
+
+        room = new_tokens(sampling, len(prompt_ids), self._limits.positions)
+        return generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
 
     def _token_losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """[V, L] for a checked batch, in parts of at most `max_tokens`."""

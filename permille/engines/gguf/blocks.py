@@ -29,6 +29,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from permille.errors import InputError
@@ -73,9 +74,13 @@ def fits(kind: BlockType, columns: int) -> BlockType:
 
 
 def row_bytes(kind: BlockType, columns: int) -> int:
-    """Bytes of a row."""
-    sizes = {BlockType.F32: 4 * BLOCK, BlockType.F16: 2 * BLOCK, BlockType.Q8_0: 34, BlockType.Q4_0: 18}
-    return columns * (sizes | {BlockType.Q4_1: 20})[kind] // BLOCK
+    """Return the bytes of a row.
+
+    >>> row_bytes(BlockType.Q8_0, 64)  # two blocks of a scale and 32 codes
+    68
+    """
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
+    return columns // weights * size
 
 
 def encode(
@@ -153,22 +158,6 @@ def encode_source(
             minima=None if codes.minima is None else grid_B2[:, 1].reshape(codes.scales.shape),
         )
     )
-
-
-def decode(kind: BlockType, data_NR: NDArray[np.uint8], columns: int) -> NDArray[np.float32]:
-    """Decode the bytes of `encode` to float32 [N, K]."""
-    rows = len(data_NR)
-    if kind is BlockType.F32:
-        return data_NR.view("<f4").astype(np.float32)
-    if kind is BlockType.F16:
-        return data_NR.view("<f2").astype(np.float32)
-    block_B = data_NR.reshape(-1, row_bytes(kind, BLOCK))
-    scale_B1 = np.ascontiguousarray(block_B[:, :2]).view("<f2").astype(np.float32)
-    if kind is BlockType.Q8_0:
-        code_BS = np.ascontiguousarray(block_B[:, 2:]).view(np.int8)
-    else:
-        code_BS = np.concatenate([block_B[:, 2:] & 15, block_B[:, 2:] >> 4], axis=1).astype(np.int8) - 8
-    return (code_BS * scale_B1).reshape(rows, columns)
 
 
 def _limits(kind: BlockType) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, get_tensor_name_map
+from gguf.quants import dequantize as dequantize_gguf
 from numpy.typing import NDArray
 
 from permille.choices import choice_of
@@ -16,7 +17,6 @@ from permille.engines.export import checked_values, new_folder
 from permille.engines.gguf.blocks import (
     OWN_CODES,
     BlockType,
-    decode,
     encode,
     encode_source,
     fits,
@@ -32,7 +32,7 @@ from permille.models.gguf.config import ROPE_FACTORS
 from permille.package.manifest import TensorInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize
-from permille.quantization.gguf_blocks import codes_of, type_name
+from permille.quantization.gguf_blocks import type_name
 from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import Q8_0
 
@@ -213,23 +213,25 @@ class _Weights:
             mask_k, codes = self._package.mask(info.name), self._package.quantized(info.name)
             weight_NK = dequantize(codes)
             weight_NK.reshape(-1)[mask_k] = value_k
-            data_NR, written_NK = self._written(info.name, codes, weight_NK, mask_k)
+            data_NR = self._bytes_of(info, codes, weight_NK, mask_k)
+            # What a reader of the file will see: the types round most personal values.
+            written_NK = dequantize_gguf(data_NR, _TYPES[self._linear_type(info)][0])
             error_k = written_NK.reshape(-1)[mask_k] - value_k
             self._lost += float((error_k**2).sum(dtype=np.float64))
             yield self._ordered(info.name, data_NR)
 
-    def _written(
-        self, name: str, codes: QuantizedTensor, weight_NK: NDArray[np.float32], mask_k: NDArray[np.uint32]
-    ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """The bytes of a linear, and what they stand for."""
-        columns = weight_NK.shape[1]
+    def _bytes_of(
+        self,
+        info: TensorInfo,
+        codes: QuantizedTensor,
+        weight_NK: NDArray[np.float32],
+        mask_k: NDArray[np.uint32],
+    ) -> NDArray[np.uint8]:
         if self.kind is BlockType.SOURCE:
-            data_NR = encode_source(codes, weight_NK, mask_k, name=name)
-            return data_NR, dequantize(codes_of(data_NR, columns))
-        kind = fits(self.kind, columns)
-        own = OWN_CODES.get(kind) is self._package.manifest.scheme.name
-        data_NR = encode(kind, weight_NK, mask_k=mask_k, codes=codes if own else None, name=name)
-        return data_NR, decode(kind, data_NR, columns)
+            return encode_source(codes, weight_NK, mask_k, name=info.name)
+        kind = self._linear_type(info)
+        own = OWN_CODES.get(kind) is codes.scheme
+        return encode(kind, weight_NK, mask_k=mask_k, codes=codes if own else None, name=info.name)
 
     def _plain(self, name: str) -> NDArray[np.uint8]:
         tensor = self._package.plain(name)

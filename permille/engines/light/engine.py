@@ -35,7 +35,7 @@ from permille.engines.light.sequences import (
     join_sequences,
 )
 from permille.engines.light.threads import Threads
-from permille.engines.sampling import TokenSampling, next_token
+from permille.engines.sampling import TokenSampling, generate_tokens, new_tokens
 from permille.engines.variants import Groups, run_variants
 from permille.errors import InputError
 from permille.native.library import cpu_path
@@ -180,28 +180,15 @@ class LightEngine:
         """Yield new token ids one by one, with a key-value cache."""
         check_values(values_K[None], self._model.limits)
         check_prompt(prompt_ids, self._model.limits)
-        return self._generate(values_K.copy(), prompt_ids.copy(), sampling)
+        room = new_tokens(sampling, len(prompt_ids), self._model.limits.positions)
+        run = TextPass(self._exact, self._model, values_K.copy(), len(prompt_ids) + room)
 
-    def _generate(
-        self, values_K: Array, prompt_ids: NDArray[np.int64], sampling: TokenSampling
-    ) -> Iterator[int]:
-        rng = np.random.Generator(np.random.Philox(sampling.seed))
-        written: list[int] = []
-        room = sampling.max_new_tokens
-        if self._model.limits.positions is not None:
-            room = min(room, self._model.limits.positions - len(prompt_ids))
-        run = TextPass(self._exact, self._model, values_K, len(prompt_ids) + room)
-        ids = prompt_ids
-        for _ in range(room):
-            # Per token, so that a consumer that pauses does not keep the engine from others.
+        def next_logits(ids: NDArray[np.int64]) -> Array:
+            # The lock is taken for each token, so a consumer that pauses does not block other callers.
             with self._lock:
-                logit_D = run.next_logits(ids)
-            token = next_token(logit_D, sampling, rng, written)
-            if token in sampling.stop_ids:
-                return
-            yield token
-            written.append(token)
-            ids = np.array([token], dtype=np.int64)
+                return run.next_logits(ids)
+
+        return generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
 
     def _token_losses(self, values_VK: Array, batch: Batch) -> Array:
         """[v, R] for a checked batch, in parts of at most `max_tokens`."""
