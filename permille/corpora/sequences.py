@@ -72,6 +72,28 @@ def token_sequences(
     return np.stack([tokens for _, _, tokens in sorted(best, key=lambda item: -item[1])])
 
 
+def row_order(rows: int, taken: int, seed: int, step: int) -> NDArray[np.int64]:
+    """Return the rows that a training step takes.
+
+    Every row occurs once in a seeded order, then again in another order. For example, the first two steps
+    of two rows together take all four rows:
+
+        >>> sorted([*row_order(4, 2, 0, 0).tolist(), *row_order(4, 2, 0, 1).tolist()])
+        [0, 1, 2, 3]
+
+    Args:
+        rows: the number of rows to choose from.
+        taken: the number of rows that a step takes.
+        seed: the seed of the orders.
+        step: the number of the step, from 0.
+    """
+    places = np.arange(step * taken, (step + 1) * taken)
+    orders = {
+        int(turn): np.random.default_rng([seed, int(turn)]).permutation(rows) for turn in places // rows
+    }
+    return np.array([orders[int(place // rows)][place % rows] for place in places])
+
+
 def _windows(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> Iterator[NDArray[np.int64]]:
     rest = np.empty(0, np.int64)
     for text in texts:

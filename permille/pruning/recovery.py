@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 
+from permille.corpora.sequences import row_order
 from permille.errors import InputError
 from permille.files import write_atomic
 from permille.models.checkpoint import Checkpoint
@@ -158,15 +159,6 @@ def recover(
                 write_atomic(checkpoint, _bytes(trained, optimizer, losses))
             progress(len(losses), plan.steps)
     return losses
-
-
-def row_order(rows: int, taken: int, seed: int, step: int) -> NDArray[np.int64]:
-    """Return the rows of a step. All rows occur once in a seeded order, then again in another."""
-    places = np.arange(step * taken, (step + 1) * taken)
-    orders = {
-        int(turn): np.random.default_rng([seed, int(turn)]).permutation(rows) for turn in places // rows
-    }
-    return np.array([orders[int(place // rows)][place % rows] for place in places])
 
 
 def _mean_loss(model: "PreTrainedModel", rows_BT: NDArray[np.int64], step: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.corpora.sequences import row_order
 from permille.digests import JSON
 from permille.engines.interface import GradientEngine
 from permille.errors import InputError, OperatorError
@@ -114,7 +115,7 @@ def pool(
     moments = _kept(checkpoint) or Moments.first(len(w_base_K), np.zeros(len(w_base_K), np.int64))
     while moments.step < plan.steps:
         step = moments.step
-        batch = _batch(train_NT[_order(len(train_NT), plan, step)])
+        batch = _batch(train_NT[row_order(len(train_NT), plan.batch_rows, plan.seed, step)])
         values_K = values(w_base_K, moments.s_K, exponent)
         loss, gradient_K = engine.gradient(values_K, batch)
         if reference is not None:
@@ -195,15 +196,6 @@ def _kept(checkpoint: Path) -> Moments | None:
     with suppress(OperatorError):
         return Moments.load(checkpoint)
     return None
-
-
-def _order(rows: int, plan: PoolingPlan, step: int) -> NDArray[np.int64]:
-    """Return the rows of a step. All rows occur once in a seeded order, then again in another."""
-    place = step * plan.batch_rows
-    first, last = place // rows, (place + plan.batch_rows - 1) // rows
-    orders = [np.random.default_rng([plan.seed, turn]).permutation(rows) for turn in range(first, last + 1)]
-    begin = place - first * rows
-    return np.concatenate(orders)[begin : begin + plan.batch_rows]
 
 
 def _batch(rows_BT: NDArray[np.int64]) -> Batch:

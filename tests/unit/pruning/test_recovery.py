@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from permille.corpora.sequences import row_order
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
 from permille.pruning.plan import RecoveryPlan
-from permille.pruning.recovery import STEPS_A_CHECKPOINT, attach, recover, recover_model, row_order
+from permille.pruning.recovery import STEPS_A_CHECKPOINT, attach, recover, recover_model
 from tests.unit.engines.tiny import tiny_model
 
 ROWS_NT = np.random.default_rng(0).integers(0, 60, (12, 10))
