@@ -1,6 +1,7 @@
-"""Checking what an engine is handed, and cutting a batch to what the forward pass needs. numpy only.
+"""Checks of an engine's inputs. numpy only.
 
-An index outside the vocabulary would read foreign memory or kill the process, so everything is settled here.
+An index outside of the vocabulary would read foreign memory or kill the process, so every input is checked
+here before an engine uses it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ _MOST_NAMED = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """Input limits of a model. `positions` is None if the config names no limit."""
+    """Input limits of a model. `positions` is None if the config sets no limit."""
 
     k: int
     vocabulary: int
@@ -24,9 +25,10 @@ class ModelLimits:
 
 
 def check_values(values_VK: NDArray[np.float32], limits: ModelLimits) -> None:
-    """
+    """Check values of several variants. They need not be finite: their losses are then not finite, either.
+
     Raises:
-        InputError: not float32 [v, k], or v = 0. Values need not be finite: then the losses are not.
+        InputError: they are not float32 [v, k] with v of at least 1.
     """
     if values_VK.dtype != np.float32 or values_VK.ndim != 2 or values_VK.shape[1] != limits.k:
         raise InputError(
@@ -37,9 +39,12 @@ def check_values(values_VK: NDArray[np.float32], limits: ModelLimits) -> None:
 
 
 def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
-    """
+    """Check the token ids of a prompt.
+
     Raises:
-        InputError: not int64 [T], empty, an id outside the vocabulary, or no room for one more token.
+        InputError: they are not int64 [T] or empty, an id is outside of the vocabulary, or no position
+        is left
+            for a new token.
     """
     if prompt_ids.dtype != np.int64 or prompt_ids.ndim != 1 or len(prompt_ids) == 0:
         raise InputError(
@@ -54,15 +59,17 @@ def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
 
 
 def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Batch:
-    """The batch without the columns that are padding in every row: they change no loss.
+    """Check a batch, and return it without the columns that are padding in every row.
 
     Args:
-        soft: whether the engine has soft targets.
+        batch: the batch.
+        limits: of the model.
+        soft: whether the engine supports soft targets.
 
     Raises:
-        InputError: shapes or dtypes that disagree, ids outside the vocabulary, padding that is not on the
-            right, an empty row, a target at position 0 or in the padding, no target at all, more positions
-            than the model has, or soft targets that are no distributions or that the engine does not have.
+        InputError: shapes or dtypes do not match, an id is outside of the vocabulary, padding is not on the
+            right, a row is empty, a target is at position 0 or in the padding, there is no target, a row is
+            longer than the model's positions, or soft targets are invalid or not supported.
     """
     _check_layout(batch)
     if batch.soft is not None:
@@ -81,7 +88,7 @@ def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Bat
     columns = int(length_B.max())
     if limits.positions is not None and columns > limits.positions:
         raise InputError(f"expected at most {limits.positions} tokens a sequence, got {columns}")
-    # What stands in the padding is never looked at, but it is looked up.
+    # Ids in the padding change no loss, but an engine looks them up. 0 is always in the vocabulary.
     ids_BT = np.where(batch.attention_BT, batch.input_ids_BT, 0)[:, :columns]
     _check_ids(ids_BT, limits)
     return Batch(
@@ -109,7 +116,7 @@ def _check_soft(soft: SoftTargets, targets: int, limits: ModelLimits) -> None:
     _check_ids(ids_RN, limits)
     if (np.diff(np.sort(ids_RN, axis=1), axis=1) == 0).any():
         raise InputError("The ids of a soft target must be distinct.")
-    # A NaN fails every comparison.
+    # Written so that NaN fails the comparison.
     if not (probability_RN >= 0).all() or not (probability_RN.sum(axis=1) <= 1.001).all():
         raise InputError("The probabilities of a soft target must be at least 0 and add up to at most 1.")
 

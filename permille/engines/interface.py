@@ -1,8 +1,7 @@
-"""Interface of engines, between training or generation and the matrix code.
+"""Interface of engines. It separates training and generation from the matrix code.
 
-An engine holds one package on one device. It is handed sparse values, never seeds, directions or
-optimizers, and it returns numbers as they come out of the forward pass: a loss that is not finite is
-returned, not repaired.
+An engine holds one package on one device. Its inputs are sparse values, never seeds, directions or
+optimizers. It returns a loss that is not finite as it is.
 
 Arrays: V variants, K masked weights of the whole package (tensors concatenated in `tensor_id` order),
 B sequences, T positions.
@@ -20,11 +19,11 @@ from permille.engines.sampling import TokenSampling
 from permille.zo.estimators import Batch, Differentiable, LossEngine
 
 REVERSE_PASSES = 3
-"""Layer passes of a gradient: forward, again within the reverse pass, and back."""
+"""Passes through a layer for a gradient: forward, forward again in the reverse pass, and backward."""
 
 
 class EngineInfo(TypedDict):
-    """Description of an engine in a report. A resumed run has the same bits only if it is equal."""
+    """Description of an engine in a report. A resumed run has the same bits only on an equal engine."""
 
     name: str
     version: str
@@ -34,37 +33,43 @@ class EngineInfo(TypedDict):
 
 
 class Engine(LossEngine, Protocol):
-    """A loaded package: losses, and text for local use.
+    """A loaded package that computes losses and text.
 
-    Calls from several threads are safe and are served one at a time.
+    Calls from several threads are safe. They run one at a time.
     """
 
     @property
     def layer_passes(self) -> int:
         """Count how often a sequence has passed through a decoder layer so far, forward or backward.
 
-        Passes of all variants are summed, and work that variants share counts once. Divide by the number of
+        The passes of all variants add up. Work that variants share counts once. Divide by the number of
         layers to get forward passes of one row, the unit of the results pages.
         """
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Loss of each target token, float32 [targets], row-major in the batch; their mean is the loss."""
+        """Return the loss of each target token, float32 [targets], row-major in the batch."""
 
     def generate(
         self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
     ) -> Iterator[int]:
-        """Yield new token ids one by one, up to a stop id, the limit or the model's last position.
+        """Yield new token ids one by one, until a stop id, the limit, or the last position of the model.
+
+        For example, up to 20 tokens of the base model:
+
+            list(engine.generate(package.values(), prompt_ids, TokenSampling(max_new_tokens=20)))
 
         Args:
-            prompt_ids: int64 [T], T >= 1.
+            values_K: float32 [k].
+            prompt_ids: int64 [T], at least one id.
+            sampling: the settings.
 
         Raises:
-            InputError: an argument is outside its range; raised by the call, not by the first `next`.
+            InputError: an argument is out of range. The call raises it, not the first `next`.
         """
 
     def info(self) -> EngineInfo:
-        """Name, version, compute dtype, threads and device."""
+        """Return name, version, compute dtype, threads and device."""
 
 
 class GradientEngine(Engine, Differentiable, Protocol):
-    """An engine that also differentiates backward: every masked weight's derivative in one call."""
+    """An engine that also computes the gradient of all masked weights."""

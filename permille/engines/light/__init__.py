@@ -1,1 +1,1 @@
-"""The engine that devices run: a forward pass in numpy and our own kernels. No torch, no transformers."""
+"""The engine of devices: a forward and a reverse pass in numpy and our kernels, without torch."""

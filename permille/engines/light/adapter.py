@@ -1,7 +1,8 @@
 """A low-rank adapter beside a linear layer: `y = W x + b + scale B (A x)` (FORMAT 4.10).
 
-`low`, which is `scale A x`, is made once for all tiles of a layer, from inputs in float32; a tile of rows
-adds its part of `B low`. Backwards, with d the gradient at the output and `e = scale d B`:
+`low = scale A x` is computed once for all tiles of a layer, from inputs in float32. Each tile of rows
+then adds its part of `B low`. In the reverse pass, with d the gradient at the output and `e = scale d
+B`:
 
     d_B = d^T low,   d_A = e^T x,   d_x += e A
 
@@ -18,19 +19,19 @@ from permille.engines.light.threads import Threads, blocks
 
 Array = NDArray[np.float32]
 
-# Tokens, or rows and columns of a matrix, of one task.
+# Tokens, or rows and columns of a matrix, in one task.
 _PART = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LowRank:
-    """Some groups' part in an adapter: `low_GMR`, and B of each."""
+    """`scale A x` of some groups of variants, and their B."""
 
     low_GMR: Array
     b_GNR: Array
 
     def add(self, blas: Blas, group: int, rows: slice, out_MN: Array) -> None:
-        """`out += B low` for some rows of B, which are the columns of `out`."""
+        """Add `B low` to `out` for some rows of B, which are the columns of `out`."""
         blas.add_transposed(self.low_GMR[group], self.b_GNR[group, rows], out_MN)
 
 
@@ -40,8 +41,16 @@ class LightAdapter:
     def __init__(
         self, rows: slice, columns: int, rank: int, scale: float, start: int, frozen_RK: Array | None
     ) -> None:
-        """`rows` are the adapter's own; `start` is the offset in the package's values; `frozen` is A where it
-        is not trained."""
+        """Find the adapter's numbers.
+
+        Args:
+            rows: the rows of the stored matrix that this layer has.
+            columns: K.
+            rank: R.
+            scale: the factor of the adapter.
+            start: the offset of the adapter in the values of the package.
+            frozen_RK: A if it is not trained.
+        """
         self._rows, self._columns = rows.stop - rows.start, columns
         self._rank, self._scale = rank, np.float32(scale)
         self._frozen_RK = frozen_RK
@@ -50,7 +59,7 @@ class LightAdapter:
         self._span_b = slice(middle + rank * rows.start, middle + rank * rows.stop)
 
     def of_variants(self, blas: Blas, threads: Threads, x_GMK: Array, values_GK: Array) -> LowRank:
-        """`scale A x` of each group, with the values of each."""
+        """Return `scale A x` and B of each group of variants."""
         low_GMR = np.empty((*x_GMK.shape[:2], self._rank), np.float32)
 
         def part(task: tuple[int, slice]) -> None:
@@ -65,7 +74,7 @@ class LightAdapter:
     def add_gradient(
         self, threads: Threads, x_MK: Array, d_out_MN: Array, value_K: Array, gradient_K: Array
     ) -> None:
-        """Add `d_B`, and where A is trained `d_A`."""
+        """Add `d_B`, and also `d_A` if A is trained."""
         low_MR = x_MK @ self._a(value_K).T
         low_MR *= self._scale
         d_b_NR = self._b(gradient_K[None])[0]
@@ -84,7 +93,7 @@ class LightAdapter:
         threads.each(of_a, blocks(self._columns, _PART))
 
     def add_back(self, blas: Blas, d_out_MN: Array, value_K: Array, d_x_MK: Array) -> None:
-        """`d_x += e A`."""
+        """Add `e A` to `d_x`."""
         blas.add_product(self._sent_back(d_out_MN, value_K), self._a(value_K), d_x_MK)
 
     def _sent_back(self, d_out_MN: Array, value_K: Array) -> Array:
@@ -93,11 +102,11 @@ class LightAdapter:
         return e_MR
 
     def _a(self, value_K: Array) -> Array:
-        """[R, K], a view."""
+        """Return A, [R, K], a view."""
         if self._frozen_RK is not None:
             return self._frozen_RK
         return value_K[self._span_a].reshape(self._rank, self._columns)
 
     def _b(self, values_GK: Array) -> Array:
-        """[G, N, R], a view."""
+        """Return B, [G, N, R], a view."""
         return values_GK[:, self._span_b].reshape(len(values_GK), self._rows, self._rank)

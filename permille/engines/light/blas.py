@@ -1,10 +1,10 @@
-"""The matrix products: numpy's own BLAS, called where the result lies in a column range of a wider matrix.
+"""Matrix products with the BLAS library of numpy, also into a column range of a wider matrix.
 
-numpy writes a product to a contiguous array only; the BLAS that it carries takes any distance between rows.
-scipy's wrappers copy what is not contiguous, and scipy is nothing that a device needs else.
-Where that library is not found (another BLAS, another platform) the product goes through a copy.
+numpy writes a product only to a contiguous array. The BLAS inside numpy accepts any distance between rows.
+scipy's wrappers copy such arrays, and a device needs scipy for nothing else. If the library is not found
+(another BLAS, another platform), products go through a copy.
 
-The library is told to use one thread: the engine's tasks are the threads. That setting is the process's.
+The library is set to one thread, because the engine's tasks are the threads. This affects the whole process.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _FOLDERS = ("../numpy.libs", ".libs", ".dylibs")
 
 
 class Blas:
-    """`out = a b^T` in float32, single threaded."""
+    """Single-threaded float32 products."""
 
     def __init__(self) -> None:
         self._library = _library()
@@ -35,19 +35,19 @@ class Blas:
         return "numpy's matmul" if self._library is None else self._library.name
 
     def product(self, a_MK: Array, b_NK: Array, out_MN: Array) -> None:
-        """`out = a b^T`. Rows are contiguous; the distance between rows is free."""
+        """Set `out = a b^T`. Rows must be contiguous, but need not be adjacent."""
         self._multiply(a_MK, b_NK, out_MN, _TRANSPOSED, 0.0)
 
     def plain_product(self, a_MK: Array, b_KN: Array, out_MN: Array) -> None:
-        """`out = a b`."""
+        """Set `out = a b`."""
         self._multiply(a_MK, b_KN, out_MN, _AS_IS, 0.0)
 
     def add_product(self, a_MK: Array, b_KN: Array, out_MN: Array) -> None:
-        """`out += a b`."""
+        """Add `a b` to `out`."""
         self._multiply(a_MK, b_KN, out_MN, _AS_IS, 1.0)
 
     def add_transposed(self, a_MK: Array, b_NK: Array, out_MN: Array) -> None:
-        """`out += a b^T`."""
+        """Add `a b^T` to `out`."""
         self._multiply(a_MK, b_NK, out_MN, _TRANSPOSED, 1.0)
 
     def _multiply(self, a: Array, b: Array, out: Array, second: int, kept: float) -> None:
@@ -63,7 +63,7 @@ class Blas:
 
 
 class _Library:
-    """The functions that we use of one OpenBLAS."""
+    """The functions of an OpenBLAS that are used here."""
 
     def __init__(self, library: ctypes.CDLL, prefix: str, suffix: str) -> None:
         configuration = _function(library, f"{prefix}openblas_get_config{suffix}")
@@ -80,7 +80,7 @@ class _Library:
         self.set_threads: Callable[[int], None] = _function(
             library, f"{prefix}openblas_set_num_threads{suffix}"
         )
-        # Version and the processor's kernels; the rest says how it was built.
+        # Keep version and kernel names of the configuration; the other words describe the build.
         kinds = [word for word in words[2:] if not word.isupper() and "=" not in word]
         self.name = " ".join(words[:2] + kinds)
 
@@ -105,10 +105,10 @@ def _function(library: ctypes.CDLL, name: str) -> "ctypes._NamedFuncPointer":
 
 
 def _rows(array: Array) -> bool:
-    """Return whether BLAS accepts the array: rows are contiguous and do not overlap."""
+    """Return whether BLAS accepts the array: its rows are contiguous and do not overlap."""
     return array.ndim == 2 and array.strides[1] == 4 and array.strides[0] >= 4 * array.shape[1]
 
 
 def _distance(array: Array) -> int:
-    """Numbers from one row to the next."""
+    """Return how many numbers lie between the starts of two rows."""
     return max(int(array.strides[0]) // 4, int(array.shape[1]), 1)

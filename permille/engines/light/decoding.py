@@ -1,8 +1,7 @@
-"""Text, token by token: the pass that remembers keys and values.
+"""The forward pass of text generation. It keeps keys and values of earlier tokens.
 
-One token needs no weight in memory: a `TokenProduct`, made once for a whole text, multiplies from the codes
-and adds what the sparse values change, `(value - decoded value) x`. The prompt goes through tiles, as in
-training.
+A single token is multiplied by the codes directly (`TokenProduct`), so no weight is unpacked to memory. The
+products are prepared once for a text. The prompt goes through dequantized tiles, as in training.
 
 # Legend: M new tokens, S tokens so far, A heads, B key-value heads, D numbers of a head, C masked weights.
 """
@@ -27,10 +26,10 @@ _TASK_WEIGHTS = 1 << 18
 
 
 class TextPass(LossPass):
-    """Generation with one variant of the values and one growing sequence."""
+    """The pass of one growing sequence with one variant of the values."""
 
     def __init__(self, tools: Tools, model: LightModel, value_K: Array, room: int) -> None:
-        """`room`: tokens of the prompt and of the text together, at most."""
+        """Reserve memory for `room` tokens: those of the prompt and of the text together."""
         self._model = model
         self._shape: Architecture = model.architecture
         super().__init__(tools, model.architecture, Workspace(), _tokens(0, 0))
@@ -41,13 +40,13 @@ class TextPass(LossPass):
         self._products: dict[int, TokenProduct] = {}
 
     def begin(self, count: int) -> NDArray[np.int64]:
-        """The next `count` tokens follow: their positions."""
+        """Start a pass of `count` tokens, and return their positions."""
         self._joined = _tokens(self.length, count)
         self._tables = {}
         return self._joined.position_M
 
     def next_logits(self, id_M: NDArray[np.int64]) -> Array:
-        """Logits [D] after the last of these tokens, which follow what the pass has seen."""
+        """Return the logits [D] after these tokens, which follow all tokens of earlier calls."""
         model = self._model
         x_1MH = model.embed(id_M, self.begin(len(id_M)))[None]
         with np.errstate(all="ignore"):
@@ -98,12 +97,12 @@ class TextPass(LossPass):
         out_GMI *= up_GMI
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
-        """See `LossPass`. New keys and values join those of the tokens before."""
+        """See `LossPass`. The new keys and values are appended to those of earlier tokens."""
         key_SBD, value_SBD = self._memory(layer)
         stop = self.length + k.shape[1]
         key_SBD[self.length : stop], value_SBD[self.length : stop] = k[0], v[0]
         window = layer.settings.window
-        # What no new token sees is left out.
+        # Leave out the tokens before the window of all new tokens.
         first = 0 if window is None else max(0, self.length + 1 - window)
         with np.errstate(all="ignore"):
             numbers.attention(q[0], key_SBD[first:stop], value_SBD[first:stop], layer.scores, out[0])
@@ -115,8 +114,10 @@ class TextPass(LossPass):
         return found
 
     def _memory(self, layer: LightLayer) -> tuple[Array, Array]:
-        """Keys and values of a layer, with room for all tokens; pages that nothing was written to cost
-        nothing."""
+        """Return keys and values of a layer, with room for all tokens.
+
+        The system gives memory to pages when they are written, so unused room costs nothing.
+        """
         if id(layer) not in self._kept:
             shape = (self._room, self._shape.kv_heads, self._shape.head)
             self._kept[id(layer)] = (np.empty(shape, np.float32), np.empty(shape, np.float32))
@@ -124,7 +125,7 @@ class TextPass(LossPass):
 
 
 def _rows_each(layer: LightLinear, threads: int) -> int:
-    """Rows of a task: waking a thread for less than this many weights costs more than it saves."""
+    """Return the rows of a task. Waking a thread for less than `_TASK_WEIGHTS` costs more than it saves."""
     return max(-(-layer.rows // threads), -(-_TASK_WEIGHTS // layer.columns))
 
 

@@ -1,14 +1,17 @@
-"""The light engine: a package's forward pass in float32 on numpy and our own kernels, without torch.
+"""The light engine: a package in float32 on numpy and our kernels, without torch.
 
-The products are numpy's BLAS; weights are dequantized a tile at a time, once for all variants of a call; the
-tokens of all sequences lie end to end, without padding; embedding and head stay mapped as they are stored.
+    engine = LightEngine(package, threads=4)
+    losses_V = engine.losses(values_VK, batch)
 
-Token losses agree with the torch engine's to rounding (1e-5), and to the bit when the same call is repeated
-on the same build and number of threads.
+numpy's BLAS computes the products. Weights are dequantized a tile at a time, once for all variants of a call.
+The tokens of all sequences are joined end to end, without padding. Embedding and head stay mapped.
 
-With `int8` the linear layers of a loss see their inputs in 8 bits: a step of a 1.1B model takes two thirds of
-float32's on a processor with AVX2 (`docs/results/engine.md`). Sparse values, attention, norms and head stay
-float32, and so do derivatives and generated text.
+Token losses agree with the torch engine's to rounding (1e-5). The same call has the same bits on the
+same build and number of threads.
+
+With `int8`, losses use 8-bit inputs of linear layers: a step of a 1.1B model takes two thirds of the
+time on a processor with AVX2 (`docs/results/engine.md`). Sparse values, attention, norms and head stay
+float32, and so do gradients and generated text.
 
 # Legend: V variants, G groups of them, K masked weights, B sequences, T and M tokens, H hidden size, R target
 tokens.
@@ -45,13 +48,13 @@ from permille.zo.estimators import Batch, SoftTargets
 
 Array = NDArray[np.float32]
 
-# Tokens of all variants together in one forward pass: bounds the activations. At the widths of a 1.1B model
-# 1024 keep a step's peak at some 120 MB above the package, libraries included; 2048
-# at some 160 MB, a few percent faster.
+# Bounds the activations: tokens of all variants in one forward pass. At the widths of a 1.1B model, 1024
+# keep the peak of a step at some 120 MB above the package, libraries included; 2048 at some 160 MB and are
+# a few percent faster.
 DEFAULT_MAX_TOKENS = 1024
-# Fewer tokens of one variant than this make its products slow: then rather fewer variants at a time.
+# Products of fewer tokens than this are slow. The engine rather takes fewer variants at a time.
 _FEW_TOKENS = 256
-# Hidden states below the first masked layer, of masks of upper layers alone: 128 rows of 256 tokens at 1.1B.
+# For masks of upper layers alone: hidden states below the first masked layer, 128 rows of 256 tokens at 1.1B.
 DEFAULT_KEPT_BYTES = 256 << 20
 
 
@@ -67,19 +70,20 @@ class LightEngine:
         kept_bytes: int = DEFAULT_KEPT_BYTES,
         int8: bool = False,
     ) -> None:
-        """Map the package; nothing is dequantized yet.
+        """Map the package. Nothing is dequantized yet.
 
         Args:
-            threads: None takes every processor that the process may use.
-            max_tokens: bound on variants * tokens of one forward pass; a call beyond it runs in parts.
-            kept_bytes: bound on hidden states below the first masked layer that are kept from call to call;
-                none are where the lowest layer is masked.
-            int8: losses see the inputs of linear layers in 8 bits.
+            package: the package.
+            threads: the number of threads. None uses every processor of the process.
+            max_tokens: the largest variants * tokens of one forward pass. Larger calls run in parts.
+            kept_bytes: memory for hidden states below the first masked layer, kept between calls. It is not
+                used if the lowest layer is masked.
+            int8: use 8-bit inputs of linear layers for losses.
 
         Raises:
-            InputError: mathematics that this engine does not have, an argument out of range, or `int8` for a
-                package that is not int4 in groups of a multiple of 32.
-            PackageError: numbers in the package that break its format.
+            InputError: the engine does not support the model, an argument is out of range, or `int8` is set
+                for a package that is not int4 in groups of a multiple of 32.
+            PackageError: the package breaks its format.
         """
         if max_tokens < 1:
             raise InputError(f"expected max_tokens of at least 1, got {max_tokens}")
@@ -104,7 +108,7 @@ class LightEngine:
         return self._model.limits.k
 
     def info(self) -> EngineInfo:
-        """Name, versions, compute dtype, threads and device."""
+        """Return name, versions, compute dtype, threads and device."""
         return EngineInfo(
             name="light-int8" if self._tools.int8 else "light",
             version=f"permille {__version__}, numpy {np.__version__}, "
@@ -116,11 +120,11 @@ class LightEngine:
 
     @property
     def layer_passes(self) -> int:
-        """Passes of one sequence through one decoder layer so far, forward and back."""
+        """Count passes of one sequence through one decoder layer so far, forward and backward."""
         return self._layer_passes
 
     def losses(self, values_VK: Array, batch: Batch) -> Array:
-        """Mean loss over the batch's targets for each variant, float32 [v]."""
+        """Return the mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._model.limits)
         token_losses_VR = self._token_losses(values_VK, check_batch(batch, self._model.limits, soft=True))
         with np.errstate(invalid="ignore", over="ignore"):
@@ -128,7 +132,7 @@ class LightEngine:
         return losses_V
 
     def token_losses(self, values_K: Array, batch: Batch) -> Array:
-        """Loss of each target token, float32 [targets], in row-major order of the batch."""
+        """Return the loss of each target token, float32 [targets], in row-major order of the batch."""
         check_values(values_K[None], self._model.limits)
         losses_R: Array = self._token_losses(
             values_K[None], check_batch(batch, self._model.limits, soft=True)
@@ -136,10 +140,12 @@ class LightEngine:
         return losses_R
 
     def top_tokens(self, values_K: Array, batch: Batch, number: int) -> SoftTargets:
-        """The most probable tokens at each target of a batch, and their probabilities.
+        """Return the most probable tokens at each target of a batch, and their probabilities.
 
         Args:
-            number: of tokens at a target.
+            values_K: float32 [k].
+            batch: the batch.
+            number: the number of tokens at a target.
         """
         check_values(values_K[None], self._model.limits)
         batch = check_batch(batch, self._model.limits, soft=True)
@@ -156,7 +162,7 @@ class LightEngine:
         return SoftTargets(ids_RN=ids_RS, probability_RN=probability_RS.astype(np.float32))
 
     def gradient(self, values_K: Array, batch: Batch) -> tuple[float, Array]:
-        """The loss and its gradient by a reverse pass: some three times the work of a loss, whatever k is."""
+        """Return the mean loss and its gradient, at some three times the work of a loss, for any k."""
         check_values(values_K[None], self._model.limits)
         values_K = np.ascontiguousarray(values_K)
         batch = check_batch(batch, self._model.limits, soft=True)
@@ -170,8 +176,8 @@ class LightEngine:
                 self._layer_passes += REVERSE_PASSES * above * len(joined.sequences)
                 loss_sum += loss
                 gradient_K += part_K
-                del part_K, x_1MH  # or they lie beside the next part
-            self._workspace.clear()  # what the step does next needs memory too
+                del part_K, x_1MH  # else they would exist beside those of the next part
+            self._workspace.clear()  # the optimizer needs memory next
         return loss_sum / targets, gradient_K / np.float32(targets)
 
     def generate(
@@ -191,7 +197,7 @@ class LightEngine:
         return generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
 
     def _token_losses(self, values_VK: Array, batch: Batch) -> Array:
-        """[v, R] for a checked batch, in parts of at most `max_tokens`."""
+        """Return the losses [v, R] of a checked batch, computed in parts of at most `max_tokens`."""
         rows = max(self._max_tokens // len(values_VK), min(_FEW_TOKENS, self._max_tokens))
         with self._lock, np.errstate(all="ignore"):
             return np.concatenate(
@@ -199,7 +205,7 @@ class LightEngine:
             )
 
     def _part_losses(self, values_VK: Array, joined: JoinedSequences) -> Array:
-        """[v, R] in as many forward passes as the bound on tokens asks for."""
+        """Return the losses [v, R], in as many forward passes as the bound on tokens requires."""
         found_VR = np.empty((len(values_VK), len(joined.target_R)), np.float32)
         for groups, states_GRH in self._states(values_VK, joined):
             losses_N = self._model.head.losses(
@@ -212,9 +218,9 @@ class LightEngine:
         return found_VR
 
     def _states(self, values_VK: Array, joined: JoinedSequences) -> Iterator[tuple[Groups, Array]]:
-        """Yield groups of equal variants, and what the head reads before each target, [g, R, H].
+        """Yield groups of equal variants, and the head's input before each target, [g, R, H].
 
-        A variant's numbers do not depend on how many go through a layer together.
+        The numbers of a variant do not depend on how many variants go through a layer together.
         """
         room = min(max(1, self._max_tokens // len(joined.id_M)), len(values_VK))
         x_GMH = self._residual(room, joined, self._tools)
@@ -224,7 +230,7 @@ class LightEngine:
         self._layer_passes += run.layer_passes
 
     def _residual(self, states: int, joined: JoinedSequences, tools: Tools) -> Array:
-        """Work memory [states, M, H] whose first state is what enters the first masked layer."""
+        """Return work memory [states, M, H]. Its first state is the input of the first masked layer."""
         x_GMH = self._workspace.take("residual", (states, len(joined.id_M), self._model.hidden))
         if self._model.first_masked == 0:
             x_GMH[0] = self._model.embed(joined.id_M, joined.position_M)
@@ -238,7 +244,7 @@ class LightEngine:
         return x_GMH
 
     def _below_mask(self, joined: JoinedSequences, tools: Tools) -> Array:
-        """Hidden states [M, H] after the layers that no value has a part in."""
+        """Return the hidden states [M, H] after the layers below all trained values."""
         x_1MH = self._model.embed(joined.id_M, joined.position_M)[None]
         run = LossPass(tools, self._model.architecture, self._workspace, joined)
         run.set_values(np.empty((1, 0), np.float32))
@@ -249,13 +255,13 @@ class LightEngine:
         return states_MH
 
     def _before_targets(self, x_GMH: Array, joined: JoinedSequences) -> Array:
-        """The hidden states [g, R, H] that the losses need, in work memory that no layer uses any more."""
+        """Return the hidden states [g, R, H] before the targets, in work memory that is free by then."""
         shape = (len(x_GMH), len(joined.state_R), x_GMH.shape[2])
         return np.take(x_GMH, joined.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
 
 
 class _VariantsPass(LossPass):
-    """A `DecoderPass` in work memory that has room for the states of some groups."""
+    """A `DecoderPass` in work memory with room for several groups."""
 
     def __init__(
         self, tools: Tools, model: LightModel, workspace: Workspace, joined: JoinedSequences, room_GMH: Array
@@ -268,7 +274,7 @@ class _VariantsPass(LossPass):
         return state.copy()
 
     def fork(self, state: Array, source_G: list[int], values_GK: Array) -> Array:
-        for place in range(len(source_G) - 1, -1, -1):  # from the last on: a source stands at or before it
+        for place in range(len(source_G) - 1, -1, -1):  # from the last, because sources are at or before it
             self._room_GMH[place] = state[source_G[place]]
         self.set_values(values_GK)
         return self._room_GMH[: len(source_G)]

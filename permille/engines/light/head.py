@@ -1,14 +1,14 @@
-"""The output head and the tables it is read from: losses of target tokens, block by block of the vocabulary.
+"""The output head: losses and logits, block by block of the vocabulary.
 
     loss(h, target) = logsumexp(W h) - (W h)[target]
     loss(h, p)      = sum_i p_i log(p_i / q_i),  q = softmax(W h)       soft targets (`SoftTargets`)
 
-Logits exist for target positions only, and for one block of the vocabulary and some rows at a time; their
-maximum and sum are carried from block to block (Milakov and Gimelshein, "Online normalizer calculation for
-softmax", algorithm 3).
+Logits are computed for target positions only, one block of the vocabulary and some rows at a time.
+Maximum and sum are carried from block to block (Milakov and Gimelshein, "Online normalizer calculation
+for softmax", algorithm 3).
 
-Embedding and head stay where the package mapped them, in the dtype of the package. Rows are widened to
-float32 when they are looked up or multiplied, a block at a time; a table is never converted as a whole.
+Embedding and head stay mapped, in the dtype of the package. Rows are widened to float32 a block at a time. A
+table is never converted as a whole.
 
 # Legend: R rows (target positions), H hidden size, D vocabulary, B a block of it, N tokens that a
 # row names: its target, or those of a soft target.
@@ -34,12 +34,12 @@ _LOOK_UP_ROWS = 64
 _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", Q8_0: "u1"}
 _BLOCK_WEIGHTS = 1 << 20
 _BLOCK_ROWS = 256
-# Below it a share of all tokens that are not named is rounding.
+# A smaller share of the tokens without a name is only rounding.
 _LEAST_REST = 1e-6
 
 
 class StoredMatrix:
-    """[rows, width] in the dtype of the package, floats or Q8_0."""
+    """A matrix [rows, width] in the dtype of the package, floats or Q8_0."""
 
     def __init__(self, raw: RawTensor) -> None:
         self._dtype = raw.dtype
@@ -47,12 +47,12 @@ class StoredMatrix:
         self.rows, self.width = raw.shape
 
     def look_up(self, row_M: NDArray[np.int64], out_MH: Array) -> None:
-        """Convert these rows to float32 in `out`, some at a time."""
+        """Convert some rows to float32, a few at a time."""
         for part in blocks(len(row_M), _LOOK_UP_ROWS):
             self._widen(np.ascontiguousarray(self._stored[row_M[part]]), out_MH[part])
 
     def block(self, rows: slice, scratch: Array) -> Array:
-        """Rows `rows` as float32: a view where they are stored so, else widened into the flat `scratch`."""
+        """Return rows as float32: a view if they are stored so, else widened into the flat `scratch`."""
         found = self._stored[rows]
         if self._dtype == "F32":
             view: Array = found.astype(np.float32, copy=False)
@@ -63,11 +63,11 @@ class StoredMatrix:
 
     @property
     def has_row_product(self) -> bool:
-        """Return whether there is a `row_product`."""
+        """Return whether `row_product` is available."""
         return self._dtype in ("BF16", Q8_0) and load() is not None
 
     def row_product(self, x_H: Array, rows: slice, out_R: Array) -> None:
-        """`out = W[rows] x` of bfloat16 or Q8_0 without widening to memory."""
+        """Set `out = W[rows] x` for bfloat16 or Q8_0, without writing widened rows to memory."""
         if self._dtype == Q8_0:
             product_q8_0(x_H, self._stored[rows].view(np.uint8), out_R)
             return
@@ -75,7 +75,7 @@ class StoredMatrix:
 
     @property
     def is_float32(self) -> bool:
-        """Return whether `block` needs no scratch memory."""
+        """Return whether `block` works without scratch memory."""
         return self._dtype == "F32"
 
     def _widen(self, stored: NDArray[np.generic], out: Array) -> None:
@@ -93,7 +93,7 @@ class StoredMatrix:
 class _Running:
     """Running sums of some rows over the blocks so far.
 
-    `gradient_RH` is not yet divided by `sum_R`.
+    `gradient_RH` is divided by `sum_R` only at the end.
     """
 
     hidden_RH: Array
@@ -107,24 +107,27 @@ class _Running:
 
 
 class LightHead:
-    """Logits, losses and their gradients with respect to hidden states."""
+    """Logits, losses, and their gradients with respect to hidden states."""
 
     def __init__(self, tools: Tools, table: StoredMatrix, softcap: float | None) -> None:
-        """`softcap` c: logits are `c * tanh(logits / c)` (Gemma 2); None: as they are."""
+        """With a `softcap` of c, logits are `c * tanh(logits / c)` (Gemma 2). None changes nothing."""
         self._tools = tools
         self._table = table
         self._softcap = softcap
         self._blocks = blocks(table.rows, max(64, _BLOCK_WEIGHTS // table.width))
 
     def losses(self, hidden_RH: Array, target_R: NDArray[np.int64], soft: SoftTargets | None = None) -> Array:
-        """Negative log-likelihood of each target, or the divergence from its soft one, float32 [R]."""
+        """Return each row's loss: of its target, or the divergence from its soft target. float32 [R]."""
         return _losses(self._run(hidden_RH, target_R, soft, gradients=False))
 
     def gradients(
         self, hidden_RH: Array, target_R: NDArray[np.int64], soft: SoftTargets | None = None
     ) -> tuple[Array, Array]:
-        """The losses [R], and `d loss / d hidden` [R, H]: `softmax(logits) W - W[target]`, through the soft
-        cap if any; of soft targets as `_pulls` has it."""
+        """Return the losses [R] and `d loss / d hidden` [R, H].
+
+        For a target, the gradient is `softmax(logits) W - W[target]`, through the soft cap if there is one.
+        `_pulls` has the rule for soft targets.
+        """
         parts = self._run(hidden_RH, target_R, soft, gradients=True)
         gradient_RH = np.empty_like(hidden_RH)
         at = 0
@@ -143,7 +146,7 @@ class LightHead:
         return _losses(parts), gradient_RH
 
     def logits(self, hidden_RH: Array) -> Array:
-        """[R, D]: for the few rows of a generation."""
+        """Return logits [R, D], for the few rows of a generation."""
         logit_RD = np.empty((len(hidden_RH), self._table.rows), np.float32)
 
         def block(rows: slice) -> None:
@@ -203,7 +206,7 @@ class LightHead:
         part.gradient_RH += added_RH
 
     def _shared_weight(self, rows: slice) -> Array:
-        """A block for all threads, widened by all of them."""
+        """Widen a block with all threads, for all threads."""
         size = (rows.stop - rows.start) * self._table.width
         if self._table.is_float32:
             return self._table.block(rows, np.empty(0, np.float32))
@@ -221,7 +224,7 @@ class LightHead:
         return self._table.block(rows, self._tools.threads.scratch("head block", size))
 
     def _cap(self, logit_RB: Array) -> Array | None:
-        """Cap logits in place; returns their derivative with respect to those before the cap."""
+        """Cap logits in place. Return the derivative of the cap, or None without one."""
         if self._softcap is None:
             return None
         cap = np.float32(self._softcap)
@@ -259,7 +262,7 @@ def _part_losses(part: _Running) -> Array:
         hard_R: Array = total_R - part.chosen_RN[:, 0]
         return hard_R
     p_RN, log_q_RN = part.probability_RN, part.chosen_RN - total_R[:, None]
-    # 0 log 0 is 0.
+    # By convention, 0 log 0 is 0.
     named_RN = np.where(p_RN > 0, p_RN * (np.log(np.maximum(p_RN, np.float32(1e-30))) - log_q_RN), 0)
     rest_R, rest_q_R = _rest(p_RN), _rest(np.exp(log_q_RN))
     losses_R: Array = named_RN.sum(axis=1) + rest_R * np.log(rest_R / rest_q_R)
@@ -267,17 +270,17 @@ def _part_losses(part: _Running) -> Array:
 
 
 def _pulls(part: _Running) -> tuple[Array, Array]:
-    """Derivative of a row's loss by the logits: `d loss / d logit_j = whole q_j + named_j`, the second for
-    named tokens alone.
+    """Return the derivative of a row's loss by its logits, as a factor of q and a term for named tokens.
 
-    With P the named tokens' mass, `rest` that of all others and `r = rest / q_rest`:
-    `whole = P + rest - r` and `named_j = r q_j - p_j`. A target is a distribution with P = 1.
+    `d loss / d logit_j = whole q_j + named_j`, where `named_j` is 0 for tokens without a name. P is the
+    probability of the named tokens, `rest` that of all others, and `r = rest / q_rest`. Then
+    `whole = P + rest - r` and `named_j = r q_j - p_j`. A hard target has P = 1.
     """
     if part.probability_RN is None:
         return np.ones(len(part.named_RN), np.float32), np.full(part.named_RN.shape, -1, np.float32)
     q_RN = np.exp(part.chosen_RN - (part.top_R + np.log(part.sum_R))[:, None])
     rest_R, rest_q_R = _rest(part.probability_RN), _rest(q_RN)
-    # At the floor the loss does not depend on the other tokens' share.
+    # At the floor, the loss does not depend on the share of the other tokens.
     moves_R = rest_q_R > np.float32(_LEAST_REST)
     ratio_R = np.where(moves_R, rest_R / rest_q_R, np.float32(0))
     whole_R = part.probability_RN.sum(axis=1) + np.where(moves_R, rest_R, np.float32(0)) - ratio_R
@@ -285,6 +288,6 @@ def _pulls(part: _Running) -> tuple[Array, Array]:
 
 
 def _rest(share_RN: Array) -> Array:
-    """Return the probability that remains for all tokens that are not named, [R]."""
+    """Return the probability of all tokens without a name, [R]."""
     rest_R: Array = np.maximum(1 - share_RN.sum(axis=1), np.float32(_LEAST_REST))
     return rest_R

@@ -1,12 +1,10 @@
 """The pointwise and row-wise parts of a decoder.
 
-What the kernels of `permille.native.layers` do not take is done in numpy, with the same results to rounding.
-
-Each function works on some rows and writes to a place that the caller gives, so that rows can be split over
-threads.
+numpy computes what the kernels of `permille.native.layers` do not accept, with the same results to rounding.
+Each function works on some rows and writes to an array of the caller, so threads can share the rows.
 
 # Legend: M tokens, H width, T tokens of one sequence, S tokens that it attends to (its own among them), A
-# heads, B key-value heads, D numbers of a head, E = rotated / 2.
+heads, B key-value heads, D numbers of a head, E = rotated / 2.
 """
 
 import math
@@ -44,7 +42,7 @@ def standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, Ar
 
 
 def activate(kind: Activation, x: Array) -> Array:
-    """The function, pointwise; `x` is used up and may be what is returned."""
+    """Apply the function pointwise. `x` is overwritten, and may be the result."""
     if native.activate(kind.value, x):
         return x
     if kind is Activation.RELU:
@@ -60,7 +58,7 @@ def activate(kind: Activation, x: Array) -> Array:
 
 
 def slope(kind: Activation, x: Array) -> Array:
-    """The function's derivative, pointwise."""
+    """Return the derivative of the function, pointwise."""
     if kind is Activation.RELU:
         return (x > 0).astype(np.float32)
     found: Array
@@ -85,7 +83,11 @@ _ERF_A = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 def erf(x: Array) -> Array:
-    """The error function, to 2e-7."""
+    """Compute the error function, to 2e-7.
+
+    >>> [round(float(y), 4) for y in erf(np.array([0.0, 1.0], np.float32))]
+    [0.0, 0.8427]
+    """
     t = 1 / (1 + _ERF_P * np.abs(x).astype(np.float64))
     series = np.zeros_like(t)
     for factor in reversed(_ERF_A):
@@ -100,7 +102,7 @@ def _tanh_argument(x: Array) -> Array:
 
 
 def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
-    """Rotate the first 2E numbers of every head, in place."""
+    """Rotate the first 2E numbers of each head, in place."""
     if native.rotate(x_MAD, cosine_ME, sine_ME):
         return
     half = cosine_ME.shape[1]
@@ -113,7 +115,7 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
 
 
 class AttentionScores(NamedTuple):
-    """`cap tanh(scale q k / cap)` of a token and those that it sees: `window` at most, itself included."""
+    """Settings of attention scores `cap tanh(scale q k / cap)`. A window counts the token itself."""
 
     scale: float
     window: int | None = None
@@ -121,7 +123,7 @@ class AttentionScores(NamedTuple):
 
 
 def attention(q_TAD: Array, k_SBD: Array, v_SBD: Array, scores: AttentionScores, out_TAD: Array) -> None:
-    """Causal attention of the last T of S tokens; head a reads key-value head a // (A / B)."""
+    """Compute causal attention of the last T of S tokens. Head a reads key-value head a // (A / B)."""
     if native.attention(q_TAD, k_SBD, v_SBD, *scores, out_TAD):
         return
     for q_GTD, k_SD, v_SD, out_GTD in _by_head(q_TAD, k_SBD, v_SBD, out_TAD):
@@ -132,7 +134,7 @@ def attention(q_TAD: Array, k_SBD: Array, v_SBD: Array, scores: AttentionScores,
 def _by_head(
     q_TAD: Array, k_SBD: Array, v_SBD: Array, out_TAD: Array
 ) -> list[tuple[Array, Array, Array, Array]]:
-    """Views by key-value head: the G = A / B heads that read it, its keys, its values, where to write."""
+    """Return views for each key-value head: the queries that read it, keys, values, and outputs."""
     heads = k_SBD.shape[1]
     group = q_TAD.shape[1] // heads
     return [
@@ -147,7 +149,7 @@ def _by_head(
 
 
 def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tuple[Array, Array | None]:
-    """(softmax of the scores [G, T, S], slope of the soft cap if any)."""
+    """Return the softmax of the scores [G, T, S], and the slope of the soft cap or None."""
     scale, window, cap = scores
     score_GTS = np.matmul(q_GTD, k_SD.T)
     score_GTS *= np.float32(scale)
@@ -165,7 +167,11 @@ def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tup
 
 
 def visible(queries: int, keys: int, window: int | None) -> NDArray[np.bool_]:
-    """[T, S]: the last T of S tokens see themselves and, at most `window` in all, those before."""
+    """Return which tokens each of the last T of S tokens sees: itself and earlier ones, `window` at most.
+
+    >>> visible(2, 3, 2).astype(int).tolist()
+    [[1, 1, 0], [0, 1, 1]]
+    """
     behind_TS = np.arange(keys - queries, keys)[:, None] - np.arange(keys)
     seen_TS: NDArray[np.bool_] = behind_TS >= 0
     return seen_TS if window is None else seen_TS & (behind_TS < window)
