@@ -1,4 +1,4 @@
-"""Choosing the next token: the most likely, or one sampled from the head of the distribution. numpy only."""
+"""Choice of the next token: the most likely one, or a random one. numpy only."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,19 +16,22 @@ REPEATED_TOKENS: Final = 64
 class TokenSampling:
     """Settings for choosing new tokens.
 
+    For example, `TokenSampling(max_new_tokens=100, temperature=0.7, top_p=0.9)`.
+
     Attributes:
-        max_new_tokens: how many at most.
-        temperature: 0 takes the most likely token and ignores the rest; else logits are divided by it.
-        top_p: the smallest set of most likely tokens whose probability reaches it is sampled; (0, 1].
-        top_k: at most so many of the most likely tokens are sampled; 0 samples any.
-        repeat_penalty: makes each of the last 64 tokens of the text less likely; 1 does nothing. Its logit is
-            divided by it where positive, else multiplied (Keskar et al. 2019, section 4.1). Tokens of the
-            prompt are left alone: an answer uses its question's words, and the end of a turn is among them.
+        max_new_tokens: the largest number of new tokens.
+        temperature: 0 takes the most likely token and ignores the other settings. Else logits are divided by
+            it.
+        top_p: sample from the smallest set of most likely tokens with this total probability, in (0, 1].
+        top_k: sample from this many of the most likely tokens. 0 sets no limit.
+        repeat_penalty: makes each of the last 64 new tokens less likely. 1 does nothing. A positive logit is
+            divided by it, a negative one multiplied (Keskar et al. 2019, section 4.1). Tokens of the prompt
+            are not penalised: an answer uses words of its question, and the prompt contains the end of turns.
         seed: the same arguments on the same machine and build give the same tokens.
-        stop_ids: they end the text and are not yielded.
+        stop_ids: tokens that end the text. They are not yielded.
 
     Raises:
-        InputError: an argument outside its range.
+        InputError: a setting is out of range.
     """
 
     max_new_tokens: int
@@ -96,10 +99,16 @@ def next_token(
     rng: np.random.Generator,
     written: Sequence[int] = (),
 ) -> int:
-    """The next token id; of equally likely ones the lowest.
+    """Return the next token id. Of equally likely tokens, the lowest id wins.
+
+    >>> next_token(np.array([0.1, 0.7], np.float32), TokenSampling(max_new_tokens=1), np.random.default_rng())
+    1
 
     Args:
-        written: the tokens of the text so far, without those of the prompt.
+        logit_D: the logits.
+        sampling: the settings.
+        rng: the generator of a sampled choice.
+        written: the new tokens so far, without the prompt.
 
     Raises:
         InputError: the logits are not finite, so the sparse values cannot be used.
@@ -119,7 +128,7 @@ def next_token(
 
 
 def _sampled(logit_D: NDArray[np.float64], sampling: TokenSampling, rng: np.random.Generator) -> int:
-    """Inverse of the cumulative distribution, from the most likely token down, cut by top_k, then top_p."""
+    """Sample by the inverse of the cumulative distribution, cut by top_k, then by top_p."""
     order_D = np.argsort(-logit_D, kind="stable")[: sampling.top_k or None]
     weight_D = np.exp(logit_D[order_D] - logit_D[order_D[0]])
     cumulative_D = np.cumsum(weight_D / weight_D.sum())

@@ -1,11 +1,11 @@
-"""The torch engine: a package in codes on a CPU or a GPU, all variants and rows of a batch together.
+"""The torch engine: a package in codes on a CPU or a GPU, with all variants and rows of a batch together.
 
     engine = TorchEngine(package, device="cuda", compute_dtype="bfloat16")
     losses_V = engine.losses(values_VK, batch)
 
-The weights stay as the package has them (`coded_layers`). What variants share is computed once
-(`variants`). The gradient is torch's own reverse mode; each decoder layer keeps its input and computes the
-rest again. Losses are float32 whatever the decoder computes in; their mean is taken in float64.
+Weights stay in the codes of the package (`coded_layers`). Work that variants share is done once
+(`variants`). torch's reverse mode computes gradients. Each decoder layer keeps its input and recomputes
+the rest. Losses are float32 for any compute dtype, and their mean is computed in float64.
 
 # Legend: V variants, K masked weights, B sequences, T tokens, L target tokens.
 """
@@ -37,13 +37,13 @@ from permille.version import __version__
 from permille.zo.estimators import Batch, SoftTargets
 
 DEFAULT_MAX_TOKENS = 4096
-"""Tokens of all variants together in one pass, which bounds the activations."""
-# Below it a share of all tokens that are not named is rounding.
+"""The largest number of tokens of all variants in one pass. It bounds the activations."""
+# A smaller share of the tokens without a name is only rounding.
 _LEAST_REST = 1e-6
 
 
 class ComputeDtype(StrEnum):
-    """Number type of the decoder's arithmetic."""
+    """Number type of the decoder."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -54,7 +54,7 @@ class _Rows:
     """Some rows of a batch, up to the token before their last target.
 
     Attributes:
-        place_L: where in the rows, laid end to end, the token before each target is.
+        place_L: the position of the token before each target, with the rows joined end to end.
     """
 
     ids_BT: Tensor
@@ -75,15 +75,18 @@ class TorchEngine:
         threads: int | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> None:
-        """Copy the package's codes to the device.
+        """Copy the codes of a package to the device.
 
         Args:
-            threads: torch's threads for the whole process; None leaves them as they are.
-            max_tokens: bound on variants * tokens of one pass; a call beyond it runs in parts.
+            package: the package.
+            device: "cpu", "cuda" or "cuda:<index>".
+            compute_dtype: "float32" or "bfloat16".
+            threads: torch's threads in the whole process. None keeps torch's setting.
+            max_tokens: the largest variants * tokens of one pass. Larger calls run in parts.
 
         Raises:
-            InputError: an unknown model family or compute dtype, or a number out of range.
-            OperatorError: the device is not there.
+            InputError: the model family or compute dtype is unknown, or a number is out of range.
+            OperatorError: the device does not exist.
         """
         if threads is not None and threads < 1:
             raise InputError(f"threads must be at least 1, got {threads}.")
@@ -109,16 +112,16 @@ class TorchEngine:
 
     @property
     def layer_passes(self) -> int:
-        """Passes of one sequence through one decoder layer so far, forward and back."""
+        """Count passes of one sequence through one decoder layer so far, forward and backward."""
         return self._layer_passes
 
     @property
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes that the model holds between calls, by kind of tensor (see `coded_layers`)."""
+        """Return the bytes that the model holds between calls, by kind of tensor (see `coded_layers`)."""
         return dict(resident_bytes(self._model.module))
 
     def info(self) -> EngineInfo:
-        """Name, versions, compute dtype, threads and device."""
+        """Return name, versions, compute dtype, threads and device."""
         return EngineInfo(
             name="torch",
             version=f"permille {__version__}, torch {torch.__version__}, "
@@ -129,7 +132,7 @@ class TorchEngine:
         )
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Mean loss over the batch's targets for each variant, float32 [v]."""
+        """Return the mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._limits)
         losses_VL = self._token_losses(values_VK, check_batch(batch, self._limits, soft=True))
         with np.errstate(invalid="ignore", over="ignore"):
@@ -137,7 +140,7 @@ class TorchEngine:
         return losses_V
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Loss of each target token, float32 [targets], in row-major order of the batch."""
+        """Return the loss of each target token, float32 [targets], in row-major order of the batch."""
         check_values(values_K[None], self._limits)
         losses_L: NDArray[np.float32] = self._token_losses(
             values_K[None], check_batch(batch, self._limits, soft=True)
@@ -145,7 +148,7 @@ class TorchEngine:
         return losses_L
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """The mean loss and its gradient by the sparse values, by reverse mode."""
+        """Return the mean loss and its gradient by the sparse values, by reverse mode."""
         check_values(values_K[None], self._limits)
         batch = check_batch(batch, self._limits, soft=True)
         loss_sum, sum_K = 0.0, np.zeros(self.k)
@@ -189,7 +192,7 @@ class TorchEngine:
         return generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
 
     def _token_losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """[V, L] for a checked batch, in parts of at most `max_tokens`."""
+        """Return the losses [V, L] of a checked batch, in parts of at most `max_tokens`."""
         found_VL = np.empty((len(values_VK), int(batch.target_BT.sum())), np.float32)
         rest_VL = found_VL
         with self._lock, torch.no_grad():
@@ -211,14 +214,14 @@ class TorchEngine:
         self._layer_passes += run.layer_passes
 
     def _parts(self, batch: Batch, variants: int) -> Iterator[_Rows]:
-        """The rows that have targets, as many at a time as the bound on tokens allows."""
+        """Yield the rows with targets, as many at a time as the bound on tokens allows."""
         row_B = np.flatnonzero(batch.target_BT.any(axis=1))
         before_B = np.cumsum(batch.target_BT.sum(axis=1)) - batch.target_BT.sum(axis=1)
         count = max(1, self._max_tokens // (variants * batch.input_ids_BT.shape[1]))
         for first in range(0, len(row_B), count):
             rows = row_B[first : first + count]
             row_L, column_L = np.nonzero(batch.target_BT[rows])
-            # Attention is causal, so what comes later changes no loss.
+            # Attention is causal, so later tokens change no loss.
             width, start = int(column_L.max()), int(before_B[rows[0]])
             soft = None if batch.soft is None else batch.soft.rows(slice(start, start + len(row_L)))
             yield _Rows(
@@ -229,7 +232,7 @@ class TorchEngine:
             )
 
     def _losses_of(self, rows: _Rows, state_GBTH: Tensor) -> Tensor:
-        """[G, L]: `-log p(token | tokens before it)` of the targets, or the divergence from soft ones."""
+        """Return `-log p(token | earlier tokens)` of the targets, or the divergence: [G, L]."""
         groups = len(state_GBTH)
         logits_SD = self._model.logits(state_GBTH.flatten(1, 2)[:, rows.place_L].flatten(0, 1))
         if rows.soft is None:
@@ -244,7 +247,7 @@ class TorchEngine:
 
 
 class _VariantsPass:
-    """A `DecoderPass` of some rows; states are [G, B, T, H]."""
+    """A `DecoderPass` of some rows. States are [G, B, T, H]."""
 
     def __init__(self, model: CodedModel, counts: tuple[int, ...], ids_BT: Tensor) -> None:
         entered_BTH, self._arguments = model.enter(ids_BT)
@@ -272,7 +275,7 @@ class _VariantsPass:
 
 
 def divergence(logits_LD: Tensor, ids_LN: Tensor, p_LN: Tensor) -> Tensor:
-    """[L]: `sum_i p_i log(p_i / q_i)` over the named tokens and all others as one class."""
+    """Return `sum_i p_i log(p_i / q_i)` over the named tokens, and all others as one class: [L]."""
     log_q_LN = functional.log_softmax(logits_LD, dim=1).gather(1, ids_LN)
     named_L = (torch.xlogy(p_LN, p_LN) - p_LN * log_q_LN).sum(dim=1)
     rest_L = (1 - p_LN.sum(dim=1)).clamp(min=_LEAST_REST)
@@ -281,11 +284,11 @@ def divergence(logits_LD: Tensor, ids_LN: Tensor, p_LN: Tensor) -> Tensor:
 
 
 def torch_device(name: str) -> torch.device:
-    """The device of a name.
+    """Return the device of this name.
 
     Raises:
-        InputError: another name than cpu, cuda or cuda:<index>.
-        OperatorError: it is not there.
+        InputError: the name is not cpu, cuda or cuda:<index>.
+        OperatorError: the device does not exist.
     """
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda"):

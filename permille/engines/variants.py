@@ -1,7 +1,7 @@
-"""Share work between variants of the values: a layer runs once for all that agree in it and below it.
+"""Sharing of work between variants: a layer runs once for all variants that agree in it and below it.
 
-So the layers below the first perturbed one are computed once per batch. The light and the torch engine both
-follow this rule, so they report the same layer passes.
+For example, layers below the first perturbed one are computed once per batch. The light and the torch engine
+both follow this rule, so they report the same layer passes.
 
 # Legend: V variants, G groups of them, K masked weights.
 """
@@ -26,17 +26,19 @@ Spans = tuple[tuple[slice, ...], ...]
 
 
 class DecoderPass(Protocol[State]):
-    """An engine's way through the decoder layers with some sequences."""
+    """An engine's pass of some sequences through the decoder layers."""
 
     def keep(self, state: State) -> State:
-        """Return a state that the passes to come do not overwrite."""
+        """Return a state that later passes do not overwrite."""
 
     def fork(self, state: State, source_G: list[int], values_GK: NDArray[np.float32]) -> State:
-        """Return the state of new groups, and take their values for the layers to come.
+        """Return the state of new groups, and set their values for the next layers.
 
         Args:
+            state: the state of the groups so far.
             source_G: for each new group, its group in `state`. `source_G[i] <= i`, so an engine can copy in
                 place, from the end.
+            values_GK: the values of each new group.
         """
 
     def run_layer(self, number: int, state: State) -> State:
@@ -44,7 +46,7 @@ class DecoderPass(Protocol[State]):
 
 
 def layer_spans(package: Package) -> Spans:
-    """Find where each layer's values are."""
+    """Find the values of each decoder layer."""
     found: list[list[slice]] = [[] for _ in range(int(package.config["num_hidden_layers"]))]
     start = 0
     for info in package.manifest.tensors:
@@ -99,7 +101,7 @@ def run_variants(
 
 
 def agreeing(values_VK: NDArray[np.float32], variants: list[int], spans: Sequence[slice]) -> Groups:
-    """Divide variants into those that agree in a layer's values, bit by bit."""
+    """Group variants whose values in a layer agree bit by bit."""
     if len(variants) == 1:
         return [variants]
     found: dict[bytes, list[int]] = {}

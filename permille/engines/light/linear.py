@@ -1,12 +1,12 @@
-"""A linear layer of a package: packed codes, and sparse values that replace what the codes decode to.
+"""A linear layer of a package: packed codes, and sparse values that replace some decoded weights.
 
     y = x W^T + b,    W = dequantize(codes),    W[mask] = values
 
-The weight exists a tile of rows at a time, in the scratch memory of the thread that needs it: the tile is
-dequantized once, and for each variant its values are set and the variant's tokens multiplied.
+A tile of rows of the weight exists at a time, in the scratch memory of a thread. The tile is dequantized
+once. For each variant, its values are set and its tokens multiplied.
 
-With inputs of 8 bits the tile stays integers, the same for all variants, and what a variant's values change
-is a sparse product of its own, with the inputs in float32 (ADR 20):
+With 8-bit inputs, the tile stays integers and is the same for all variants. The change by a variant's
+values is a separate sparse product with float32 inputs (ADR 20):
 
     y = round8(x) dequantize(codes)^T + x (W - dequantize(codes))^T + b
 
@@ -31,10 +31,10 @@ from permille.quantization.packed_rows import PackedRows, decoded_at
 
 Array = NDArray[np.float32]
 
-# A tile of about this many weights stays in the caches; fewer rows make the product slow.
+# A tile of about this many weights fits the caches. Products of fewer rows are slow.
 _TILE_WEIGHTS = 3 << 19
 _TILE_ROWS = (128, 512)
-# Of a small layer no more threads get a part than are worth waking.
+# A small layer is split into fewer parts than there are threads: smaller ones are not worth waking a thread.
 _LEAST_ROWS = 16
 
 
@@ -43,7 +43,9 @@ class Tools:
     """Matrix kernels and threads.
 
     Attributes:
-        int8: losses see the inputs of linear layers in 8 bits.
+        blas: the matrix products.
+        threads: the threads.
+        int8: use 8-bit inputs of linear layers for losses.
     """
 
     blas: Blas
@@ -53,11 +55,12 @@ class Tools:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """Operands of a linear layer.
+    """Inputs of a linear layer.
 
     Attributes:
         x_GMK: float32.
-        q_GMP, scale_GM: the same in 8 bits (`permille.native.int8`), or None.
+        q_GMP: the same in 8 bits (`permille.native.int8`), or None.
+        scale_GM: the scales of `q_GMP`, or None.
     """
 
     x_GMK: Array
@@ -67,7 +70,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """Change of the decoded weight by sparse values: `value - decoded`, in compressed rows a group."""
+    """Change of the decoded weight by sparse values, `value - decoded`, as compressed rows for each group."""
 
     row_start_N1: NDArray[np.int32]
     column_C: NDArray[np.int32]
@@ -76,14 +79,14 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerValues:
-    """Trained numbers of groups of variants in one layer: values at its mask, or of its adapter."""
+    """Trained numbers of one layer for groups of variants: values at the mask, or an adapter."""
 
     masked_GC: Array
     low_rank: LowRank | None
 
 
 class LightLinear:
-    """A quantized layer, with masked weights or an adapter."""
+    """A quantized layer with masked weights or an adapter."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class LightLinear:
         bias_N: Array | None,
         adapter: LightAdapter | None = None,
     ) -> None:
-        """`indices` are flat and strictly increasing; `start` is their offset in the package's values."""
+        """`indices` are flat and strictly increasing. `start` is their offset in the package."""
         self.rows, self.columns = weight.shape
         self.weight = weight
         self.bias_N = bias_N
@@ -104,30 +107,30 @@ class LightLinear:
         self.row_start_N1 = rows.astype(np.int32)
 
     def token_product(self, value_C: Array) -> TokenProduct:
-        """The layer with the values of one variant, for one token after the other."""
+        """Prepare the layer with the values of one variant, for single tokens."""
         entries = compressed_rows(self.indices, self.weight.shape)
         difference_C = value_C - decoded_at(self.weight, self.indices)
         return TokenProduct(self.weight, entries, difference_C, self.bias_N)
 
     def tiles(self, threads: int) -> list[slice]:
-        """Ranges of output rows, all but the last of one size, as many for each thread."""
+        """Return ranges of output rows of one size (the last may be smaller), as many for each thread."""
         fewest, most = _TILE_ROWS
         count = -(-self.rows // min(max(_TILE_WEIGHTS // self.columns, fewest), most))
         count = -(-count // threads) * threads
         return blocks(self.rows, max(-(-self.rows // count), _LEAST_ROWS))
 
     def int8_weight(self) -> PackedRows:
-        """The codes, for inputs of 8 bits.
+        """Return the codes, for 8-bit inputs.
 
         Raises:
-            InputError: they are no integers of four bits, whose scales belong to whole runs.
+            InputError: the codes are not int4 with one scale for each run of 32.
         """
         if not has_int8(self.weight.scheme, self.weight.group_size):
             raise InputError(f"expected a package of int4 for int8 activations, got {self.weight.scheme}")
         return self.weight
 
     def values(self, tools: Tools, x_GMK: Array, values_GK: Array) -> LayerValues:
-        """This layer's part of the values of the groups whose inputs are x."""
+        """Select this layer's part of the values of all groups. `x_GMK` is the input of the layer."""
         low_rank = None
         if self.adapter is not None:
             low_rank = self.adapter.of_variants(tools.blas, tools.threads, x_GMK, values_GK)
@@ -136,7 +139,7 @@ class LightLinear:
     def variants_tile(
         self, tools: Tools, inputs: Inputs, values: LayerValues, rows: slice, out_GMN: Array
     ) -> None:
-        """Columns `rows` of the layer's output, for each group of variants."""
+        """Compute columns `rows` of the layer's output for each group of variants."""
         if inputs.q_GMP is None:
             for group, multiply in self._multiplied(tools, inputs.x_GMK, values.masked_GC, rows):
                 part_MR = out_GMN[group, :, rows]
@@ -150,8 +153,10 @@ class LightLinear:
     def products(
         self, tools: Tools, inputs: Inputs, values: LayerValues, rows: slice, name: str
     ) -> Iterator[tuple[int, Array]]:
-        """(group, columns `rows` of its output [M, R]) in scratch memory of this name: the same each time, so
-        use it before the next."""
+        """Yield each group and columns `rows` of its output, [M, R].
+
+        The output is in scratch memory of this name, so use it before the next one.
+        """
         threads = tools.threads
         tokens, width = inputs.x_GMK.shape[1], rows.stop - rows.start
         part_MR = threads.scratch(name, tokens * width).reshape(tokens, width)
@@ -183,7 +188,7 @@ class LightLinear:
             yield group, part_MR
 
     def _changes(self, rows: slice, values_GC: Array) -> "Correction | None":
-        """Return the change of some rows of the weight by the values, or None without a mask there."""
+        """Return the change of some rows by the values, or None if the mask has none of these rows."""
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         if first == last:
             return None
@@ -197,12 +202,12 @@ class LightLinear:
     def _multiplied(
         self, tools: Tools, x_GMK: Array, values_GC: Array, rows: slice
     ) -> Iterator[tuple[int, Callable[[Array], None]]]:
-        """(group, what writes `x W^T + b` for these rows to an array [M, R]): use it before the next."""
+        """Yield each group and a function that writes `x W^T + b` for these rows. Call it before the next."""
         for group, weight_RK in self.weights(tools.threads, rows, values_GC):
             yield group, partial(self.multiply, tools.blas, x_GMK[group], weight_RK, rows)
 
     def weights(self, threads: Threads, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:
-        """(group, tile [R, K] with its values): the same memory each time, so use it before the next."""
+        """Yield each group and the tile [R, K] with its values. The memory is reused for the next one."""
         width = rows.stop - rows.start
         tile_RK = threads.scratch("weight", width * self.columns).reshape(width, self.columns)
         dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)
@@ -212,13 +217,13 @@ class LightLinear:
             yield group, tile_RK
 
     def fill(self, rows: slice, value_C: Array, out_RK: Array) -> None:
-        """Some rows of the weight with the values of one variant, into memory of the caller's."""
+        """Write some rows of the weight with the values of one variant to `out_RK`."""
         dequantize_rows(self.weight, rows.start, rows.stop, out_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
 
     def multiply(self, blas: Blas, x_MK: Array, weight_RK: Array, rows: slice, out_MR: Array) -> None:
-        """`x W^T + b` for the rows of a tile."""
+        """Set `out = x W^T + b` for the rows of a tile."""
         blas.product(x_MK, weight_RK, out_MR)
         if self.bias_N is not None:
             out_MR += self.bias_N[rows]

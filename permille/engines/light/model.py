@@ -1,7 +1,7 @@
-"""Decoder parts of a package: packed weights stay mapped, norms and biases become float32.
+"""The decoder of a package: packed weights stay mapped, norms and biases become float32.
 
-No code of a package runs. What the config says decides the mathematics (`architecture`); the tensors must be
-those that it asks for, which `Package.open` has checked.
+Code of a package is never run. The config selects the mathematics (`permille.models.architecture`), and
+`Package.open` has checked that the package has the tensors for it.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Norm:
-    """Weights of a norm; RMS_PLUS_ONE has the one already added."""
+    """Weights of a norm. For RMS_PLUS_ONE, the one is already added."""
 
     kind: NormKind
     weight_H: Array
@@ -39,7 +39,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LightLayer:
-    """A decoder layer. It has either `fused` or `query`, `key` and `value`. `gate` is optional."""
+    """A decoder layer. It has either `fused`, or `query`, `key` and `value`. `gate` may be None."""
 
     settings: LayerSettings
     scores: AttentionScores
@@ -72,10 +72,11 @@ class LightLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LightModel:
-    """A package, ready to run.
+    """A model that is ready to run.
 
     Attributes:
-        first_masked: the lowest layer with a masked weight.
+        first_masked: the lowest layer with a trained value.
+        spans: the values of each layer among those of the package.
     """
 
     architecture: Architecture
@@ -110,8 +111,8 @@ def load_model(package: Package, tools: Tools) -> LightModel:
     """Map the model of a package.
 
     Raises:
-        InputError: mathematics that this engine does not have.
-        PackageError: numbers in the package that break its format.
+        InputError: the engine does not support the model's mathematics.
+        PackageError: the package breaks its format.
     """
     architecture = architecture_of(package.config)
     parts = _Parts(package, architecture)
@@ -178,7 +179,7 @@ def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
 
 
 class _Parts:
-    """Reads the tensors of one package."""
+    """Reader of the tensors of one package."""
 
     def __init__(self, package: Package, architecture: Architecture) -> None:
         self.architecture = architecture
@@ -196,13 +197,14 @@ class _Parts:
         return self.stacked(path, (1,))[0]
 
     def stacked(self, path: str, shares: tuple[int, ...]) -> list[LightLinear]:
-        """Return the linear layers whose rows one matrix has, as views of it.
+        """Return the linear layers that one matrix holds, as views of it.
 
         Args:
-            shares: how its rows are shared among them.
+            path: the name of the matrix, without `.weight`.
+            shares: the relative numbers of rows of the layers.
 
         Raises:
-            InputError: its codes cannot be divided there.
+            InputError: the codes cannot be divided there.
         """
         name = f"{path}.weight"
         weight, bias_N = self._package.quantized(name), self._vector(f"{path}.bias")
@@ -224,7 +226,7 @@ class _Parts:
             mask = self._package.mask(name)
             first, last = np.searchsorted(mask, (rows.start * columns, rows.stop * columns)).tolist()
             indices = mask[first:last]
-            if rows.start:  # else it stays a view of the mapped file
+            if rows.start:  # the first layer keeps a view of the mapped file
                 indices = indices - np.uint32(rows.start * columns)
             return LightLinear(coded, indices, start + first, bias_N)
         beside = None
@@ -234,10 +236,12 @@ class _Parts:
         return LightLinear(coded, np.empty(0, np.uint32), start, bias_N, beside)
 
     def norm(self, prefix: str, leaf: str | None, *, scale: float = 1.0) -> Norm | None:
-        """None: there is no such norm. A norm without weights (OPT) is one of ones.
+        """Return a norm, or None if `leaf` is None. A norm without weights (OPT) has ones.
 
         Args:
-            scale: factor of the weights. The head is linear, so the final norm can scale the logits.
+            prefix: the prefix of its layer.
+            leaf: the name in the layer.
+            scale: a factor of the weights. The head is linear, so the final norm can scale the logits.
         """
         if leaf is None:
             return None
@@ -255,7 +259,7 @@ class _Parts:
         )
 
     def matrix(self, name: str) -> Array | None:
-        """A small unquantized matrix (OPT's projections), or None."""
+        """Return a small unquantized matrix (the projections of OPT), or None."""
         return self._vector(name)
 
     def _vector(self, name: str) -> Array | None:

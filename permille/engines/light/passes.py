@@ -2,9 +2,9 @@
 
 States are [G, M, H]: groups of variants, each with its values. The residual is changed in place.
 
-Three stretches of work memory serve a layer beside the residual. "normed" holds what goes into a part of the
-layer and then what comes out of it; "inner" what lies between, in the attention (queries, keys, values) as in
-the feed-forward part; "kept" is for the parallel block alone.
+A layer uses three buffers beside the residual. "normed" holds the input of a part of the layer, then its
+output. "inner" holds intermediate results: queries, keys and values, or the inner activations of the
+feed-forward part. "kept" is used by the parallel block only.
 
 # Legend: G groups of variants, M tokens, H hidden size, K features, A heads, B key-value heads, D numbers of
 a head, C masked weights of a layer.
@@ -33,28 +33,28 @@ _ROWS = 256
 
 
 class Workspace:
-    """Work memory by name, kept between layers and calls."""
+    """Work memory by name. It is kept between layers and calls."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Array] = {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Memory of this shape; what it held is lost."""
+        """Return memory of this shape. Its previous content is lost."""
         size = math.prod(shape)
         kept = self._kept.get(name)
         if kept is None or len(kept) < size:
-            # Dropped before the new one is made, or both would be resident.
+            # Dropped first, else both arrays would be resident.
             self._kept.pop(name, None)
             kept = self._kept[name] = np.empty(size, np.float32)
         return kept[:size].reshape(shape)
 
     def clear(self) -> None:
-        """Give all of it back."""
+        """Free all memory."""
         self._kept.clear()
 
 
 class LossPass:
-    """States are groups of variants, with their values for each layer."""
+    """A pass of groups of variants through decoder layers."""
 
     def __init__(
         self, tools: Tools, architecture: Architecture, workspace: Workspace, joined: JoinedSequences
@@ -67,9 +67,9 @@ class LossPass:
         self._tables: dict[int, tuple[Array, Array]] = {}
 
     def buffers(self, name: str, x_GMK: Array, *widths: int) -> list[Array]:
-        """Return work memory [G, M, width] for each width, G and M those of x, one after the other.
+        """Return work memory [G, M, width] for each width, one after the other.
 
-        The same name gives the same memory.
+        G and M are those of `x_GMK`. The same name gives the same memory.
         """
         states, tokens = x_GMK.shape[:2]
         flat = self._workspace.take(name, (states * tokens * sum(widths),))
@@ -80,7 +80,7 @@ class LossPass:
         ]
 
     def rotate(self, layer: LightLayer, x_GMAD: Array) -> None:
-        """Rotate to positions, in place."""
+        """Rotate queries or keys to their positions, in place. Do nothing for a layer without rotation."""
         rope = layer.settings.rope
         if rope is None:
             return
@@ -102,11 +102,11 @@ class LossPass:
         self._tools.threads.each(work, tasks)
 
     def set_values(self, values_GK: Array) -> None:
-        """The values of each group, [g, k], until set anew."""
+        """Set the values of each group, [g, k], for the calls to come."""
         self._values_GK = values_GK
 
     def norm(self, norm: Norm, x_GMH: Array, out_GMH: Array) -> None:
-        """Norm each token; `out` may be x."""
+        """Norm each token. `out_GMH` may be `x_GMH`."""
 
         def rows(task: tuple[int, slice]) -> None:
             state, part = task
@@ -116,7 +116,7 @@ class LossPass:
         self._each_row(x_GMH, rows)
 
     def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
-        """Compute quantized layers of the same input, each to its own [G, M, N]."""
+        """Compute quantized layers of the same input, each to its own output [G, M, N]."""
         inputs = self._inputs(x_GMK)
         values = {id(layer): layer.values(self._tools, x_GMK, self._values_GK) for layer in layers}
 
@@ -135,7 +135,7 @@ class LossPass:
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
         """Compute `act(gate x) * (up x)`, or `act(up x)` without a gate.
 
-        Gate and up go tile by tile, so that the gate's output never exists as a whole.
+        Gate and up are computed tile by tile, so the gate's output never exists as a whole.
         """
         tools, kind = self._tools, self._architecture.activation
         inputs, first = self._inputs(x_GMH), up if gate is None else gate
@@ -143,7 +143,7 @@ class LossPass:
         up_values = first_values if gate is None else up.values(tools, x_GMH, self._values_GK)
 
         def tile(rows: slice) -> None:
-            # The gate first, into the result's place; then up, for all groups, onto it.
+            # The gate is written to the result's place first. Then up is multiplied onto it, for all groups.
             for group, part_MR in first.products(tools, inputs, first_values, rows, "up"):
                 out_GMI[group, :, rows] = numbers.activate(kind, part_MR)
             if gate is None:
@@ -154,7 +154,7 @@ class LossPass:
         tools.threads.each(tile, up.tiles(tools.threads.count))
 
     def _inputs(self, x_GMK: Array) -> Inputs:
-        """The inputs of linear layers as their products take them."""
+        """Return the inputs of linear layers in the form that their products take."""
         if not self._tools.int8:
             return Inputs(x_GMK=x_GMK)
         states, tokens, columns = x_GMK.shape
@@ -182,12 +182,12 @@ class LossPass:
 
 
 def _flat(x: Array) -> Array:
-    """[M, H] as it is; [M, A, D] of contiguous heads, for norms of heads, as [M A, D]: always a view."""
+    """Return [M, H] as it is, and [M, A, D] with contiguous heads as [M A, D]. The result is a view."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> None:
-    """The layer's output takes the place of its input."""
+    """Replace the layer's input by its output, in place."""
     kind = architecture.block
     attended_GMH = _attention(run, architecture, layer, x_GMH)
     if kind is BlockKind.PARALLEL:
@@ -211,19 +211,19 @@ def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GM
 
 
 def scale_residual(architecture: Architecture, added: Array) -> None:
-    """Multiply what a part of a layer adds by the family's factor, in place."""
+    """Multiply the output of a part of a layer by the family's factor, in place."""
     if architecture.residual_scale != 1:
         added *= np.float32(architecture.residual_scale)
 
 
 def norm_heads(run: LossPass, norm: Norm, x_GMAD: Array) -> None:
-    """Norm each head, in place; or all heads of a token as one, where the norm is as wide."""
+    """Norm each head in place. A norm that is wider covers all heads of a token together."""
     x = x_GMAD.reshape(*x_GMAD.shape[:2], -1, len(norm.weight_H))
     run.norm(norm, x, x)
 
 
 def finish(run: LossPass, model: LightModel, states_GRH: Array) -> Array:
-    """Return the input of the head, from the last layer's hidden states, which are overwritten."""
+    """Return the input of the head. The hidden states of the last layer are overwritten."""
     if model.final_norm is not None:
         run.norm(model.final_norm, states_GRH, states_GRH)
     return states_GRH if model.project_out_EH is None else states_GRH @ model.project_out_EH.T
@@ -250,7 +250,7 @@ def _attention(run: LossPass, architecture: Architecture, layer: LightLayer, x_G
 def head_buffers(
     run: LossPass, name: str, architecture: Architecture, layer: LightLayer, x_GMH: Array
 ) -> tuple[list[Array], tuple[Array, Array, Array]]:
-    """Work memory for the outputs of `layer.projections`, and in it q, k and v [G, M, heads, D]."""
+    """Return work memory for the outputs of `layer.projections`, and q, k and v [G, M, heads, D] in it."""
     head, heads, kv_heads = architecture.head, architecture.heads, architecture.kv_heads
     if layer.fused is not None:
         (fused_GMN,) = run.buffers(name, x_GMH, 3 * heads * head)

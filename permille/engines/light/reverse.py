@@ -1,14 +1,13 @@
 """The reverse pass: a loss and the gradient of the masked weights alone, in float32.
 
-The forward pass keeps what enters each decoder layer. Then, from the last layer to the first masked one, a
-layer's inside is computed again and gone through backwards ("Training deep nets with sublinear memory cost",
-section 3, a layer being a segment), in the order of `passes`, reversed. What exists at a time is one hidden
-vector a token and layer, the inside of one layer, a tile of a weight and a block of logits: nothing of a
-matrix's size.
+The forward pass keeps the input of each decoder layer. Then each layer, from the last to the first
+masked one, is computed again and differentiated ("Training deep nets with sublinear memory cost",
+section 3, with a layer as a segment). At a time, memory holds one hidden vector for each token and
+layer, the inside of one layer, a tile of a weight and a block of logits, but nothing of a matrix's size.
 
     gradient of weight (n, m) = sum over tokens of d_out[n] x[m]          for the masked (n, m) only
 
-A gradient `d_x` is that of one number, a loss, with respect to x. No gradient of a weight matrix is formed.
+`d_x` is the gradient of the loss with respect to x. No gradient of a whole weight matrix is computed.
 
 # Legend: L layers, M tokens, H width, R target tokens, E width of the head, I width of the feed-forward part,
 N, K = out and in features (as `value_K`, `gradient_K`: masked weights of the package), R rows of a tile, C
@@ -47,18 +46,18 @@ from permille.models.descriptions import BlockKind, NormKind
 
 Array = NDArray[np.float32]
 
-# Bounds what the tokens of one part need; more of them make the products faster, up to a few hundred.
+# Bounds the memory for the tokens of one part. More tokens make products faster, up to a few hundred.
 _PART_BYTES = 56 << 20
 _FEWEST_TOKENS = 64
-# Numbers of a pointwise task: they stay in the caches.
+# Numbers of a pointwise task. They fit the caches.
 _NUMBERS = 1 << 17
-# Scores of some heads of one sequence, and products of tokens and masked weights, that exist at a time.
+# The largest number of attention scores, and of products of tokens and masked weights, at a time.
 _SCORES = 1 << 20
 _PRODUCTS = 1 << 16
 
 
 class ReversePass:
-    """Goes through a model forward and back."""
+    """The reverse pass of a model."""
 
     def __init__(self, tools: Tools, model: LightModel, workspace: Workspace) -> None:
         self._tools, self._model, self._workspace = tools, model, workspace
@@ -76,10 +75,12 @@ class ReversePass:
         return -(-tokens // -(-tokens // most))
 
     def gradient(self, joined: JoinedSequences, value_K: Array, x_1MH: Array) -> tuple[float, Array]:
-        """The sum of the token losses, and its gradient by the values, float32 [K].
+        """Return the sum of the token losses, and its gradient by the values, float32 [K].
 
         Args:
-            x_1MH: what enters the lowest masked layer; used up.
+            joined: the sequences.
+            value_K: the values.
+            x_1MH: the input of the lowest masked layer. It is overwritten.
         """
         model = self._model
         run = LayerReverse(self._tools, model.architecture, self._workspace, joined, value_K)
@@ -95,7 +96,7 @@ class ReversePass:
         return loss, run.gradient_K
 
     def _head_back(self, run: "LayerReverse", joined: JoinedSequences, x_MH: Array) -> float:
-        """The sum of the losses; its gradient at the last layer's output takes the place of that output."""
+        """Return the sum of the losses. Replace the last layer's output by the gradient at that output."""
         model, states_RH = self._model, x_MH[joined.state_R]
         read_RH = np.empty_like(states_RH)
         run.norm_or_copy(model.final_norm, states_RH, read_RH)
@@ -105,15 +106,15 @@ class ReversePass:
         d_RH = d_RE if project_EH is None else d_RE @ project_EH
         run.norm_back(model.final_norm, states_RH, d_RH, d_RH)
         x_MH[...] = 0
-        x_MH[joined.state_R] = d_RH  # a token stands before one target at most
+        x_MH[joined.state_R] = d_RH  # a token is before at most one target
         return float(loss_R.sum(dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Attended:
-    """Intermediate results of attention: input, queries and keys before their norms, heads.
+    """Intermediate results of attention: its input, its heads, and queries and keys before their norms.
 
-    Queries and keys are None without norms.
+    `before_norm` is None without such norms.
     """
 
     x_MH: Array
@@ -122,7 +123,7 @@ class _Attended:
 
     @property
     def out(self) -> Array:
-        """[M, A]: all heads of a token side by side."""
+        """Return [M, A]: all heads of a token side by side."""
         return self.heads.out.reshape(len(self.x_MH), -1)
 
 
@@ -140,7 +141,7 @@ class _Fed:
 
 
 class LayerReverse(LossPass):
-    """Some sequences that go through layers forward and back; the gradient of the values is added up."""
+    """A pass of some sequences forward and backward. It accumulates the gradient of the values."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class LayerReverse(LossPass):
         self.gradient_K = np.zeros_like(value_K)
 
     def layer_back(self, layer: LightLayer, x_MH: Array, d_MH: Array) -> None:
-        """The gradient at the layer's output becomes that at its input x."""
+        """Turn the gradient at the layer's output into the gradient at its input, in place."""
         kind, post = self._architecture.block, self._architecture.block is BlockKind.POST
         attended = self._attend(layer, x_MH)
         if kind is BlockKind.PARALLEL:
@@ -183,7 +184,7 @@ class LayerReverse(LossPass):
         d_MH += self._attention_back(layer, x_MH, attended, d_out_MH)
 
     def _after_feed_forward(self, layer: LightLayer, fed: _Fed, middle_MH: Array, d_MH: Array) -> Array:
-        """The gradient at the output of the feed-forward part, before the norm that may follow it."""
+        """Return the gradient at the output of the feed-forward part, before the norm that may follow."""
         post = self._architecture.block is BlockKind.POST
         norm = layer.norm_mlp if post else layer.norm_mlp_out
         if norm is None:
@@ -284,21 +285,21 @@ class LayerReverse(LossPass):
     def _linear_back(
         self, linears: Sequence[LightLinear], x_MK: Array, d_outs: Sequence[Array], d_x_MK: Array
     ) -> None:
-        """Linear layers of the same input: `d_x` is the sum of what they send back."""
+        """Differentiate linear layers of the same input: `d_x` is the sum of their contributions."""
         d_x_MK[...] = 0
         for linear, d_out_MN in zip(linears, d_outs, strict=True):
             add_gradient(self._tools, linear, x_MK, d_out_MN, self._value_K, self.gradient_K)
             linear_back(self._tools, linear, self._value_K, d_out_MN, d_x_MK)
 
     def norm_or_copy(self, norm: Norm | None, x_MH: Array, out_MH: Array) -> None:
-        """Without a norm, x as it is."""
+        """Norm x, or copy it if there is no norm."""
         if norm is None:
             np.copyto(out_MH, x_MH)
         else:
             self.norm(norm, x_MH[None], out_MH[None])
 
     def norm_back(self, norm: Norm | None, x_MH: Array, d_out_MH: Array, d_x_MH: Array) -> None:
-        """The transpose of `norm_or_copy`; `d_x` may be `d_out` or x."""
+        """Differentiate `norm_or_copy`. `d_x_MH` may be `d_out_MH` or `x_MH`."""
         if norm is None:
             np.copyto(d_x_MH, d_out_MH)
             return
@@ -323,13 +324,13 @@ class LayerReverse(LossPass):
         return None if self._architecture.block is BlockKind.POST else layer.norm_mlp
 
     def _each_rows(self, work: Callable[[slice], None], x_MH: Array) -> None:
-        """Rows of x, split over the threads."""
+        """Run a task on parts of the rows, with all threads."""
         tokens, width = x_MH.shape
         most = max(1, _NUMBERS // width)
         self._tools.threads.each(work, blocks(tokens, min(most, -(-tokens // self._tools.threads.count))))
 
     def _take(self, name: str, like: Array) -> Array:
-        """Work memory of this shape."""
+        """Return work memory of the shape of `like`."""
         return self._workspace.take(name, like.shape)
 
 
@@ -348,7 +349,7 @@ class Heads:
 
 
 def norm_back(norm: Norm, x_MH: Array, d_out_MH: Array, d_x_MH: Array) -> None:
-    """`d_x = r (g - n mean(n g))`, `g = w d_out`, n and r as in `standardized`; `d_x` may be `d_out` or x."""
+    """Set `d_x = r (g - n mean(n g))`, with `g = w d_out`, and n and r of `standardized`."""
     scaled_MH, r_M1 = standardized(norm.kind, x_MH, norm.epsilon)
     g_MH = d_out_MH * norm.weight_H
     if norm.kind is NormKind.LAYER:
@@ -359,9 +360,9 @@ def norm_back(norm: Norm, x_MH: Array, d_out_MH: Array, d_x_MH: Array) -> None:
 
 
 def feed_forward_back(kind: Activation, gate_MI: Array | None, up_MI: Array, d_inner_MI: Array) -> None:
-    """Compute the gradients of `a(gate) up`, or `a(up)`, in place of gate and up.
+    """Replace gate and up by the gradients of `a(gate) up`, or of `a(up)`, with respect to them.
 
-    `d_inner` is overwritten.
+    `d_inner_MI` is overwritten.
     """
     if gate_MI is None:
         np.multiply(slope(kind, up_MI), d_inner_MI, out=up_MI)
@@ -374,7 +375,7 @@ def feed_forward_back(kind: Activation, gate_MI: Array | None, up_MI: Array, d_i
 
 
 def attention_back(scores: AttentionScores, heads: Heads, d: Heads) -> None:
-    """`d.out` of one sequence to `d.q`, `d.k` and `d.v`, with `P` the weights of the softmax:
+    """Compute `d.q`, `d.k` and `d.v` from `d.out` of one sequence. P are the weights of the softmax.
 
     `d_v = P^T d_out`, `d_s = scale slope P (d_out v^T - sum(d_out out))`, `d_q = d_s k`, `d_k = d_s^T q`.
     """
@@ -401,7 +402,7 @@ def attention_back(scores: AttentionScores, heads: Heads, d: Heads) -> None:
 
 
 def linear_back(tools: Tools, layer: LightLinear, value_K: Array, d_out_MN: Array, d_x_MK: Array) -> None:
-    """`d_x += d_out W`: one tile of rows of W after the other, made by all threads, then read by all."""
+    """Add `d_out W` to `d_x`. Each tile of W is made by all threads, then read by all."""
     pool, value_C = tools.threads, value_K[layer.span]
     parts = blocks(len(d_x_MK), -(-len(d_x_MK) // pool.count))
     for rows in layer.tiles(1):
@@ -423,7 +424,7 @@ def linear_back(tools: Tools, layer: LightLinear, value_K: Array, d_out_MN: Arra
 def add_gradient(
     tools: Tools, layer: LightLinear, x_MK: Array, d_out_MN: Array, value_K: Array, gradient_K: Array
 ) -> None:
-    """`gradient[c] += sum over t of d_out[t, row of c] x[t, column of c]`, or that of the adapter."""
+    """Add `sum over t of d_out[t, row of c] x[t, column of c]` to each `gradient[c]`, or the adapter's."""
     if layer.adapter is not None:
         layer.adapter.add_gradient(tools.threads, x_MK, d_out_MN, value_K, gradient_K)
         return
@@ -431,7 +432,7 @@ def add_gradient(
 
     def add(part: slice) -> None:
         row_C, column_C = np.divmod(layer.indices[part], np.uint32(layer.columns))
-        # take: half the time of indexing with arrays.
+        # `take` needs half the time of indexing with arrays.
         d_out_MC, x_MC = d_out_MN.take(row_C, axis=1), x_MK.take(column_C, axis=1)
         gradient_C[part] += np.einsum("mc,mc->c", d_out_MC, x_MC)
 

@@ -1,7 +1,7 @@
-"""Sequences laid end to end: the tokens of a batch that its losses need, without padding.
+"""Sequences joined end to end: the tokens of a batch that its losses need, without padding.
 
-The last token of a sequence is never read, and what comes after its last target changes nothing, attention
-being causal. So a sequence ends before its last target, and one without targets is left out.
+Attention is causal, so tokens from the last target on change no loss. A sequence ends before its last target,
+and one without targets is left out.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +21,11 @@ class JoinedSequences:
 
     Attributes:
         id_M: token ids, int64, one sequence after the other.
-        position_M: each token's place in its sequence.
-        sequences: where each sequence lies.
-        state_R: index in `id_M` of the token before each target, row-major in the batch.
+        position_M: each token's position in its sequence.
+        sequences: the range of each sequence in `id_M`.
+        state_R: the index in `id_M` of the token before each target, row-major in the batch.
         target_R: the target tokens.
-        soft: what is to be predicted in their place, if anything is.
+        soft: soft targets, or None for the tokens themselves.
     """
 
     id_M: NDArray[np.int64]
@@ -49,16 +49,15 @@ class JoinedSequences:
 
 
 class LowerLayerStates:
-    """Hidden states [T, H] below the first masked layer, by the tokens of their sequence, in memory.
+    """Hidden states [T, H] below the first masked layer, kept in memory by the tokens of their sequence.
 
-    A mask of the upper layers (`--scope layers:11-`) has no value in the layers below: a sequence has the
-    same hidden states there whatever the variant, the query or the epoch. Keeping them takes a step of a
-    half-masked model to 0.44 of its time.
+    A mask of upper layers (`--scope layers:11-`) has no value below them. So a sequence has the same hidden
+    states there for all variants, queries and epochs. With them, a step of a half-masked model takes 0.44 of
+    its time.
 
-    A sequence is always computed alone, so its bits depend on its tokens, never on the batch that it was
-    first met in: a resumed run computes what an uninterrupted one does. Nothing is dropped when the bound is
-    reached, later sequences are merely not kept: an epoch comes back to every sequence once, so the least
-    recently used would be the next one needed.
+    Each sequence is computed alone, so its bits do not depend on the batch. A resumed run gets the same ones.
+    When the memory is full, later sequences are not kept, but nothing is dropped: an epoch returns to each
+    sequence once, so the least recently used one would be needed next.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -67,7 +66,7 @@ class LowerLayerStates:
         self._states: dict[tuple[bytes, bool], Array] = {}
 
     def of(self, id_T: NDArray[np.int64], int8: bool, compute: Callable[[], Array]) -> Array:
-        """The states of this sequence: kept ones, else computed. `int8`: with inputs of 8 bits."""
+        """Return the states of a sequence, kept or computed. `int8`: computed with 8-bit inputs."""
         key = (id_T.tobytes(), int8)
         found = self._states.get(key)
         if found is None:
@@ -79,7 +78,7 @@ class LowerLayerStates:
 
 
 def join_sequences(batch: Batch, most_tokens: int) -> Iterator[JoinedSequences]:
-    """The batch in parts of at most `most_tokens` tokens, or of one sequence where that is longer."""
+    """Yield parts of a batch of at most `most_tokens` tokens, or of one sequence that is longer."""
     length_B = _needed(batch.target_BT)
     stop_B = np.cumsum(batch.target_BT.sum(axis=1))  # of the targets up to a row
     rows: list[int] = []
@@ -95,7 +94,7 @@ def join_sequences(batch: Batch, most_tokens: int) -> Iterator[JoinedSequences]:
 
 
 def _needed(target_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Tokens before the last target of each row; 0 without one."""
+    """Return the number of tokens before the last target of each row, 0 without targets."""
     columns = np.arange(target_BT.shape[1])
     needed_B: NDArray[np.int64] = np.where(target_BT, columns, 0).max(axis=1)
     return needed_B
@@ -108,7 +107,7 @@ def _joined(
     stops = np.cumsum(length_R)
     starts = stops - length_R
     row_R, column_R = np.nonzero(batch.target_BT[rows])
-    # Rows between the first and the last that are left out have no targets, so these are all in between.
+    # Rows in between that are left out have no targets, so the range contains exactly these targets.
     last = int(stop_B[rows[-1]])
     soft = None if batch.soft is None else batch.soft.rows(slice(last - len(row_R), last))
     return JoinedSequences(

@@ -1,7 +1,7 @@
-"""Work split over threads, with results that do not depend on their timing.
+"""Threads whose results do not depend on their timing.
 
-A task writes to places of its own and its arithmetic is single threaded, so a result depends on how the work
-was cut, which is a function of shapes and the number of threads, and never on who did it when.
+Each task writes to its own memory and computes in a single thread. So a result depends on how the work
+was cut, which is a function of shapes and the number of threads, but not on the order of the tasks.
 """
 
 import os
@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Threads, each with a scratch buffer of its own."""
+    """A pool of threads. Each thread has scratch memory of its own."""
 
     def __init__(self, count: int | None) -> None:
-        """`count` None: as many as there are processors for this process."""
+        """None starts as many threads as the process has processors."""
         self.count = count or available_processors()
         self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="permille") if self.count > 1 else None
         self._own = threading.local()
 
     def each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
-        """Call `work` with every item; returns when all are done, and raises what the first failed with."""
+        """Call `work` with every item. Return when all are done; raise the error of the first that failed."""
         if self._pool is None or len(items) == 1:
-            with np.errstate(all="ignore"):  # A NaN is a result here: the loss says so.
+            with np.errstate(all="ignore"):  # NaN is a valid result here, and shows in the loss
                 for item in items:
                     work(item)
             return
@@ -41,7 +41,7 @@ class Threads:
             pass
 
     def scratch(self, name: str, size: int) -> NDArray[np.float32]:
-        """`size` float32 of the calling thread, valid until it asks for this name again."""
+        """Return `size` float32 of the calling thread, valid until it asks for this name again."""
         buffer: NDArray[np.float32] | None = getattr(self._own, name, None)
         if buffer is None or len(buffer) < size:
             buffer = np.empty(size, np.float32)
@@ -50,12 +50,16 @@ class Threads:
 
 
 def available_processors() -> int:
-    """Processors that this process may run on."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def blocks(count: int, size: int) -> list[slice]:
-    """0..count in slices of `size`, the last one shorter."""
+    """Cut a range from 0 to `count` into slices of `size`. The last one may be shorter.
+
+    >>> blocks(5, 2)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
