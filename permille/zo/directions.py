@@ -1,11 +1,11 @@
-"""Make directions `z`: integer vectors, a function of (seed, step, query, tensor id, rank in the mask) alone.
+"""Directions `z`: integer vectors that depend on (seed, step, query, tensor id, rank in the mask) alone.
 
-Nothing else enters: not chunking, thread count, device, library version or iteration order (FORMAT 6; golden
-vectors in `tests/golden/directions.json`). The numpy here is the definition; where the native kernels are
-built, they make whole directions and their sums, held to the same vectors (ADR 7).
+Chunking, thread count, device, library version and iteration order do not change them (FORMAT 6; golden
+vectors in `tests/golden/directions.json`). The numpy code here is the definition. The native kernels compute
+whole directions and their sums, and are tested against the same vectors (ADR 7).
 
-A direction's elements are fair signs, one bit of the generator each. Another kind of direction is another
-module like this one and another value of `header.DirectionKind`.
+The elements of a direction are fair signs, one bit of the generator each. Another kind of direction needs
+another module like this one, and another member of `header.DirectionKind`.
 
 Shapes: K = masked weights of all tensors, concatenated in tensor order; D = directions; B = blocks of the
 generator; P = B * 128 signs, the padding of each tensor's last block included.
@@ -35,7 +35,12 @@ _LARGEST = 1 << 53
 
 
 def direction(*, seed: int, step: int, query: int, counts: Sequence[int]) -> NDArray[np.int8]:
-    """The whole direction of one query, int8 [k], `counts[t]` signs for tensor `t` (FORMAT 6.3).
+    """Return the direction of one query, int8 [k], with `counts[t]` signs for tensor `t` (FORMAT 6.3).
+
+    For example, the signs of two tensors with three and two masked weights:
+
+        >>> direction(seed=7, step=0, query=0, counts=(3, 2)).shape
+        (5,)
 
     Raises:
         InputError: a number does not fit its counter word.
@@ -56,13 +61,15 @@ def direction(*, seed: int, step: int, query: int, counts: Sequence[int]) -> NDA
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Combination:
-    """A sum of directions with integer coefficients: what replay is made of.
+    """A sum of directions with integer coefficients. Replay computes such sums.
 
     Attributes:
-        step_D, query_D, c_D: one direction each, int64; the sum of |c| is within 2**53 (FORMAT 7.3).
+        seed: the seed of all directions.
+        step_D, query_D, c_D: step, query and coefficient of each direction, int64. The sum of |c| is within
+            2**53 (FORMAT 7.3).
 
     Raises:
-        InputError: other types or shapes, or a coefficient beyond 2**53.
+        InputError: an array has another type or shape, or a coefficient is beyond 2**53.
     """
 
     seed: int
@@ -79,7 +86,7 @@ class Combination:
             raise InputError(f"expected coefficients within {_LARGEST}, got {low} to {high}")
 
     def over(self, counts: tuple[int, ...], tensors: slice, *, threads: int = 1) -> NDArray[np.int64]:
-        """`sum_d c[d] * z[d]` over consecutive tensors, int64, the same bits for any number of threads."""
+        """Return `sum_d c[d] * z[d]` over consecutive tensors, int64. Threads do not change the bits."""
         layout = block_layout(counts)
         first, stop = layout.starts[tensors.start], layout.starts[tensors.stop]
         block_B, tensor_B = layout.block_B[first:stop], layout.tensor_B[first:stop]
@@ -90,7 +97,7 @@ class Combination:
         return layout.without_padding(np.concatenate([self.c_D[:0], *sums]), tensors)
 
     def _sums(self, block_B: Words, tensor_B: Words) -> NDArray[np.int64]:
-        """The sum for every bit position of some blocks, int64 [P]: twice the sum of bits less all of c."""
+        """Return the sum at each bit position of some blocks, int64 [P]: twice the sum of bits less all c."""
         sums_P = np.zeros(len(block_B) * BLOCK_BITS, dtype=np.int64)
         library = load()
         directions = (self.step_D, self.query_D, self.c_D)
@@ -101,7 +108,7 @@ class Combination:
             for start in range(0, len(self.c_D), _GROUP):
                 step_G, query_G, c_G = (array[start : start + _GROUP] for array in directions)
                 counter = (block_B, tensor_B, step_G[:, None], query_G[:, None])
-                # The bits of eight directions at one position are a byte, which picks one of 256 sums
+                # The bits of eight directions at one position form a byte, the index of one of 256 sums.
                 chosen_P = np.packbits(_bits(philox4x32_10(counter, self.seed)), axis=0)[0]
                 sums_P += _subset_sums(c_G)[chosen_P]
         sums_P *= 2
@@ -113,8 +120,9 @@ class BlockLayout:
     """The generator blocks of all tensors side by side, so that one call makes a whole direction.
 
     Attributes:
-        k: elements of a direction.
-        starts: the first block of each tensor, and the number of all blocks.
+        counts: the masked weights of each tensor.
+        k: the elements of a direction.
+        starts: the first block of each tensor, followed by the number of all blocks.
         block_B: counter word 0 (block within its tensor) of each block, uint64.
         tensor_B: counter word 1 (tensor id) of each block, uint64.
     """
@@ -122,7 +130,7 @@ class BlockLayout:
     __slots__ = ("_width", "block_B", "counts", "k", "starts", "tensor_B")
 
     def __init__(self, counts: tuple[int, ...], width: int = BLOCK_BITS) -> None:
-        """`width`: elements that a block gives."""
+        """`width` is the number of elements that a block gives."""
         if any(not 0 <= count < _WORD_LIMIT for count in counts):
             raise InputError(f"expected counts from 0 to 2**32 - 1, got {min(counts)} to {max(counts)}")
         blocks_T = np.array([-(-count // width) for count in counts], dtype=np.int64)
@@ -138,7 +146,7 @@ class BlockLayout:
         self.tensor_B.flags.writeable = False
 
     def without_padding(self, padded_P: NDArray[Scalar], tensors: slice = slice(None)) -> NDArray[Scalar]:
-        """Drop what the last blocks of consecutive tensors hold beyond their counts."""
+        """Drop the elements beyond the counts in the last blocks of consecutive tensors."""
         starts_T = self.starts[:-1][tensors]
         firsts = ((starts_T - starts_T[:1]) * self._width).tolist()
         parts = zip(firsts, self.counts[tensors], strict=True)
@@ -147,12 +155,12 @@ class BlockLayout:
 
 @lru_cache(maxsize=8)
 def block_layout(counts: tuple[int, ...]) -> BlockLayout:
-    """The layout of a mask's counts; kept, because every step of a run asks for the same one."""
+    """Return the layout of a mask's counts. It is cached, because every step of a run needs the same one."""
     return BlockLayout(counts)
 
 
 def _bits(words: tuple[Words, Words, Words, Words]) -> NDArray[np.uint8]:
-    """Generator words [..., B] x 4 -> bits, uint8 [..., P], a word's lowest bit first (FORMAT 6.2)."""
+    """Convert generator words [..., B] x 4 to bits [..., P], lowest bit first (FORMAT 6.2)."""
     shape = words[0].shape
     packed = np.empty((*shape, WORDS), dtype="<u4")
     for index, word in enumerate(words):
@@ -161,7 +169,7 @@ def _bits(words: tuple[Words, Words, Words, Words]) -> NDArray[np.uint8]:
 
 
 def _subset_sums(c_G: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Entry e is the sum of the coefficients whose bit is set in e, the first one's bit being the highest."""
+    """Return all sums of subsets. Entry e sums the coefficients whose bit is set in e, highest bit first."""
     chosen = np.unpackbits(np.arange(1 << _GROUP, dtype=np.uint8)[:, None], axis=1)[:, : len(c_G)]
     sums: NDArray[np.int64] = chosen.astype(np.int64) @ c_G
     return sums

@@ -1,16 +1,17 @@
-"""Estimate, from a state and a batch, the loss and one projected gradient for each direction of a step.
+"""Estimators: the loss and one projected gradient for each direction of a step, from a state and a batch.
 
 A direction is `z / sigma` and has unit variance. For each block, a step averages `projected_grad * z / sigma`
 over the directions of the block, and moves by minus the learning rate times that average. The expectation of
 the average is the gradient, up to terms of the order of epsilon squared (none for exact derivatives).
 
-Costs in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, exact derivatives (`forward`)
-about 3 for any q. Split makes 2 P_1 passes of the lower block's layers and 2 P_2 of the others. The light and
-the torch engine compute once what variants share (`permille.engines.variants`). An exported program cannot
-share work between variants, so a split step costs 2 P_2 whole passes there. `layer_passes` of an engine
-counts what it did.
+Costs in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, exact derivatives
+(`forward`) about 3 for any q. Split makes 2 P_1 passes of the lower block's layers and 2 P_2 of the
+others. The light and the torch engine compute shared work of variants once
+(`permille.engines.variants`). An exported program cannot share work, so a split step costs 2 P_2 whole
+passes there. `layer_passes` of an engine counts its work.
 
-Estimators know nothing of models, engines nothing of optimizers: `LossEngine` is the seam.
+Estimators know nothing of models, and engines nothing of optimizers. `LossEngine` is the interface between
+them.
 
 Shapes: K = masked weights, V = variants of the values, Q = queries, B = sequences, T = tokens of a sequence,
 P = lower queries, S = sign of the lower direction (2), J = upper directions for each lower one and sign,
@@ -34,15 +35,15 @@ from permille.zo.lattice import perturbed, perturbed_pairs, values
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SoftTargets:
-    """The distributions that another model predicts at the targets of a batch, coarsened to n + 1 classes.
+    """Distributions of another model at the targets of a batch, coarsened to n + 1 classes.
 
-    A row names n tokens and their probabilities; what is left of 1 belongs to all other tokens together. With
-    soft targets a token's loss is the divergence `sum_i p_i log(p_i / q_i)` over these n + 1 classes (q the
-    model's own probabilities), so it is 0 where the model predicts the same distribution.
+    A row has n tokens with their probabilities. The rest of the probability belongs to all other tokens
+    together. The loss of a token is then the divergence `sum_i p_i log(p_i / q_i)` over these n + 1 classes,
+    where q are the model's own probabilities. It is 0 if both predict the same distribution.
 
     Attributes:
-        ids_RN: int64 [R, n], one row a target of the batch in row-major order; ids of a row are distinct.
-        probability_RN: float32 [R, n], from 0 to 1, a row's sum at most 1 (up to rounding).
+        ids_RN: int64 [R, n], one row for each target of the batch, row-major. Ids of a row are distinct.
+        probability_RN: float32 [R, n], from 0 to 1. The sum of a row is at most 1, up to rounding.
     """
 
     ids_RN: NDArray[np.int64]
@@ -66,9 +67,9 @@ class Batch:
     Attributes:
         input_ids_BT: int64 token ids.
         attention_BT: bool, False at padding.
-        target_BT: bool; `target[b, t]` counts the prediction OF token t from the tokens before it, so
-            column 0 is False.
-        soft: what is to be predicted at the targets; None: the tokens themselves.
+        target_BT: bool. `target[b, t]` counts the prediction OF token t from earlier tokens, so column 0 is
+            False.
+        soft: the distributions to predict at the targets, or None to predict the tokens.
     """
 
     input_ids_BT: NDArray[np.int64]
@@ -78,7 +79,7 @@ class Batch:
 
 
 class LossEngine(Protocol):
-    """The seam to the forward pass. A loss is the mean over all targets of the batch."""
+    """An engine that computes losses. A loss is the mean over all targets of the batch."""
 
     @property
     def k(self) -> int:
@@ -118,10 +119,10 @@ class Differentiable(Protocol):
 
 
 def differentiable(engine: LossEngine) -> Differentiable:
-    """Return the reverse pass of an engine.
+    """Return the engine, if it has a reverse pass.
 
     Raises:
-        InputError: it can only infer.
+        InputError: the engine only computes losses.
     """
     if not hasattr(engine, "gradient"):
         raise InputError(
@@ -149,7 +150,7 @@ class Descent:
         return self.header.epsilon / self.header.sigma
 
     def perturbed(self, s_K: NDArray[np.int64], z_K: NDArray[np.int8]) -> NDArray[np.float32]:
-        """Values of a state moved along one direction, float32 [k]."""
+        """Return the values of a state moved along one direction, float32 [k]."""
         return perturbed(self.w_base_K, s_K, self.header.step_unit_exponent, z_K, self.scale)
 
 
@@ -184,7 +185,7 @@ def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
 def estimate(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
 ) -> tuple[float, NDArray[np.float64]]:
-    """The loss of `step` and its q scalars, by the header's estimator; neither need be finite."""
+    """Return the loss of `step` and its q scalars, by the header's estimator. They need not be finite."""
     found = _ESTIMATES.get(descent.header.estimator)
     if found is None:
         raise InputError(
@@ -258,7 +259,7 @@ def _split(
         p, minus, _, opposite = np.unravel_index(variant, shape_PSJD)
         z_lower_K = z_QK[p] * z_QK.dtype.type(1 - 2 * minus)
         z_upper_K = z_QK[lower + variant // 2] * z_QK.dtype.type(1 - 2 * opposite)
-        # The blocks do not overlap: each element of the sum is one of the two
+        # The blocks do not overlap, so each element of the sum is one of the two.
         values_VK[variant] = descent.perturbed(s_K, z_lower_K + z_upper_K)
     losses_V = _scalars(engine.losses(values_VK, batch), 2 * upper)
     losses_PSJD = losses_V.reshape(shape_PSJD)
@@ -285,7 +286,7 @@ def _forward(
     values_K = values(descent.w_base_K, s_K, header.step_unit_exponent)
     loss, gradient_K = differentiable(engine).gradient(values_K, batch)
     wide_K = gradient_K.astype(np.float64) / header.sigma
-    # One by one: all directions at float64 would be gigabytes.
+    # One direction at a time: all directions in float64 would be gigabytes.
     return loss, np.array([z_K @ wide_K for z_K in z_QK])
 
 

@@ -1,11 +1,12 @@
-"""Directions that do not overlap: in each step every weight is in one of Q groups, with a sign (FORMAT 6.6).
+"""Directions that do not overlap: each step puts every weight into one of Q groups, with a sign (FORMAT 6.6).
 
-Direction i is the signs of group i, and 0 elsewhere, so the directions of a step are orthogonal, and to
-project on all of them, or to add all of them to a state, is one pass over the weights, whatever Q is. That is
-for steps whose change is known (a gradient's): the log holds what Q integers can express of it.
+Direction i has the signs of group i and is 0 elsewhere, so the directions of a step are orthogonal.
+Projecting on all of them, or adding all of them to a state, is one pass over the weights for any Q. They
+are used for steps whose change is known, such as a gradient's: the log stores the part that Q integers
+can express.
 
-One word of the generator a weight. The numpy here is the definition; where the native kernels are built, they
-do it, held to the same golden vectors.
+Each weight takes one word of the generator. The numpy code here is the definition; the native kernels
+are tested against the same golden vectors.
 
 Shapes: K = masked weights, Q = groups, T = steps, B = generator blocks of four weights.
 """
@@ -24,10 +25,10 @@ from permille.zo.header import LogHeader
 from permille.zo.philox import WORDS, philox4x32_10
 
 QUERY_WORD = (1 << 32) - 1
-"""Counter word 3 of the generator: no query of a log has this number."""
+"""Counter word 3 of the generator. No query of a log has this number."""
 
 _SPAN = 1 << 16  # weights of a task
-_COEFFICIENTS = 1 << 15  # of some steps: they stay in the second cache
+_COEFFICIENTS = 1 << 15  # of some steps together, so that they fit the second cache
 _GROUP_BITS = np.uint64(31)
 
 
@@ -47,9 +48,7 @@ class Grouping:
     def project(self, change_K: NDArray[np.floating]) -> NDArray[np.float64]:
         """Project a change on each direction: `<change, z_i> / <z_i, z_i>`, float64 [Q].
 
-        An empty group has 0.
-
-        `sum_i found_i * z_i` is the orthogonal projection of the change on the step's directions.
+        `sum_i found_i * z_i` is the orthogonal projection of the change. An empty group has 0.
         """
         sums_Q = np.bincount(self.group_K, weights=self.sign_K * change_K, minlength=self.queries)
         sizes_Q = np.bincount(self.group_K, minlength=self.queries)
@@ -58,7 +57,7 @@ class Grouping:
 
 
 def grouping(header: LogHeader, step: int) -> Grouping:
-    """Group and sign of each weight in a step."""
+    """Return group and sign of each weight in a step."""
     library = load()
     if library is not None:
         group_K = np.empty(header.k, dtype=np.int32)
@@ -79,9 +78,9 @@ def grouping(header: LogHeader, step: int) -> Grouping:
 def group_sums(
     header: LogHeader, coefficients_TQ: NDArray[np.int64], *, start: int = 0, threads: int = 1
 ) -> NDArray[np.int64]:
-    """`sum over steps t and groups i of c[t, i] * z[t, i]` as int64 [k].
+    """Return `sum over steps t and groups i of c[t, i] * z[t, i]` as int64 [k].
 
-    The same bits for any number of threads; that no sum leaves 2**53 is checked by whoever calls.
+    The number of threads does not change the bits. The caller checks that no sum leaves 2**53.
     """
     rows_TQ = np.ascontiguousarray(coefficients_TQ)
     check_array("coefficients", rows_TQ, np.int64, (None, header.queries))
@@ -108,7 +107,7 @@ def group_sums(
 
 
 def _spans(counts: tuple[int, ...]) -> list[tuple[int, int, slice]]:
-    """(tensor, first rank, where in flat order) of at most 65,536 weights each."""
+    """Cut the weights into spans of at most 65,536: (tensor, first rank, range in flat order)."""
     spans, at = [], 0
     for tensor, count in enumerate(counts):
         for first in range(0, count, _SPAN):

@@ -1,9 +1,9 @@
-"""The header that both forms of the log begin with (FORMAT 8.1).
+"""The header at the start of both forms of the log (FORMAT 8.1).
 
-With the coefficients of the steps, the header is all that replay needs. The package is needed only to
-turn the state into weights. The header is written as canonical JSON: sorted keys, no spaces, real numbers as
-C99 hexadecimal strings, the seed as 16 hexadecimal digits. So a header has exactly one byte form, and its
-digest names the run.
+Replay needs only the header and the coefficients of the steps. The package is needed to turn the state
+into weights. The header is canonical JSON: sorted keys, no spaces, real numbers as C99 hexadecimal
+strings, the seed as 16 hexadecimal digits. So a header has exactly one byte form, and its digest names
+the run.
 
 To add an estimator or a kind of direction, add a member to its enum. If it needs more fields, put them
 into a record of their own, like `BlockSplit`, which is null in all other headers.
@@ -46,11 +46,11 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSplit:
-    """Two blocks of tensors with directions of their own (FORMAT 6.5; FedSPZO's f1 and f2).
+    """Two blocks of tensors with their own directions (FORMAT 6.5; f1 and f2 of FedSPZO).
 
     Attributes:
-        first_upper_tensor: tensor id where the upper block begins.
-        lower_queries: P_1, the directions of the lower block; the other P_2 are the upper block's.
+        first_upper_tensor: the tensor id where the upper block begins.
+        lower_queries: P_1, the number of directions of the lower block. The others are the upper block's.
     """
 
     first_upper_tensor: int
@@ -97,11 +97,11 @@ class LogHeader:
     """Header of a log: its bindings, and the constants that turn its integers into weights.
 
     Attributes:
-        queries: coefficients per step, those of both blocks together where there are two.
+        queries: the coefficients of a step, of both blocks together if there are two.
         total_steps: the largest number of steps in the log. The linear schedule ends there.
-        counts: masked weights per tensor, in tensor order.
-        split: the two blocks of `EstimatorKind.SPLIT`; None for every other kind.
-        first_tensor: the masked weights of the tensors before it do not move.
+        counts: the masked weights of each tensor, in tensor order.
+        split: the two blocks of `EstimatorKind.SPLIT`, else None.
+        first_tensor: masked weights of earlier tensors do not move.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 8.1.
@@ -136,7 +136,7 @@ class LogHeader:
                 raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
         check_range("seed", self.seed, 0, (1 << 64) - 1)
         groups = self.directions is DirectionKind.GROUPS
-        # A gradient is always stored by groups, one_sided takes either kind, all others Rademacher alone.
+        # A gradient is always stored by groups. One-sided takes either kind, all others signs alone.
         if self.estimator is not EstimatorKind.ONE_SIDED and groups != (
             self.estimator is EstimatorKind.GRADIENT
         ):
@@ -173,22 +173,22 @@ class LogHeader:
 
     @property
     def digest(self) -> str:
-        """sha256 of the header's canonical bytes."""
+        """Return the digest of the header's canonical bytes."""
         return digest_of(self.to_bytes())
 
     @property
     def sigma(self) -> float:
-        """Root mean square of z, in binary64, the same bits on every machine (FORMAT 6.3, 6.6)."""
+        """Return the root mean square of z in binary64, with the same bits everywhere (FORMAT 6.3, 6.6)."""
         return math.sqrt(1.0 / self.queries) if self.directions is DirectionKind.GROUPS else 1.0
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of `step` (0 first): constant, or falling linearly to 0 at `total_steps`."""
+        """Return the learning rate of a step, from 0: constant, or falling linearly to 0 at `total_steps`."""
         if self.schedule is Schedule.CONSTANT:
             return self.learning_rate
         return self.learning_rate * max(0.0, 1.0 - step / self.total_steps)
 
     def blocks(self) -> tuple[tuple[slice, slice], ...]:
-        """The queries and the tensors of each block: one block, or the two of a split."""
+        """Return the queries and the tensors of each block: one block, or the two of a split."""
         if self.split is None:
             return ((slice(0, self.queries), slice(self.first_tensor, len(self.counts))),)
         tensor, query = self.split.first_upper_tensor, self.split.lower_queries
@@ -207,7 +207,7 @@ class LogHeader:
         return slice(sum(self.counts[: tensors.start]), sum(self.counts[: tensors.stop]))
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON of the header (FORMAT 8.1)."""
+        """Return the canonical JSON of the header (FORMAT 8.1)."""
         fields = asdict(self) | {
             "format": FORMAT,
             "version": VERSION,
@@ -221,17 +221,17 @@ class LogHeader:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "LogHeader":
-        """Read a header, refusing every byte string that `to_bytes` would not have made.
+        """Read a header. Refuse bytes that `to_bytes` would not have written.
 
         Raises:
-            PackageError: `log-header`, with what is wrong.
+            PackageError: `log-header`. The message says what is wrong.
         """
         if len(data) > MAX_HEADER_BYTES:
             raise PackageError("log-header", f"expected at most {MAX_HEADER_BYTES} bytes, got {len(data)}")
         try:
             fields = json.loads(data)
             for name in ("format", "version", "generator", "generator_version"):
-                del fields[name]  # constants: to_bytes adds them, and the bytes are compared below
+                del fields[name]  # constants; to_bytes adds them, and the bytes are compared below
             split = fields.pop("split")
             header = cls(
                 **fields
@@ -261,7 +261,7 @@ class LogHeader:
         return header
 
     def check_binding(self, *, package_digest: str, mask_digest: str, counts: tuple[int, ...]) -> None:
-        """Refuse a log of another package.
+        """Check that the log belongs to this package and mask.
 
         Raises:
             PackageError: `log-binding`.
@@ -275,6 +275,6 @@ class LogHeader:
 
 
 def check_range(name: str, number: object, least: int, most: int) -> None:
-    """Raise InputError unless `number` is an integer in the range. A bool is refused, too."""
+    """Check that `number` is an integer in the range, and no bool (InputError)."""
     if type(number) is not int or not least <= number <= most:
         raise InputError(f"expected {name} as an integer from {least} to {most}, got {number!r}")

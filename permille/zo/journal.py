@@ -1,8 +1,11 @@
-"""Write and read the journal: the device's append-only log, one checksummed entry a step (FORMAT 8).
+"""The journal: the append-only log of a device, with one checksummed entry for each step (FORMAT 8).
 
-A record is durable when `append` returns. Opening recovers: what a crash
-left of an unfinished record is cut off, so the journal holds exactly the whole records. Damage before a whole
-record is no crash and is refused. One writer at a time, by a lock on the file that dies with its process.
+    with Journal.create(path, header) as journal:
+        journal.append(record)      # durable on return
+
+Opening a journal recovers it: the unfinished record of a crash is cut off. Damage before a whole record
+cannot come from a crash and is refused. A lock on the file admits one writer at a time. It ends with its
+process.
 """
 
 import fcntl
@@ -34,7 +37,7 @@ _MAX_PAYLOAD = _FIXED.size + MAX_GROUPS * MAX_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalContents:
-    """Contents of a journal file: header, complete records, and the end of the last one."""
+    """Contents of a journal file: header, whole records, and the end of the last one."""
 
     header: LogHeader
     records: tuple[StepRecord, ...]
@@ -43,10 +46,10 @@ class JournalContents:
 
 
 def read_journal(path: Path) -> JournalContents:
-    """Read a journal without locking or changing it, its torn tail counted but left out.
+    """Read a journal without locking or changing it. An unfinished last record is counted, but left out.
 
     Raises:
-        InputError: there is no such file.
+        InputError: the file does not exist.
         PackageError: `journal-header` or `journal-corrupt`.
     """
     try:
@@ -56,7 +59,7 @@ def read_journal(path: Path) -> JournalContents:
 
 
 class Journal:
-    """An open journal, its only writer. Use `create` or `open`; close it, or use it as a context."""
+    """An open journal and its only writer. Use `create` or `open`. Close it, or use it as a context."""
 
     def __init__(self, descriptor: int, path: Path, contents: JournalContents) -> None:
         self.header = contents.header
@@ -71,7 +74,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: Path, header: LogHeader) -> Self:
-        """Start a journal at `path`; the file appears whole or not at all.
+        """Start a journal at `path`. The file appears as a whole or not at all.
 
         Raises:
             InputError: `path` exists.
@@ -83,10 +86,10 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open for appending, after cutting a torn tail (`torn_bytes` says how much).
+        """Open a journal for appending, after cutting off an unfinished record (`torn_bytes`).
 
         Raises:
-            InputError: there is no such file.
+            InputError: the file does not exist.
             RetryableError: another process writes this journal.
             PackageError: `journal-header` or `journal-corrupt`.
         """
@@ -107,7 +110,7 @@ class Journal:
 
     @property
     def next_step(self) -> int:
-        """Number of the step that the next record must have."""
+        """Return the number of the step that the next record must have."""
         return len(self._records)
 
     def records(self) -> Iterator[StepRecord]:
@@ -115,11 +118,11 @@ class Journal:
         return iter(tuple(self._records))
 
     def append(self, record: StepRecord) -> None:
-        """Write one record; it is durable on return.
+        """Write one record. It is durable on return.
 
         Raises:
             InputError: the record does not continue this journal.
-            OperatorError: the disk refused; the journal then ends at its last whole record and takes no more.
+            OperatorError: the disk refused. The journal then ends at its last whole record and takes no more.
         """
         if self._broken:
             raise OperatorError(f"{self.path} is closed, or could not be written before. Open it again.")
@@ -175,7 +178,7 @@ def _write_all(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def encode_header(header: LogHeader) -> bytes:
-    """The file of a journal without records."""
+    """Return the file of a journal without records."""
     header_bytes = header.to_bytes()
     return _HEAD.pack(MAGIC, len(header_bytes)) + header_bytes + _CRC.pack(_entry_seed(header))
 
@@ -186,7 +189,7 @@ def _entry_seed(header: LogHeader) -> int:
 
 
 def _encode_entry(record: StepRecord, seed: int) -> bytes:
-    """The bytes of one record, in the journal whose header's checksum is `seed`."""
+    """Return the bytes of one record in the journal whose header has the checksum `seed`."""
     coefficients = np.array(record.coefficients, dtype=np.int64)
     payload = _FIXED.pack(record.step, int(record.flags), record.loss) + encode_varints(zigzag(coefficients))
     sized = _SIZE.pack(len(payload)) + payload
@@ -194,7 +197,7 @@ def _encode_entry(record: StepRecord, seed: int) -> bytes:
 
 
 def parse_journal(data: bytes, path: Path) -> JournalContents:
-    """Header and whole records of a journal's bytes; `path` is for the messages.
+    """Parse a journal's bytes. `path` is for the messages.
 
     Raises:
         PackageError: `journal-header` (no whole header) or `journal-corrupt` (damage before a whole record).
@@ -205,7 +208,7 @@ def parse_journal(data: bytes, path: Path) -> JournalContents:
     while (payload := _payload_at(data, position, seed)) is not None:
         records.append(_read_record(payload, header, len(records), path))
         position += _SIZE.size + len(payload) + _CRC.size
-    # FORMAT 8.4: a crash leaves nothing whole behind the place where it struck
+    # FORMAT 8.4: a crash leaves no whole record after the place where it struck.
     if any(_payload_at(data, offset, seed) is not None for offset in range(position + 1, len(data))):
         raise PackageError(
             "journal-corrupt",
@@ -233,7 +236,7 @@ def _parse_header(data: bytes, path: Path) -> tuple[LogHeader, int]:
 
 
 def _payload_at(data: bytes, position: int, seed: int) -> bytes | None:
-    """The payload of the whole entry at `position`, or None where there is none."""
+    """Return the payload of the whole entry at `position`, or None."""
     start = position + _SIZE.size
     if start > len(data):
         return None

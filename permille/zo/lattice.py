@@ -1,8 +1,8 @@
-"""The trained state: one integer per masked weight, on a lattice whose unit is a power of two (FORMAT 7).
+"""The trained state: one integer for each masked weight, on a lattice with a power of two as unit (FORMAT 7).
 
-`w = fp32(float64(w_base) + 2**e * s)`. Updates are `s += c * z` with integer `c` and `z`, so they are exact
-and associative: they may be applied, split, merged and undone in any order. Nothing here saturates; what
-would leave the range is refused.
+`w = fp32(float64(w_base) + 2**e * s)`. An update is `s += c * z` with integers, so updates are exact and
+associative: they can be applied, split, merged and undone in any order. Nothing saturates. An update
+that would leave the range is refused.
 
 Shapes: K = masked weights of all tensors.
 """
@@ -18,7 +18,7 @@ from permille.native.arrays import check_array, check_output
 from permille.native.library import load
 
 STATE_LIMIT = 1 << 53
-"""Bound on sum |c| of a log, and so on |s|: below it float64(s) is exact."""
+"""Bound on sum |c| of a log, and so on |s|. Below it, float64(s) is exact."""
 
 MAX_COEFFICIENT = (1 << 31) - 1
 MIN_STEP_UNIT_EXPONENT = -149
@@ -31,7 +31,13 @@ _COEFFICIENT_RMS = 1024
 def values(
     w_base_K: NDArray[np.float32], s_K: NDArray[np.int64], step_unit_exponent: int
 ) -> NDArray[np.float32]:
-    """Weights of a state: `fp32(float64(w_base) + 2**e * s)`, float32 [k] (FORMAT 7.2)."""
+    """Return the weights of a state: `fp32(float64(w_base) + 2**e * s)`, float32 [k] (FORMAT 7.2).
+
+    For example, with a unit of 2**-2:
+
+        >>> values(np.array([1.0, 1.0], np.float32), np.array([2, -1]), -2).tolist()
+        [1.5, 0.75]
+    """
     return _exact(w_base_K, s_K, step_unit_exponent).astype(np.float32)
 
 
@@ -42,9 +48,12 @@ def perturbed(
     z_K: NDArray[np.int8],
     scale: float,
 ) -> NDArray[np.float32]:
-    """Weights moved by `scale * z`, `scale = +-epsilon / sigma`, rounded to float32 once; float32 [k].
+    """Return the weights of a state moved by `scale * z`, rounded to float32 once; float32 [k].
 
-    Computed from the state each time, so nothing is restored and nothing drifts.
+    They are computed from the state each time, so nothing needs to be restored and nothing drifts.
+
+    Args:
+        scale: `epsilon / sigma` or its negative.
     """
     w_K, state_K, z_K = _checked(w_base_K, s_K, z_K)
     library = load()
@@ -65,10 +74,12 @@ def perturbed_pairs(
     z_QK: NDArray[np.int8],
     scale: float,
 ) -> NDArray[np.float32]:
-    """All queries in one pass over the state: rows +z_0, -z_0, +z_1, ... as `perturbed` gives them, [2q, k].
+    """Return the rows +z_0, -z_0, +z_1, ... of all queries, as `perturbed` gives them: [2q, k].
+
+    All rows take one pass over the state.
 
     Raises:
-        InputError: shapes that disagree.
+        InputError: the shapes do not match.
     """
     w_K, state_K, z_QK = _checked(w_base_K, s_K, z_QK)
     out_VK = np.empty((2 * len(z_QK), len(w_K)), dtype=np.float32)
@@ -86,10 +97,10 @@ def perturbed_pairs(
 
 
 def add_scaled(s_K: NDArray[np.int64], c: int, z_K: NDArray[np.int8]) -> None:
-    """`s += c * z` in place; that no sum leaves the exact range is checked by whoever calls.
+    """Set `s += c * z` in place. The caller checks that no sum leaves the exact range.
 
     Raises:
-        InputError: other types or shapes.
+        InputError: an array has another type or shape.
     """
     check_output("the state", s_K, np.int64, (None,))
     z_K = np.ascontiguousarray(z_K)
@@ -104,9 +115,14 @@ def add_scaled(s_K: NDArray[np.int64], c: int, z_K: NDArray[np.int8]) -> None:
 def coefficient(
     *, learning_rate: float, projected_grad: float, queries: int, sigma: float, step_unit_exponent: int
 ) -> int:
-    """The integer that multiplies `z`: `c = rint(-lr * projected_grad / (q * sigma * 2**e))`.
+    """Return the integer factor of `z`: `c = rint(-lr * projected_grad / (q * sigma * 2**e))`.
 
-    In float64, half to even.
+    Computed in float64, half to even. For example, with a unit of 2**-10:
+
+        >>> coefficient(
+        ...     learning_rate=0.5, projected_grad=-1.0, queries=1, sigma=1.0, step_unit_exponent=-10
+        ... )
+        512
 
     Raises:
         InputError: the quotient is not finite.
@@ -121,13 +137,18 @@ def coefficient(
 
 
 def step_unit_exponent_for(learning_rate: float, g_rms: float, queries: int, sigma: float = 1.0) -> int:
-    """Exponent of the power of two nearest `lr * g_rms / (1024 q sigma)`: coefficients of some 1024 (rms).
+    """Return the exponent of the power of two nearest `lr * g_rms / (1024 q sigma)`.
+
+    Coefficients then have a root mean square of some 1024.
 
     Args:
-        sigma: root mean square of z (FORMAT 6); directions of large integers want a finer unit.
+        learning_rate: lr.
+        g_rms: the root mean square of the projected gradients.
+        queries: q.
+        sigma: the root mean square of z (FORMAT 6).
 
     Raises:
-        InputError: the unit is not a positive finite number, or outside the format's range.
+        InputError: the unit is not a positive finite number, or is outside of the format's range.
     """
     unit = learning_rate * g_rms / (_COEFFICIENT_RMS * queries * sigma)
     if not (math.isfinite(unit) and unit > 0):
@@ -138,7 +159,7 @@ def step_unit_exponent_for(learning_rate: float, g_rms: float, queries: int, sig
 
 
 def check_step_unit_exponent(exponent: int) -> int:
-    """Return `exponent`, or raise InputError where it is outside FORMAT 7.1."""
+    """Return `exponent`, or raise InputError if it is outside of FORMAT 7.1."""
     if not MIN_STEP_UNIT_EXPONENT <= exponent <= MAX_STEP_UNIT_EXPONENT:
         raise InputError(
             f"expected a step unit exponent from {MIN_STEP_UNIT_EXPONENT} to {MAX_STEP_UNIT_EXPONENT}, "
@@ -148,7 +169,7 @@ def check_step_unit_exponent(exponent: int) -> int:
 
 
 def state_digest(s_K: NDArray[np.int64], *, mask_digest: str, step_unit_exponent: int) -> str:
-    """Name of a state: sha256 over domain, mask digest, exponent and the integers (FORMAT 10)."""
+    """Return the digest of a state: sha256 of domain, mask digest, exponent and integers (FORMAT 10)."""
     digest = hashlib.sha256(_STATE_DOMAIN)
     digest.update(mask_digest.encode("ascii") + b"\0")
     digest.update(step_unit_exponent.to_bytes(4, "little", signed=True))
@@ -170,7 +191,7 @@ def _exact(
 def _checked(
     w_base_K: NDArray[np.float32], s_K: NDArray[np.int64], z: NDArray[np.int8]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int8]]:
-    """The arrays as the kernels take them: contiguous, of their types and of one size."""
+    """Make the arrays contiguous for the kernels, and check their types and shapes."""
     w_K, state_K, z = np.ascontiguousarray(w_base_K), np.ascontiguousarray(s_K), np.ascontiguousarray(z)
     check_array("base weights", w_K, np.float32, (None,))
     check_array("the state", state_K, np.int64, w_K.shape)

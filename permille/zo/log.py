@@ -1,7 +1,7 @@
 """The canonical log: the compact form for upload and backup (FORMAT 9).
 
-One byte string for one sequence of steps; losses are not in it. Reading enforces every limit before it
-allocates, and refuses overlong integers, wrong checksums and trailing bytes, so
+One sequence of steps has exactly one byte string. It has no losses. Reading checks every limit before it
+allocates memory, and refuses overlong integers, wrong checksums and trailing bytes, so
 `encode(decode(data)) == data`.
 
 Shapes: T = steps, Q = queries, V = integers of one chunk.
@@ -40,7 +40,7 @@ _U32 = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanonicalLog:
-    """A decoded log: `coefficients_TQ` int64 and `flags_T` uint8, step numbers 0 to T - 1."""
+    """A decoded log: `coefficients_TQ` int64 and `flags_T` uint8 of the steps 0 to T - 1."""
 
     header: LogHeader
     coefficients_TQ: NDArray[np.int64]
@@ -48,12 +48,12 @@ class CanonicalLog:
 
     @property
     def steps(self) -> int:
-        """Number of steps, rejected ones included."""
+        """Return the number of steps, including rejected ones."""
         return len(self.coefficients_TQ)
 
 
 def encode_canonical(header: LogHeader, records: Iterable[StepRecord]) -> bytes:
-    """The canonical bytes of a header and its records, steps 0 upwards without a gap.
+    """Encode a header and its records, which are steps from 0 without a gap.
 
     Raises:
         InputError: a record does not continue the log, or the log leaves the lattice's range.
@@ -70,7 +70,9 @@ def encode_canonical(header: LogHeader, records: Iterable[StepRecord]) -> bytes:
 
 
 def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int = MAX_K) -> CanonicalLog:
-    """Read a canonical log that nobody vouches for.
+    """Read a canonical log from an untrusted source.
+
+        log = decode_canonical(data, max_bytes=1 << 20, max_steps=1000)
 
     Raises:
         PackageError: `log-limit`, `log-header`, `log-truncated`, `log-corrupt` or `log-content` (FORMAT 9.3).
@@ -96,10 +98,10 @@ def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int 
 
 
 def read_head(data: bytes) -> tuple[LogHeader, int]:
-    """The header, and how many steps the log says it has, from its first `MAX_HEAD_BYTES`.
+    """Read the header of a log, and its declared number of steps, from its first `MAX_HEAD_BYTES`.
 
     Raises:
-        PackageError: as `decode_canonical`, for what stands before the first chunk.
+        PackageError: as `decode_canonical`, for the part before the first chunk.
     """
     return _read_head(_Reader(data))
 
@@ -120,7 +122,7 @@ def _read_head(reader: "_Reader") -> tuple[LogHeader, int]:
 
 
 class _Reader:
-    """A cursor that never reads past the end, and the running checksum of what it passed."""
+    """A cursor that never reads past the end, with the running checksum of the bytes before it."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -143,7 +145,7 @@ class _Reader:
         return number
 
     def checksum(self) -> None:
-        """Compare the next word with the checksum of all bytes since the last one, chained to it."""
+        """Compare the next word with the checksum of all bytes since the last one, chained to that one."""
         self._crc = zlib.crc32(self._data[self._summed : self._position], self._crc)
         stored = self.u32()
         if stored != self._crc:
@@ -160,7 +162,7 @@ def _check_limits(header: LogHeader, steps: int, *, max_steps: int, max_k: int, 
         )
     if header.k > max_k:
         raise PackageError("log-limit", f"expected at most {max_k} masked weights, got {header.k}")
-    # FORMAT 9.2: a coefficient takes at least one byte, so the array stays below 8 times the upload
+    # FORMAT 9.2: a coefficient takes at least one byte, so the array is at most 8 times the upload.
     if steps * header.queries > left:
         raise PackageError(
             "log-truncated", f"expected {steps * header.queries} coefficients, got {left} bytes"

@@ -1,8 +1,8 @@
-"""The packed state: the trained integers, for who keeps or shares a result without its steps (FORMAT 11).
+"""The packed state: the trained integers without the steps that made them, to keep or share (FORMAT 11).
 
-It is shorter than a log of many steps of a small mask; log and packed state of one run have one state digest.
-Reading trusts nothing: the digest at the end is compared first, then every limit before what it bounds is
-allocated, so `encode(decode(data)) == data`.
+It is shorter than a log of many steps of a small mask. Log and packed state of one run have the same
+state digest. Reading trusts nothing: the digest at the end is compared first, then each limit is checked
+before memory is allocated, so `encode(decode(data)) == data`.
 
 Shapes: K = masked weights, N = weights of one block.
 """
@@ -40,7 +40,7 @@ _MAX_WIDTH = 55
 
 
 class StateOrigin(StrEnum):
-    """Origin of a state: one person's text, or the corpus of a release."""
+    """Origin of a state: the text of a person, or the corpus of a release."""
 
     PERSONAL = "personal"
     POOLED = "pooled"
@@ -48,10 +48,10 @@ class StateOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateHeader:
-    """Header of a packed state, which binds it to a package.
+    """Header of a packed state. It binds the state to a package.
 
     Attributes:
-        k: masked weights.
+        k: the number of masked weights.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 11.1.
@@ -72,19 +72,19 @@ class StateHeader:
         check_range("k", self.k, 1, MAX_K)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON of the header (FORMAT 11.1)."""
+        """Return the canonical JSON of the header (FORMAT 11.1)."""
         return canonical_json(asdict(self) | {"format": FORMAT, "version": VERSION})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "StateHeader":
-        """Read a header, refusing every byte string that `to_bytes` would not have made.
+        """Read a header. Refuse bytes that `to_bytes` would not have written.
 
         Raises:
             PackageError: `state-header`.
         """
         try:
             fields = json.loads(data)
-            del fields["format"], fields["version"]  # to_bytes knows the only value of each
+            del fields["format"], fields["version"]  # constants; to_bytes adds them
             header = cls(**fields | {"origin": StateOrigin(fields["origin"])})
             canonical = header.to_bytes()
         except (ValueError, TypeError, KeyError, RecursionError, InputError) as exc:
@@ -103,14 +103,14 @@ class PackedState:
 
     @property
     def digest(self) -> str:
-        """Digest of the state (FORMAT 10)."""
+        """Return the digest of the state (FORMAT 10)."""
         header = self.header
         return state_digest(
             self.s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent
         )
 
     def check_binding(self, *, package_digest: str, mask_digest: str, k: int) -> None:
-        """Refuse a state of another package.
+        """Check that the state belongs to this package and mask.
 
         Raises:
             PackageError: `state-binding`.
@@ -122,12 +122,12 @@ class PackedState:
 
 
 def read_state(package: Package, data: bytes) -> PackedState:
-    """Read a packed state of this very package.
+    """Read a packed state of a package.
 
         state = read_state(package, (folder / "adopted.state").read_bytes())
 
     Raises:
-        PackageError: a rule of FORMAT 11 is broken; `state-binding`: the state is of another package.
+        PackageError: a rule of FORMAT 11 is broken. `state-binding`: the state belongs to another package.
     """
     state = decode_state(data, max_bytes=len(data), max_k=package.k)
     state.check_binding(package_digest=package.digest, mask_digest=package.mask_digest, k=package.k)
@@ -135,11 +135,11 @@ def read_state(package: Package, data: bytes) -> PackedState:
 
 
 def pooled_state(package: Package) -> PackedState | None:
-    """Read the package's pooled state (FORMAT 4.9); None where it has none.
+    """Read the pooled state of a package (FORMAT 4.9). Return None if it has none.
 
     Raises:
-        PackageError: `blob-digest`, or a rule of FORMAT 11 is broken: `state-binding` also where the state is
-            of another parent, or not a pooled one.
+        PackageError: `blob-digest`, or a rule of FORMAT 11 is broken. `state-binding`: the state belongs to
+            another parent, or is not a pooled one.
     """
     data = package.pooled()
     if data is None:
@@ -153,10 +153,10 @@ def pooled_state(package: Package) -> PackedState | None:
 
 
 def encode_state(header: StateHeader, s_K: NDArray[np.int64]) -> bytes:
-    """The only bytes of a state.
+    """Encode a state. A state has exactly one byte string.
 
     Raises:
-        InputError: not int64 [k], or an integer beyond 2**53.
+        InputError: the state is not int64 [k], or has an integer beyond 2**53.
     """
     if s_K.dtype != np.int64 or s_K.shape != (header.k,):
         raise InputError(f"expected a state int64 [{header.k}], got {s_K.dtype} {list(s_K.shape)}")
@@ -172,7 +172,7 @@ def encode_state(header: StateHeader, s_K: NDArray[np.int64]) -> bytes:
 
 
 def decode_state(data: bytes, *, max_bytes: int, max_k: int) -> PackedState:
-    """Read a packed state that nobody vouches for.
+    """Read a packed state from an untrusted source.
 
     Raises:
         PackageError: `state-limit`, `state-corrupt`, `state-header` or `state-content` (FORMAT 11.3).
@@ -189,7 +189,7 @@ def decode_state(data: bytes, *, max_bytes: int, max_k: int) -> PackedState:
     header = StateHeader.from_bytes(data[_HEAD.size : position])
     if header.k > max_k:
         raise PackageError("state-limit", f"expected at most {max_k} masked weights, got {header.k}")
-    # FORMAT 11.2: a block takes at least one byte, so the array is bounded by the upload
+    # FORMAT 11.2: a block takes at least one byte, so the size of the array is bounded by the upload.
     if -(-header.k // BLOCK_WEIGHTS) > end - position:
         raise PackageError(
             "state-content", f"expected blocks of {header.k} weights, got {end - position} bytes"
@@ -204,14 +204,14 @@ def decode_state(data: bytes, *, max_bytes: int, max_k: int) -> PackedState:
 
 
 def _pack(numbers_N: NDArray[np.uint64]) -> bytes:
-    """One byte with the bits of the largest number, then the numbers, each of so many bits, lowest first."""
+    """Pack the bit width of the largest number as a byte, then all numbers, lowest bit first."""
     width = int(numbers_N.max()).bit_length()
     bits_NW = (numbers_N[:, None] >> np.arange(width, dtype=np.uint64)) & np.uint64(1)
     return bytes([width]) + np.packbits(bits_NW.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
 
 
 def _unpack(data: memoryview, out_N: NDArray[np.int64]) -> int:
-    """Read one block from the start of the bytes; returns how many it took."""
+    """Read one block from the start of the bytes. Return its size in bytes."""
     width = data[0] if data else _MAX_WIDTH + 1
     size = 1 + -(-len(out_N) * width // 8)
     if width > _MAX_WIDTH or size > len(data):

@@ -1,9 +1,9 @@
-"""Philox4x32-10, the counter-based generator behind every direction.
+"""Philox4x32-10, the counter-based generator of all directions.
 
-Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011). Held to the Random123
-known-answer vectors. NumPy's own Philox is 4x64 and makes another stream, so it is of no use here.
+Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011). Tested against the
+known-answer vectors of Random123. NumPy's own Philox is 4x64 and gives another stream.
 
-Words are kept in uint64 arrays whose values stay below 2**32, because the products need 64 bits.
+Words are uint64 arrays with values below 2**32, because the products need 64 bits.
 """
 
 from typing import Any
@@ -31,12 +31,17 @@ Words = NDArray[np.uint64]
 def philox4x32_10(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words, Words, Words, Words]:
     """Encrypt counters: four words in, four words out, elementwise.
 
+    For example, the first known-answer vector of Random123:
+
+        >>> [hex(int(word)) for word in philox4x32_10((0, 0, 0, 0), 0)]
+        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+
     Args:
         counter: four words below 2**32, integers or uint64 arrays that broadcast to one shape.
-        seed: the 64-bit key; its low half is key word 0, its high half key word 1.
+        seed: the 64-bit key. Its low half is key word 0, its high half key word 1.
 
     Returns:
-        Four uint64 arrays of the broadcast shape, values below 2**32.
+        Four uint64 arrays of the broadcast shape, with values below 2**32.
     """
     words = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) for word in counter))
     x0, x1, x2, x3 = (np.array(word, dtype=np.uint64, order="C") for word in words)
@@ -45,7 +50,7 @@ def philox4x32_10(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words,
 
 
 def encrypt(words: tuple[Words, Words, Words, Words], scratch: tuple[Words, Words], seed: int) -> None:
-    """The ten rounds, in place: `words` are counters before and output after; `scratch` has their shape."""
+    """Run the ten rounds in place: counters in `words` become the output."""
     x0, x1, x2, x3 = words
     p0, p1 = scratch
     key_0, key_1 = seed & 0xFFFFFFFF, seed >> 32

@@ -1,4 +1,4 @@
-"""The step records that both forms of the log share, and the rules that bound them (FORMAT 7.3, 8.2).
+"""The step records of both forms of the log, and the rules that bound them (FORMAT 7.3, 8.2).
 
 Shapes: T = steps, Q = queries.
 """
@@ -18,7 +18,7 @@ _ROWS = 1024
 
 
 class StepFlag(IntFlag):
-    """Actions of the guards on a step."""
+    """Outcome of the checks of a step."""
 
     NONE = 0
     CLIPPED = 1
@@ -33,8 +33,10 @@ class StepRecord:
     """A step as it was applied.
 
     Attributes:
-        coefficients: one integer per query, all 0 where the step was rejected.
-        loss: mean of the step's losses; stays on the device (the canonical log does not hold it).
+        step: its number.
+        coefficients: one integer for each query, all 0 if the step was rejected.
+        loss: the mean of the step's losses. It stays on the device: the canonical log does not have it.
+        flags: the outcome of the checks.
     """
 
     step: int
@@ -44,16 +46,16 @@ class StepRecord:
 
 
 def coefficients_of(records: Iterable[StepRecord], header: LogHeader) -> NDArray[np.int64]:
-    """The coefficients of a log's records, int64 [T, Q]: what replay takes."""
+    """Return the coefficients of a log's records, int64 [T, Q], in the form that replay takes."""
     rows = [record.coefficients for record in records]
     return np.array(rows, dtype=np.int64).reshape(len(rows), header.queries)
 
 
 def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -> None:
-    """Refuse a record that does not continue the log of `header` at `expected_step` (FORMAT 8.2).
+    """Check that a record continues the log of `header` at `expected_step` (FORMAT 8.2).
 
     Raises:
-        InputError: the rule that is broken.
+        InputError: the message names the broken rule.
     """
     if record.step != expected_step:
         raise InputError(f"expected step {expected_step}, got {record.step}")
@@ -70,16 +72,16 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
 
 
 def weight_of(record: StepRecord) -> int:
-    """Return how much a step adds to the bound on |s|: `sum |c|` (FORMAT 7.3)."""
+    """Return what a step adds to the bound on |s|: `sum |c|` (FORMAT 7.3)."""
     return sum(abs(c) for c in record.coefficients)
 
 
 def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
-    """The same for many steps: exact within the limit of FORMAT 7.3, beyond it wherever the truth is."""
+    """Return the same for many steps: exact within the limit of FORMAT 7.3, beyond it a larger number."""
     total = 0
     for first in range(0, len(coefficients_TQ), _ROWS):
         rows_TQ = coefficients_TQ[first : first + _ROWS]
-        # In float64 first: the int64 sum of hostile coefficients may wrap
+        # First in float64, because the int64 sum of hostile coefficients may wrap.
         if np.abs(rows_TQ.astype(np.float64)).sum() > STATE_LIMIT:
             return 2 * STATE_LIMIT
         total += int(np.abs(rows_TQ).sum())
@@ -89,10 +91,10 @@ def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
 
 
 def check_weight(weight: int) -> None:
-    """Refuse a log whose state could leave the exact range (FORMAT 7.3).
+    """Check that the state of a log stays in the exact range (FORMAT 7.3).
 
     Raises:
-        InputError: the bound is passed.
+        InputError: it may leave the range.
     """
     if weight > STATE_LIMIT:
         raise InputError(f"expected sum |c| within 2**53, got {weight}")

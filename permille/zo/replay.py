@@ -1,7 +1,7 @@
-"""Replay: from a log's integers to the state, exactly, on every machine and in every order.
+"""Replay: from the integers of a log to the state, exactly, on every machine and in every order.
 
 `s = sum_t sum_i c[t, i] * z[t, i]` is a sum of integers, so any split of the steps or of the weights gives
-the same bits. The blocks of a split are summed apart.
+the same bits. The blocks of a split are summed separately.
 
 Shapes: T = steps, Q = queries, K = masked weights, D = directions whose coefficient is not 0.
 """
@@ -19,7 +19,7 @@ from permille.zo.log import read_head
 from permille.zo.records import check_weight, weight_of_rows
 
 MAX_REPLAY_WORK: Final = 10**13
-"""Additions of the costliest replay of a log: some three minutes of a core."""
+"""The largest work of a replay, in additions. It takes some three minutes of a core."""
 _GROUPS_COST = 100  # measured: 6e8 weights a second against 6e10
 
 
@@ -30,15 +30,20 @@ def replay(
     start: int = 0,
     threads: int = 1,
 ) -> NDArray[np.int64]:
-    """State that steps `start`, `start + 1`, ... of a log add up to, int64 [k] (FORMAT 7.5).
+    """Return the state that steps `start`, `start + 1`, ... of a log add up to, int64 [k] (FORMAT 7.5).
 
-    States of parts of a log add up to the state of the whole, whatever the parts and their order.
+    States of parts of a log add up to the state of the whole log. For example, of two halves:
+
+        s_K = replay(header, c_TQ[:50]) + replay(header, c_TQ[50:], start=50)
 
     Args:
-        threads: spans of weights summed at the same time.
+        header: the header of the log.
+        coefficients_TQ: int64.
+        start: the number of the first step.
+        threads: the number of spans of weights that are summed at the same time.
 
     Raises:
-        InputError: the coefficients are not [T, queries] or could leave the exact range (FORMAT 7.3).
+        InputError: the coefficients are not [T, queries], or could leave the exact range (FORMAT 7.3).
     """
     if coefficients_TQ.ndim != 2 or coefficients_TQ.shape[1] != header.queries:
         raise InputError(f"expected coefficients [T, {header.queries}], got {coefficients_TQ.shape}")
@@ -53,9 +58,9 @@ def replay(
 
 
 def work_of(header: LogHeader, steps: int) -> int:
-    """Cost of a replay, in additions of dense signs: 6e10 a second on one core with the native kernels.
+    """Return the cost of a replay in additions of signs. A core does 6e10 a second with the native kernels.
 
-    A step of groups costs one pass over the weights, whatever their number, as much as a hundred of these.
+    A step of groups costs one pass over the weights for any number of groups, as much as a hundred of these.
     """
     a_step = _GROUPS_COST if header.directions is DirectionKind.GROUPS else header.queries
     return steps * a_step * header.k
@@ -64,7 +69,7 @@ def work_of(header: LogHeader, steps: int) -> int:
 def check_replay_work(head: bytes) -> None:
     """Refuse a log whose replay would cost more than `MAX_REPLAY_WORK`, by its first bytes alone.
 
-    What they say is checked by whoever replays it; what cannot be read here costs nothing.
+    Only the replay checks whether the bytes are right. A head that cannot be read costs nothing and passes.
 
     Raises:
         PackageError: `log-limit`.
