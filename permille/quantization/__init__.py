@@ -1,10 +1,13 @@
-"""Schemes of 4 and 8 bits: quantize beside dequantize. numpy only.
+"""Schemes of 4 and 8 bits, by which weights are quantized and decoded. numpy only.
 
-A dense layer knows no mask: at a masked position a layer computes with the sparse value, whatever the codes
-decode to there. What all schemes promise: the same codes on every machine, bounded memory beside input and
-output, and
+    coded = quantize(w_NK, "nf4", 64)
+    decoded_NK = dequantize(coded)
 
-- a group without any weight other than zero decodes to zeros, and has scale 0 where it has one;
+A quantized layer knows no mask: at a masked position it computes with the sparse value, whatever the
+code is. All schemes give the same codes on every machine, with bounded memory beside input and output.
+Also:
+
+- a group of zeros decodes to zeros, and has scale 0 if it has a scale;
 - NaN and infinity are refused with the tensor's name.
 """
 
@@ -26,10 +29,13 @@ def quantize(
     *,
     name: str = "weight",
 ) -> QuantizedTensor:
-    """Quantize one weight [N, K].
+    """Quantize a weight [N, K].
+
+    >>> quantize(np.ones((1, 64), np.float32), "nf4", 64).scales.tolist()
+    [1.0]
 
     Raises:
-        InputError: NaN or infinity, a scheme that does not exist, or a group size that it lacks.
+        InputError: a weight is not finite, the scheme does not exist, or it lacks the group size.
     """
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
@@ -43,10 +49,10 @@ def quantize(
 
 
 def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:
-    """The weight [N, K] float32 that the codes stand for.
+    """Decode a weight to float32 [N, K].
 
     Raises:
-        InputError: as many codes or scales as the shape does not ask for.
+        InputError: the number of codes or scales does not fit the shape.
     """
     weight = PackedRows.of(quantized)
     w_NK = np.empty(quantized.shape, np.float32)
@@ -64,5 +70,9 @@ _DEFAULT_GROUP_SIZES = {
 
 
 def default_group_size(scheme: Scheme | str) -> int:
-    """Return the weights that share a scale unless another number is asked for. For example, 64 of NF4."""
+    """Return the group size that a scheme uses by default.
+
+    >>> default_group_size("nf4")
+    64
+    """
     return _DEFAULT_GROUP_SIZES[choice_of(Scheme, scheme, "a scheme")]

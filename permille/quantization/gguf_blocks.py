@@ -22,24 +22,25 @@ GROUP_SIZE = 32
 _HALF = GROUP_SIZE // 2
 _NAMES = {34: "Q8_0", 18: "Q4_0", 20: "Q4_1"}  # by bytes of a block
 TYPES = tuple(_NAMES.values())
-"""The types of a GGUF file that are kept."""
+"""The types of a GGUF file whose codes are kept."""
 
 
 def type_name(tensor: QuantizedTensor) -> str:
-    """Return the name of the GGUF type that a tensor's codes are of."""
+    """Return the name of the GGUF type of a tensor's codes."""
     if tensor.bits == 8:
         return "Q8_0"
     return "Q4_0" if tensor.minima is None else "Q4_1"
 
 
 def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
-    """Take the blocks of a matrix apart.
+    """Split the blocks of a matrix into codes and scales.
 
     Args:
         block_NR: whole blocks of one of `TYPES`, row by row.
+        columns: the number of weights in a row.
 
     Raises:
-        InputError: blocks of another size, or scales that are not finite.
+        InputError: the blocks have another size, or a scale is not finite.
     """
     rows, size = block_NR.shape
     kind = _NAMES.get(size * GROUP_SIZE // columns) if columns % GROUP_SIZE == 0 else None
@@ -65,7 +66,7 @@ def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
 
 
 def blocks_of(tensor: QuantizedTensor) -> NDArray[np.uint8]:
-    """Put blocks together again, bit for bit those that `codes_of` was given: uint8 [N, R]."""
+    """Join codes and scales to blocks again, uint8 [N, R]: bit for bit the input of `codes_of`."""
     heads = [tensor.scales] if tensor.minima is None else [tensor.scales, tensor.minima]
     half_BH = np.stack([head.reshape(-1) for head in heads], axis=1).astype("<f2")
     code_BP = tensor.packed.reshape(len(half_BH), -1)

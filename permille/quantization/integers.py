@@ -31,12 +31,10 @@ def quantize(
     *,
     name: str = "weight",
 ) -> QuantizedTensor:
-    """
-    Args:
-        scheme: INT4 or INT8.
+    """Quantize a weight to INT4 or INT8.
 
     Raises:
-        InputError: NaN or infinity, shapes that disagree, or a group size that the scheme lacks.
+        InputError: a weight is not finite, or the scheme lacks the group size.
     """
     if group_size not in GROUP_SIZES[scheme]:
         wanted = " or ".join(map(str, GROUP_SIZES[scheme]))

@@ -1,8 +1,9 @@
 """NF4: 16 quantiles of a normal distribution, one absmax for each flat block of 64 weights (QLoRA, 3).
 
-Codes and absmax are bit for bit those of bitsandbytes' reference (`functional.quantize_4bit`, no
-double quantization): its own loaders open them. Two deviations that no decoder sees: an all-zero tail block
-has absmax 0 where the reference stores 1e-38, and the nibble after an odd number of codes is 0, not 7.
+Codes and absmax are bit for bit those of bitsandbytes' reference (`functional.quantize_4bit`, no double
+quantization), so its loaders open them. There are two deviations that no decoder sees. The absmax of an
+all-zero tail block is 0, where the reference stores 1e-38. The nibble after an odd number of codes is 0,
+not 7.
 
 # Legend: N, K = rows and columns of the weight; B = ceil(N * K / 64) flat blocks.
 """
@@ -15,7 +16,7 @@ from permille.quantization.types import QuantizedTensor, Scheme
 
 BLOCK_SIZE = 64
 
-# The table of bitsandbytes, which differs in the last digits from what its own formula gives today.
+# The table of bitsandbytes. Its last digits differ from what bitsandbytes' own formula gives today.
 NF4_CODES: NDArray[np.float32] = np.array(
     [
         -1.0,
@@ -37,16 +38,16 @@ NF4_CODES: NDArray[np.float32] = np.array(
     ],
     dtype=np.float32,
 )
-# float32 arithmetic, as in the reference: a weight exactly between two codes takes the lower one.
+# In float32, as in the reference: a weight exactly between two codes takes the lower one.
 _BOUNDS: NDArray[np.float32] = (NF4_CODES[:-1] + NF4_CODES[1:]) / np.float32(2)
 _SMALLEST_ABSMAX = np.float32(1e-38)
 
 
 def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTensor:
-    """code = nearest of NF4_CODES to w / absmax(block), the lower one of two equally near; all in float32.
+    """Quantize to the nearest of NF4_CODES to w / absmax(block), the lower one of two equally near.
 
     Raises:
-        InputError: NaN or infinity, or shapes that disagree.
+        InputError: a weight is not finite, or the array is no float32 matrix.
     """
     check_weight(w_NK, name)
     w = w_NK.reshape(-1)
@@ -74,7 +75,7 @@ def _codes(w: NDArray[np.float32], absmax: NDArray[np.float32], *, is_last: bool
     divisor = np.maximum(absmax, _SMALLEST_ABSMAX)
     scaled = w * np.repeat(np.float32(1) / divisor, BLOCK_SIZE)[: w.size]
     tail = w.size % BLOCK_SIZE
-    if is_last and tail:  # The reference divides here, and multiplies by the reciprocal in whole blocks.
+    if is_last and tail:  # The reference divides in the tail, and multiplies by the reciprocal elsewhere.
         scaled[-tail:] = w[-tail:] / divisor[-1]
     np.clip(scaled, -1, 1, out=scaled)
     return np.searchsorted(_BOUNDS, scaled, side="left").astype(np.uint8)

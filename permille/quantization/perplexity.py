@@ -40,10 +40,10 @@ def perplexity(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Over [N, T] token ids, sequence by sequence: N * (T - 1) predictions. Sums are float64, in order.
+    """Measure a model on [N, T] token ids: N * (T - 1) predictions, with float64 sums in their order.
 
     Raises:
-        InputError: no prediction to make, or a loss that is not finite (names the sequence).
+        InputError: there is no prediction, or a loss is not finite (the message names the sequence).
     """
     _check(sequences_NT)
     total = 0.0
@@ -68,14 +68,16 @@ def perplexity_by_layer(
     quantized: Iterable[tuple[str, QuantizedTensor]] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """The same of a model of which one decoder layer is in memory at a time, beside all hidden states.
+    """Measure a model with one decoder layer in memory at a time, beside the hidden states of all sequences.
 
     Args:
-        quantized: weights whose decoded numbers take the place of the model's own, in tensor_id order.
+        stream: the model.
+        sequences_NT: as `perplexity`.
+        quantized: weights whose decoded numbers replace the model's own, in tensor_id order.
         progress: called with the number of layers done.
 
     Raises:
-        InputError: as `perplexity`, and as `apply_quantized`.
+        InputError: as `perplexity` and `apply_quantized`.
     """
     _check(sequences_NT)
     ids = [_ids(tokens_T) for tokens_T in sequences_NT]
@@ -100,10 +102,10 @@ def perplexity_by_layer(
 
 
 def apply_quantized(model: "PreTrainedModel", quantized: Iterable[tuple[str, QuantizedTensor]]) -> None:
-    """Put decoded weights in the model's place, tensor by tensor; its own are gone afterwards.
+    """Replace weights of the model by decoded ones, tensor by tensor. The originals are lost.
 
     Raises:
-        InputError: a tensor that the model lacks, or of another shape.
+        InputError: the model lacks a tensor, or has it in another shape.
     """
     _replace(dict(model.named_parameters()), quantized)
 

@@ -29,7 +29,7 @@ class Summary(TypedDict):
 
 
 class ErrorReport:
-    """Collects tensor by tensor, so that no two weights need to be in memory at once."""
+    """Collector of errors, tensor by tensor, so that only one pair of weights is in memory."""
 
     def __init__(self) -> None:
         self._rows: list[TensorError] = []
@@ -37,7 +37,7 @@ class ErrorReport:
         self._squared_weight = 0.0
 
     def add(self, name: str, w_NK: NDArray[np.float32], decoded_NK: NDArray[np.float32]) -> None:
-        """Measure one tensor: its source against what its codes decode to."""
+        """Compare a source weight with its decoded codes."""
         difference = w_NK - decoded_NK
         squared_error = _sum_of_squares(difference)
         squared_weight = _sum_of_squares(w_NK)
@@ -52,7 +52,7 @@ class ErrorReport:
         self._squared_weight += squared_weight
 
     def summary(self) -> Summary:
-        """The report so far, as JSON can hold it."""
+        """Return the report so far, in a form for JSON."""
         return Summary(
             relative_error=_ratio(self._squared_error, self._squared_weight),
             max_error=max((row["max_error"] for row in self._rows), default=0.0),

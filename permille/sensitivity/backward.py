@@ -1,6 +1,7 @@
-"""Loss of a sequence that can be differentiated with little memory.
+"""The loss of a sequence in a form that can be differentiated with little memory.
 
-Only the wanted weights require a gradient, a block's activations are computed again in backward, no dropout.
+Only the selected weights require a gradient, the activations of a block are recomputed in the reverse
+pass, and dropout is off.
 """
 
 import contextlib
@@ -27,9 +28,10 @@ def check_sequences(model: "PreTrainedModel", sequences_NT: NDArray[np.int64]) -
 
 
 def check_tokens(vocabulary: int, sequences_NT: NDArray[np.int64]) -> None:
-    """
+    """Check token sequences.
+
     Raises:
-        InputError: not [N, T] with T of at least 2, or tokens outside the vocabulary.
+        InputError: they are not [N, T] with T of at least 2, or a token is outside of the vocabulary.
     """
     if sequences_NT.ndim != 2 or sequences_NT.shape[1] < 2:
         raise InputError(f"expected sequences [N, T] of at least 2 tokens, got shape {sequences_NT.shape}")
@@ -39,14 +41,16 @@ def check_tokens(vocabulary: int, sequences_NT: NDArray[np.int64]) -> None:
 
 @contextlib.contextmanager
 def differentiable(model: "PreTrainedModel", names: Sequence[str]) -> Iterator[None]:
-    """The model with gradients for `names` only, blocks computed again in backward, in eval mode; then as
-    before."""
+    """Give gradients to `names` only, recompute blocks in the reverse pass, and use eval mode.
+
+    The model is as before after the block.
+    """
     with _only_trainable(model, names), _recomputed(_blocks(model, names)), _in_eval_mode(model):
         yield
 
 
 def sequence_loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequence: int) -> Tensor:
-    """Mean over t of -log p(token t | tokens before t), logits in float32.
+    """Return the mean over t of -log p(token t | earlier tokens), with logits in float32.
 
     Raises:
         InputError: the loss is not finite.
@@ -61,8 +65,7 @@ def sequence_loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequenc
 
 @contextlib.contextmanager
 def _only_trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Only `names` require a gradient: autograd keeps no other tensor's, and no graph below the lowest of
-    them."""
+    """Let only `names` require a gradient. Autograd then keeps no graph below the lowest of them."""
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     wanted = set(names)
     try:
@@ -76,7 +79,7 @@ def _only_trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout: the score is a function of weights and tokens."""
+    """Turn dropout off, so that scores depend on weights and tokens alone."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
@@ -88,9 +91,9 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep a block's input only, and compute the block again in backward.
+    """Keep only the input of a block, and recompute the block in the reverse pass.
 
-    Not transformers' own switch: that one works in training mode only, where dropout is on.
+    The switch of transformers works in training mode only, where dropout is on.
     """
     own = [vars(block).get("forward") for block in blocks]
     try:
@@ -99,8 +102,8 @@ def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for block, forward in zip(blocks, own, strict=True):
-            del block.forward  # what the class says, or
-            if forward is not None:  # what somebody had put in its place
+            del block.forward  # the class's own method is visible again
+            if forward is not None:  # somebody had replaced it before
                 block.forward = forward
 
 
@@ -112,7 +115,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The decoder blocks from the lowest in scope upwards: those that backward goes through."""
+    """Return the decoder blocks from the lowest in scope upwards: those that the reverse pass visits."""
     lowest = min(index for index in map(layer_of, names) if index is not None)
     prefix = names[0].split(".layers.", 1)[0] + ".layers"
     blocks = model.get_submodule(prefix)

@@ -1,12 +1,13 @@
-"""The evidence behind a mask, as plain dicts that JSON can hold: no NaN, no infinity, no array.
+"""Evidence for a mask, as plain dicts for JSON, without NaN, infinity or arrays.
 
-- `curve`: share of the whole score that the best fraction of the weights holds (sensitive-sparse-zo, figure
+- `curve`: the share of the whole score that the best fraction of the weights holds (sensitive-sparse-zo,
+figure
   2).
-- `coverage`: share of a score that a mask holds, in all and by tensor. With the scores of another text it
-  says whether the mask found on one corpus still covers the gradients of a task (figure 3).
+- `coverage`: the share of a score that a mask holds, in all and by tensor. With scores of another text, it
+  says whether a mask of one corpus still covers the gradients of a task (figure 3).
 
-Where the whole score is 0, the share is the fraction of the weights: nothing is known, so nothing is claimed.
-Sums are float64, in the order of the tensors.
+If the whole score is 0, the share is the fraction of the weights, because nothing is known. Sums are
+float64, in the order of the tensors.
 """
 
 import math
@@ -21,20 +22,20 @@ from permille.errors import InputError
 Tensors = Mapping[str, NDArray[np.float32]]
 Indices = Mapping[str, NDArray[np.uint32]]
 
-# Bins 1.1% wide over all float32 above 0: coarse enough to hold, fine enough to draw.
+# Bins over all positive float32, 1.1% wide: few enough to hold, and fine enough for a chart.
 _BINS_PER_OCTAVE = 64
 _CHUNK = 1 << 20
 
 
 class CurvePoint(TypedDict):
-    """`coverage` is the share of the score in the best `fraction` of the weights."""
+    """A point of the curve: the share of the score in the best `fraction` of the weights."""
 
     fraction: float
     coverage: float
 
 
 class TensorRow(TypedDict):
-    """A line of the table. `coverage` is the share of the tensor's score that the mask covers."""
+    """A line of the table. `coverage` is the share of the tensor's score that the mask holds."""
 
     name: str
     shape: list[int]
@@ -45,7 +46,7 @@ class TensorRow(TypedDict):
 
 
 class CoverageReport(TypedDict):
-    """Report of a mask's coverage, for the operator's decision."""
+    """Report on a mask's coverage, for the operator's decision."""
 
     k: int
     numel: int
@@ -55,10 +56,10 @@ class CoverageReport(TypedDict):
 
 
 def mask_report(scores: Tensors, mask: Indices) -> CoverageReport:
-    """Curve, table and whole of one mask under one set of scores.
+    """Return curve, table and total of a mask under a set of scores.
 
     Raises:
-        InputError: other tensors in the mask than in the scores, or an index outside its tensor.
+        InputError: mask and scores have different tensors, or an index is outside of its tensor.
     """
     rows, held = [], 0.0
     for row, on_mask in _rows(scores, mask):
@@ -71,15 +72,14 @@ def mask_report(scores: Tensors, mask: Indices) -> CoverageReport:
 
 
 def curve(scores: Tensors, points: int = 61) -> list[CurvePoint]:
-    """Cumulative normalized sum of the scores in falling order, at fractions spaced evenly in their
-    logarithm.
+    """Return the share of the score in the best weights, at fractions spaced evenly in their logarithm.
 
-    Fractions go from 1e-6 (or one weight) to 1. The best weights are found over all tensors together, by
-    counting scores in bins 1.1% wide and taking part of a bin at its mean: exact at the bins' edges, and
-    nothing is sorted.
+    Fractions go from 1e-6 (or one weight) to 1. The best weights are those of all tensors together. Scores
+    are counted in bins 1.1% wide, so nothing is sorted. A part of a bin counts with the bin's mean, so the
+    result is exact at the edges of bins.
 
     Raises:
-        InputError: a score that is NaN, infinite or negative.
+        InputError: a score is NaN, infinite or negative.
     """
     numbers, sums = _histogram(scores)
     numel, total = int(numbers.sum()), float(sums.sum())
@@ -98,7 +98,7 @@ def curve(scores: Tensors, points: int = 61) -> list[CurvePoint]:
 
 
 def _histogram(scores: Tensors) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Numbers and sums of scores by bin of their size, in rising order; bin 0 is exactly 0."""
+    """Return numbers and sums of the scores in bins of rising size. Bin 0 is exactly 0."""
     # float32 above 0 lies in 2**-149 to 2**128.
     bins = (149 + 129) * _BINS_PER_OCTAVE + 1
     numbers, sums = np.zeros(bins, np.int64), np.zeros(bins, np.float64)
@@ -116,7 +116,7 @@ def _histogram(scores: Tensors) -> tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 def _rows(scores: Tensors, mask: Indices) -> Iterator[tuple[TensorRow, float]]:
-    """The table, each line with the part of its score on the mask; a tensor is read once."""
+    """Yield the rows of the table, and the part of each score on the mask. A tensor is read once."""
     if set(scores) != set(mask):
         other = sorted(set(scores) ^ set(mask))[:3]
         raise InputError(f"expected a mask of the scored tensors, got a difference in {', '.join(other)}")

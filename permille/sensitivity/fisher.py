@@ -1,18 +1,18 @@
 """Fisher scores: the diagonal of the empirical Fisher of a causal language model, one sequence at a time.
 
-    F_i = (1/N) * sum_n g_{n,i}^2        (sensitive-sparse-zo, section 3.1; design: one gradient a SEQUENCE)
+    F_i = (1/N) * sum_n g_{n,i}^2        (sensitive-sparse-zo, section 3.1)
 
-`g_n` is the gradient of the mean next-token loss of sequence n. Squares are made and summed in float32
-whatever the model computes in: in bf16 a sum stops growing at 2^8 equal terms. Squaring the mean of a batch
-is another quantity and not offered here.
+`g_n` is the gradient of the mean next-token loss of sequence n. Squares are computed and summed in
+float32 for any dtype of the model: a sum in bfloat16 stops growing at 2^8 equal terms. The square of a
+batch's mean gradient is another quantity, and is not offered.
 
-Memory: the weights (of a `StreamedModel` one decoder layer's), the scores in scope (a mapped file where they
-do not fit), one tensor's gradient (each is squared and freed as soon as autograd has made it), and the
-activations of one block (the others are computed again).
+Memory holds the weights (one decoder layer of a `StreamedModel`), the scores in scope (or a mapped file
+of them), the gradient of one tensor, and the activations of one block. Each gradient is squared and
+freed as soon as autograd has made it. Activations of other blocks are recomputed.
 
-Order: sequences are summed in shards (`shard_ranges`); the sums of the shards are added in their order. So
-one process and sixteen workers get the same bits from the same gradients, and a stopped job goes on after
-its last shard.
+Sequences are summed in shards (`shard_ranges`), and the sums of the shards are added in their order. So
+one process and sixteen workers get the same bits from the same gradients, and a stopped job continues
+after its last shard.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 AnyModel: TypeAlias = "PreTrainedModel | StreamedModel"
 
 
-# Called with the sequences done and their total after each. An error of its own stops the work; whole shards
-# stay in the resume folder.
+# Called after each sequence with the sequences done and their total. An exception stops the work; whole
+# shards stay in the resume folder.
 Progress: TypeAlias = Callable[[int, int], None]
 
 
@@ -64,19 +64,23 @@ def fisher_scores(
     spill_dir: Path | None = None,
     resume: Path | None = None,
 ) -> Scores:
-    """Scores of the linear layers in scope, over all sequences.
+    """Score the linear layers in scope over all sequences.
+
+        scores = fisher_scores(model, sequences_NT, "attention")
 
     Args:
-        model: any dtype and device; its parameters and their `requires_grad` are as before afterwards.
-        sequences_NT: [N, T] token ids; the loss of a sequence is the mean over its T - 1 predictions.
-        spill_dir: where scores larger than 4 GiB are mapped; None keeps them in memory.
-        resume: folder that keeps the sum after each shard; a second call with the same model, sequences and
-            scope goes on there.
+        model: a model of any dtype and device. Its parameters and their `requires_grad` are not changed.
+        sequences_NT: [N, T] token ids. The loss of a sequence is the mean over its T - 1 predictions.
+        scope: the layers to score, as `scoped_tensors` takes it.
+        progress: called after each sequence.
+        spill_dir: the folder for scores larger than 4 GiB, which are mapped. None keeps them in memory.
+        resume: a folder that keeps the sum after each shard. A second call with the same model, sequences and
+            scope continues from there.
 
     Raises:
-        InputError: NaN or infinity in a weight, a loss or a gradient (the message names it); tokens outside
-        the vocabulary.
-        OSError: as the file system reports it.
+        InputError: a weight, loss or gradient is not finite (the message names it), or a token is outside of
+            the vocabulary.
+        OSError: the file system failed.
     """
     shapes = scope_shapes(model, scope)
     check_model(model)
@@ -106,8 +110,10 @@ def shard_sums(
     spill_dir: Path | None = None,
     resume: Path | None = None,
 ) -> Scores:
-    """Sums of one shard, for `join_shards`. Arguments and errors are those of `fisher_scores`; the sum so
-    far is kept after each 16 sequences."""
+    """Sum the squared gradients of one shard, for `join_shards`.
+
+    Arguments and errors are those of `fisher_scores`. The sum so far is kept after each 16 sequences.
+    """
     shapes = scope_shapes(model, scope)
     check_model(model)
     tokens_NT = sequences_NT[shard.start : shard.stop]
@@ -125,10 +131,10 @@ def shard_sums(
 
 
 def scope_shapes(model: AnyModel, scope: str) -> Shapes:
-    """Names and shapes of the linear layers in scope.
+    """Return names and shapes of the linear layers in scope.
 
     Raises:
-        InputError: unknown family or scope.
+        InputError: the family or scope is unknown.
     """
     if isinstance(model, StreamedModel):
         return scoped_tensors(model.stream.checkpoint.config, scope)
@@ -136,9 +142,10 @@ def scope_shapes(model: AnyModel, scope: str) -> Shapes:
 
 
 def check_model(model: AnyModel) -> None:
-    """
+    """Check that all weights are finite.
+
     Raises:
-        InputError: NaN or infinity in a weight; names the first such tensor.
+        InputError: a weight is NaN or infinite. The message names the first such tensor.
     """
     if isinstance(model, StreamedModel):
         checkpoint = model.stream.checkpoint
@@ -147,7 +154,7 @@ def check_model(model: AnyModel) -> None:
                 raise InputError(f"{name}: expected finite weights in the source model, got NaN or infinity")
         return
     for name, parameter in model.named_parameters():
-        # A sum is finite only if every term is; it may overflow without one, hence the second look.
+        # A sum is finite only if all terms are. It may also overflow, so look again before refusing.
         if not torch.isfinite(parameter.detach().sum()) and not torch.isfinite(parameter.detach()).all():
             raise InputError(f"{name}: expected finite weights in the source model, got NaN or infinity")
 
@@ -160,7 +167,10 @@ def add_shard(
     first: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """sums += g^2 of each sequence, in their order. `first`: number of the first sequence, for messages.
+    """Add g^2 of each sequence to `sums`, in their order.
+
+    Args:
+        first: the number of the first sequence, for messages.
 
     Raises:
         InputError: as `fisher_scores`.
@@ -198,7 +208,7 @@ def _add_streamed(
 
 @contextlib.contextmanager
 def _sums_beside(device: torch.device, sums: Scores) -> Iterator[Callable[[str], Tensor]]:
-    """The sums as tensors by name. A GPU holds a shard's where they fit, so that squares stay there."""
+    """Yield the sums as tensors by name. A GPU holds those of a shard if they fit, so squares stay there."""
     if not _holds_sums(device, sums):
         yield functools.partial(_shared, sums)
         return
@@ -213,7 +223,7 @@ def _holds_sums(device: torch.device, sums: Scores) -> bool:
 
 
 def _shared(sums: Scores, name: str) -> Tensor:
-    """A sum as a tensor over the same memory."""
+    """Return a sum as a tensor over the same memory."""
     return torch.from_numpy(sums[name])
 
 
@@ -221,7 +231,7 @@ def _shared(sums: Scores, name: str) -> Tensor:
 def _squares_into(
     parameters: Mapping[str, nn.Parameter], sum_of: Callable[[str], Tensor], sequence: int
 ) -> Iterator[None]:
-    """While autograd runs backward: square each gradient onto its sum and free it at once."""
+    """Square each gradient onto its sum while autograd runs, and free it at once."""
     handles = []
     for name, parameter in parameters.items():
         hook = _square_hook(name, sum_of(name), sequence)
@@ -255,7 +265,7 @@ def _offset(progress: Progress, start: int, total: int) -> Callable[[int], None]
 
 
 def _fingerprint(model: AnyModel, sequences_NT: NDArray[np.int64], shapes: Shapes) -> str:
-    """Names the sum: weights, sequences, scope and the rule of the shards."""
+    """Return a name for the sum: a hash of weights, sequences, scope and the rule of the shards."""
     state = hashlib.sha256(f"permille-fisher-1 {SHARD_SEQUENCES} {sequences_NT.shape} {shapes}".encode())
     state.update(np.ascontiguousarray(sequences_NT).astype("<i8", copy=False).data)
     if isinstance(model, StreamedModel):

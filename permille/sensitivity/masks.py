@@ -1,9 +1,11 @@
-"""Masks: which weights of each tensor are trained. A function of the scores and the seed alone.
+"""Masks: the weights of each tensor to train, as a function of scores and seed alone.
 
-Per tensor, the `count(density, numel)` largest scores; ties go to the lowest index. NaN has no rank and is
-refused. Scores are looked at through their bits, in two counting passes of 16 bits each: the threshold is
-exact, the result does not depend on a sorting algorithm, and beside the scores (which may be a mapped file)
-memory stays at some MB.
+    mask = select_mask(scores, "fisher", 0.001)
+
+Each tensor gets the `count(density, numel)` weights with the largest scores. Ties go to the lowest
+index. NaN has no rank and is refused. Scores are ranked by their bits, in two counting passes of 16 bits
+each. So the threshold is exact, the result does not depend on a sorting algorithm, and some MB of memory
+suffice beside the scores, which may be a mapped file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,18 +23,20 @@ Mask = dict[str, NDArray[np.uint32]]
 
 _CHUNK = 1 << 20
 _LARGEST_TENSOR = 1 << 32
-# Directions count steps and queries from 0 in these words of the counter, so a mask's stream is never one
-# of theirs.
+# Directions count steps and queries from 0 in these words of the counter, so no direction shares this stream.
 _MASK_STREAM = (0xFFFFFFFF, 0xFFFFFFFF)
 
 
 def count(density: float | str | Decimal, numel: int) -> int:
-    """round(density * numel), halves up, in decimal arithmetic, and at least 1.
+    """Return round(density * numel), halves up, in decimal arithmetic, and at least 1.
 
-    A float stands for its shortest decimal form: 0.001 is exactly one in a thousand.
+    A float stands for its shortest decimal form, so 0.001 is exactly one in a thousand:
+
+        >>> count(0.001, 2500)
+        3
 
     Raises:
-        InputError: a density outside (0, 1].
+        InputError: the density is outside of (0, 1].
     """
     exact = Decimal(str(density))
     if not exact.is_finite() or not 0 < exact <= 1:
@@ -48,21 +52,28 @@ def select_mask(
     *,
     weights: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> Mask:
-    """Indices of the selected weights, by tensor, in the order of `tensors`.
+    """Select weights by tensor, in the order of `tensors`.
+
+    For example, the larger half of four scores:
+
+        >>> scores = {"w": np.array([[0.5, 0.1], [0.0, 0.9]], np.float32)}
+        >>> select_mask(scores, MaskMethod.FISHER, 0.5)["w"].tolist()
+        [0, 3]
 
     Args:
-        tensors: [N, K] float32 by name, in tensor_id order: scores for `fisher`, weights for `magnitude`
-            and `random` (of which `random` uses the shapes only). Read tensor by tensor, so a lazy mapping
-            will do.
-        seed: 0 to 2**64 - 1; used by `random` only.
-        weights: the model's, by name: those that are zero, which were pruned, are never chosen. Fewer are
-            then chosen where fewer are left.
+        tensors: [N, K] float32 by name, in tensor_id order: scores for `fisher`, weights for `magnitude` and
+            `random` (which uses the shapes only). Tensors are read one by one, so the mapping may be lazy.
+        method: the method.
+        density: the share of weights to select.
+        seed: 0 to 2**64 - 1, for `random` only.
+        weights: the weights of a pruned model by name. Zeros are never chosen. If fewer weights are left than
+            wanted, fewer are chosen.
 
     Returns:
-        Flat row-major indices uint32, strictly increasing.
+        Flat row-major indices, uint32, strictly increasing.
 
     Raises:
-        InputError: NaN, infinite or negative scores; a density outside (0, 1]; a method that does
+        InputError: scores are NaN, infinite or negative, the density is outside of (0, 1], or the method does
             not exist.
     """
     method = choice_of(MaskMethod, method, "a method of choosing a mask")
@@ -81,7 +92,7 @@ def select_mask(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranked:
-    """A tensor's ranks: by scores or by weights, and below all those of weights that are zero."""
+    """Ranks of a tensor by scores or by weights. Weights that are zero rank below all others."""
 
     name: str
     tensor: NDArray[np.float32]
@@ -89,9 +100,9 @@ class _Ranked:
     weights: NDArray[np.float32] | None
 
     def chunks(self) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-        """Chunks (first index, rank): 0 of a weight that is zero, else above it in the order of scores.
+        """Yield chunks (first index, ranks). A zero weight has rank 0, others rise with their scores.
 
-        The bits of a float32 that is not negative order as the numbers do.
+        The bits of non-negative float32 numbers are ordered as the numbers are.
         """
         flat = self.tensor.reshape(-1)
         kept = None if self.weights is None else self.weights.reshape(-1) != 0
@@ -108,7 +119,7 @@ class _Ranked:
 
 
 def _largest(ranked: _Ranked, wanted: int) -> NDArray[np.uint32]:
-    """The largest of a tensor; of those equal to the threshold, the first."""
+    """Select the largest of a tensor. Of those equal to the threshold, take the first."""
     threshold, ties = _threshold(ranked, wanted)
     if threshold == 0:  # fewer weights are left than are wanted
         ties = 0
@@ -122,7 +133,7 @@ def _largest(ranked: _Ranked, wanted: int) -> NDArray[np.uint32]:
 
 
 def _threshold(ranked: _Ranked, wanted: int) -> tuple[int, int]:
-    """Rank of the `wanted`-th largest, and how many weights of exactly that rank are wanted."""
+    """Return the rank of the `wanted`-th largest, and how many weights of exactly that rank are wanted."""
     high = np.zeros(1 << 16, np.int64)
     for _, rank in ranked.chunks():
         high += np.bincount(rank >> np.uint32(16), minlength=high.size)
@@ -136,7 +147,7 @@ def _threshold(ranked: _Ranked, wanted: int) -> tuple[int, int]:
 
 
 def _bin_of(histogram: NDArray[np.int64], wanted: int) -> tuple[int, int]:
-    """The bin that holds the `wanted`-th largest, and how many of that bin are wanted."""
+    """Return the bin that holds the `wanted`-th largest, and how many of that bin are wanted."""
     at_least = np.cumsum(histogram[::-1])
     position = int(np.searchsorted(at_least, wanted))
     above = int(at_least[position - 1]) if position else 0
@@ -146,7 +157,7 @@ def _bin_of(histogram: NDArray[np.int64], wanted: int) -> tuple[int, int]:
 def _random_mask(
     size: int, weights: NDArray[np.float32] | None, wanted: int, seed: int, tensor_id: int
 ) -> NDArray[np.uint32]:
-    """Drawn among the weights that are not zero, as many as the density asks of all."""
+    """Draw among the weights that are not zero, as many as the density asks of all weights."""
     kept = None if weights is None else np.flatnonzero(weights)
     if kept is None or kept.size == size:
         return _random_indices(size, wanted, seed, tensor_id)
@@ -157,9 +168,9 @@ def _random_mask(
 
 
 def _random_indices(numel: int, wanted: int, seed: int, tensor_id: int) -> NDArray[np.uint32]:
-    """`wanted` distinct indices, each set equally likely: the first distinct draws of the tensor's stream.
+    """Draw `wanted` distinct indices: the first distinct draws of the tensor's stream.
 
-    Above half of the tensor the draws say what to leave out, so the work is a few draws for each index.
+    Each set is equally likely. Above half of the tensor, indices to leave out are drawn, which is less work.
     """
     if not 0 <= seed < 1 << 64:
         raise InputError(f"expected a seed from 0 to 2**64 - 1, got {seed}")
@@ -185,7 +196,7 @@ def _first_distinct(numel: int, wanted: int, seed: int, tensor_id: int) -> NDArr
 
 
 def _draws(numel: int, block: int, blocks: int, seed: int, tensor_id: int) -> NDArray[np.uint64]:
-    """Two indices a Philox block: floor(u * numel / 2**64) of a 64-bit u, without a 128-bit product."""
+    """Draw two indices a Philox block: floor(u * numel / 2**64) of a 64-bit u, without a 128-bit product."""
     counter = np.arange(block, block + blocks, dtype=np.uint64)
     words = np.stack(philox4x32_10((counter, tensor_id, *_MASK_STREAM), seed), axis=1).reshape(-1, 2)
     size, half = np.uint64(numel), np.uint64(32)

@@ -1,10 +1,11 @@
-"""Scores: one float32 a weight in scope, in one flat array that is memory or a mapped file; and their file.
+"""Scores: one float32 for each weight in scope, in a flat array in memory or in a mapped file.
 
-Sequences are summed in shards by their number; the sums of the shards are added in their order, in float32.
-It needs neither torch nor a model.
+
+Sequences are summed in shards. The sums of the shards are added in their order, in float32. This module needs
+neither torch nor a model.
 
 The file is safetensors with float32 tensors [N, K] in tensor_id order (FORMAT 4.1), so any safetensors
-library reads it. Scores are the input of every mask: with the same file, every machine selects the same
+library reads it. Every mask is made from scores: with the same file, every machine selects the same
 weights.
 """
 
@@ -31,8 +32,8 @@ Shapes = Sequence[tuple[str, tuple[int, int]]]
 _CHUNK = 1 << 22
 IN_MEMORY_BYTES = 4 << 30
 SHARD_SEQUENCES = 16
-_MOST_SHARDS = 64  # each leaves an array as large as the scores, until they are added
-_FLOPS = 8  # a token and weight: forward 2, backward 4, the forward again for recomputed activations 2
+_MOST_SHARDS = 64  # each leaves an array as large as the scores until all are added
+_FLOPS = 8  # for a token and weight: forward 2, backward 4, recomputed forward 2
 
 
 class Scores(Mapping[str, NDArray[np.float32]]):
@@ -59,7 +60,7 @@ class Scores(Mapping[str, NDArray[np.float32]]):
             start += math.prod(shape)
 
     def __getitem__(self, name: str) -> NDArray[np.float32]:
-        release(self.flat)  # whoever goes from tensor to tensor holds one in memory
+        release(self.flat)  # a caller that goes from tensor to tensor holds one in memory
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -69,16 +70,16 @@ class Scores(Mapping[str, NDArray[np.float32]]):
         return len(self._views)
 
     def freeze(self) -> None:
-        """Make all of them read-only."""
+        """Make all scores read-only."""
         for array in (self.flat, *self._views.values()):
             array.flags.writeable = False
 
 
 def zero_scores(shapes: Shapes, *, spill_dir: Path | None = None) -> Scores:
-    """Scores of 0: in memory, or in an unnamed mapped file of `spill_dir` if larger than 4 GiB.
+    """Return scores of 0: in memory, or in an unnamed mapped file of `spill_dir` if larger than 4 GiB.
 
-    The file has no name: it goes away with the scores, also if the process is killed. It begins with the
-    header of FORMAT 4.1, so that `put_scores` need not write it again.
+    The file disappears with the scores, even if the process is killed. It starts with the header of FORMAT
+    4.1, so `put_scores` need not write it again.
     """
     size = sum(math.prod(shape) for _, shape in shapes)
     if spill_dir is None or size * 4 <= IN_MEMORY_BYTES:
@@ -95,13 +96,13 @@ def zero_scores(shapes: Shapes, *, spill_dir: Path | None = None) -> Scores:
 def _unnamed_file(folder: Path) -> BinaryIO:
     try:
         descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError:  # a file system that knows no such files
+    except OSError:  # the file system has no unnamed files
         return tempfile.TemporaryFile(dir=folder, buffering=0)
     return os.fdopen(descriptor, "r+b", buffering=0)
 
 
 def save_scores(path: Path, scores: Scores) -> None:
-    """Write the file: temporary in the same folder, fsync, rename. `path` is whole or as it was before."""
+    """Write the scores to a file at once: a temporary file in the same folder, fsync, rename."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)
     try:
@@ -117,7 +118,7 @@ def save_scores(path: Path, scores: Scores) -> None:
 
 
 def put_scores(blobs: BlobFolder, scores: Scores) -> str:
-    """Store the same bytes as a blob; returns its digest. Scores of a mapped file are frozen by it."""
+    """Store the scores as a blob and return its digest. Scores of a mapped file become read-only."""
     if scores.file is not None:
         scores.freeze()
         return blobs.put_unnamed(scores.file)
@@ -129,11 +130,11 @@ def put_scores(blobs: BlobFolder, scores: Scores) -> str:
 
 
 def load_scores(path: Path) -> Scores:
-    """Scores mapped from a file: read-only, and in memory only as far as they are touched.
+    """Map the scores of a file. They are read-only, and only the touched parts are in memory.
 
     Raises:
         PackageError: the file breaks a rule of FORMAT 4.1.
-        InputError: it holds anything but matrices.
+        InputError: a tensor is no matrix.
     """
     file = SafetensorsFile(path, dtypes=["F32"])
     shapes: list[tuple[str, tuple[int, int]]] = []
@@ -148,11 +149,11 @@ def load_scores(path: Path) -> Scores:
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """Sum of the finished shards that a stopped Fisher job leaves, under a name that says of what.
+    """The sum of the finished shards of a stopped job, in a folder.
 
-    One file `<fingerprint>-<shards>.safetensors` a job; a new one is whole before the old one goes. A sum of
-    anything else (another model, other sequences) has another fingerprint, and is neither used nor touched.
-    `folder` None keeps nothing.
+    A job has one file `<fingerprint>-<shards>.safetensors`. A new file is whole before the old one is
+    removed. The sum of another job has another fingerprint, and is neither used nor touched. Without a
+    folder, nothing is kept.
     """
 
     folder: Path | None
@@ -160,13 +161,13 @@ class PartialSums:
 
     @classmethod
     def open(cls, folder: Path | None, *, fingerprint: str) -> "PartialSums":
-        """Make the folder where it is missing."""
+        """Create the folder if it is missing."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, fingerprint)
 
     def load_into(self, total: Scores) -> int:
-        """Copy the newest sum into `total`; returns how many shards it holds (0: none, `total` is untouched).
+        """Copy the newest sum into `total`, and return how many shards it holds. 0 changes nothing.
 
         Raises:
             PackageError, InputError: the file is not what was saved.
@@ -185,7 +186,7 @@ class PartialSums:
         return shards
 
     def save(self, total: Scores, shards: int) -> None:
-        """Keep the sum of the first `shards` shards, then drop the older one."""
+        """Keep the sum of the first `shards` shards, then remove the older one."""
         if self.folder is None:
             return
         older = self._found()
@@ -214,17 +215,20 @@ def _header(shapes: Shapes) -> bytes:
 
 
 def fisher_work(tokens: int, parameters: int) -> float:
-    """Floating-point operations that scoring takes, roughly."""
+    """Estimate the floating-point operations of scoring."""
     return float(_FLOPS) * tokens * parameters
 
 
 def shard_ranges(sequences: int) -> list[range]:
-    """The shards of a job of so many sequences: a function of the number alone, not of who does the work.
+    """Return the shards of a job with this number of sequences.
 
-    Shards of 16 sequences; of more than 1,024 sequences, 64 shards of a multiple of 16.
+    A shard has 16 sequences. More than 1,024 sequences make at most 64 shards of a multiple of 16:
+
+        >>> shard_ranges(20)
+        [range(0, 16), range(16, 20)]
 
     Raises:
-        InputError: no sequence.
+        InputError: the number is below 1.
     """
     if sequences < 1:
         raise InputError(f"Scores need at least 1 sequence, got {sequences}.")
@@ -233,10 +237,10 @@ def shard_ranges(sequences: int) -> list[range]:
 
 
 def join_shards(paths: Sequence[Path], sequences: int, *, spill_dir: Path | None = None) -> Scores:
-    """Scores of the sums in files, one a shard and in their order: the bits of `fisher_scores`.
+    """Return the scores of the shards' sums in files, in order: the same bits as `fisher_scores`.
 
     Raises:
-        PackageError, InputError: a file holds no such sums, or those of other tensors.
+        PackageError, InputError: a file holds no such sums, or sums of other tensors.
     """
     total = zero_scores(load_scores(paths[0]).shapes, spill_dir=spill_dir)
     for path in paths:
@@ -249,14 +253,14 @@ def join_shards(paths: Sequence[Path], sequences: int, *, spill_dir: Path | None
 
 
 def merge(total: Scores, partial: Scores) -> None:
-    """total += partial, in float32; call it in the order of the shards, the first onto zeros."""
+    """Add `partial` to `total` in float32. Call it in the order of the shards, starting from zeros."""
     for name in total:
         sum_NK = total[name]
         np.add(sum_NK, partial[name], out=sum_NK)
 
 
 def divide(total: Scores, sequences: int) -> None:
-    """The sum of squares becomes their mean: one float32 division a score."""
+    """Turn the sum of squares into their mean, by one float32 division for each score."""
     for name in total:
         mean_NK = total[name]
         np.divide(mean_NK, np.float32(sequences), out=mean_NK)

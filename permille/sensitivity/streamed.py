@@ -1,12 +1,12 @@
-"""Backward through a model of which one decoder layer is in memory at a time.
+"""A reverse pass through a model with one decoder layer in memory at a time.
 
-Forward goes up layer by layer and keeps what stands before each; backward comes down, loads each layer again,
-computes it once more and hands the gradient of its input to the layer below. Checkpointing by decoder layer
-does the same in a model that is whole in memory (`permille.sensitivity.backward`), with the same operations
-on the same numbers: so the gradients of the weights have the same bits.
+The forward pass goes up layer by layer and keeps the input of each. The reverse pass comes down: it
+loads each layer again, computes it once more, and hands the gradient of its input to the layer below.
+Checkpointing in a whole model (`permille.sensitivity.backward`) does the same operations on the same
+numbers, so the gradients have the same bits.
 
-Each pass takes as many sequences as their hidden states may have bytes, since it reads the model twice. How
-many that are changes no sum: a weight sees the sequences one after the other, in their order.
+A pass reads the model twice, so it takes as many sequences as their hidden states may have bytes. That number
+changes no sum: a weight sees the sequences one by one, in their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from permille.models.layerwise import DecoderLayer, LayerStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedModel:
-    """A model that is read layer by layer. `hidden_bytes`: what hidden states of one pass may take."""
+    """A model that is read layer by layer. `hidden_bytes` is the memory for hidden states of one pass."""
 
     stream: LayerStream
     hidden_bytes: int = 1 << 30
@@ -52,8 +52,8 @@ def backward_by_layer(
     """Differentiate the loss of each sequence by the weights of these names.
 
     Args:
-        watched: entered around each layer and sequence, down from the last layer, sequences in their order.
-        progress: called with the number of sequences done; a pass counts by its layers.
+        watched: a context around each layer and sequence, from the last layer down, sequences in order.
+        progress: called with the number of sequences done. A pass counts by its layers.
 
     Raises:
         InputError: a loss is not finite.
@@ -98,7 +98,7 @@ class _Pass:
             self._tell()
 
     def _forward(self) -> list[list[Tensor]]:
-        """Hidden states before each layer from the lowest in scope, and behind the last."""
+        """Return the hidden states before each layer from the lowest in scope, and after the last."""
         before: list[list[Tensor]] = []
         with torch.no_grad():
             with self._stream.ends() as ends:
@@ -112,7 +112,7 @@ class _Pass:
         return [*before, hidden]
 
     def _head(self, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the losses with respect to the hidden states behind the last layer."""
+        """Return the gradients of the losses with respect to the hidden states after the last layer."""
         found = []
         with self._stream.ends() as ends:
             for number, (hidden_BTH, ids_BT) in enumerate(zip(hidden, self._ids, strict=True)):

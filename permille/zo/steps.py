@@ -1,6 +1,6 @@
-"""A step of zeroth-order descent: perturb, measure losses, round to integers (FORMAT 7).
+"""Steps of zeroth-order descent: perturb, measure losses, round to integers (FORMAT 7).
 
-`take_step` is pure and makes the record; `apply_record` is the one place where a record changes a state.
+`take_step` is pure and makes the record. `apply_record` is the only place where a record changes a state.
 
 Shapes: K = masked weights, Q = queries.
 """
@@ -30,14 +30,15 @@ def take_step(
     *,
     normalised: bool,
 ) -> StepRecord:
-    """Estimate one step at state `s_K`, without changing it.
+    """Estimate one step at state `s_K`, without changing the state.
 
     Args:
-        normalised: divide the scalars by their root mean square, so that a step is as long as the learning
-            rate says, however steep the loss is (FZOO's division by the losses' deviation).
+        normalised: divide the scalars by their root mean square, so that the learning rate alone sets the
+            length of a step (as FZOO divides by the deviation of the losses).
 
     Returns:
-        The record. A non-finite loss or scalar, or a coefficient beyond the format, gives zeros, REJECTED.
+        The record. If a loss or scalar is not finite, or a coefficient is beyond the format, the record has
+        zeros and is REJECTED.
     """
     loss, projected_grad_Q = estimate(engine, batch, descent, s_K, step)
     return rounded_step(loss, projected_grad_Q, descent.header, step, normalised=normalised)
@@ -51,7 +52,7 @@ def rounded_step(
     if not (math.isfinite(loss) and np.isfinite(projected_grad_Q).all()):
         return rejected
     if normalised and projected_grad_Q.any():
-        largest = np.abs(projected_grad_Q).max()  # first by this one: squares may overflow
+        largest = np.abs(projected_grad_Q).max()  # divide by it first, because squares may overflow
         projected_grad_Q = projected_grad_Q / largest
         projected_grad_Q /= np.sqrt(np.mean(projected_grad_Q * projected_grad_Q))
     try:
@@ -64,17 +65,17 @@ def rounded_step(
 
 
 def change_step(change_K: NDArray[np.floating], loss: float, header: LogHeader, step: int) -> StepRecord:
-    """Make the record of what the step's groups can express of a change of the values (FORMAT 7.4).
+    """Make the record of the part of a change that the step's groups can express (FORMAT 7.4).
 
-    `c_i = rint(<change, z_i> / (<z_i, z_i> 2**e))`: the change's orthogonal projection, on the lattice.
+    `c_i = rint(<change, z_i> / (<z_i, z_i> 2**e))`: the orthogonal projection of the change, on the lattice.
 
     Returns:
-        The record. A loss or change that is not finite, or a coefficient beyond the format, gives zeros,
-        REJECTED.
+        The record. If the loss or change is not finite, or a coefficient is beyond the format, the record has
+        zeros and is REJECTED.
     """
     found_Q = grouping(header, step).project(change_K)
     c_Q = np.rint(found_Q / math.ldexp(1.0, header.step_unit_exponent))
-    if not math.isfinite(loss) or not (np.abs(c_Q) <= MAX_COEFFICIENT).all():  # a NaN is not within
+    if not math.isfinite(loss) or not (np.abs(c_Q) <= MAX_COEFFICIENT).all():  # NaN fails, too
         rejected = (0,) * header.queries
         return StepRecord(step=step, coefficients=rejected, loss=loss, flags=StepFlag.REJECTED)
     return StepRecord(step=step, coefficients=tuple(c_Q.astype(np.int64).tolist()), loss=loss)
@@ -107,9 +108,9 @@ def apply_record(s_K: NDArray[np.int64], record: StepRecord, header: LogHeader) 
 
 
 class JournaledSteps:
-    """Steps that a journal holds; the state is their replay. A step is durable before it counts.
+    """Steps of a journal, with the state that they replay to. A step is durable before it counts.
 
-    Personal runs and rounds both go on from here after a kill:
+    Personal runs and rounds both continue from here after a kill:
 
         steps = JournaledSteps(journal, descent)
         while steps.done < 100:
@@ -121,10 +122,12 @@ class JournaledSteps:
     """
 
     def __init__(self, journal: Journal, descent: Descent, *, first_step: int = 0) -> None:
-        """Replay what the journal holds.
+        """Replay the journal.
 
         Args:
-            first_step: number of the journal's first step in the log whose directions are taken.
+            journal: the open journal.
+            descent: the settings of the log.
+            first_step: the number that the journal's first step has in the log of the directions.
         """
         self._journal, self._descent, self._first_step = journal, descent, first_step
         self.s_K = self.before(journal.next_step)
@@ -136,23 +139,23 @@ class JournaledSteps:
 
     @property
     def step(self) -> int:
-        """Number of the next step."""
+        """Return the number of the next step in the log of the directions."""
         return self._first_step + self.done
 
     def append(self, record: StepRecord) -> None:
-        """Make the step with the number `step` durable, and move by it."""
+        """Make the record of step `step` durable, and move the state by it."""
         self._journal.append(replace(record, step=self.done))
         apply_record(self.s_K, record, self._descent.header)
 
     def before(self, done: int) -> NDArray[np.int64]:
-        """Replay the state that the first `done` steps make."""
+        """Replay the state after the first `done` steps."""
         header, records = self._descent.header, list(self._journal.records())[:done]
         c_TQ = coefficients_of(records, header)
         return replay(header, c_TQ, start=self._first_step)
 
 
 def _coefficients(header: LogHeader, step: int, projected_grad_Q: NDArray[np.float64]) -> tuple[int, ...]:
-    """FORMAT 7.4; a block's step is the mean over its own directions."""
+    """Round the scalars (FORMAT 7.4). A block's step is the mean over its own directions."""
     learning_rate = header.learning_rate_at(step)
     return tuple(
         coefficient(

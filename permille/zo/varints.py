@@ -1,6 +1,6 @@
-"""Variable-length integers: 7 bits a byte, low bits first, the top bit for "more"; signed ones as zigzag.
+"""Variable-length integers: 7 bits a byte, low bits first, the top bit for "more". Signed ones use zigzag.
 
-At most 5 bytes and the shortest form only, so that a number has one byte string (FORMAT 9.2).
+A number takes at most 5 bytes, in its shortest form only. So it has exactly one byte string (FORMAT 9.2).
 """
 
 import numpy as np
@@ -14,17 +14,25 @@ _SEVEN = np.uint64(7)
 
 
 def zigzag(numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """0, -1, 1, -2, ... -> 0, 1, 2, 3, ..."""
+    """Map signed numbers to unsigned ones.
+
+    >>> zigzag(np.array([0, -1, 1, -2])).tolist()
+    [0, 1, 2, 3]
+    """
     return ((numbers << 1) ^ (numbers >> 63)).view(np.uint64)
 
 
 def unzigzag(numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Inverse of `zigzag`."""
+    """Invert `zigzag`."""
     return (numbers >> np.uint64(1)).view(np.int64) ^ -(numbers & np.uint64(1)).view(np.int64)
 
 
 def encode_varints(numbers_V: NDArray[np.uint64]) -> bytes:
-    """Bytes of the numbers, each below 2**35, one after the other."""
+    """Encode numbers below 2**35, one after the other.
+
+    >>> encode_varints(np.array([1, 300], np.uint64)).hex()
+    '01ac02'
+    """
     sizes_V = np.ones(len(numbers_V), dtype=np.int64)
     for index in range(1, MAX_BYTES):
         sizes_V += numbers_V >= np.uint64(1 << 7 * index)
@@ -39,10 +47,10 @@ def encode_varints(numbers_V: NDArray[np.uint64]) -> bytes:
 
 
 def decode_varints(data: bytes) -> NDArray[np.uint64]:
-    """Numbers of `data`, uint64 [v].
+    """Decode the numbers of `data`, uint64 [v].
 
     Raises:
-        PackageError: `log-content`: a number is cut, longer than 5 bytes or not in its shortest form.
+        PackageError: `log-content`: a number is cut, longer than 5 bytes, or not in its shortest form.
     """
     raw = np.frombuffer(data, dtype=np.uint8)
     ends_V = np.flatnonzero(raw < 0x80)
