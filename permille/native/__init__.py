@@ -1,5 +1,6 @@
-"""Kernels in C, called through ctypes on numpy arrays: no torch, no Python headers, and no need to be there.
+"""Kernels in C, called through ctypes on numpy arrays. They need neither torch nor Python headers.
 
-`library` finds what was built and chooses the widest path of this processor. Every module beside it says
-what its kernels compute, and gives the same results without them. Importing it compiles and loads nothing.
+`library` finds the compiled kernels and selects the widest path of this processor. The other modules
+describe what their kernels compute, and give the same results without them. Importing the package
+compiles and loads nothing.
 """

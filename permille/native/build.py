@@ -1,8 +1,8 @@
 """Compile the kernels with the system's C compiler: `python -m permille.native.build`.
 
-One shared library; every kernel is compiled once for each target that the compiler knows, and the processor
-decides at run time. `hatch_build.py` runs this file at installation, so it imports the standard library
-alone. No compiler, or one that fails, is no error: numpy does the work.
+The result is one shared library. Every kernel is compiled once for each target that the compiler
+supports, and the processor decides at run time. `hatch_build.py` runs this file at installation, so it
+imports the standard library alone. Without a working compiler, numpy does the work.
 """
 
 import os
@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "src"
-"""Installed with the package: a library that was not made from them is not used."""
+"""Installed with the package. A library that was made from other sources is not used."""
 LIBRARY_NAME = "_kernels.so"
 
 _FLAGS = (
@@ -38,11 +38,11 @@ _TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class BuildError(Exception):
-    """No compiler, one that could not compile the kernels, or no place to write; the message is one line."""
+    """There is no working compiler, or the file cannot be written. The message is one line."""
 
 
 def source_number() -> int:
-    """31 bits of the sources and of how they are compiled: a library knows which ones made it."""
+    """Return 31 bits of a checksum over sources, flags and targets. A library stores that of its sources."""
     number = zlib.crc32(repr((_FLAGS, _TARGETS)).encode())
     for source in sorted(SOURCES.glob("*.[chi]*")):
         number = zlib.crc32(source.name.encode() + b"\0" + source.read_bytes(), number)
@@ -52,18 +52,19 @@ def source_number() -> int:
 def build(
     library: Path, *, compiler: str | None = None, machine: str | None = None, flags: str = ""
 ) -> list[str]:
-    """Compile all targets into `library`, replaced as a whole.
+    """Compile all targets into `library`, which is replaced as a whole.
 
     Args:
-        compiler: a command; None takes $CC, or the first of cc, gcc and clang.
-        machine: what to compile for; None is this machine.
+        library: the file.
+        compiler: a command. None takes $CC, or the first of cc, gcc and clang.
+        machine: the machine to compile for. None takes this machine.
         flags: further flags, separated by spaces.
 
     Returns:
-        The targets. One that the compiler does not know is left out; `scalar` is always there.
+        The targets. Those that the compiler does not support are left out, except `scalar`.
 
     Raises:
-        BuildError: no compiler, `scalar` does not compile, or the file cannot be written.
+        BuildError: there is no compiler, `scalar` does not compile, or the file cannot be written.
     """
     command = [*_compiler(compiler), *_FLAGS]
     try:
@@ -118,7 +119,7 @@ def _targets(machine: str) -> dict[str, tuple[str, ...]]:
 
 
 def _run(command: list[str]) -> str:
-    """Empty, or the first line that says what went wrong."""
+    """Run a command. Return an empty text, or the first line of its error."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as exc:
@@ -130,7 +131,7 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> None:
-    """Build beside this file and say what was built."""
+    """Build the library beside this file, and print the result."""
     library = Path(__file__).resolve().parent / LIBRARY_NAME
     try:
         targets = build(library)

@@ -1,9 +1,9 @@
-"""Eight-bit activations against four-bit codes: products of small integers, several times as many an
-instruction as of floats.
+"""Products of 8-bit inputs and 4-bit codes. An instruction computes several times as many as of floats.
 
-A token's features are rounded to 8 bits with one scale for the token, `max|x| / 127`; the codes of an int4
-weight are integers as they are. Sums within a run of 32 features are exact; a run is scaled and added in
-float32, in the order of the runs: the same bits on every path of the library and in numpy without it.
+The features of a token are rounded to 8 bits with one scale for the token, `max|x| / 127`. The codes of
+an int4 weight are used as integers. Sums within a run of 32 features are exact. The sum of a run is
+scaled and added in float32, in the order of the runs. So all paths of the library, and numpy, give the
+same bits.
 
 Shapes: M = tokens, N, K = out and in features; P = K rounded up to whole runs; R = rows of a range.
 """
@@ -25,22 +25,26 @@ _SMALLEST = np.float32(1e-30)
 
 
 def padded(columns: int) -> int:
-    """Features of a token in 8 bits: whole runs."""
+    """Return the number of features of a token in 8 bits, which is a multiple of 32.
+
+    >>> padded(75)
+    96
+    """
     return -(-columns // RUN) * RUN
 
 
 def has_int8(scheme: Scheme, group_size: int) -> bool:
-    """Return whether this scheme has integer codes with one scale for each run of codes."""
+    """Return whether a scheme has integer codes with one scale for each run of 32."""
     return scheme is Scheme.INT4 and group_size % RUN == 0
 
 
 def quantize_tokens(x_MK: NDArray[np.float32], q_MP: NDArray[np.uint8], scale_M: NDArray[np.float32]) -> None:
-    """Round each token: `x = scale * (q - 128)`, q from 1 to 255, 128 beyond K.
+    """Round each token: `x = scale * (q - 128)`, with q from 1 to 255, and 128 beyond K.
 
-    A token smaller than 1e-30 is zero. One that is not finite has the scale NaN.
+    A token smaller than 1e-30 becomes zero. One that is not finite gets the scale NaN.
 
     Raises:
-        InputError: other types or shapes.
+        InputError: an array has another type or shape.
     """
     check_array("x", x_MK, np.float32, (None, None))
     tokens, columns = x_MK.shape
@@ -62,7 +66,7 @@ def quantize_tokens(x_MK: NDArray[np.float32], q_MP: NDArray[np.uint8], scale_M:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Int8Rows:
-    """Some rows of a weight, as the product takes them.
+    """Some rows of a weight in the layout of the product.
 
     Attributes:
         panels: int8, the codes of eight rows side by side.
@@ -80,16 +84,16 @@ class Int8Rows:
 
 
 def scratch_floats(rows: int, columns: int) -> int:
-    """Float32 numbers that `int8_rows` needs as memory for so many rows."""
+    """Return the number of float32 that `int8_rows` needs as memory."""
     whole, wide = -(-rows // _PANEL) * _PANEL, padded(columns)
     return whole * (wide // 4 + wide // RUN + 1)
 
 
 def int8_rows(weight: PackedRows, first: int, last: int, scratch: NDArray[np.float32]) -> Int8Rows:
-    """Rows first..last of an int4 weight in the memory `scratch`, valid until that is used for others.
+    """Convert rows of an int4 weight in the memory `scratch`. They are valid until it is used again.
 
     Raises:
-        InputError: a range outside the weight, a scheme without integers, or too little memory.
+        InputError: the range is outside of the weight, the scheme is not int4, or the memory is too small.
     """
     check_range(first, last, weight.shape[0])
     if not has_int8(weight.scheme, weight.group_size):
@@ -126,10 +130,10 @@ def int8_product(
     scale_M: NDArray[np.float32],
     out_MR: NDArray[np.float32],
 ) -> None:
-    """`out = x W^T` for tokens as `quantize_tokens` leaves them.
+    """Set `out = x W^T` for tokens of `quantize_tokens`.
 
     Raises:
-        InputError: other types or shapes.
+        InputError: an array has another type or shape.
     """
     wide = padded(weight.columns)
     check_array("q", q_MP, np.uint8, (None, wide))
@@ -178,6 +182,6 @@ def _numpy_product(
     with np.errstate(all="ignore"):
         for run in range(wide // RUN):
             part = slice(run * RUN, (run + 1) * RUN)
-            # Exact: sums of integers below 2**24.
+            # The sums are exact: integers below 2**24.
             sum_MN += (a_MP[:, part] @ code_NP[:, part].T) * scale_NR[:, run]
         out_MR[:] = scale_M[:, None] * (sum_MN - weight.offset[: weight.rows])

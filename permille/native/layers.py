@@ -1,13 +1,11 @@
-"""Kernels between the products of a decoder layer: norm, rotation, activation, attention.
+"""Kernels between the products of a decoder layer: norm, rotation, activation, attention. All in float32.
 
-They compute in float32.
-
-Each function says whether it did the work: without the library, or for arrays whose layout a kernel does not
-take, it returns False and touches nothing, and the caller's numpy does the same to rounding. They hold no
-lock while they run and use one thread.
+Each function returns whether it did the work. Without the library, or for arrays in a layout that the
+kernel does not accept, it returns False and changes nothing. The caller then does the same in numpy,
+with equal results to rounding. Kernels release the interpreter's lock and use one thread.
 
 # Legend: M tokens, H width, T new tokens of S, A heads, B key-value heads, D numbers of a head, E = half of
-what is rotated, N, K = rows and columns of the head.
+the rotated numbers, N, K = rows and columns of the head.
 """
 
 import numpy as np
@@ -69,11 +67,11 @@ def attention(
     cap: float | None,
     out_TAD: Array,
 ) -> bool:
-    """Causal attention of the last T of S tokens; head a reads key-value head a // (A / B).
+    """Compute causal attention of the last T of S tokens. Head a reads key-value head a // (A / B).
 
     Args:
-        window: a token sees so many, itself included; None: all before it.
-        cap: scores are `cap * tanh(score / cap)`; None: as they are.
+        window: the number of tokens that a token sees, itself included. None sets no limit.
+        cap: scores become `cap * tanh(score / cap)`. None leaves them as they are.
     """
     library = load()
     arrays = (q_TAD, k_SBD, v_SBD, out_TAD)
@@ -103,7 +101,7 @@ def attention(
 
 
 def product_bf16(x_K: Array, w_NK: NDArray[np.uint16], out_N: Array) -> bool:
-    """`out = W x` for rows of bfloat16, which are widened in registers."""
+    """Set `out = W x` for rows of bfloat16, which are widened in registers."""
     library = load()
     plain = _is_plain(x_K) and _is_plain(out_N) and w_NK.dtype == np.uint16 and w_NK.flags.c_contiguous
     if library is None or not plain or w_NK.shape != (len(out_N), len(x_K)):
@@ -113,7 +111,7 @@ def product_bf16(x_K: Array, w_NK: NDArray[np.uint16], out_N: Array) -> bool:
 
 
 def product_q8_0(x_K: Array, w_NR: NDArray[np.uint8], out_N: Array) -> bool:
-    """`out = W x` for rows of Q8_0, K / 32 blocks of 34 bytes each; blocks are decoded in registers."""
+    """Set `out = W x` for rows of Q8_0: K / 32 blocks of 34 bytes each, decoded in registers."""
     library = load()
     plain = _is_plain(x_K) and _is_plain(out_N) and w_NR.dtype == np.uint8 and w_NR.flags.c_contiguous
     shape = (len(out_N), len(x_K) // Q8_0_WEIGHTS * Q8_0_BYTES)
@@ -128,7 +126,7 @@ def _is_plain(array: Array) -> bool:
 
 
 def _has_plain_heads(array: Array) -> bool:
-    """[tokens, heads, numbers] with the numbers of a head side by side."""
+    """Return whether an array is [tokens, heads, numbers] with the numbers of a head side by side."""
     return (
         array.ndim == 3
         and array.dtype == np.float32
@@ -138,5 +136,5 @@ def _has_plain_heads(array: Array) -> bool:
 
 
 def _steps(array: Array) -> tuple[int, int]:
-    """Floats from token to token and from head to head."""
+    """Return the distances from token to token and from head to head, in floats."""
     return array.strides[0] // 4, array.strides[1] // 4

@@ -1,7 +1,7 @@
-"""Find the compiled kernels and choose a path: the widest that this processor runs, or the one asked for.
+"""Find the compiled kernels and select a path: the widest that this processor supports, or the requested one.
 
-`PERMILLE_NATIVE=off` leaves them unused, `scalar`, `avx2`, `avx512` or `neon` forces a path. The variable is
-read at each call of `load`, so nothing is decided at import.
+`PERMILLE_NATIVE=off` disables the kernels. `scalar`, `avx2`, `avx512` or `neon` selects a path. Each
+call of `load` reads the variable, so nothing is decided at import.
 """
 
 import ctypes
@@ -19,17 +19,17 @@ from permille.errors import OperatorError
 
 VARIABLE = "PERMILLE_NATIVE"
 LIBRARY_NAME = "_kernels.so"
-"""The same value as in `build`, which is imported only to build."""
+"""The same value as in `build`, which is imported for building only."""
 
 _PATHS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 _WIDEST_FIRST = ("avx512", "avx2", "neon", "scalar")
 
 
 class Held:
-    """An array whose address was asked for once: numpy takes 2.6 us each time, thousands of times a token."""
+    """An array with its address. numpy takes 2.6 us to get it, thousands of times for a token."""
 
     def __init__(self, array: NDArray[np.generic]) -> None:
-        """The caller has checked it, as for `Library.call`; it stays alive as long as this does."""
+        """Keep the array, which the caller has checked as for `Library.call`."""
         self.array = array
         self.address: int = array.ctypes.data
 
@@ -50,11 +50,10 @@ class Library:
         self._kernels: dict[str, Callable[..., int]] = {}
 
     def call(self, name: str, *arguments: Argument) -> int:
-        """Run a kernel without the interpreter's lock.
+        """Run a kernel without the interpreter's lock, and return its result, if it has one.
 
-        Arrays are passed as pointers and are C-contiguous: whoever calls has checked that, the types and the
-        sizes. Integers are passed as 64 bits, with a sign or without. Returns the kernel's result where it
-        has one.
+        The caller must check that arrays are C-contiguous and have the right types and sizes. They are passed
+        as pointers, integers as 64 bits.
         """
         kernel = self._kernels.get(name)
         if kernel is None:
@@ -64,7 +63,7 @@ class Library:
         )
 
     def _find(self, name: str, arguments: tuple[Argument, ...]) -> Callable[..., int]:
-        """A kernel is always called with arguments of the same kinds, so the first call tells them."""
+        """Look a kernel up. Its arguments always have the same kinds, so the first call tells them."""
         try:
             function = self._dll[f"{name}_{self.path}"]
         except AttributeError as exc:
@@ -83,22 +82,22 @@ def _address(argument: NDArray[np.generic] | Held) -> int:
     if isinstance(argument, Held):
         return argument.address
     if argument.flags.writeable and argument.flags.c_contiguous and argument.size:
-        # A quarter of the time that numpy takes to say it; what is read-only lends no buffer.
+        # Takes a quarter of the time of `array.ctypes`, but read-only arrays lend no buffer.
         return ctypes.addressof(ctypes.c_char.from_buffer(argument))  # type: ignore[arg-type]
     return argument.ctypes.data
 
 
 def load() -> Library | None:
-    """The kernels, or None: not built, built from other sources, or `PERMILLE_NATIVE=off`.
+    """Return the kernels, or None if they are not built, are built from other sources, or are disabled.
 
     Raises:
-        OperatorError: `PERMILLE_NATIVE` names a path that this library or processor has not.
+        OperatorError: `PERMILLE_NATIVE` names a path that the library or the processor lacks.
     """
     return _load(os.environ.get(VARIABLE, ""))
 
 
 def cpu_path() -> str:
-    """The path in use: "avx512", "avx2", "neon", "scalar", or "numpy" without a library."""
+    """Return the path in use: "avx512", "avx2", "neon" or "scalar", or "numpy" without a library."""
     library = load()
     return "numpy" if library is None else library.path
 
@@ -150,12 +149,13 @@ def _open() -> ctypes.CDLL | None:
 
 
 def _check_whole(file: Path) -> None:
-    """Refuse a cut file of Linux, which would be mapped and end the process at its first missing page.
+    """Refuse a truncated file of Linux. Mapping it would end the process at its first missing page.
 
-    Linkers put the table of sections last; the header says where (ELF-64: e_shoff, e_shentsize, e_shnum).
+    Linkers write the table of sections last. The header has its position (ELF-64: e_shoff, e_shentsize,
+    e_shnum).
 
     Raises:
-        OSError: it is shorter than its header says.
+        OSError: the file is shorter than its header says.
     """
     with file.open("rb") as stream:
         header = stream.read(64)

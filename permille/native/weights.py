@@ -1,8 +1,8 @@
-"""A quantized weight as the kernels take it, as floats, with values set into it; halves widened to floats.
+"""Kernels on a quantized weight: decode rows, set values, and widen halves to floats.
 
-All of it is exact, with the library and without (FORMAT 4.2). All functions take C-contiguous arrays, hold no
-lock while they run and use one thread; ranges of rows may be handed to several. bfloat16 is held as uint16,
-float16 as uint16 or float16.
+All results are exact, with and without the library (FORMAT 4.2). Arrays must be C-contiguous. Kernels
+release the interpreter's lock and use one thread, so several threads can share the rows. bfloat16 is
+held as uint16, float16 as uint16 or float16.
 
 Shapes: N, K = out and in features; C = masked weights of the tensor; R = rows of a range.
 """
@@ -18,10 +18,10 @@ from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 
 def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.float32]) -> None:
-    """Rows first..last to `out` float32 [last - first, K], bit for bit `permille.quantization.dequantize`.
+    """Decode rows to `out`, float32 [last - first, K], with the bits of `permille.quantization.dequantize`.
 
     Raises:
-        InputError: a range outside the weight, or an `out` that does not fit.
+        InputError: the range is outside of the weight, or `out` does not fit.
     """
     columns = weight.shape[1]
     check_range(first, last, weight.shape[0])
@@ -38,15 +38,16 @@ def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.f
 def set_values(
     out: NDArray[np.float32], flat_index: NDArray[np.uint32], values: NDArray[np.float32], offset: int = 0
 ) -> None:
-    """`out.flat[flat_index - offset] = values`.
+    """Set `out.flat[flat_index - offset] = values`.
 
     Args:
         out: a tile of any shape.
         flat_index, values: [C].
-        offset: flat index of the tile's first element.
+        offset: the flat index of the tile's first element.
 
     Raises:
-        InputError: other types or shapes, or an index outside the tile; then nothing is written.
+        InputError: an array has another type or shape, or an index is outside of the tile. Nothing is
+        written.
     """
     check_output("the tile", out, np.float32, out.shape)
     check_array("indices", flat_index, np.uint32, (None,))
@@ -65,10 +66,10 @@ def set_values(
 
 
 def widen_bf16(source: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-    """bfloat16 to float32, exact, every bit pattern.
+    """Convert bfloat16 to float32, exactly for every bit pattern.
 
     Raises:
-        InputError: other types, or shapes that differ.
+        InputError: an array has another type or shape.
     """
     check_array("source", source, np.uint16, source.shape)
     check_output("out", out, np.float32, source.shape)
@@ -83,7 +84,7 @@ def widen_q8_0(source_NR: NDArray[np.uint8], out_NK: NDArray[np.float32]) -> Non
     """Decode rows of Q8_0 to float32, exactly: `scale * code`.
 
     Raises:
-        InputError: other types, or shapes that do not fit.
+        InputError: an array has another type or shape.
     """
     rows, columns = out_NK.shape
     check_array("source", source_NR, np.uint8, (rows, columns // Q8_0_WEIGHTS * Q8_0_BYTES))
@@ -97,10 +98,10 @@ def widen_q8_0(source_NR: NDArray[np.uint8], out_NK: NDArray[np.float32]) -> Non
 
 
 def widen_f16(source: NDArray[np.uint16] | NDArray[np.float16], out: NDArray[np.float32]) -> None:
-    """float16 to float32, exact; a signalling NaN may become a quiet one.
+    """Convert float16 to float32, exactly. A signalling NaN may become a quiet one.
 
     Raises:
-        InputError: other types, or shapes that differ.
+        InputError: an array has another type or shape.
     """
     dtype = np.uint16 if source.dtype == np.uint16 else np.float16
     check_array("source", source, dtype, source.shape)

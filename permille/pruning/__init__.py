@@ -1,1 +1,1 @@
-"""Setting weights of a model to zero: which ones, by how much the rest makes up for them, layer by layer."""
+"""Pruning: choice of weights to set to zero, update of the others, and fine-tuning afterwards."""

@@ -15,9 +15,9 @@ _LARGEST_GROUP = 32
 class PruningMethod(StrEnum):
     """Method of choosing the weights to remove.
 
-    MAGNITUDE: the smallest. WANDA: the smallest products of a weight's size and its input's norm (Sun et al.,
-    2023). SPARSEGPT: those whose removal costs least once the others of their row make up for it, and they do
-    (Frantar and Alistarh, 2023).
+    MAGNITUDE removes the smallest weights. WANDA removes the smallest products of a weight's size and its
+    input's norm (Sun et al., 2023). SPARSEGPT removes the weights whose removal costs least after the others
+    of their row are adjusted, and adjusts them (Frantar and Alistarh, 2023).
     """
 
     MAGNITUDE = "magnitude"
@@ -27,17 +27,20 @@ class PruningMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Pattern with at most `kept` of `of` neighbours along a row not zero: 2:4 keeps two of four."""
+    """Pattern that leaves at most `kept` of `of` neighbours along a row: 2:4 keeps two of four."""
 
     kept: int
     of: int
 
     @classmethod
     def parse(cls, text: str) -> "Pattern":
-        """The pattern that a text such as "2:4" means.
+        """Parse a pattern.
+
+        >>> Pattern.parse("2:4").rate
+        0.5
 
         Raises:
-            InputError: another form, or nothing to remove.
+            InputError: the text has another form, or nothing would be removed.
         """
         found = _PATTERN.fullmatch(text)
         if found is None or not int(found[1]) < int(found[2]) <= _LARGEST_GROUP:
@@ -46,13 +49,14 @@ class Pattern:
 
     @property
     def rate(self) -> float:
-        """The share of zeros where every group is full."""
+        """Return the share of zeros if every group is full."""
         return 1 - self.kept / self.of
 
     def check(self, config: Config) -> None:
-        """
+        """Check that the pattern fits a model.
+
         Raises:
-            InputError: the groups do not divide the rows of a linear.
+            InputError: the groups do not divide the rows of a linear layer.
         """
         for name, (_, width) in scoped_tensors(config):
             if width % self.of:
@@ -67,10 +71,11 @@ class PruningPlan:
     """Options of `prune_model`.
 
     Attributes:
+        method: the method.
         rates: the share of zeros in every linear of a decoder layer: one for all layers, or one by layer.
-        pattern: None: anywhere. With rates below the pattern's own, a group may keep more than `kept`: the
-            zeros are a part of some choice that fills it.
-        device: where torch computes; another one may round in another way.
+        pattern: the pattern of zeros, or None for any places. With a rate below the pattern's own, zeros are
+            a part of some choice that fills it, so a group may keep more than `kept`.
+        device: the device of torch. Another one may round in another way.
     """
 
     method: PruningMethod
@@ -79,13 +84,15 @@ class PruningPlan:
     device: str = "cpu"
 
     def rate(self, layer: int) -> float:
-        """The share of zeros in this decoder layer."""
+        """Return the share of zeros in a decoder layer."""
         return self.rates if isinstance(self.rates, float | int) else self.rates[layer]
 
     def check(self, config: Config) -> None:
-        """
+        """Check that the plan fits a model.
+
         Raises:
-            InputError: a rate out of range or above the pattern's, layers without a rate; as `Pattern.check`.
+            InputError: a rate is out of range or above the pattern's, a layer has no rate, or the pattern
+                does not fit.
         """
         layers = shape_of(config).layers
         if isinstance(self.rates, Mapping) and self.rates.keys() != set(range(layers)):
@@ -103,7 +110,7 @@ class PruningPlan:
             self.pattern.check(config)
 
     def rate_of(self, name: str) -> float:
-        """The share of zeros in a linear, by its name."""
+        """Return the share of zeros in a linear layer, by its name."""
         layer = layer_of(name)
         if layer is None:
             raise KeyError(name)
@@ -115,10 +122,11 @@ class RecoveryPlan:
     """Options for fine-tuning a pruned model.
 
     Attributes:
-        rows: of a step.
-        rate: Adam's at the first step.
-        rank: of LoRA.
-        seed: of LoRA's beginning and of the order of the rows.
+        steps: the number of steps.
+        rows: the rows of a step.
+        rate: Adam's learning rate at the first step.
+        rank: the rank of LoRA.
+        seed: the seed of LoRA's initial values and of the order of the rows.
     """
 
     steps: int

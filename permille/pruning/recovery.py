@@ -1,13 +1,14 @@
-"""Fine-tune a pruned model by LoRA at its kept places, in steps that a kill does not lose.
+"""Fine-tuning of a pruned model by LoRA at its kept weights, in steps that survive a kill.
 
     recover_model(Checkpoint(pruned), target, rows_NT, RecoveryPlan(steps=400, rows=8, rate=0.003))
 
-Beside each linear `dW = B A` trains, A [r, K] and B [N, r], from dW = 0. The linear computes with
-`keep * (W + dW)`, `keep` being where W is not 0, and that is what merging writes: a pruned place stays 0.
+Beside each linear layer, `dW = B A` is trained, with A [r, K] and B [N, r], from dW = 0. The layer
+computes with `keep * (W + dW)`, where `keep` is 1 where W is not 0. Merging writes the same, so a pruned
+weight stays 0.
 
-Adam on the mean next-token loss of public text, the rate falling to 0 over the steps. Seed and step alone
-decide which rows a step takes, so a call with the same arguments and checkpoint goes on after a kill, to the
-same bits on the same machine and threads.
+Adam minimises the mean next-token loss of public text, with a rate that falls to 0 over the steps. Seed
+and step alone decide the rows of a step. A call with the same arguments and checkpoint continues after a
+kill, to the same bits on the same machine and threads.
 
 # Legend: N outputs, K inputs of a linear; r rank; N rows, T tokens, B rows of a step.
 """
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
 
 STEPS_A_CHECKPOINT = 20
 TOKENS_A_PASS = 1024
-"""Rows go through the model together up to so many tokens: the logits are what takes memory."""
+"""Rows go through the model together up to this number of tokens, which bounds the memory of the logits."""
 
 Progress = Callable[[int, int], None]
 
 
 class LoraAdapter(nn.Module):
-    """A change of rank r."""
+    """A change of a weight with rank r."""
 
     def __init__(self, shape: tuple[int, int], rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class LoraAdapter(nn.Module):
 
 
 class _Masked(nn.Module):
-    """A linear's weight with its adapter, as torch parametrizes it; zeros stay 0."""
+    """The adapter of a weight, as a parametrization of torch. Zeros stay 0."""
 
     def __init__(self, adapter: nn.Module) -> None:
         super().__init__()
@@ -81,11 +82,11 @@ def recover_model(
     checkpoint: Path | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> None:
-    """Fine-tune a pruned model, whole in memory, and write it to the folder `target`.
+    """Fine-tune a pruned model in memory, and write it to the folder `target`.
 
     Raises:
         InputError: as `recover`.
-        OSError: as the file system reports it.
+        OSError: the file system failed.
     """
     model = load_model(pruned.folder).to(device)
     names = [name for name, _ in scoped_tensors(pruned.config)]
@@ -99,7 +100,7 @@ def recover_model(
 
 
 def attach(model: nn.Module, names: Sequence[str], rank: int, *, seed: int) -> list[nn.Parameter]:
-    """Put an adapter beside each of these weights, freeze all else, and return the trained numbers."""
+    """Put an adapter beside each of these weights, freeze all others, and return the trained parameters."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     found: list[nn.Parameter] = []
@@ -122,15 +123,19 @@ def recover(
     checkpoint: Path | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> list[float]:
-    """Train in place; the mean loss of each step's rows.
+    """Train a model in place, and return the mean loss of each step.
 
     Args:
-        trained: what `attach` gave; everything else is frozen.
-        checkpoint: file that keeps what is needed to go on; a kill costs at most `STEPS_A_CHECKPOINT` steps.
-        progress: called after each step; what it raises stops the work.
+        model: the model.
+        trained: the result of `attach`. All other parameters are frozen.
+        rows_NT: the text.
+        plan: the options.
+        checkpoint: a file for continuing. A kill costs at most `STEPS_A_CHECKPOINT` steps.
+        progress: called after each step. An exception stops the work.
 
     Raises:
-        InputError: fewer rows than a step takes, tokens outside of the vocabulary, a loss that is not finite.
+        InputError: there are fewer rows than a step takes, a token is outside of the vocabulary, or a loss is
+            not finite.
     """
     check_sequences(model, rows_NT)
     if len(rows_NT) < plan.rows:
@@ -162,7 +167,7 @@ def recover(
 
 
 def _mean_loss(model: "PreTrainedModel", rows_BT: NDArray[np.int64], step: int) -> torch.Tensor:
-    """Mean over all predictions of the rows, logits in float32.
+    """Return the mean loss over all predictions of the rows, with logits in float32.
 
     Raises:
         InputError: the loss is not finite.
@@ -189,7 +194,7 @@ def _bytes(trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam, losses:
 def _load(
     checkpoint: Path | None, trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam
 ) -> list[float]:
-    """Put back what a checkpoint holds: the losses of its steps, none where there is no whole file."""
+    """Restore a checkpoint, and return the losses of its steps. Without a whole file, return none."""
     if checkpoint is None or not checkpoint.exists():
         return []
     try:

@@ -1,7 +1,7 @@
-"""Choice of the weights of a linear that become zero, and the new values of the others.
+"""Choice of the weights of a linear layer that become zero, and new values for the others.
 
 Shapes: N = outputs, K = inputs; `gram_KK` is `X X^T` over the inputs of the calibration text. Everything is
-float32 as in the papers. Ties go to the lower index, so that the same numbers give the same zeros.
+float32, as in the papers. Ties go to the lower index, so the same numbers give the same zeros.
 """
 
 import torch
@@ -10,18 +10,18 @@ from torch import Tensor
 from permille.errors import InputError
 from permille.pruning.plan import Pattern, PruningMethod
 
-_BLOCK = 128  # columns that SparseGPT chooses among at once
-_DAMPING = 0.01  # of the mean of the Gram matrix's diagonal
+_BLOCK = 128  # columns of one choice of SparseGPT
+_DAMPING = 0.01  # share of the mean of the Gram matrix's diagonal
 _MOST_DAMPING = 10.0
 
 
 def prune_linear(
     weight_NK: Tensor, gram_KK: Tensor, method: PruningMethod, rate: float, pattern: Pattern | None
 ) -> Tensor:
-    """The pruned weight, a new tensor; zeros that are there stay and count first.
+    """Return the pruned weight as a new tensor. Existing zeros stay, and count towards the rate.
 
     Raises:
-        InputError: a weight or an input that is not finite.
+        InputError: a weight or an input is not finite.
     """
     if not bool(torch.isfinite(weight_NK).all()) or not bool(torch.isfinite(gram_KK.diagonal()).all()):
         raise InputError("Weights or inputs are not finite.")
@@ -42,8 +42,11 @@ def prune_mask(
     """Return the positions of zeros: the existing ones, and those with the smallest scores.
 
     Args:
-        count: zeros in each row, or in all rows together, those that are there among them.
-        per_row: the same number in each row (Wanda), or the smallest of all (magnitude, SparseGPT).
+        score_NK: the scores.
+        zero_NK: the existing zeros.
+        count: the zeros in each row, or in all rows together, existing ones included.
+        pattern: the pattern, or None.
+        per_row: take the same number in each row (Wanda), or the smallest of all (magnitude, SparseGPT).
     """
     score_NK = score_NK.masked_fill(zero_NK, -1.0)
     rows = score_NK if per_row else score_NK.reshape(1, -1)
@@ -65,19 +68,19 @@ def _smallest_of_groups(score_NK: Tensor, pattern: Pattern) -> Tensor:
 
 
 def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern | None) -> Tensor:
-    """SparseGPT, algorithm 1: columns from left to right; those behind make up for each removed weight.
+    """SparseGPT, algorithm 1: columns from left to right. Later columns make up for each removed weight.
 
         error = w_j / [H^-1]_jj,    w_k -= error * [H^-1]_jk  for k > j
 
-    with the inverse of the columns that are left, as rows of an upper Cholesky factor. Scores are
-    `(w / [H^-1]_jj)^2` with the factor's diagonal. The unstructured choice is made once a block of columns,
-    of one weight more than its share, as the authors' program has it; that of a pattern when its group is
-    reached.
+    The inverse is that of the remaining columns, as rows of an upper Cholesky factor. Scores are
+    `(w / [H^-1]_jj)^2` with the factor's diagonal. Without a pattern, the choice is made once for a block of
+    columns, with one weight more than its share, as in the authors' program. With a pattern, it is made when
+    a group is reached.
     """
     weight_NK, columns = weight_NK.clone(), weight_NK.shape[1]
     zero_NK = weight_NK == 0
     dead_K = gram_KK.diagonal() == 0
-    weight_NK[:, dead_K] = 0  # an input that never came: nothing can be said of its weights
+    weight_NK[:, dead_K] = 0  # the input is always 0, so these weights have no effect
     inverse_KK = _inverse_factor(gram_KK, dead_K)
     full = pattern is not None and rate >= pattern.rate
     block = _BLOCK if pattern is None else _BLOCK // pattern.of * pattern.of
@@ -107,7 +110,7 @@ def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern
 
 
 def _inverse_factor(gram_KK: Tensor, dead_K: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse, damped until there is one."""
+    """Return the upper Cholesky factor of the inverse. Damping is raised until there is one."""
     damping = _DAMPING
     while True:
         damped_KK = gram_KK.clone()

@@ -1,12 +1,13 @@
-"""Prunes a model folder into another, one decoder layer in memory at a time.
+"""Pruning of a model folder into another, with one decoder layer in memory at a time.
 
     report = prune_model(Checkpoint(source), target, PruningText(calibration_NT=rows), plan, resume=folder)
 
-Each linear is pruned on what comes into it when the layers before are pruned already and its own is not, as
-in the papers. In the target everything else is the source's, bit for bit: same files, same headers.
+A linear layer is pruned on the inputs that it gets when all layers before it are pruned, but not itself,
+as in the papers. Everything else in the target is the source's, bit for bit: the same files with the
+same headers.
 
-What is kept in `resume` after each layer: the hidden states behind it and a line of JSON. A call that was
-killed does the layer in work again, from the source, and ends with the same bits.
+After each layer, `resume` keeps the hidden states behind it and the results in JSON. After a kill, a
+call repeats the unfinished layer from the source, and ends with the same bits.
 """
 
 import json
@@ -40,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PruningText:
-    """Token ids, int64: rows [N, T] whose inputs decide, and rows [E, T] that the loss is measured on."""
+    """Token ids, int64: rows [N, T] for calibration, and rows [E, T] to measure the loss on."""
 
     calibration_NT: NDArray[np.int64]
     evaluation_ET: NDArray[np.int64] | None = None
@@ -54,7 +55,7 @@ class PruningText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearReport:
-    """Result of a linear: its zeros, `|(W - W') X|^2` over the calibration text, and `|W X|^2`."""
+    """Result of a linear layer: its zeros, `|(W - W') X|^2` over the calibration text, and `|W X|^2`."""
 
     name: str
     weights: int
@@ -67,8 +68,8 @@ class LinearReport:
 class PruningReport:
     """Result of pruning.
 
-    Losses are those of the evaluation rows in nats per token, before and after, or None without such
-    rows.
+    The losses before and after are those of the evaluation rows in nats per token. Without such rows,
+    they are None.
     """
 
     linears: tuple[LinearReport, ...]
@@ -77,7 +78,7 @@ class PruningReport:
 
     @property
     def rate(self) -> float:
-        """The share of zeros in all linears together."""
+        """Return the share of zeros in all linear layers together."""
         return sum(row.zeros for row in self.linears) / sum(row.weights for row in self.linears)
 
 
@@ -90,12 +91,12 @@ def prune_model(
     resume: Path | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> PruningReport:
-    """Write the pruned model to the folder `target`, which is made, or found there after a kill.
+    """Write the pruned model to the folder `target`, which is created, or continued after a kill.
 
     Raises:
-        InputError: as `PruningPlan.check`; a model that has the zeros already; weights or losses that are not
+        InputError: the plan does not fit, the model has the zeros already, or weights or losses are not
             finite.
-        OSError: as the file system reports it.
+        OSError: the file system failed.
     """
     plan.check(source.config)
     check_not_pruned(source, plan)
@@ -109,9 +110,10 @@ def prune_model(
 
 
 def check_not_pruned(source: Checkpoint, plan: PruningPlan) -> None:
-    """
+    """Check that the plan removes weights.
+
     Raises:
-        InputError: every linear has the zeros that the plan asks for.
+        InputError: every linear layer has the wanted zeros already.
     """
     for name, _ in scoped_tensors(source.config):
         zero_NK = source.float32(name) == 0
@@ -126,10 +128,10 @@ def check_not_pruned(source: Checkpoint, plan: PruningPlan) -> None:
 
 
 class _Walk:
-    """The state of `prune_model`: hidden states of all rows, and what is known of the layers done.
+    """State of `prune_model`: hidden states of all rows, and results of the finished layers.
 
-    The rows: first those of the text, behind the pruned layers; then the evaluation rows again, behind the
-    source's own layers, for the loss before. Two buffers: a layer reads one and fills the other.
+    The first rows are those of the text, behind the pruned layers. Then the evaluation rows follow again,
+    behind the source's own layers, for the loss before pruning. A layer reads one buffer and fills the other.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class _Walk:
                     self._hidden[0][row] = ends.embed(tokens_T[None])[0]
 
     def advance(self, index: int) -> None:
-        """Prune a layer, and hand the hidden states on."""
+        """Prune a layer, and compute the next hidden states."""
         before, after = self._hidden[index % 2], self._hidden[(index + 1) % 2]
         with self.stream.layer(index) as layer, torch.no_grad():
             for row in range(self._pruned, len(before)):
@@ -219,7 +221,7 @@ class _Walk:
         ]
 
     def _name(self) -> str:
-        """Names the work: weights, rows and plan."""
+        """Return a name for the work: a hash of weights, rows and plan."""
         rates = self.plan.rates
         about = {
             "source": self.source.digest(),
@@ -256,7 +258,7 @@ class _Walk:
 
 
 class _Grams:
-    """`X X^T` of the inputs of a layer's linears; linears that are handed the same tensor share one."""
+    """`X X^T` of the inputs of a layer's linears. Linears that get the same tensor share one."""
 
     def __init__(self, layer: DecoderLayer, names: list[str]) -> None:
         self._modules = {name: layer.module.get_submodule(name.removesuffix(".weight")) for name in names}
@@ -266,7 +268,7 @@ class _Grams:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While the layer runs."""
+        """Record while the layer runs."""
         handles = [
             module.register_forward_pre_hook(self._hook(name)) for name, module in self._modules.items()
         ]
@@ -278,7 +280,7 @@ class _Grams:
                 handle.remove()
 
     def found(self) -> Iterator[tuple[str, Tensor]]:
-        """Results by linear, in the order of the model."""
+        """Yield the results by linear layer, in the order of the model."""
         for name in self._modules:
             yield name, self._grams[self._leader[name]]
 
@@ -300,7 +302,7 @@ class _Grams:
 
 
 def copy_model(source: Checkpoint, target: Path) -> None:
-    """A new folder with the files of the model, and nothing else."""
+    """Create a folder with the files of the model, and nothing else."""
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
@@ -311,10 +313,10 @@ def copy_model(source: Checkpoint, target: Path) -> None:
 
 
 def write_weight(source: Checkpoint, target: Path, name: str, weight_NK: Tensor, *, updated: bool) -> Tensor:
-    """Put a tensor into the copy of the model, in the model's own dtype; returns what stands there now.
+    """Write a tensor into the copy of the model, in the model's dtype. Return what was written.
 
     Args:
-        updated: False: all weights but the zeros keep their bits.
+        updated: whether kept weights changed. If False, they keep their bits.
     """
     place, raw = source.place(name), source.raw(name)
     if updated:
@@ -332,7 +334,7 @@ def write_weight(source: Checkpoint, target: Path, name: str, weight_NK: Tensor,
 
 
 def flush(path: Path) -> None:
-    """Make what was written to a file durable."""
+    """Make the content of a file durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The rules on what goes into a scheme and comes out of a file, shared by all schemes."""
+"""Checks and helpers that all schemes share: validation, packing of codes, and chunks of rows."""
 
 from collections.abc import Callable
 
@@ -8,25 +8,25 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.quantization.types import QuantizedTensor, Scheme, packed_size, scales_shape
 
-# Weights handled at once: bounds the temporaries at some tens of MB whatever the matrix.
+# Weights handled at once. They bound the temporaries at some tens of MB for any matrix.
 CHUNK_WEIGHTS = 1 << 20
 
 
 def check_weight(w_NK: NDArray[np.float32], name: str) -> None:
-    """Shapes and types; values are checked chunk by chunk with `check_finite`.
+    """Check that a weight is a float32 matrix. `check_finite` checks its numbers, chunk by chunk.
 
     Raises:
-        InputError: not a float32 matrix.
+        InputError: it is not.
     """
     if w_NK.ndim != 2 or w_NK.dtype != np.float32 or w_NK.size == 0:
         raise InputError(f"{name}: expected a float32 matrix, got {w_NK.dtype} of shape {w_NK.shape}")
 
 
 def check_finite(chunk: NDArray[np.float32], first: int, name: str) -> None:
-    """`first`: flat index of the chunk's first weight, for the message.
+    """Check that a chunk of weights is finite. `first` is the flat index of its first weight.
 
     Raises:
-        InputError: NaN or infinity.
+        InputError: it has NaN or infinity.
     """
     finite = np.isfinite(chunk)
     if not finite.all():
@@ -36,10 +36,10 @@ def check_finite(chunk: NDArray[np.float32], first: int, name: str) -> None:
 
 
 def check_quantized(quantized: QuantizedTensor) -> None:
-    """Sizes of packed codes and scales against the shape.
+    """Check the sizes of packed codes and scales against the shape.
 
     Raises:
-        InputError: any of them disagrees.
+        InputError: a size does not fit.
     """
     packed, scales, minima = quantized.packed, quantized.scales, quantized.minima
     expected = scales_shape(quantized.scheme, quantized.shape, quantized.group_size)
@@ -54,13 +54,17 @@ def check_quantized(quantized: QuantizedTensor) -> None:
 
 
 def unpack(packed: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:
-    """The first `number` codes of bytes that hold two each."""
+    """Return the first `number` codes of bytes that hold two each.
+
+    >>> unpack(np.array([0x12, 0x30], np.uint8), 3).tolist()
+    [1, 2, 3]
+    """
     codes: NDArray[np.uint8] = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[:number]
     return codes
 
 
 def row_chunks(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Ranges of an even number of rows, so that no byte is shared by two chunks."""
+    """Cut rows into ranges of an even number of rows, so that no byte belongs to two ranges."""
     step = max(2, CHUNK_WEIGHTS // columns // 2 * 2)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -68,10 +72,10 @@ def row_chunks(rows: int, columns: int) -> list[tuple[int, int]]:
 def packed_rows(
     w_NK: NDArray[np.float32], code: Callable[[slice], NDArray[np.uint8]], *, name: str, bits: int = 4
 ) -> NDArray[np.uint8]:
-    """Codes of all rows, chunk by chunk: `code` makes those of some rows, of weights that are finite.
+    """Pack the codes of all rows, chunk by chunk. `code` returns those of a range of finite rows.
 
     Raises:
-        InputError: NaN or infinity.
+        InputError: a weight is NaN or infinite.
     """
     rows, columns = w_NK.shape
     packed = np.empty((rows * columns * bits + 7) // 8, np.uint8)
@@ -85,7 +89,11 @@ def packed_rows(
 
 
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Two codes a byte, the first in the high nibble; of an odd number the last low nibble is 0."""
+    """Pack two codes into a byte, the first in the high nibble. An odd last low nibble is 0.
+
+    >>> pack(np.array([1, 2, 3], np.uint8)).tolist()
+    [18, 48]
+    """
     if codes.size % 2:
         codes = np.append(codes, np.uint8(0))
     high: NDArray[np.uint8] = codes[0::2] << np.uint8(4)

@@ -27,17 +27,18 @@ class QuantizedTensor:
     """A weight matrix in codes.
 
     Attributes:
-        scheme: what codes stand for.
-        shape: (N, K) of the weight that was quantized.
-        group_size: weights that share a scale: NF4 counts along the flat row-major matrix, integers along a
-            row.
-        packed: uint8 in flat row-major order. [ceil(N*K / 2)], two codes a byte, the first in the high
-            nibble; of an odd number of codes the last low nibble is 0. INT8, and SOURCE of eight bits: [N*K],
-            the bytes of int8 codes.
-        scales: float32, finite and not negative: NF4 absmax [B], INT4 and INT8 scale [N, G].
+        scheme: the meaning of the codes.
+        shape: (N, K) of the weight.
+        group_size: the number of weights that share a scale. NF4 counts them along the flat row-major matrix,
+            the other schemes along a row.
+        packed: uint8 in flat row-major order. Codes of four bits: [ceil(N*K / 2)], two in a byte, the
+        first in
+            the high nibble; an odd last low nibble is 0. Codes of eight bits (INT8, and some of SOURCE):
+            [N*K], the bytes of int8.
+        scales: float32. NF4 has absmax [B], INT4 and INT8 have scales [N, G], all finite and not negative.
             The scales [N, G] of SOURCE have either sign, and each is exact in float16.
-        minima: added to code times scale, like the scales of SOURCE [N, G]; only there, in four bits, and
-            not always.
+        minima: numbers that are added to code times scale, [N, G]. Only some four-bit weights of SOURCE have
+            them.
     """
 
     scheme: Scheme
@@ -49,12 +50,12 @@ class QuantizedTensor:
 
     @property
     def bits(self) -> int:
-        """Bits of a code; those of SOURCE are told by the number of bytes."""
+        """Return the bits of a code. For SOURCE, the number of bytes tells them."""
         own = self.scheme is Scheme.SOURCE and self.packed.size == self.shape[0] * self.shape[1]
         return 8 if own else bits_of(self.scheme)
 
     def __post_init__(self) -> None:
-        """Refuse a scheme that does not exist (InputError)."""
+        """Check the scheme (InputError)."""
         object.__setattr__(self, "scheme", choice_of(Scheme, self.scheme, "a scheme"))
 
 
@@ -67,7 +68,7 @@ def rows_of(weight: QuantizedTensor, first: int, last: int) -> QuantizedTensor:
         last: the row after the last.
 
     Raises:
-        ValueError: a byte or, of NF4, a block begins before these rows.
+        ValueError: a byte, or a block of NF4, is shared with other rows.
     """
     columns = weight.shape[1]
     begin, end = (row * columns for row in (first, last))
@@ -86,17 +87,17 @@ def rows_of(weight: QuantizedTensor, first: int, last: int) -> QuantizedTensor:
 
 
 def bits_of(scheme: Scheme) -> int:
-    """Bits of a code, of SOURCE the fewest."""
+    """Return the bits of a code. For SOURCE, return the smaller number."""
     return 8 if scheme is Scheme.INT8 else 4
 
 
 def packed_size(bits: int, shape: tuple[int, int]) -> int:
-    """Bytes that hold the codes of a weight of this shape."""
+    """Return the bytes that hold the codes of a weight of this shape."""
     return (shape[0] * shape[1] * bits + 7) // 8
 
 
 def scales_shape(scheme: Scheme, shape: tuple[int, int], group_size: int) -> tuple[int, ...]:
-    """Shape of the scales: NF4 [B] flat blocks, integers [N, G] groups of a row."""
+    """Return the shape of the scales: [B] flat blocks for NF4, [N, G] groups of a row otherwise."""
     rows, columns = shape
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:

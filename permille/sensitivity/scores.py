@@ -1,6 +1,5 @@
 """Scores: one float32 for each weight in scope, in a flat array in memory or in a mapped file.
 
-
 Sequences are summed in shards. The sums of the shards are added in their order, in float32. This module needs
 neither torch nor a model.
 
