@@ -1,9 +1,9 @@
-"""Mathematics of a decoder, from its config and its family's description.
+"""The mathematics of a decoder, from its config and the description of its family.
 
-The light engine uses it, since it does not have transformers.
+    architecture = architecture_of({"model_type": "llama", ...})
 
-Shapes are `families`' matter. A config that asks for mathematics that no description has is refused by the
-name of its key.
+The light engine uses it, because it does not have transformers. `families` reads the shapes. A config
+that needs unknown mathematics is refused, with the name of its key.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSettings:
-    """Settings that may differ between layers: the attention window and the rotation."""
+    """Settings that may differ between layers: attention window and rotation."""
 
     window: int | None
     rope: Rope | None
@@ -40,9 +40,10 @@ class Architecture:
 
     Attributes:
         positions: the longest sequence.
-        residual_scale: factor of what a part of a layer adds to the residual.
+        stacked: whether queries, keys and values, and also gate and up, share a matrix one after the other.
+        residual_scale: factor of the output of each part of a layer.
         logits_scale: factor of the logits.
-        learned_positions: rows before position 0 in the table of learned positions, or None without one.
+        learned_positions: rows before position 0 in the table of learned positions, or None without a table.
     """
 
     family: Family
@@ -71,11 +72,11 @@ class Architecture:
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The decoder of a config.
+    """Return the decoder of a config.
 
     Raises:
-        InputError: a shape that does not fit, or a key or value whose mathematics we do not have; the message
-            says that the torch engine may.
+        InputError: a shape does not fit, or a key or value needs mathematics that is not supported. The
+            message says that the torch engine may support it.
     """
     shape, settings = shape_of(config), Settings(config)
     about = shape.about
@@ -154,10 +155,10 @@ def _activation(settings: Settings, shape: ModelShape) -> Activation:
     name = settings.text(key, default)
     if name not in _ACTIVATIONS:
         raise unsupported(f"{key} to be one of {', '.join(_ACTIVATIONS)}", name)
-    if shape.about.embedding_scaled:  # Gemma has had two keys, and one of them says nothing.
+    if shape.about.embedding_scaled:  # Gemma has two keys for the activation, and ignores one.
         settings.require("hidden_activation" if key == "hidden_act" else "hidden_act", "gelu_pytorch_tanh")
     if shape.family is Family.GEMMA and name == "gelu":
-        return Activation.GELU_TANH  # transformers: the first releases' "gelu" means the tanh form.
+        return Activation.GELU_TANH  # as transformers: Gemma's first releases wrote "gelu" for this
     return _ACTIVATIONS[name]
 
 
@@ -208,7 +209,7 @@ def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
     if shape.about.rotation is Rotation.SHARE:
         parameters.setdefault("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
         context = settings.size("original_max_position_embeddings", 4096)
-        if "long_factor" in parameters:  # transformers lets the config's own key win
+        if "long_factor" in parameters:  # as in transformers, where the config's own key wins
             parameters["original_max_position_embeddings"] = context
         parameters.setdefault("rope_theta", settings.number("rope_theta", shape.about.theta))
         return rope_of(parameters, head=shape.head, positions=positions)
@@ -240,14 +241,14 @@ def _ropes_by_layer(settings: Settings, shape: ModelShape, positions: int) -> li
     return [rope_of(parameters, head=shape.head, positions=positions) for parameters in (full, near)]
 
 
-_NO_WINDOW = (Family.PHI3, Family.MINISTRAL3)  # where the config is silent
+_NO_WINDOW = (Family.PHI3, Family.MINISTRAL3)  # families without a window by default
 
 
 def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
     """Return each layer's attention window in tokens, itself included. None means no limit."""
     kind, count = shape.about.windows, shape.layers
     if kind is Windows.NONE:
-        if shape.about.rotation is Rotation.SOME:  # SmolLM3 names windows that it does not use
+        if shape.about.rotation is Rotation.SOME:  # SmolLM3 has keys for windows, but does not use them
             settings.require("use_sliding_window", False)
             settings.passed_over(("sliding_window", "layer_types"))
         return (None,) * count

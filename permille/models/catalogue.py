@@ -1,10 +1,10 @@
-"""Published models that permille knows by their config, and what they take on a device.
+"""A catalogue of published models, by their configs, with their needs on a device.
 
     for entry in CATALOGUE:
         print(entry.name, entry.parameters, entry.package_bytes(Scheme.NF4))
 
-The configs are those of the publishers, with the keys alone that decide sizes. Sizes are computed. Where a
-publisher tells a number of parameters, a test holds ours equal to it.
+The configs are the publishers', reduced to the keys that decide sizes. Sizes are computed. A test
+compares the number of parameters with the published one.
 """
 
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ _SCALE_BITS: Final = 32
 _TABLE_BYTES: Final = 34 / 32
 """Bytes of a number of embedding or head: 8 bits, and a float16 for each group of 32."""
 _TRAINING_BYTES: Final = 75_000_000
-"""Memory of a training process apart from package and activations. It fits the measured shapes."""
+"""Memory of a training process beside package and activations, fitted to the measured shapes."""
 
 
 class Ran(StrEnum):
-    """Part of a model that was run here. A small random model of every family equals transformers."""
+    """How much of a model was run here. For every family, a small random model equals transformers."""
 
     CONFIG = "config"
     REAL = "real weights"
@@ -37,9 +37,10 @@ class Entry:
     """A published model.
 
     Attributes:
+        name: the name on the hub.
         config: the keys of its `config.json` that decide sizes.
-        published: parameters, as the publisher tells them; None: not known here.
-        ran: what was run of it.
+        published: the publisher's number of parameters, or None if it is not known here.
+        ran: the part that was run.
     """
 
     name: str
@@ -49,12 +50,12 @@ class Entry:
 
     @property
     def family(self) -> str:
-        """The `model_type` of the config."""
+        """Return the `model_type` of the config."""
         return str(self.config["model_type"])
 
     @property
     def parameters(self) -> int:
-        """Number of weights, a tied head counted once."""
+        """Return the number of weights. A tied head counts once."""
         return sum(map(prod, expected_tensors(self.config).values()))
 
     def package_bytes(self, scheme: Scheme) -> int:
@@ -68,10 +69,10 @@ class Entry:
 
     @property
     def training_bytes(self) -> int:
-        """Memory above the package of a step along the gradient on one row of `TRAINED_TOKENS`.
+        """Estimate the memory above the package for a gradient step on one row of `TRAINED_TOKENS`.
 
-        An estimate: a hidden vector of each token and decoder layer, the activations of one layer, and
-        the process itself. It is within 3 % of the two shapes that `docs/results/real-model.md` measured.
+        It counts a hidden vector of each token and decoder layer, the activations of one layer, and the
+        process. It is within 3 % of the two shapes that `docs/results/real-model.md` measured.
         """
         layers, hidden = self.config["num_hidden_layers"], self.config["hidden_size"]
         return _TRAINING_BYTES + 4 * TRAINED_TOKENS * (int(layers) + 32) * int(hidden)

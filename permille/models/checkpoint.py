@@ -1,9 +1,12 @@
-"""A published model's folder, read without torch: config, tensors by their headers, content digest.
+"""A model folder of transformers, read without torch: config, tensors by their headers, content digest.
 
-Foreign input throughout: names are bare file names of an allow-list, no symbolic link leads out of the
-folder, weights come from safetensors only (`permille.models.conversion` makes them of pickles), every size is
-checked before use, and the tensors must be exactly those that the config asks for. Data is mapped, never
-copied whole.
+    checkpoint = Checkpoint(Path("SmolLM2-135M-Instruct"))
+    checkpoint.float32("model.norm.weight")
+
+The folder is foreign input. File names must be on an allow-list, no symbolic link may lead out of the
+folder, and weights must be safetensors (`permille.models.conversion` makes them of pickles). Every size
+is checked before use. The tensors must be exactly those of the config. Data is mapped, and never copied
+as a whole.
 """
 
 import json
@@ -26,7 +29,7 @@ from permille.tensors import RawTensor, release
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# What a model folder may hold that we read, copy or download; nothing in it is code.
+# The files of a model folder that are read, copied or downloaded. None of them is code.
 TEXT_FILES = (
     CONFIG_FILE,
     INDEX_FILE,
@@ -66,15 +69,14 @@ class Entry:
 
 
 class Checkpoint:
-    """A checked model folder. Its tensors have canonical names, in the order of `expected_tensors`."""
+    """A checked model folder. Tensors have canonical names, in the order of `expected_tensors`."""
 
     def __init__(self, folder: Path) -> None:
-        """Read config and headers; of a model with vision, those of its text model.
+        """Read config and headers. For a model with vision, read those of its text model.
 
         Raises:
-            InputError: a file is missing, foreign, malformed or leads out of the folder; the family is not
-            known; tensors are
-                missing, unknown or of another shape than the config says.
+            InputError: a file is missing, malformed or leads out of the folder, the family is unknown, or the
+                tensors are not those of the config.
         """
         self.folder = folder
         _check_folder(folder)
@@ -88,21 +90,21 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors."""
+        """Return the canonical names of all tensors."""
         return tuple(self._entries)
 
     @property
     def parameters(self) -> int:
-        """Number of weights, a tied head counted once."""
+        """Return the number of weights. A tied head counts once."""
         return sum(math.prod(entry.shape) for entry in self._entries.values())
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(entry.size for entry in self._entries.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor (KeyError for a name that is not in `names`)."""
+        """Return the shape of a tensor. Raise KeyError for a name that is not in `names`."""
         return self._entries[name].shape
 
     def place(self, name: str) -> Entry:
@@ -110,10 +112,10 @@ class Checkpoint:
         return self._entries[name]
 
     def raw(self, name: str) -> RawTensor:
-        """A tensor in the model's own dtype, a view of the mapped file."""
+        """Return a tensor in the model's own dtype, as a view of the mapped file."""
         entry = self._entries[name]
         mapped = self._map(entry.file)
-        release(mapped)  # whoever goes from tensor to tensor holds one in memory
+        release(mapped)  # a caller that goes from tensor to tensor holds one in memory
         data = mapped[entry.begin : entry.begin + entry.size]
         return RawTensor(name=name, dtype=entry.dtype, shape=entry.shape, data=data)
 
@@ -136,16 +138,16 @@ class Checkpoint:
         return path.read_bytes()
 
     def weights(self, scope: str = "all") -> "ScopedWeights":
-        """The linear layers in scope as float32, read one at a time on access."""
+        """Return the linear layers in scope as float32. Each access reads one."""
         return ScopedWeights(self, tuple(name for name, _ in scoped_tensors(self.config, scope)))
 
     def files(self) -> tuple[str, ...]:
-        """Names of the files that make the model, sorted: weights, configs, tokenizer."""
+        """Return the names of the model's files, sorted: weights, configs, tokenizer."""
         weights = {entry.file for entry in self._entries.values()}
         return tuple(sorted(weights | {name for name in TEXT_FILES if (self.folder / name).exists()}))
 
     def digest(self) -> str:
-        """Digest of names and contents of `files()`: the same folder has the same digest on every machine."""
+        """Return a digest of names and contents of `files()`. It is the same on every machine."""
         contents = {name: digest_of_file(inside(self.folder, name)) for name in self.files()}
         return digest_of(b"permille-model-1\0" + canonical_json(contents))
 
@@ -168,7 +170,7 @@ class Checkpoint:
 
 
 class ScopedWeights(Mapping[str, NDArray[np.float32]]):
-    """Weights [N, K] by name in tensor_id order; each access reads the tensor anew."""
+    """Weights [N, K] by name in tensor_id order. Each access reads the tensor again."""
 
     def __init__(self, checkpoint: Checkpoint, names: tuple[str, ...]) -> None:
         self._checkpoint = checkpoint
@@ -185,20 +187,20 @@ class ScopedWeights(Mapping[str, NDArray[np.float32]]):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config of a model folder; of a model with vision, that of its text model.
+    """Return the config of a model folder. For a model with vision, return that of its text model.
 
     Raises:
-        InputError: it is missing, malformed or leads out of the folder.
+        InputError: the file is missing, malformed or leads out of the folder.
     """
     return dict(text_config(_read_json(folder, CONFIG_FILE)))
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The real path of a file directly in `folder`.
+    """Return the real path of a file directly in `folder`.
 
     Raises:
-        InputError: not a bare file name, no such regular file, or a symbolic link that leads out of the
-        folder.
+        InputError: the name is no bare file name, the file does not exist, or a symbolic link leads out of
+            the folder.
     """
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise InputError(f"expected a bare file name, got {name!r:.200}")
@@ -211,9 +213,9 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _followed(folder: Path, name: str) -> Path | None:
-    """The real path of a file in `folder`; None where a link leads out.
+    """Return the real path of a file in `folder`, or None if a link leads out.
 
-    In the hub's cache, a snapshot's files are links to the folder `blobs` of the same repository.
+    In the cache of the hub, files of a snapshot are links to the folder `blobs` of the same repository.
     """
     path = follow_inside(folder, name)
     if path is not None or folder.parent.name != "snapshots":
@@ -224,10 +226,10 @@ def _followed(folder: Path, name: str) -> Path | None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse what libraries that are handed the folder would follow out of it.
+    """Check the folder for files that other libraries would follow out of it.
 
     Raises:
-        InputError: a link that leads out, whatever is there; an adapter, which names a base model of its own.
+        InputError: a link leads out of the folder, or there is an adapter, which names a base model.
     """
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and _followed(folder, path.name) is None:
@@ -256,7 +258,7 @@ def _parse_object(data: bytes, what: str) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    if (folder / WEIGHTS_FILE).exists():  # before the index, as transformers chooses
+    if (folder / WEIGHTS_FILE).exists():  # preferred to the index, as in transformers
         return [WEIGHTS_FILE]
     if (folder / INDEX_FILE).exists():
         mapped = _read_json(folder, INDEX_FILE).get("weight_map")
@@ -299,7 +301,7 @@ def _entry(file: str, name: str, value: object, start: int, file_size: int) -> E
     if not isinstance(dtype, str):
         raise InputError(f"{file}: expected a dtype of {name!r:.200}")
     begin, end = start + offsets[0], start + offsets[1]
-    # Buffers of other types (old causal masks) may be there; only a model tensor must be a float.
+    # Buffers of other types, such as old causal masks, are allowed. Tensors of the model must be floats.
     width = _DTYPE_BYTES.get(dtype)
     if end > file_size or begin > end or (width and math.prod(shape) * width != end - begin):
         raise InputError(

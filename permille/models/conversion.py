@@ -1,10 +1,10 @@
-"""Conversion of a model folder as older models were published: pickled weights, no `tokenizer.json`.
+"""Conversion of older model folders: pickled weights, or no `tokenizer.json`.
 
     folder = modern_folder(Path("opt-1.3b"), Path("models"))
 
-A pickle can hold code, so it is opened in a confined child alone, by `torch.load(weights_only=True)`,
-which builds tensors and nothing else. The child also makes `tokenizer.json` of a slow tokenizer. The
-original folder stays as it is.
+A pickle can contain code. So it is opened only in a confined child, by `torch.load(weights_only=True)`,
+which builds tensors and nothing else. The child also converts a slow tokenizer to `tokenizer.json`. The
+original folder does not change.
 """
 
 import shutil
@@ -28,10 +28,10 @@ SLOW_TOKENIZERS: Final = ("vocab.json", "tokenizer.model")
 
 
 def modern_folder(folder: Path, root: Path) -> Path:
-    """Return the folder itself, or a conversion of it below `root`, which is made once.
+    """Return the folder, or a conversion of it below `root`, which is made once.
 
     Raises:
-        InputError: a file is damaged, too large, or holds more than tensors. No folder is left.
+        InputError: a file is damaged or too large, or a pickle holds more than tensors. No folder is left.
         OSError: a file cannot be read or written.
     """
     pickles = pickled_weights(folder)
@@ -53,7 +53,7 @@ def modern_folder(folder: Path, root: Path) -> Path:
 
 
 def pickled_weights(folder: Path) -> list[str]:
-    """Return the names of a folder's pickled weights; none where there are safetensors, too."""
+    """Return the names of pickled weights. If there are safetensors, return none."""
     if any(folder.glob("*.safetensors")):
         return []
     return sorted({path.name for pattern in PICKLES for path in folder.glob(pattern)})

@@ -1,9 +1,9 @@
-"""Properties of each model family: one record for shapes and mathematics.
+"""Descriptions of model families: one record for shapes and mathematics.
 
-A new family is a row here, if its block is one of those that we know: norms, attention and a feed-forward
-part that differ in where the norms stand, in biases, windows, rotations, soft caps and scales. What a config
-says is read by `families` (shapes, for every use of a model) and `architecture` (mathematics, for the light
-engine). Names of tensors and defaults are those of transformers 5.
+To add a family with known building blocks, add a row. Families differ in the positions of norms, in
+biases, windows, rotations, soft caps and scales. `families` reads the shapes of a config for every use
+of a model, and `architecture` the mathematics for the light engine. Names of tensors and defaults are
+those of transformers 5.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Family(StrEnum):
-    """Values are the `model_type` of `config.json`."""
+    """Model family. The values are the `model_type` of `config.json`."""
 
     LLAMA = "llama"
     MISTRAL = "mistral"
@@ -33,7 +33,7 @@ class Family(StrEnum):
 
 
 class NormKind(StrEnum):
-    """RMS: `w x / rms(x)`; RMS_PLUS_ONE: `(1 + w) x / rms(x)` (Gemma); LAYER: mean removed, with a bias."""
+    """Norm. RMS: `w x / rms(x)`. RMS_PLUS_ONE: `(1 + w) x / rms(x)` (Gemma). LAYER: centred, with a bias."""
 
     RMS = "rms"
     RMS_PLUS_ONE = "rms_plus_one"
@@ -56,7 +56,7 @@ class BlockKind(StrEnum):
 class Windows(StrEnum):
     """Layers whose attention is limited to `sliding_window` tokens.
 
-    UPPER: those from `max_window_layers` on, where `use_sliding_window` says so. PATTERN: all but every n-th.
+    UPPER: those from `max_window_layers` on, if `use_sliding_window` is set. PATTERN: all but every n-th.
     """
 
     NONE = "none"
@@ -68,10 +68,10 @@ class Windows(StrEnum):
 class Rotation(StrEnum):
     """Encoding of positions.
 
-    LEARNED: by a table. WHOLE: heads are rotated; PART: the first numbers of them, by `rotary_pct`. SHARE:
-    the same by `partial_rotary_factor`. BY_LAYER: layers with a window have frequencies of their own. SOME:
-    `no_rope_layers` says which layers are rotated. WINDOWED: only layers with a window are rotated, where
-    there are any.
+    LEARNED: a table. WHOLE: whole heads are rotated. PART: the first numbers of a head, by `rotary_pct`.
+    SHARE: the same, by `partial_rotary_factor`. BY_LAYER: layers with a window have other frequencies.
+    SOME: `no_rope_layers` selects the rotated layers. WINDOWED: if there are layers with a window, only
+    these are rotated.
     """
 
     LEARNED = "learned"
@@ -85,9 +85,9 @@ class Rotation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNames:
-    """Names inside a block, without `.weight`; None: the family has no such tensor.
+    """Names inside a block, without `.weight`. None means that the family has no such tensor.
 
-    `fused` has queries, keys and values in one matrix: head by head, or `Description.stacked`.
+    `fused` has queries, keys and values in one matrix: head by head, or as `Description.stacked` says.
     """
 
     query: str | None = "self_attn.q_proj"
@@ -111,18 +111,15 @@ class Description:
     """Description of one family. A pair is a config key with its default.
 
     Attributes:
-        final_norm: None in a config may still say that there is none (OPT).
-        stacked: `fused` has all queries, then all keys, then all values; `up` has the gate's rows first.
-        head: numbers of a head where the config is silent; None: hidden size by heads.
-        silent_kv_heads: a config that names no key-value heads has as many as heads.
-        always_biased: parts with a bias whatever the config says.
-        attention_bias, mlp_bias: the flag that gives the part's layers a bias.
-        query_scalar: default of `query_pre_attn_scalar`; None: scores are scaled by the size of a head.
-        attention_softcap, final_softcap: defaults.
-        head_norms_joined: one norm over all heads of a query or key, not one for each.
-        theta: default of `rope_theta`.
-        near_theta: of layers with a window where they have frequencies of their own: a key, its default.
-        multiplied: the config has multipliers of embedding, scores, residuals and logits.
+        final_norm: the norm before the head. A config of OPT may turn it off. stacked: `fused` has all
+        queries, then all keys, then all values, and `up` begins with the gate's rows. head: the default
+        width of a head. None divides the hidden size by the heads. silent_kv_heads: without a key in the
+        config, there are as many key-value heads as heads. always_biased: parts that always have a bias.
+        attention_bias, mlp_bias: the flag for biases of the part. query_scalar: the default of
+        `query_pre_attn_scalar`. None scales scores by the width of a head. attention_softcap,
+        final_softcap: defaults. head_norms_joined: one norm covers all heads of a query or key. theta:
+        the default of `rope_theta`. near_theta: key and default for layers with a window and other
+        frequencies. multiplied: the config has multipliers of embedding, scores, residuals and logits.
     """
 
     prefix: str = "model.layers"
@@ -161,7 +158,7 @@ _SANDWICH = {
     "norm_mlp_out": "post_feedforward_layernorm",
 }
 
-# Norms stand behind attention and feed-forward part, and none before them.
+# Norms follow attention and feed-forward part, and none precede them.
 _NORMED_AFTER = BlockNames(
     norm_attention=None,
     norm_attention_out="post_attention_layernorm",
@@ -312,4 +309,4 @@ DESCRIPTIONS: Mapping[Family, Description] = {
 }
 
 TEXT_MODELS: Mapping[str, Family] = {"gemma3": Family.GEMMA3_TEXT, "mistral3": Family.MISTRAL}
-"""Models with vision whose text model is a family here, and that family where `text_config` names none."""
+"""Models with vision, with the default family of their text model."""

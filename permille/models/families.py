@@ -1,9 +1,10 @@
-"""A model from its `config.json` alone: family, shape, all tensors of a checkpoint, linear layers in scope.
+"""Family, shape, tensors and linear layers of a model, from its `config.json` alone.
 
-Tensor names are those of the state dict of transformers 5; `canonical_name` maps older checkpoints to them.
-A config is foreign input here: every number is checked before it becomes a shape. No torch, no file access.
+Tensor names are those of the state dict of transformers 5. `canonical_name` maps older checkpoints to
+them. A config is foreign input, so every number is checked before it becomes a shape. This module uses
+no torch and reads no files.
 
-Shapes of tensors are those of the weight itself: a linear layer is (N, K) = (out_features, in_features).
+The shape of a linear layer's weight is (N, K) = (out_features, in_features).
 """
 
 import re
@@ -21,14 +22,14 @@ TensorShape = tuple[int, ...]
 
 
 class LayerPart(StrEnum):
-    """The two parts of a block; a scope may be one of them."""
+    """The two parts of a block. A scope may name one of them."""
 
     ATTENTION = "attention"
     MLP = "mlp"
 
 
 SCOPE_PATTERN = r"all|attention|mlp|layers:[0-9]{1,5}(-[0-9]{0,5})?"
-"""The forms of a scope, for schemas: everything, a part of every layer, or a range of layers from 0."""
+"""The forms of a scope, for schemas: everything, one part of every layer, or a range of layers from 0."""
 
 _ROLES = {
     LayerPart.ATTENTION: ("query", "key", "value", "fused", "output"),
@@ -36,7 +37,7 @@ _ROLES = {
 }
 _NORMS = ("norm_attention", "norm_attention_out", "norm_mlp", "norm_mlp_out", "norm_query", "norm_key")
 
-# Keys that mark a mixture of experts in the configs of the hub, whatever the model_type says.
+# Keys of configs on the hub that mark a mixture of experts, for any model_type.
 _EXPERT_KEYS = (
     "num_local_experts",
     "num_experts",
@@ -55,7 +56,7 @@ _EXPERT_TYPES = (
     "gpt_oss",
     "llama4_text",
 )
-# What a family needs that no engine here has.
+# Building blocks of other families that no engine has.
 _MISSING_LAYERS = {
     "falcon_h1": "state-space layers (Mamba)",
     "jamba": "state-space layers (Mamba)",
@@ -70,7 +71,7 @@ _OTHERS = "`permille models catalogue` lists models to choose from."
 _LARGEST_LAYERS = 4096
 
 
-# Keys of a model with vision that hold for its text model, whatever that says: the head is the whole's.
+# Keys of a model with vision that also hold for its text model.
 _SHARED_KEYS = (
     "bos_token_id",
     "eos_token_id",
@@ -80,7 +81,7 @@ _SHARED_KEYS = (
 )
 
 
-# What published configs of Gemma 3 leave to transformers' defaults.
+# Values that published configs of Gemma 3 leave to the defaults of transformers.
 _SILENT: Mapping[str, Config] = {
     "gemma3": {
         "hidden_size": 2304,
@@ -95,10 +96,10 @@ _SILENT: Mapping[str, Config] = {
 
 
 def text_config(config: Config) -> Config:
-    """Return the config of the text model, where a model sees pictures, too; else the config itself.
+    """Return the config of the text model of a model with vision, else the config itself.
 
     Raises:
-        InputError: it has no `text_config`.
+        InputError: a model with vision has no `text_config`.
     """
     model_type = str(config.get("model_type"))
     if model_type not in TEXT_MODELS:
@@ -111,12 +112,16 @@ def text_config(config: Config) -> Config:
 
 
 def family_of(config: Config) -> Family:
-    """The family of a `config.json`.
+    """Return the family of a `config.json`.
+
+    >>> family_of({"model_type": "llama"}).value
+    'llama'
+
+    Code that a config names (`auto_map`) is never run. A known family needs none.
 
     Raises:
-        InputError: unknown family (with what it needs, or the list of known ones), mixture of experts, or an
-            already quantized model. Code that a config names (`auto_map`) is never run: a known family needs
-            none.
+        InputError: the family is unknown (the message says what it needs, or lists the known ones), or the
+            model is a mixture of experts or already quantized.
     """
     model_type = config.get("model_type")
     if config.get("quantization_config") is not None:
@@ -145,14 +150,14 @@ class ModelShape:
     """The checked numbers of a config.
 
     Attributes:
-        head: numbers of an attention head.
-        embedded: width of the embedding, which OPT projects to the hidden size.
-        positions: rows of the table of learned positions, or 0 without one.
-        normed: norms have weights; OPT can do without.
-        normed_last: a norm stands before the head.
-        tied: the output head shares the embedding.
-        biased: the roles of the linear layers that have a bias.
-        keys: those of the config that were read.
+        head: the width of an attention head.
+        embedded: the width of the embedding. OPT projects it to the hidden size.
+        positions: the rows of the table of learned positions, or 0 without one.
+        normed: whether norms have weights. OPT can do without.
+        normed_last: whether there is a norm before the head.
+        tied: whether the output head shares the embedding.
+        biased: the roles of the linear layers with a bias.
+        keys: the keys of the config that were read.
     """
 
     family: Family
@@ -173,7 +178,7 @@ class ModelShape:
     keys: frozenset[str]
 
     def linear(self, part: LayerPart | None = None) -> dict[str, tuple[int, int]]:
-        """The linear layers of a block, or of a part of it: names relative to the block."""
+        """Return the linear layers of a block, or of a part of it, by names relative to the block."""
         query, key = self.heads * self.head, self.kv_heads * self.head
         shapes = {
             "query": (query, self.hidden),
@@ -207,16 +212,16 @@ class ModelShape:
         return tensors | {f"{name}.bias": tensors[f"{name}.weight"][:1] for name in biased}
 
     def norm(self, name: str, width: int) -> dict[str, TensorShape]:
-        """The tensors of one norm."""
+        """Return the tensors of one norm."""
         weight: dict[str, TensorShape] = {f"{name}.weight": (width,)}
         return weight | ({f"{name}.bias": (width,)} if self.about.norm is NormKind.LAYER else {})
 
 
 def shape_of(config: Config) -> ModelShape:
-    """The numbers of a config.
+    """Return the checked numbers of a config.
 
     Raises:
-        InputError: as `family_of`, or a number in the config that is missing, no integer or out of range.
+        InputError: as `family_of`, or a number is missing, no integer, or out of range.
     """
     family = family_of(config)
     about, read = DESCRIPTIONS[family], Settings(config)
@@ -232,7 +237,7 @@ def shape_of(config: Config) -> ModelShape:
             f"The {heads} heads in config.json must be a multiple of its {kv_heads} key-value heads"
         )
     last: list[bool] = []
-    if learned:  # Both are read, whatever the first says.
+    if learned:  # Read both keys in any case, so that neither counts as unknown.
         last = [read.flag("do_layer_norm_before", True), not read.flag("_remove_final_layer_norm", False)]
     return ModelShape(
         family=family,
@@ -245,7 +250,7 @@ def shape_of(config: Config) -> ModelShape:
         kv_heads=kv_heads,
         head=read.size("head_dim", about.head or hidden // heads) if own_heads else hidden // heads,
         embedded=read.size("word_embed_proj_dim", hidden) if learned else hidden,
-        # OPT keeps two rows before position 0.
+        # OPT has two rows before position 0.
         positions=read.size("max_position_embeddings") + 2 if learned else 0,
         normed=not learned or read.flag("layer_norm_elementwise_affine", True),
         normed_last=all(last),
@@ -262,9 +267,9 @@ def _biased(about: Description, read: Settings) -> frozenset[str]:
 
 
 def expected_tensors(config: Config) -> dict[str, TensorShape]:
-    """Name and shape of every tensor of a checkpoint of this config; `lm_head.weight` is absent when tied.
+    """Return name and shape of every tensor of a checkpoint. A tied model has no `lm_head.weight`.
 
-    Order: embeddings, blocks by index with the scoped layers first, final norm, head.
+    The order is: embeddings, blocks by index with the scoped layers first, final norm, head.
 
     Raises:
         InputError: as `shape_of`.
@@ -286,13 +291,15 @@ def expected_tensors(config: Config) -> dict[str, TensorShape]:
 
 
 def scoped_tensors(config: Config, scope: str = "all") -> tuple[tuple[str, tuple[int, int]], ...]:
-    """The linear layers that a mask may cover, in tensor_id order: by layer, then in the family's order.
+    """Return the linear layers that a mask may cover, in tensor_id order: by layer, then by role.
 
-    `scope` is "all", "attention", "mlp", or a range of layers from 0, both ends included: "layers:11-",
-    "layers:4-7", "layers:3".
+    Args:
+        config: the config.
+        scope: "all", "attention", "mlp", or a range of layers from 0 with both ends, such as "layers:11-",
+            "layers:4-7" or "layers:3".
 
     Raises:
-        InputError: as `shape_of`, or a scope of another form or outside the model's layers.
+        InputError: as `shape_of`, or the scope has another form or is outside of the model's layers.
     """
     shape = shape_of(config)
     part = LayerPart(scope) if scope in set(LayerPart) else None
@@ -304,13 +311,17 @@ def scoped_tensors(config: Config, scope: str = "all") -> tuple[tuple[str, tuple
 
 
 def layer_of(name: str) -> int | None:
-    """The block's index in a canonical tensor name, or None for a tensor outside the blocks."""
+    """Return the index of a tensor's block, or None outside of the blocks.
+
+    >>> layer_of("model.layers.11.mlp.up_proj.weight")
+    11
+    """
     _, found, rest = name.partition("layers.")
     return int(rest.split(".", 1)[0]) if found else None
 
 
 def table_names(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Names of embedding and head; a tied head is absent from a checkpoint."""
+    """Return the names of embedding and head. A checkpoint with a tied head lacks the second."""
     return f"{DESCRIPTIONS[family_of(config)].embedding}.weight", "lm_head.weight"
 
 

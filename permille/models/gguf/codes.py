@@ -1,4 +1,4 @@
-"""A converted model beside the file that it was made of: what the file has in codes is taken from there.
+"""A converted model together with its GGUF file, from which the codes are taken.
 
 model = KeptModel(Checkpoint(folder), Path("model.gguf"))
 model.codes("model.layers.0.mlp.up_proj.weight")
@@ -20,10 +20,14 @@ from permille.tensors import Q8_0, RawTensor
 
 
 class KeptModel:
-    """A model as `permille.package.build` takes it, whose embedding and head in Q8_0 stay in codes."""
+    """A model for `permille.package.build`. Its embedding and head stay in codes if they are Q8_0."""
 
     def __init__(self, checkpoint: Checkpoint, path: Path) -> None:
-        """`path`: the file that the checkpoint's folder was made of.
+        """Read the file.
+
+        Args:
+            checkpoint: the folder that was made of the file.
+            path: the file.
 
         Raises:
             InputError: as `read_model`.
@@ -34,40 +38,40 @@ class KeptModel:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Its `config.json`."""
+        """Return the `config.json`."""
         return self._checkpoint.config
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors."""
+        """Return the canonical names of all tensors."""
         return self._checkpoint.names
 
     def raw(self, name: str) -> RawTensor:
-        """Return a tensor of the folder, float32; embedding and head in Q8_0 as the file has them."""
+        """Return a tensor of the folder, float32. Embedding and head in Q8_0 come from the file."""
         if name not in self._tables or self._model.type(name) is not GGMLQuantizationType.Q8_0:
             return self._checkpoint.raw(name)
         data = self._model.raw(name).reshape(-1)
         return RawTensor(name=name, dtype=Q8_0, shape=self._checkpoint.shape(name), data=data)
 
     def file(self, name: str, *, limit: int) -> bytes | None:
-        """Return a small file's bytes; None where the folder has none."""
+        """Return the bytes of a small file, or None if the folder does not have it."""
         return self._checkpoint.file(name, limit=limit)
 
     def check_codes(self) -> None:
-        """Refuse a file of which a linear is in another type than scheme `source` keeps (InputError)."""
+        """Check that scheme `source` can keep all linear layers (InputError)."""
         check_kept(self._model)
 
     def codes(self, name: str) -> QuantizedTensor:
-        """Return the codes of a linear, bit for bit, its rows in our order.
+        """Return the codes of a linear layer, bit for bit, with rows in the order of transformers.
 
         Raises:
-            InputError: a type that is not kept, or scales that are not finite.
+            InputError: the type is not kept, or a scale is not finite.
         """
         return codes_of(self._model.raw(name), self._checkpoint.shape(name)[1])
 
 
 def check_kept(model: GgufModel) -> None:
-    """Refuse a file of which a linear is in another type than scheme `source` keeps (InputError)."""
+    """Check that scheme `source` can keep all linear layers (InputError)."""
     for name, _ in scoped_tensors(model.config):
         kind = model.type(name).name
         if kind not in TYPES:
