@@ -1,10 +1,10 @@
-"""A package in the forms of transformers and peft: folders that unmodified libraries load, nothing of ours.
+"""Export of a package to folders that unmodified transformers and peft load.
 
-`export_transformers` writes dequantized weights with the sparse values set, or an adapter merged into them.
-`export_peft` writes an adapter alone. The base to load it onto is the package's own model, exported without
-values, or the model that the package was made of, which differs by the 4-bit codes.
+`export_transformers` writes decoded weights with the sparse values set, or with an adapter merged.
+`export_peft` writes an adapter alone. Load it onto the package's own model, exported without values, or
+onto the source model, which differs by the 4-bit codes.
 
-Tensor by tensor: the memory needed is that of the largest one. The folder appears whole or not at all.
+Tensors are written one by one, so memory holds the largest one. A folder appears as a whole or not at all.
 """
 
 import json
@@ -63,16 +63,16 @@ def export_transformers(package: Package, values_K: NDArray[np.float32] | None, 
 
 
 def export_peft(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> None:
-    """Write a folder for `peft.PeftModel.from_pretrained(base, folder)`; LoRA-FA becomes a LoRA.
+    """Write a folder for `peft.PeftModel.from_pretrained(base, folder)`. LoRA-FA becomes a LoRA.
 
     Args:
-        package: one with an adapter.
-        values_K: float32 [k], the adapter's numbers; None takes the package's own, which change nothing.
-        folder: must not exist, or be empty; its parent must exist.
+        package: a package with an adapter.
+        values_K: float32 [k], the adapter's numbers. None takes the package's own, which change nothing.
+        folder: a new or empty folder in an existing one.
 
     Raises:
-        InputError: a package with a mask; else as `export_transformers`.
-        OSError: as the file system reports it; no folder is left.
+        InputError: the package has a mask, or as `export_transformers`.
+        OSError: the file system failed. No folder is left.
     """
     adapter = package.manifest.adapter
     if adapter is None:
@@ -108,10 +108,10 @@ def _peft_config(package: Package, adapter: AdapterInfo) -> bytes:
 
 
 def checked_values(package: Package, values_K: NDArray[np.float32] | None) -> NDArray[np.float32]:
-    """The values to write: the package's own for None.
+    """Check the values to write. None takes the package's own.
 
     Raises:
-        InputError: another shape or dtype, or not finite.
+        InputError: the values have another shape or dtype, or are not finite.
     """
     values_K = package.values() if values_K is None else values_K
     if values_K.dtype != np.float32 or values_K.shape != (package.k,):
@@ -139,17 +139,17 @@ def adapter_matrices(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` where the block ends without an error, else is removed.
+    """Yield a temporary folder that becomes `folder` if the block succeeds, and is removed otherwise.
 
     Raises:
-        InputError: `folder` holds something.
+        InputError: `folder` is not empty.
     """
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} holds files. Name a new or empty folder.")
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
     try:
         yield temporary
-        temporary.replace(folder)  # mode 0700, as it was made: a personal model is its user's alone
+        temporary.replace(folder)  # keeps mode 0700, because a personal model is private
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -1,6 +1,7 @@
-"""Opening an engine by name. torch is imported here, at the call, and nowhere above an engine.
+"""Open an engine by name. torch is imported only when it is needed.
 
-"auto" takes the light engine, which a device always has, where it knows the package's model, and else torch.
+"auto" takes the light engine if it supports the package's model, and torch otherwise. Every device has
+the light engine.
 """
 
 import logging
@@ -23,18 +24,23 @@ def open_engine(
     compute_dtype: str = "float32",
     threads: int | None = None,
 ) -> Engine:
-    """Load a package into the engine of this name.
+    """Load a package into an engine.
+
+        engine = open_engine(package, "light", threads=4)
 
     Args:
-        name: "light" computes on a CPU in float32, "light-int8" with inputs of linear layers in 8 bits, for
-            packages of int4; "torch" also on CUDA and in bfloat16, if it is installed; "executorch" by the
-            package's program.
-        threads: None leaves it to the engine.
+        package: the package.
+        name: "auto"; "light", which computes on a CPU in float32; "light-int8", which uses 8-bit inputs of
+            linear layers and needs an int4 package; "torch", which also supports CUDA and bfloat16;
+            "executorch", which runs the package's program.
+        device: the device of torch.
+        compute_dtype: the compute dtype of torch.
+        threads: the number of threads. None leaves it to the engine.
 
     Raises:
-        InputError: an unknown name, an engine whose extra is not installed, or one that cannot do what is
+        InputError: the name is unknown, the engine's extra is not installed, or the engine cannot do what is
             asked.
-        OperatorError, PackageError: as the engine says.
+        OperatorError, PackageError: as the engine's constructor.
     """
     choice_of(EngineName, name, "an engine")
     if name == EXECUTORCH:
@@ -76,7 +82,7 @@ def _check_plain(name: str, device: str, compute_dtype: str) -> None:
 
 
 def _torch(package: Package, device: str, compute_dtype: str, threads: int | None) -> Engine:
-    # On a CPU bitsandbytes warns that an optional package is missing; its kernels are not used here.
+    # On a CPU, bitsandbytes warns about a missing optional package whose kernels are not used here.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         from permille.engines.torch_engine import TorchEngine

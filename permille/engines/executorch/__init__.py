@@ -1,1 +1,1 @@
-"""ExecuTorch as an engine: a package exported as a program elsewhere, run here by the runtime alone."""
+"""The ExecuTorch engine: it runs a program that was exported elsewhere, with ExecuTorch's runtime alone."""

@@ -1,8 +1,8 @@
-"""Compile what joins us to ExecuTorch's runtime: `python -m permille.engines.executorch.build`.
+"""Compile the library that connects to ExecuTorch's runtime: `python -m permille.engines.executorch.build`.
 
-One small library beside this file, against the headers and libraries in the `executorch` wheel, which are C++
-and need no torch: a device installs the wheel without its dependencies. It is made on the machine that uses
-it, by a C++ compiler; Android's is made with the NDK (docs/howto/train-with-executorch.md).
+The library lies beside this file. It is compiled by a C++ compiler on the machine that uses it, against
+headers and libraries of the `executorch` wheel. These need no torch, so a device installs the wheel
+without dependencies. For Android, use the NDK (docs/howto/train-with-executorch.md).
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ def runtime_folder() -> Path:
     """Return the folder of the installed wheel.
 
     Raises:
-        InputError: it is not installed.
+        InputError: the wheel is not installed.
     """
     spec = importlib.util.find_spec("executorch")
     places = list(spec.submodule_search_locations or ()) if spec else []
@@ -35,7 +35,7 @@ def runtime_folder() -> Path:
 
 
 def programs_run_here() -> bool:
-    """Return whether the runtime is installed on this machine and linked to this package."""
+    """Return whether the runtime is installed on this machine and connected to this package."""
     return LIBRARY.is_file() and importlib.util.find_spec("executorch") is not None
 
 
@@ -44,7 +44,7 @@ def build(library: Path = LIBRARY) -> Path:
 
     Raises:
         InputError: the wheel is not installed.
-        OperatorError: no C++ compiler, or it failed.
+        OperatorError: there is no C++ compiler, or it failed.
     """
     wheel = runtime_folder()
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
@@ -53,7 +53,7 @@ def build(library: Path = LIBRARY) -> Path:
     portable = wheel / "include/executorch/runtime/core/portable_type/c10"
     part = library.with_name(f"{library.name}.{os.getpid()}.part")
     command = [compiler, *_FLAGS, *_DEFINES, f"-I{wheel / 'include'}", f"-I{portable}", "-w", str(SOURCE)]
-    # Registering kernels and a backend is all that some of them do: no symbol asks for these
+    # Some of these libraries only register kernels or a backend, so no symbol refers to them.
     libraries = ["-Wl,--no-as-needed", *(f"-lexecutorch{name}" for name in _NEEDED)]
     found = [f"-L{wheel / 'lib'}", f"-Wl,-rpath,{wheel / 'lib'}"]
     try:

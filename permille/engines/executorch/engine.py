@@ -1,11 +1,11 @@
 """The engine of an exported program: losses of variants by ExecuTorch's runtime, without torch.
 
-A program's shape is fixed when it is exported. A call is cut into pairs of a variant and a sequence, as many
-as the program has rows; what is left of the last pass is computed and thrown away. Attention is causal, so
-what stands in the padding changes no loss.
+An export fixes the shape of a program. A call is cut into pairs of a variant and a sequence, as many as
+the program has rows. Unused rows of the last pass are computed and ignored. Attention is causal, so
+padding changes no loss.
 
-An inference engine has neither derivatives nor, here, text: train with an estimator of losses, talk with
-another engine.
+This engine computes neither gradients nor text. Train with an estimator of losses, and use another engine to
+generate text.
 
 # Legend: V variants, B sequences, T tokens, R rows of the program, S pairs of variant and sequence.
 """
@@ -34,14 +34,17 @@ class ExecutorchEngine:
     """See `permille.engines.interface.Engine` for what each method promises."""
 
     def __init__(self, package: Package, *, threads: int | None = None) -> None:
-        """Map the package's program.
+        """Map the program of a package.
 
         Args:
-            threads: of the runtime's pool, for the whole process; None takes all processors.
+            package: the package.
+            threads: the threads of the runtime in the whole process. None takes all processors.
 
         Raises:
-            InputError: the package has no program; no runtime is installed and built; it refuses the program.
-            PackageError: `program-binding`: it is another package's; `blob-missing`: it was not fetched.
+            InputError: the package has no program, the runtime is not installed and built, or it refuses the
+                program.
+            PackageError: `program-binding`: the program belongs to another package. `blob-missing`: it was
+                not fetched.
         """
         if threads is not None and threads < 1:
             raise InputError(f"expected at least 1 thread, got {threads}")
@@ -74,16 +77,16 @@ class ExecutorchEngine:
 
     @property
     def layer_passes(self) -> int:
-        """Passes of one sequence through one decoder layer so far; a program fills all of its rows."""
+        """Count passes of one sequence through one decoder layer so far. A program computes all its rows."""
         return self._layer_passes
 
     @property
     def shape(self) -> ProgramShape:
-        """Size limits of one pass of the program."""
+        """Return the size limits of one pass of the program."""
         return self._shape
 
     def info(self) -> EngineInfo:
-        """Name, versions, threads and device."""
+        """Return name, versions, threads and device."""
         return EngineInfo(
             name="executorch",
             version=f"permille {__version__}, executorch {metadata.version('executorch')}",
@@ -93,7 +96,7 @@ class ExecutorchEngine:
         )
 
     def losses(self, values_VK: Array, batch: Batch) -> Array:
-        """Mean loss over the batch's targets for each variant, float32 [v]."""
+        """Return the mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._limits)
         batch = check_batch(batch, self._limits)
         losses_VBT = self._losses(values_VK, batch)
@@ -104,7 +107,7 @@ class ExecutorchEngine:
         return means_V
 
     def token_losses(self, values_K: Array, batch: Batch) -> Array:
-        """Loss of each target token, float32 [targets], in row-major order of the batch."""
+        """Return the loss of each target token, float32 [targets], in row-major order of the batch."""
         check_values(values_K[None], self._limits)
         batch = check_batch(batch, self._limits)
         losses_R: Array = self._losses(values_K[None], batch)[0][batch.target_BT[:, 1:]]
@@ -116,14 +119,15 @@ class ExecutorchEngine:
         prompt_ids: NDArray[np.int64],  # noqa: ARG002
         sampling: TokenSampling,  # noqa: ARG002
     ) -> Iterator[int]:
-        """
+        """Refuse to generate text, because a program computes losses of rows.
+
         Raises:
-            InputError: always; a program computes losses of rows.
+            InputError: always.
         """
         raise InputError('"executorch" writes no text. Choose the engine "auto".')
 
     def _losses(self, values_VK: Array, batch: Batch) -> Array:
-        """[V, B, T - 1] for a checked batch."""
+        """Return the losses [V, B, T - 1] of a checked batch."""
         sequences, tokens = batch.input_ids_BT.shape
         rows = self._shape.rows
         ids_RT = np.zeros((rows, self._shape.tokens), np.int64)
@@ -146,7 +150,7 @@ class ExecutorchEngine:
         return found.reshape(len(values_VK), sequences, -1)
 
     def _passes(self, variants: int, sequences: int) -> Iterator[tuple[int, int]]:
-        """Ranges of pairs, variant by variant, that fit one pass each."""
+        """Yield ranges of pairs, ordered by variant, that fit one pass each."""
         first = 0
         while first < variants * sequences:
             most = (first // sequences + self._shape.variants) * sequences

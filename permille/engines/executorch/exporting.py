@@ -1,15 +1,15 @@
-"""Export a package as a program that ExecuTorch's runtime runs, sparse values as its input. Needs torch.
+"""Export of a package as a program of ExecuTorch, with the sparse values as its input. Needs torch.
 
     layer = export_program(package, ProgramShape(variants=32, rows=64, tokens=128))
     write_manifest(package.blobs, package.manifest.with_addition(layer, {"weights": "float32"}))
 
-The frozen weights are read once for all variants (P-RGE, section 3.4, with the values in the place of
-LoRA's B). What moves the values stays outside: integers on a lattice, as for every engine.
-`sparse_add` is an operator so that a program names it; a runtime may bring its own.
+The program reads the frozen weights once for all variants (P-RGE, section 3.4, with the values in the
+place of LoRA's B). The caller moves the values, on the lattice as for every engine. `sparse_add` is an
+operator, so that a runtime can replace it by its own.
 
-float32 by the XNNPACK backend, or, of an int4 package, its 4-bit codes with activations in 8 bits. Scales are
-then bfloat16, as XNNPACK has them, and linears whose rows are no multiple of the group stay float32. The
-sparse values, attention, norms and the head are float32 either way.
+The XNNPACK backend computes in float32, or for an int4 package with its 4-bit codes and 8-bit
+activations. Scales are then bfloat16, as XNNPACK needs them, and linear layers whose rows are no
+multiple of the group stay float32. Sparse values, attention, norms and head are float32 in both cases.
 
 # Legend: V variants, R rows of the pass (a sequence under a variant each), T tokens, K and N inputs and
 # outputs of a linear, C its masked weights; `values_VK` has the masked weights of the whole package.
@@ -40,7 +40,7 @@ from permille.package.manifest import Layer
 from permille.package.reader import Package
 from permille.quantization.types import QuantizedTensor, Scheme
 
-# The form that a runtime calls, which writes into planned memory
+# The variant that a runtime calls. It writes to planned memory.
 _LIBRARY = torch.library.Library("permille", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "sparse_add.out(Tensor y_RTN, Tensor x_RTK, Tensor values_VC, Tensor variant_R, Tensor row_C, "
@@ -49,19 +49,20 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 
 
 MAX_TOKENS = 512
-"""Of a merged model's context, for which the program plans memory."""
+"""The largest context of a merged model, for which the program plans memory."""
 BITS = {ProgramWeights.FLOAT32: 32, ProgramWeights.INT4: 8}
-"""Of a linear layer's inputs."""
+"""Bits of the inputs of linear layers."""
 
 
 def export_program(
     package: Package, shape: ProgramShape, *, weights: ProgramWeights | str = ProgramWeights.FLOAT32
 ) -> Layer:
-    """Store the program among the package's blobs; the model is in memory several times over meanwhile.
+    """Store a program among the package's blobs. Meanwhile, memory holds the model several times.
 
     Raises:
-        InputError: no exporter is installed, a family that we do not know, or 4-bit weights of a package that
-            is not int4.
+        InputError: no exporter is installed, the family is unknown, or 4-bit weights are requested of a
+        package
+            that is not int4.
     """
     weights = choice_of(ProgramWeights, weights, "weights of a program")
     if weights is ProgramWeights.INT4 and package.manifest.scheme.name is not Scheme.INT4:
@@ -87,16 +88,17 @@ def export_program(
 
 
 def export_executorch(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> int:
-    """Write a folder with `model.pte`, for any runtime of ExecuTorch with XNNPACK, and the tokenizer's files.
+    """Write a folder with `model.pte` and the tokenizer's files, for any ExecuTorch runtime with XNNPACK.
 
-    The values are constants of it, in float32. Its `forward` takes token ids I64 [1, T] and gives logits F32
-    [1, T, vocabulary], T from 2 to `MAX_TOKENS` or what the model was made for.
+    The values are float32 constants of the program. An adapter is merged into the weights. Its `forward`
+    takes token ids I64 [1, T] and returns logits F32 [1, T, vocabulary], with T from 2 to `MAX_TOKENS`
+    or to the model's positions.
 
     Returns:
-        the size of `model.pte`.
+        The size of `model.pte`.
 
     Raises:
-        InputError: as `export_transformers`; no exporter is installed.
+        InputError: as `export_transformers`, or no exporter is installed.
     """
     _check_exporter()
     module = _Logits(_float32_model(package, checked_values(package, values_K))).eval()
@@ -119,7 +121,7 @@ def export_executorch(package: Package, values_K: NDArray[np.float32] | None, fo
 def sparse_add(
     y_RTN: Tensor, x_RTK: Tensor, values_VC: Tensor, variant_R: Tensor, row_C: Tensor, column_C: Tensor
 ) -> Tensor:
-    """`y_r + x_r S_v^T`, v the row's variant, S_v [N, K] zero but for `values_v` at (row, column)."""
+    """Return `y_r + x_r S_v^T`: v is the row's variant, S_v has `values_v` at (row, column) and is else 0."""
     product_RTC = x_RTK[..., column_C] * values_VC[variant_R, None]
     return y_RTN.index_add(2, row_C, product_RTC)
 
@@ -146,7 +148,7 @@ class DualSparseLinear(nn.Module):
         self.column_C: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """[R, T, K], or OPT's [R * T, K]; `values` [V, C] and `variant_R` are replaced from outside."""
+        """Map [R, T, K], or [R * T, K] for OPT. The caller replaces `values` [V, C] and `variant_R`."""
         y: Tensor = self.linear(x)
         x_RTK, y_RTN = (tensor.reshape(len(self.variant_R), -1, tensor.shape[-1]) for tensor in (x, y))
         added: Tensor = sparse_add(y_RTN, x_RTK, self.values, self.variant_R, self.row_C, self.column_C)
@@ -154,7 +156,7 @@ class DualSparseLinear(nn.Module):
 
 
 class DualModel(nn.Module):
-    """A package's token losses under several variants of the sparse values."""
+    """Token losses of a package under several variants of the sparse values."""
 
     def __init__(self, package: Package, model: nn.Module) -> None:
         super().__init__()
@@ -163,7 +165,7 @@ class DualModel(nn.Module):
         self._paths = [info.name.removesuffix(".weight") for info in package.manifest.tensors]
 
     def forward(self, values_VK: Tensor, variant_R: Tensor, ids_RT: Tensor) -> Tensor:
-        """`-log p(token t + 1 | tokens to t)` of each row under its variant, float32 [R, T - 1]."""
+        """Return `-log p(token t + 1 | tokens to t)` of each row under its variant, float32 [R, T - 1]."""
         values = torch.split(values_VK, self._counts, dim=1)
         replaced = {f"{path}.values": part for path, part in zip(self._paths, values, strict=True)}
         replaced |= {f"{path}.variant_R": variant_R for path in self._paths}
@@ -173,10 +175,10 @@ class DualModel(nn.Module):
 
 
 def dual_model(package: Package) -> DualModel:
-    """Build the module in float32, every linear decoded.
+    """Build the module in float32, with every linear layer decoded.
 
     Raises:
-        InputError: a family that we do not know, attention that is not causal, or an adapter.
+        InputError: the family is unknown, attention is not causal, or the package has an adapter.
     """
     if package.manifest.adapter is not None:
         raise InputError("A program needs a package with a mask, and this one has an adapter.")
@@ -230,7 +232,7 @@ def _lower(exported: torch.export.ExportedProgram, constants: Mapping[str, Tenso
     lowered = to_edge_transform_and_lower(
         exported,
         partitioner=[XnnpackPartitioner()],
-        # What is not one of torch's core operators: ours
+        # Our operator is not one of torch's core operators.
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
         constant_methods=dict(constants),
     )
@@ -242,7 +244,7 @@ def _digest(package: Package) -> bytearray:
 
 
 def _set_codes(module: DualModel, package: Package) -> None:
-    """Put the package's own codes, 0 at the mask, in place of decoded weights."""
+    """Replace decoded weights by the package's own codes, with 0 at the mask."""
     for info in package.manifest.tensors:
         layer = module.model.get_submodule(info.name.removesuffix("weight") + "linear")
         quantized = package.quantized(info.name)

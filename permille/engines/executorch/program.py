@@ -1,4 +1,4 @@
-"""An exported program on this device: opened, asked for its shapes, run. numpy and the runtime; no torch."""
+"""An exported program on this device: open it, read its shapes, run it. Needs numpy and the runtime."""
 
 import ctypes
 import weakref
@@ -20,9 +20,9 @@ class ProgramShape:
     """Input sizes of a program, fixed at its export.
 
     Attributes:
-        variants: of the sparse values.
-        rows: sequences of all variants together.
-        tokens: of each row.
+        variants: the number of variants of the sparse values.
+        rows: the sequences of all variants together.
+        tokens: the tokens of each row.
     """
 
     variants: int
@@ -30,20 +30,20 @@ class ProgramShape:
     tokens: int
 
     def __post_init__(self) -> None:
-        """Refuse what no program has."""
+        """Check the sizes (InputError)."""
         if not 1 <= self.variants <= self.rows or self.tokens < 2:
             raise InputError(f"expected 1 <= variants <= rows and 2 tokens or more, got {self}")
 
 
 class Program:
-    """An open program. Calls are not safe from several threads."""
+    """An open program. It must not be called from several threads at a time."""
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
-        """Map it.
+        """Map a program.
 
         Raises:
-            InputError: the runtime is not installed, the library that joins us to it is not built, or the
-                file is no program that this runtime takes.
+            InputError: the runtime is not installed, the library that connects to it is not built, or the
+                runtime refuses the file.
         """
         self._library = _library()
         self._opened = ctypes.c_void_p()
@@ -53,10 +53,10 @@ class Program:
         self._close = weakref.finalize(self, self._library.program_close, self._opened)
 
     def input_shape(self, method: str, index: int) -> tuple[int, ...]:
-        """Sizes of one input.
+        """Return the sizes of one input.
 
         Raises:
-            InputError: there is no such method or input.
+            InputError: the method or input does not exist.
         """
         sizes, rank = (ctypes.c_int64 * 4)(), ctypes.c_int()
         code = self._library.program_input(self._opened, method.encode(), index, sizes, ctypes.byref(rank))
@@ -65,10 +65,12 @@ class Program:
         return tuple(sizes[: rank.value])
 
     def run(self, method: str, inputs: tuple[NDArray[Any], ...], out: NDArray[Any]) -> None:
-        """Run `method`; its only output fills `out`.
+        """Run `method`, whose only output fills `out`.
 
         Args:
-            inputs: uint8, int64 or float32, of the shapes that the program has.
+            method: the name.
+            inputs: uint8, int64 or float32 arrays of the program's shapes.
+            out: the array for the output.
 
         Raises:
             InputError: the runtime refuses the call.

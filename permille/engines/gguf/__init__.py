@@ -1,1 +1,1 @@
-"""A package as a GGUF file, which llama.cpp and what is built on it load. The `gguf` package writes it."""
+"""Export of a package as a GGUF file for llama.cpp and programs that use it. The `gguf` package writes it."""

@@ -1,23 +1,21 @@
-"""Weights as the bytes of a GGUF type, with the personal values where the type cannot hold them by luck.
+"""Weights as bytes of a GGUF type, with scales that keep personal values.
 
-A block is 32 weights of a row under one scale, a float16 (`d`):
+A block is 32 weights of a row under one float16 scale (`d`):
 
     Q8_0   w' = d * q          q from -127 to 127
     Q4_0   w' = d * (q - 8)    q from 0 to 15
-    Q4_1   w' = d * q + m      q from 0 to 15, `m` a float16; of scheme `source` alone
+    Q4_1   w' = d * q + m      q from 0 to 15, `m` a float16; for scheme `source` only
 
-Our int4 codes, groups of 32 or 128, are Q4_0's codes and our int8 codes Q8_0's; the scale alone is rounded. A
-personal value is another matter: it is a float32 in the middle of a block, often several times as large as
-its neighbours, and rounded to the block's own grid most of it is lost. So the scale of such a block is chosen
-for it: `d = v / n` for whole `n` hits the value `v` as exactly as a float16 can, and the neighbours are
-rounded to the new grid. Of all candidates that one is taken with the least
+Our int4 codes, in groups of 32 or 128, are Q4_0's codes, and our int8 codes are Q8_0's. Only the scale
+is rounded. A personal value is a float32 in the middle of a block, often several times as large as its
+neighbours. Rounded to the block's own grid, most of it would be lost. So the scale of such a block is
+chosen for the value: `d = v / n` for whole `n` hits the value `v` as exactly as a float16 can, and the
+neighbours are rounded to the new grid. The chosen candidate has the least
 
     error = sum of neighbours' squared errors + WEIGHT * sum of masked values' squared errors
 
-Of scheme `source` a block is touched only where a value is not what its code decodes to: an export of the
-untouched state has the source's bytes.
-
-At a density of 0.001 three blocks in a hundred are touched.
+For scheme `source`, a block is changed only if a value differs from its decoded code. An export of the
+untouched state has the source's bytes. At a density of 0.001, three blocks in a hundred are changed.
 
 # Legend: N, K = rows and columns; B = blocks of 32; S = 32; C = candidates for a block's scale;
 P = bytes of a block's codes; R = bytes of a row.
@@ -40,7 +38,7 @@ from permille.quantization.types import QuantizedTensor, Scheme
 
 BLOCK = 32
 WEIGHT = np.float32(300)
-"""Weight of a masked weight's squared error against a neighbour's: the mask has some 30 % of the Fisher
+"""Weight of a masked weight's squared error against a neighbour's. The mask has some 30 % of the Fisher
 information in 0.1 % of the weights."""
 _CHUNK_BLOCKS = 1 << 13
 _LARGEST_HALF = 65504.0
@@ -51,7 +49,7 @@ _MASKED = 4
 class BlockType(StrEnum):
     """Storage types of the weights of linear layers. Only F32 is lossless.
 
-    SOURCE stands for the types that a package of scheme `source` keeps, tensor by tensor.
+    SOURCE stands for the types that a package of scheme `source` keeps for each tensor.
     """
 
     F32 = "f32"
@@ -65,11 +63,15 @@ class BlockType(StrEnum):
 ENCODED = (BlockType.F32, BlockType.F16, BlockType.Q8_0, BlockType.Q4_0)
 """Types that `encode` writes. The others need a package of scheme `source`."""
 OWN_CODES = {BlockType.Q8_0: Scheme.INT8, BlockType.Q4_0: Scheme.INT4}
-"""Scheme whose codes a type stores unchanged."""
+"""The scheme whose codes a type stores unchanged."""
 
 
 def fits(kind: BlockType, columns: int) -> BlockType:
-    """The type of a matrix of so many columns: blocks must fill its rows, else it is float16."""
+    """Return the type for a number of columns: float16 if blocks do not fill the rows.
+
+    >>> fits(BlockType.Q8_0, 100).value
+    'f16'
+    """
     return BlockType.F16 if kind in (BlockType.Q8_0, BlockType.Q4_0) and columns % BLOCK else kind
 
 
@@ -91,17 +93,18 @@ def encode(
     codes: QuantizedTensor | None = None,
     name: str,
 ) -> NDArray[np.uint8]:
-    """The bytes of a matrix: uint8 [N, row_bytes].
+    """Encode a matrix: uint8 [N, row_bytes].
 
     Args:
-        weight_NK: the masked values are set.
-        mask_k: flat indices of the masked weights.
-        codes: what the other weights were decoded from, of the scheme in `OWN_CODES`; only with them is Q4_0
-            without loss.
+        kind: the type.
+        weight_NK: the weights, with the masked values set.
+        mask_k: the flat indices of the masked weights.
+        codes: the codes of the other weights, of the scheme in `OWN_CODES`. Q4_0 is lossless only with them.
+        name: the tensor, for messages.
 
     Raises:
-        InputError: a weight beyond the range of float16, which all types but F32 need, or codes of another
-            scheme.
+        InputError: a weight is beyond float16, which all types but F32 need, or the codes have another
+        scheme.
     """
     rows, columns = weight_NK.shape
     if kind is BlockType.F32:
@@ -127,14 +130,14 @@ def encode(
 def encode_source(
     codes: QuantizedTensor, weight_NK: NDArray[np.float32], mask_k: NDArray[np.uint32], *, name: str
 ) -> NDArray[np.uint8]:
-    """The blocks that a package keeps, those anew in which a masked weight is not what its code decodes to.
+    """Encode a matrix of scheme `source`. Blocks keep their bytes unless a masked weight was changed.
 
     Args:
-        codes: of scheme `source`.
-        weight_NK, mask_k: as `encode` takes them.
+        codes: the codes of the package.
+        weight_NK, mask_k, name: as for `encode`.
 
     Raises:
-        InputError: a weight beyond the range of float16.
+        InputError: a weight is beyond the range of float16.
     """
     if float(np.abs(weight_NK).max(initial=0.0)) > _LARGEST_HALF:
         raise InputError(f"{name} has numbers that float16 cannot hold. Export f32.")
@@ -179,7 +182,7 @@ def _codes(kind: BlockType, weight: NDArray[np.float32], scale: NDArray[np.float
 
 
 def _rounded(kind: BlockType, weight_BS: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
-    """Scale by the largest weight, codes to nearest."""
+    """Take the scale of the largest weight, and round to the nearest codes."""
     absmax_B = np.abs(weight_BS).max(axis=1)
     scale_B = _half(absmax_B / np.float32(_limits(kind)[1]))
     return scale_B, _codes(kind, weight_BS, scale_B[:, None]).astype(np.int8)
@@ -188,7 +191,7 @@ def _rounded(kind: BlockType, weight_BS: NDArray[np.float32]) -> tuple[NDArray[n
 def _as_coded(
     kind: BlockType, codes: QuantizedTensor, weight_BS: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
-    """Codes as they are, their scale as a float16."""
+    """Take the codes as they are, and round their scales to float16."""
     if codes.scheme is not OWN_CODES[kind]:
         raise InputError(f"expected {OWN_CODES[kind]} codes for {kind}, got {codes.scheme}")
     columns = codes.shape[1]
@@ -207,7 +210,7 @@ def _aim_at_masked(
     grid_B2: NDArray[np.float32],
     code_BS: NDArray[np.int8],
 ) -> None:
-    """Choose scale, of Q4_1 minimum, and codes of the blocks with masked weights anew, in place."""
+    """Choose scale, minimum (Q4_1) and codes of the blocks with masked weights again, in place."""
     touched = np.unique(mask_k // BLOCK)
     for first in range(0, len(touched), _CHUNK_BLOCKS):
         block = touched[first : first + _CHUNK_BLOCKS]
@@ -248,10 +251,10 @@ def _candidates(
     masked_BS: NDArray[np.bool_],
     scale_B: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Float16 scales [B, C]: the block's own, the one of its largest weight, and `v / n` for masked `v`.
+    """Return candidate scales in float16, [B, C]: the block's own, that of its largest weight, and `v / n`.
 
-    Of Q8_0 the `n` are the largest that keep all weights within range and the three below, finer or coarser
-    by a hundredth; of Q4_0 all there are, either sign.
+    `v` are the masked values. For Q4_0, `n` is every code of either sign. For Q8_0, `n` is the largest that
+    keeps all weights in range, and the three below, whose grids differ by a hundredth.
     """
     largest_B = np.abs(weight_BS).max(axis=1) / np.float32(_limits(kind)[1])
     found = [scale_B, largest_B]
@@ -269,10 +272,10 @@ def _candidates(
 def _grids_with_minimum(
     weight_BS: NDArray[np.float32], masked_BS: NDArray[np.bool_], grid_B2: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Float16 grids of Q4_1 [B, C, 2]: the block's own, the one of its range, and grids through a masked `v`.
+    """Return candidate grids of Q4_1 in float16, [B, C, 2]: the block's own, its range, and some through `v`.
 
-    The scales that are tried keep the block's own step, or divide the distance of `v` to an end of the range
-    into whole steps; the minimum then lies whole steps below `v`.
+    Their scales keep the block's own step, or divide the distance of `v` to an end of the range into whole
+    steps. The minimum then lies whole steps below `v`.
     """
     low_B, high_B = weight_BS.min(axis=1), weight_BS.max(axis=1)
     range_B = _half((high_B - low_B) / np.float32(15))
@@ -291,7 +294,7 @@ def _grids_with_minimum(
 def _aimed_at(
     weight_BS: NDArray[np.float32], masked_BS: NDArray[np.bool_], otherwise_B: NDArray[np.float32]
 ) -> Iterator[NDArray[np.float32]]:
-    """The largest masked values of each block, one after the other; where there is none `otherwise`."""
+    """Yield the largest masked values of the blocks, one per block. A block without one has `otherwise_B`."""
     row = np.arange(len(weight_BS))
     order = np.argsort(np.where(masked_BS, -np.abs(weight_BS), np.float32(1)), axis=1)[:, :_MASKED]
     for place_B in order[:, : int(min(_MASKED, masked_BS.sum(axis=1).max()))].T:

@@ -1,7 +1,7 @@
-"""Description of a decoder for llama.cpp, and the decoders that both compute alike.
+"""Description of a decoder for llama.cpp.
 
-Its families are those of `ARCHITECTURES`. A config whose mathematics it hard-codes in another way is
-refused here: a file that loads and computes something else is worse than none.
+The families are those of `ARCHITECTURES`. llama.cpp hard-codes some mathematics. A config that needs other
+mathematics is refused here, because a file that loads and computes something else is worse than none.
 """
 
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ from permille.models.gguf.config import ARCHITECTURES, PATTERNS, UNROTATED, adds
 
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 _SCALED_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
-"""The 27B models, known to it by their layers: scores are scaled by hidden size by heads."""
+"""The 27B models, which llama.cpp recognises by their layers: scores are scaled by hidden size / heads."""
 _BIASED = (Family.LLAMA, Family.QWEN2, Family.GPT_NEOX, Family.GRANITE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A decoder in llama.cpp's terms.
+    """A decoder in the terms of llama.cpp.
 
     Attributes:
-        positions: the longest sequence. Where all layers that have a window share it, no more than the
-            window: so far both compute the same.
+        positions: the longest sequence. If all layers with a window share it, positions end at the window,
+            because llama.cpp then computes the same.
         rope_factor_E: float32 [rotated / 2] for `ROPE_FACTORS`, or None.
     """
 
@@ -44,11 +44,11 @@ class Description:
 
     @property
     def name(self) -> str:
-        """The value of `general.architecture`."""
+        """Return the value of `general.architecture`."""
         return MODEL_ARCH_NAMES[self.arch]
 
     def write(self, writer: GGUFWriter) -> None:
-        """Add the keys of the architecture."""
+        """Write the keys of the architecture."""
         shape, decoder = shape_of(self.config), self.decoder
         writer.add_context_length(self.positions)
         writer.add_embedding_length(shape.hidden)
@@ -97,7 +97,7 @@ class Description:
 
 
 def describe(config: Mapping[str, Any]) -> Description:
-    """The decoder of a config for llama.cpp.
+    """Describe the decoder of a config for llama.cpp.
 
     Raises:
         InputError: llama.cpp does not know the family, or computes a setting in another way.
@@ -130,7 +130,7 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
     family = decoder.family
     by_width = (family, len(decoder.layers)) in _SCALED_BY_WIDTH
     width = shape_of(config).hidden // decoder.heads if by_width else decoder.head
-    # A Granite's file says its scale.
+    # The file of a Granite stores the scale.
     if family is not Family.GRANITE and not np.isclose(decoder.attention_scale, width**-0.5):
         raise _unknown(f"scores scaled by {width} ** -0.5", decoder.attention_scale)
     expected = (
@@ -159,7 +159,7 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
 def _rope(
     decoder: Architecture, config: Mapping[str, Any]
 ) -> tuple[float, float, NDArray[np.float32] | None]:
-    """Theta, the factor of linear scaling, and divisors of single frequencies where these do not say all."""
+    """Return theta, the factor of linear scaling, and divisors of frequencies if these do not suffice."""
     ropes = {bool(each.window): each.rope for each in decoder.layers if each.rope is not None}
     rope = ropes.get(False) or ropes.get(True)
     if rope is None or rope.scaling != 1.0:

@@ -1,6 +1,9 @@
-"""A package and sparse values as a folder with a GGUF file: `model.gguf`, and a `Modelfile` for Ollama.
+"""Export of a package and sparse values to a folder with `model.gguf`, and a `Modelfile` for Ollama.
 
-Tensor by tensor: the memory needed is that of the largest one. The folder appears whole or not at all.
+    exported = export_gguf(package, personal_K, Path("mine"))
+    exported.kept     # the share of the personal change that the file has
+
+Tensors are written one by one, so memory holds the largest one. The folder appears as a whole or not at all.
 """
 
 from collections.abc import Iterator
@@ -53,10 +56,12 @@ class GgufExport:
     """Result of an export.
 
     Attributes:
-        kind: of the linear layers.
-        kept: of the squared distance of the values from the package's own, the share that the file has;
-            1 for values that are the package's own.
-        as_float16: linear layers whose rows no block of 32 fills.
+        kind: the type of the linear layers.
+        size_bytes: the size of the file.
+        kept: the share of the squared distance between values and package that the file has. It is 1 for the
+            package's own values.
+        as_float16: the number of linear layers stored in float16, because blocks of 32 do not fill their
+        rows.
     """
 
     kind: BlockType
@@ -72,22 +77,23 @@ def export_gguf(
     *,
     kind: BlockType | str | None = None,
 ) -> GgufExport:
-    """Write a folder that unmodified llama.cpp loads; the model is named as the folder is.
+    """Write a folder that unmodified llama.cpp loads. The model has the name of the folder.
 
-    Linear layers are of `kind`; embeddings and head too, but Q8_0 where that is Q4_0; all else is float32. Of
-    `source` linears, embeddings and head have the bytes that the package keeps, but for blocks of 32 weights
-    that a personal value is in.
+    Linear layers, embedding and head have the type `kind`, but with Q4_0 embedding and head have Q8_0.
+    All else is float32. With `source`, they keep the bytes of the package, except blocks of 32 weights
+    with a personal value.
 
     Args:
-        values_K: float32 [k] to set at the masked positions; None takes the package's own.
-        kind: None is `source` where the package keeps a file's codes, else Q8_0.
-        folder: must not exist, or be empty; its parent must exist.
+        package: a package with a mask.
+        values_K: float32 [k] for the masked weights. None takes the package's own.
+        folder: a new or empty folder in an existing one.
+        kind: the type. None takes `source` if the package keeps a file's codes, else Q8_0.
 
     Raises:
-        InputError: as `describe` and `vocabulary_of`; a package with an adapter; values of another shape or
-            dtype or not finite; Q4_0 of a package that is not int4, or `source` of one that is not; less than
-            `LEAST_KEPT` of the personal change would be left; a folder that holds something.
-        OSError: as the file system reports it; no folder is left.
+        InputError: llama.cpp does not support the model or tokenizer, the package has an adapter, values are
+            invalid, the scheme does not allow the type, less than `LEAST_KEPT` of the personal change
+            would be left, or the folder is not empty.
+        OSError: the file system failed. No folder is left.
     """
     scheme = package.manifest.scheme.name
     if kind is None:
@@ -158,7 +164,7 @@ def _write_model(weights: "_Weights", vocabulary: Vocabulary | None, path: Path,
 
 
 class _Weights:
-    """The tensors of the file: first where they go, then their bytes in the same order."""
+    """The tensors of the file: first their layout, then their bytes in the same order."""
 
     def __init__(
         self, package: Package, values_K: NDArray[np.float32], description: Description, kind: BlockType
@@ -174,11 +180,11 @@ class _Weights:
 
     @property
     def kept(self) -> float:
-        """See `GgufExport`; once all is encoded."""
+        """See `GgufExport`. Valid after all tensors are encoded."""
         return 1.0 - self._lost / self._changed if self._changed else 1.0
 
     def layout(self) -> dict[str, tuple[BlockType, tuple[int, ...]]]:
-        """Type and shape by the name in the file."""
+        """Return type and shape of each tensor by its name in the file."""
         shapes = expected_tensors(self._package.config)
         found: dict[str, tuple[BlockType, tuple[int, ...]]] = {
             self._name(info.name): (self._linear_type(info), info.shape)
@@ -196,7 +202,7 @@ class _Weights:
         return found if factor_E is None else found | {ROPE_FACTORS: (BlockType.F32, factor_E.shape)}
 
     def encoded(self) -> Iterator[NDArray[np.uint8]]:
-        """The bytes, tensor by tensor."""
+        """Yield the bytes, tensor by tensor."""
         yield from self._linear()
         for name in self._package.plain_names:
             yield self._plain(name)
@@ -247,7 +253,7 @@ class _Weights:
         return BlockType(type_name(self._package.quantized(info.name)).lower())
 
     def _plain_type(self, name: str, shape: tuple[int, ...]) -> BlockType:
-        """Biases and norms are float32, which llama.cpp asks for."""
+        """Return the type of an unquantized tensor. llama.cpp needs biases and norms in float32."""
         if len(shape) == 1:
             return BlockType.F32
         if self.kind is BlockType.SOURCE:
