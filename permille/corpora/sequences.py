@@ -1,17 +1,16 @@
-"""Token sequences of one length from a corpus: a function of its texts, the tokenizer and the seed.
+"""Token sequences of one length from a corpus, as a function of its texts, the tokenizer and the seed.
 
-How, so that anyone can repeat it:
+The rule, so that anyone can repeat it:
 
-1. Each text is tokenized alone, special tokens as the model's tokenizer adds them; texts are joined in
-their order. 2. The joined stream is cut into windows of exactly `length` tokens, from its start, without
-gaps or overlap. The rest
-   at the end is left out: no padding, no special case.
-3. Of the first `POOL * n` windows (or of all, in a smaller corpus), window `w` has the key of 64 bits that
-   Philox4x32-10 makes of (w, seed). The n smallest keys win, the lower window first of equal ones.
-4. The winners are given in the order of the stream.
+1. Each text is tokenized alone, with the special tokens that the tokenizer adds. Texts are joined in order.
+2. The joined stream is cut into windows of exactly `length` tokens, from its start, without gaps or overlap.
+   The rest at the end is left out, so there is no padding.
+3. Of the first `POOL * n` windows (or of all, in a smaller corpus), window `w` has the 64-bit key that
+   Philox4x32-10 makes of (w, seed). The n smallest keys win. Of equal keys, the lower window wins.
+4. The winners are returned in the order of the stream.
 
-So a corpus is read as far as `POOL * n` windows and no further, and only n windows are held. A reader that
-wants sequences that were not used here asks for another `skip`.
+So at most `POOL * n` windows of a corpus are read, and only n windows are held in memory. A reader that
+wants other sequences passes another `skip`.
 """
 
 import heapq
@@ -26,8 +25,7 @@ from permille.errors import InputError
 from permille.zo.philox import philox4x32_10
 
 POOL = 8
-# As in the mask's stream, these words are never a step and query of a direction; the last bit tells them
-# apart.
+# Like the stream of masks, these words are never step and query of a direction. The last bit separates both.
 _SEQUENCE_STREAM = (0xFFFFFFFF, 0xFFFFFFFE)
 
 

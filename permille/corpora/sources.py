@@ -1,9 +1,10 @@
-"""Texts of a corpus: `.jsonl`, `.jsonl.gz` (field `text`) and `.txt` below a root.
+"""Texts of a corpus: `.jsonl` and `.jsonl.gz` (field `text`), and `.txt`.
 
-Rows that cannot be used are counted by reason in the caller's `ReadReport`; none is dropped in silence. A
-file that ends in the middle of a row is refused, and so is one of which more than a tenth is broken: a mask
-or a calibration of what happens to be left would be another one than was asked for.
-Reading is lazy: nothing is read beyond what is asked for.
+    texts = list(file_texts(Path("stories.jsonl"), ReadReport()))
+
+Unusable rows are counted by reason in a `ReadReport`. A file that ends in the middle of a row is
+refused. So is a file with more than a tenth of broken rows, because a mask of the remaining rows would
+not be the one that was asked for. Reading is lazy.
 """
 
 import gzip
@@ -42,15 +43,14 @@ class BadRow(StrEnum):
 
 @dataclass(slots=True)
 class ReadReport:
-    """Findings of a reading so far: rows seen, and of these the bad ones by reason, with the first row
-    numbers (from 1)."""
+    """Rows that were read so far, and the bad ones by reason, with the numbers of the first ones (from 1)."""
 
     rows: int = 0
     bad: Counter[BadRow] = field(default_factory=Counter)
     examples: dict[BadRow, list[int]] = field(default_factory=dict)
 
     def refuse(self, reason: BadRow) -> None:
-        """Count the current row as bad (InputError: too many of them are broken)."""
+        """Count the current row as bad. Raise InputError if too many are broken."""
         self.bad[reason] += 1
         shown = self.examples.setdefault(reason, [])
         if len(shown) < _EXAMPLES:
@@ -59,10 +59,10 @@ class ReadReport:
             self.check()
 
     def check(self) -> None:
-        """Refuse a corpus of which more than a tenth is broken; empty rows are no damage.
+        """Refuse a corpus with more than a tenth of broken rows. Empty rows do not count as broken.
 
         Raises:
-            InputError: with the numbers by reason, and the first row numbers.
+            InputError: the message has the numbers by reason, and the first row numbers.
         """
         filled = self.rows - self.bad[BadRow.EMPTY]
         broken = self.bad.total() - self.bad[BadRow.EMPTY]
@@ -158,7 +158,11 @@ def _text_of(line: bytes | None) -> str | BadRow:
 
 
 def checked_text(text: object) -> str | BadRow:
-    """Return a text that can be used, or why this one cannot."""
+    """Return a usable text as it is, and else the reason why it is not usable.
+
+    >>> checked_text(" ").value
+    'empty'
+    """
     if not isinstance(text, str):
         return BadRow.NO_TEXT
     if not text.strip():

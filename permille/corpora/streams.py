@@ -1,4 +1,4 @@
-"""Texts of a data set that its host streams. The API imports `sources` alone, and so no `datasets`."""
+"""Texts of a streamed dataset. The API imports `sources` alone, so it does not import `datasets`."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,7 +6,7 @@ from permille.choices import StreamedDataset
 from permille.corpora.sources import BadRow, ReadReport, checked_text
 from permille.errors import InputError, RetryableError
 
-# repository, configuration, commit: a dataset that moves would change a mask.
+# Repository, configuration and commit. A dataset that changes would change a mask.
 _STREAMS = {StreamedDataset.C4: ("allenai/c4", "en", "1588ec454efa1a09f29cd18ddd04fe05fc8653a2")}
 
 

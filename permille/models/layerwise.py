@@ -1,4 +1,4 @@
-"""Runs a checkpoint one decoder layer at a time, so that a model larger than memory can be read or changed.
+"""A checkpoint that runs one decoder layer at a time, so that a model can be larger than memory.
 
     stream = LayerStream(checkpoint)
     with stream.ends() as ends:                      # embedding, last norm and head are in memory
@@ -9,12 +9,12 @@
     with stream.ends() as ends:
         logits = [ends.logits(hidden_BTH) for hidden_BTH in hidden]
 
-The code that runs is transformers' own, in eval mode. The model is built without memory ("meta"). Its decoder
-layers are taken out, and a recorder stands in the place of each: it notes what the model hands to that layer
-(masks, rotations), which depends on the shape of the input alone. So no family is special here.
+The code of transformers runs, in eval mode. The model is built without memory ("meta"). Each decoder
+layer is replaced by a recorder, which stores the arguments of the layer (masks, rotations). These depend
+only on the shape of the input, so all families work alike.
 
-Everything is differentiable where gradients are enabled: `layer` and `logits` are functions of the hidden
-states, and of those parameters of which the caller asks `requires_grad_()`. Nothing here keeps a graph.
+If gradients are enabled, `layer` and `logits` are differentiable with respect to the hidden states, and to
+parameters on which the caller sets `requires_grad_()`. No graph is kept here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ class LayerStream:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Build the model without its weights; what the parts compute in is `dtype`, on `device`."""
+        """Build the model without weights. Its parts compute in `dtype` on `device`."""
         self.checkpoint = checkpoint
         self.dtype, self._device = dtype, torch.device(device)
         self._prefix = shape_of(checkpoint.config).about.prefix
@@ -61,7 +61,7 @@ class LayerStream:
 
     @contextmanager
     def ends(self) -> Iterator["Ends"]:
-        """Load what stands before and behind the decoder layers; free it at the end."""
+        """Load the parts before and after the decoder layers, and free them at the end."""
         self._fill(self._model, "")
         self._model.tie_weights()
         try:
@@ -71,7 +71,7 @@ class LayerStream:
 
     @contextmanager
     def layer(self, index: int) -> Iterator["DecoderLayer"]:
-        """Load one decoder layer; free it at the end."""
+        """Load one decoder layer, and free it at the end."""
         module, prefix = self._layers[index], f"{self._prefix}.{index}"
         self._fill(module, f"{prefix}.")
         try:
@@ -80,9 +80,9 @@ class LayerStream:
             _empty(module)
 
     def _run(self, tokens_BT: Tensor, replaced: Tensor | None = None) -> Tensor:
-        """The model without its layers, on tokens, or on `replaced` where the first layer's output would be.
+        """Run the model without its layers, on tokens, or on `replaced` as the output of the first layer.
 
-        The logits of the last token only where nothing is replaced: nobody wants them then.
+        If nothing is replaced, only logits of the last token are computed, because nobody uses them.
         """
         self._recorders[0].replaced = replaced
         kept = 1 if replaced is None else 0
@@ -145,7 +145,7 @@ class Ends:
 
 
 class _Recorder(nn.Module):
-    """Stands in a decoder layer's place, and hands the hidden states on, or others in their place."""
+    """A stand-in for a decoder layer. It hands the hidden states on, or replaces them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 
 def restore_buffers(model: Any, device: torch.device) -> None:
-    """Make what is computed from the config alone, such as frequencies of rotations: no checkpoint has it."""
+    """Compute buffers that depend on the config alone, such as frequencies. Checkpoints do not have them."""
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():

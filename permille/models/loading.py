@@ -1,4 +1,4 @@
-"""A checked model folder as a torch model or a tokenizer. Nothing in the folder is executed."""
+"""A checked model folder as a torch model or a tokenizer. No code of the folder is run."""
 
 from array import array
 from base64 import b64decode
@@ -25,10 +25,10 @@ MAX_TOKENIZER_BYTES = 64 << 20
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str = "cpu") -> "PreTrainedModel":
-    """The causal language model of a folder, in eval mode.
+    """Load the causal language model of a folder, in eval mode.
 
     Raises:
-        InputError: as `Checkpoint`, or transformers finds tensors that do not fit its model.
+        InputError: as `Checkpoint`, or tensors do not fit the model of transformers.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,9 +60,10 @@ class FileTokenizer:
     """The tokenizer of a `tokenizer.json`, run by the tokenizers library in a confined child."""
 
     def __init__(self, folder: Path) -> None:
-        """
+        """Start the tokenizer.
+
         Raises:
-            InputError: no tokenizer.json in the folder, or one that cannot be read.
+            InputError: the folder has no tokenizer.json, or it cannot be read.
         """
         path = inside(folder, "tokenizer.json")
         if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
@@ -71,7 +72,7 @@ class FileTokenizer:
         _answer(self._sandbox.start)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; special tokens in it are special.
+        """Return the ids of a text. Special tokens in the text are recognised.
 
         Raises:
             InputError: the tokenizer fails or breaks a limit.
@@ -102,10 +103,10 @@ class FileChat:
         return None if files.template is None else cls(folder, files)
 
     def prompt(self, question: str) -> NDArray[np.int64]:
-        """The ids of a conversation in which the user has asked, up to where the answer begins.
+        """Return the ids of a conversation with one question, up to the start of the answer.
 
         Raises:
-            InputError: the template refuses it.
+            InputError: the template refuses the question.
         """
         messages = [{"role": "user", "content": question}]
         request: dict[str, Any] = {
@@ -124,7 +125,7 @@ class FileChat:
         return np.array(array("I", b64decode(found["ids"])).tolist(), np.int64)
 
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer."""
+        """Return the tokens that end an answer."""
         return frozenset(self._files.stop_ids)
 
 

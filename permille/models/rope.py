@@ -1,14 +1,14 @@
-"""Rotary position embeddings: which frequencies a config means (RoFormer, equation 15, and its stretchings).
+"""Rotary position embeddings: the frequencies of a config (RoFormer, equation 15, and later scalings).
 
     x1' = x1 cos(p f) - x2 sin(p f),   x2' = x2 cos(p f) + x1 sin(p f)
 
 for the two halves x1, x2 of the rotated part of a head at position p. Frequencies are computed in float64
-and rounded once; angles, as in transformers, are float32 products.
+and rounded once. Angles are float32 products, as in transformers.
 
-Known types: default, linear, dynamic, llama3 (Llama 3.1), yarn (YaRN, section 3.2 and 3.4), longrope
-(LongRoPE, section 3.2). "dynamic" changes nothing up to the model's last position, and no sequence is longer.
-"longrope" has other frequencies beyond the original context, and "yarn" with `llama_4_scaling_beta`
-(Ministral 3) scales scores there; only what holds within that context is read.
+Known types: default, linear, dynamic, llama3 (Llama 3.1), yarn (YaRN, sections 3.2 and 3.4), longrope
+(LongRoPE, section 3.2). "dynamic" changes nothing up to the model's last position, and no sequence is
+longer. Beyond the original context, "longrope" has other frequencies, and "yarn" with
+`llama_4_scaling_beta` (Ministral 3) scales scores. Both are supported within that context only.
 """
 
 import math
@@ -55,8 +55,8 @@ class Rope:
 
     Attributes:
         frequency_E: float32 [rotated / 2].
-        scaling: factor of cosine and sine.
-        longest: the longest sequence that has these frequencies; None: any.
+        scaling: the factor of cosine and sine.
+        longest: the longest sequence that has these frequencies, or None without a limit.
     """
 
     frequency_E: NDArray[np.float32]
@@ -69,21 +69,25 @@ class Rope:
         return 2 * len(self.frequency_E)
 
     def tables(self, position_T: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(cosine, sine), float32 [T, rotated / 2]."""
+        """Return cosine and sine at some positions, float32 [T, rotated / 2]."""
         angle_TE = position_T.astype(np.float32)[:, None] * self.frequency_E
         scaling = np.float32(self.scaling)
         return np.cos(angle_TE) * scaling, np.sin(angle_TE) * scaling
 
 
 def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope:
-    """The frequencies of standardized parameters (with `rope_theta`).
+    """Return the frequencies of standardized parameters.
+
+    >>> rope_of({"rope_theta": 1e4}, head=4, positions=8).frequency_E.round(2).tolist()
+    [1.0, 0.009999999776482582]
 
     Args:
-        head: numbers of a head.
+        parameters: `rope_parameters` of a config, with `rope_theta`.
+        head: the width of a head.
         positions: the model's `max_position_embeddings`.
 
     Raises:
-        InputError: a type or a key that we do not know, or a number out of range.
+        InputError: a type or key is unknown, or a number is out of range.
     """
     given = {key: value for key, value in parameters.items() if value is not None}
     kind = given.get("rope_type", given.get("type", "default"))

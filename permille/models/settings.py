@@ -1,7 +1,7 @@
-"""Reading a foreign `config.json`: typed, with the default that transformers 5 takes where a key is absent.
+"""A typed reader of a foreign `config.json`, with the defaults of transformers 5.
 
-Every key that is read is noted. A key that was neither read nor is known to change nothing is refused by
-name: this engine computes what transformers computes, or nothing.
+It notes every key that is read. An unread key that is not known to be harmless is refused by name, so
+that the light engine computes what transformers computes, or nothing.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 from permille.errors import InputError
 
-# Bookkeeping, dropout (training alone) and what old releases used to lay out their memory.
+# Bookkeeping, dropout (used in training only), and keys by which old releases laid out their memory.
 _HARMLESS = frozenset(
     {
         "activation_dropout",
@@ -160,7 +160,7 @@ class Settings:
 
 
 def positive(name: str, value: object) -> float:
-    """A finite number above 0 (InputError)."""
+    """Return a finite number above 0 (InputError)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise unsupported(f"{name} to be a number above 0", value)
     return float(value)

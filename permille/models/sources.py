@@ -24,11 +24,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
-    """The real path of `relative` below `root`; `what` is "folder" or "file".
+    """Return the real path of `relative` below `root`. `what` is "folder" or "file".
 
     Raises:
-        InputError: it leads out of the root (absolute, "..", a symbolic link), or is no such thing: which of
-            these is not told, so that nobody learns what lies outside.
+        InputError: the path leads out of the root or does not exist. The message does not tell which, so that
+            nobody learns what exists outside.
     """
     path = follow_inside(root, relative)
     if path is None or not (path.is_dir() if what == "folder" else path.is_file()):
@@ -86,7 +86,7 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
     from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
 
     for left in folder.glob(".cache/huggingface/download/*.incomplete"):
-        left.unlink()  # of a killed download: the library never takes it up again
+        left.unlink()  # of a killed download; the library never continues it
     try:
         for weights in (["*.safetensors"], [*PICKLES, PICKLE_INDEX]):  # pickles where nothing else is there
             chosen: dict[str, Any] = {
@@ -110,7 +110,7 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
         # A dry run hides the hub's answer behind an error of its own.
         found = exc.__cause__ if isinstance(exc, DryRunError) else exc
         raise _refusal(found, repository, commit) from exc
-    # Where the network is gone by now, the library takes what lies there for the whole.
+    # If the network failed meanwhile, the library returns an incomplete folder without an error.
     if not all((folder / file.filename).exists() for file in listed):
         raise RetryableError(f"The download of {repository} was cut off.")
 

@@ -3,9 +3,9 @@
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2        g: the batch's gradient of the masked weights
     change = -rate * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + 1e-8)            (Kingma and Ba, algorithm 1)
 
-The rate begins at a share of the root mean square of the masked weights, with an adapter at another number
-(`learning_rate` says which), and falls to 0 over the steps, so there is nothing to search for. Every weight
-moves by the nearest integer of the lattice.
+The rate starts at a share of the root mean square of the masked weights (adapters have another rule, see
+`learning_rate`), and falls to 0 over the steps. So there is no rate to search for. Every weight moves by
+the nearest integer of the lattice.
 
 Shapes: K = masked weights.
 """
@@ -27,11 +27,11 @@ from permille.package.reader import Package
 from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
 
-# Fifteen times as much diverges on a real model of 135 million weights, and reaches a higher loss before.
+# On a real model of 135 million weights, 15 times this diverges, and reaches a higher loss before.
 RATE = 0.3
 FULL_RATE_WEIGHTS = 6000
 ADAPTER_RATE = 0.12
-UNITS = 256  # a step of the largest rate is so many units of the lattice, or a few more
+UNITS = 256  # units of the lattice in a step of the largest rate, or a few more
 _BETAS = (0.9, 0.99)
 _TINY = 1e-8
 
@@ -41,10 +41,10 @@ class Moments:
     """State of Adam before a step.
 
     Attributes:
-        step: the next one.
-        taken: how many steps before it were not rejected.
-        s_K: the state, where there is no log.
-        coefficients: of the step before, where there is a log; with `loss` and `flags` its record.
+        step: the number of the next step.
+        taken: the number of earlier steps that were not rejected.
+        s_K: the state, for runs without a log.
+        coefficients: those of the previous step, for runs with a log. With `loss` and `flags`, its record.
     """
 
     step: int
@@ -63,7 +63,7 @@ class Moments:
         return cls(step=0, taken=0, m_K=nothing_K, v_K=nothing_K, s_K=s_K, coefficients=np.zeros(0, np.int64))
 
     def record(self) -> StepRecord:
-        """The record of the step before."""
+        """Return the record of the previous step."""
         return StepRecord(
             step=self.step - 1,
             coefficients=tuple(self.coefficients.tolist()),
@@ -88,12 +88,12 @@ class Moments:
         return data + hashlib.sha256(data).digest()
 
     def store(self, path: Path) -> None:
-        """Write what Adam remembers, whole or not at all; durable on return."""
+        """Write the moments to a file, as a whole or not at all. They are durable on return."""
         write_atomic(path, self.to_bytes(), mode=0o600)
 
     @classmethod
     def load(cls, path: Path) -> "Moments | None":
-        """Read what Adam remembers; None before the first step.
+        """Read the moments. Return None if there is no file yet.
 
         Raises:
             OperatorError: the file is damaged.
@@ -130,16 +130,17 @@ class Moments:
 
 
 def learning_rate(package: Package) -> float:
-    """Compute the rate of the first step; 0 where all masked weights are.
+    """Return the rate of the first step, or 0 if all masked weights are 0.
 
-    A step moves every masked weight by up to the rate, all of them down the loss, so what it does grows with
-    their number: of k weights the rate is `0.3 min(1, 6000 / k)` times their root mean square. Measured at k
-    of 3,624, 5,808 and 106,230 (docs/adr/0009).
+    A step moves every masked weight by up to the rate, and all moves lower the loss, so the effect grows with
+    the number of weights. For k weights, the rate is `0.3 min(1, 6000 / k)` times their root mean square. It
+    was measured at k of 3,624, 5,808 and 106,230 (docs/adr/0009).
 
-    A step of B changes a linear's output by up to `alpha rate` of its input, whatever its size: with an
-    adapter the rate is 0.12 over alpha. A step of A, where it is trained, changes `A x` by up to `K rate`,
-    and the output by that times B, which has moved by `rate`: so `alpha K rate^2` is at most 0.25, K the mean
-    of the inputs' widths; "LoRA+" (Hayou et al., 2024) has the same root of the width for one rate of both.
+    For an adapter, a step of B changes a linear layer's output by up to `alpha rate` of its input, for
+    any size. So the rate is 0.12 over alpha. If A is trained, its step changes `A x` by up to `K rate`,
+    and the output by that times B, which has moved by `rate`. So `alpha K rate^2` is at most 0.25, where
+    K is the mean width of the inputs. "LoRA+" (Hayou et al., 2024) has the same root of the width for
+    one rate of both.
     """
     adapter = package.manifest.adapter
     if adapter is not None:
@@ -154,7 +155,11 @@ def learning_rate(package: Package) -> float:
 
 
 def unit_exponent(rate: float) -> int:
-    """Return the exponent of the step unit: the largest power of two that is at most `rate / UNITS`."""
+    """Return the exponent of the step unit: the largest power of two that is at most `rate / UNITS`.
+
+    >>> unit_exponent(0.256)  # 2**-10 is the largest power of two below 0.001
+    -10
+    """
     return math.frexp(rate / UNITS)[1] - 1
 
 
@@ -164,14 +169,15 @@ def adam_step(
     """Move every weight by its own integer.
 
     Args:
-        moments: before the step, with the state.
-        loss: of the step's batch.
-        gradient_K: of that loss, at the state.
-        rate: of this step.
+        moments: the state before the step.
+        loss: the loss of the step's batch.
+        gradient_K: the gradient of that loss, at the state.
+        rate: the rate of this step.
+        step_unit_exponent: the exponent of the lattice's unit.
 
     Returns:
-        What is remembered. A loss or gradient that is not finite, or a state beyond the exact range, gives a
-        rejected step: all but its number, loss and flags stays as it was.
+        The state after the step. If the loss or gradient is not finite, or the state would leave the exact
+        range, the step is rejected: only its number, loss and flags change.
     """
     rejected = replace(moments, step=moments.step + 1, loss=loss, flags=int(StepFlag.REJECTED))
     if not (math.isfinite(loss) and np.isfinite(gradient_K).all()):

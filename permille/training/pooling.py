@@ -1,13 +1,12 @@
-"""A pooled state: the masked weights of a package, trained on a public corpus (FORMAT 4.9).
+"""Pooled states: the masked weights of a package, trained on a public corpus (FORMAT 4.9).
 
     rows = token sequences of the corpus
     judged = pool(engine, package, rows, PoolingPlan(steps=400), checkpoint=folder / "moments")
     manifest = write_pooled(blobs, package.manifest, judged, {"corpus": "c4"})
 
-The steps are a device's (`permille.training.adam`), every weight by its own integer. The last tenth of the
-rows is trained on by nobody and judges the result. As on a device the package's reference pulls, and bounds
-the loss on general text. A call with the same arguments and checkpoint goes on after a kill, to the same
-bits.
+The steps are those of a device (`permille.training.adam`). The last tenth of the rows is not trained on
+and judges the result. As on a device, the package's reference pulls each step, and bounds the loss on
+general text. A call with the same arguments and checkpoint continues after a kill, to the same bits.
 
 Shapes: N = rows of the corpus, B = rows of a batch, T = tokens, K = masked weights.
 """
@@ -37,9 +36,9 @@ from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille.zo.packed_state import StateHeader, StateOrigin, encode_state, pooled_state
 
-HELD_OUT_SHARE = 10  # one row of so many, at least two
+HELD_OUT_SHARE = 10  # one of this many rows is held out, and at least two rows
 STEPS_A_CHECKPOINT = 20
-SURE = 2.0  # standard errors by which a pooled state is better
+SURE = 2.0  # a pooled state is better if its gain exceeds this many standard errors
 
 Progress = Callable[[int, int], None]
 
@@ -148,7 +147,7 @@ def _kept_general(
     exponent: int,
     reference: Reference,
 ) -> NDArray[np.int64]:
-    """The state at the largest strength that keeps the general loss within the bound of devices."""
+    """Return the state at the largest strength that keeps the general loss within the devices' bound."""
     base = reference.loss(engine, w_base_K)
 
     def rise_of(eighths: int) -> float:
@@ -192,7 +191,7 @@ def write_pooled(
 
 
 def _kept(checkpoint: Path) -> Moments | None:
-    """Return what an earlier call has kept; None where there is nothing, or damage: steps are made again."""
+    """Return the moments of an earlier call. Without a whole file, return None, to repeat the steps."""
     with suppress(OperatorError):
         return Moments.load(checkpoint)
     return None
@@ -207,7 +206,7 @@ def _batch(rows_BT: NDArray[np.int64]) -> Batch:
 def _losses(
     engine: GradientEngine, values_K: NDArray[np.float32], rows_NT: NDArray[np.int64], batch_rows: int
 ) -> NDArray[np.float64]:
-    """The mean loss of each row, float64 [n]."""
+    """Return the mean loss of each row, float64 [n]."""
     parts = [
         engine.token_losses(values_K, _batch(rows_NT[first : first + batch_rows]))
         for first in range(0, len(rows_NT), batch_rows)

@@ -1,7 +1,7 @@
-"""The `config.json` of a GGUF file's model, and where its tensors are by our names.
+"""The `config.json` of a GGUF file's model, and its tensors by our names.
 
-The inverse of `permille.engines.gguf.description`, which writes such files: a test sends every family there
-and back. Metadata is foreign; what a config cannot say is refused by name.
+This is the inverse of `permille.engines.gguf.description`, which writes such files. A test sends every family
+there and back. Metadata is foreign. Settings that a config cannot express are refused by name.
 """
 
 from collections.abc import Mapping
@@ -37,13 +37,13 @@ ARCHITECTURES = {
     Family.GRANITE: MODEL_ARCH.GRANITE,
     Family.OLMO2: MODEL_ARCH.OLMO2,
 }
-"""llama.cpp's names. A Mistral's file says `llama`, which computes the same."""
+"""Architectures in the names of llama.cpp. A Mistral's file says `llama`, which computes the same."""
 
 PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
-"""llama.cpp's own: all layers but every n-th have a window."""
+"""llama.cpp's rule: every n-th layer has no window."""
 
 UNROTATED = 4
-"""llama.cpp's own: every so many layers of a SmolLM3 have no rotation."""
+"""llama.cpp's rule: every n-th layer of a SmolLM3 has no rotation."""
 
 _NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)  # rotated in pairs, not in halves
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
@@ -55,10 +55,10 @@ _LLAMA3_FACTORS = (8.0, 32.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufModel:
-    """A file's model.
+    """The model of a GGUF file.
 
     Attributes:
-        names: the file's name of each of our tensors.
+        names: the name in the file of each of our tensors.
     """
 
     file: GgufFile
@@ -110,7 +110,7 @@ def read_model(file: GgufFile) -> GgufModel:
         raise file.refused("holds a mixture of experts, which is not supported")
     config = _config(file, arch, family)
     try:
-        architecture_of(config)  # or an engine refuses it, after the work of a build
+        architecture_of(config)  # else an engine would refuse it after the work of a build
     except InputError as exc:
         raise file.refused(f"has unsupported settings: {str(exc).removesuffix(f'; {HINT}')}") from exc
     names = get_tensor_name_map(ARCHITECTURES[family], shape_of(config).layers)
@@ -130,10 +130,10 @@ def read_model(file: GgufFile) -> GgufModel:
 
 
 def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -> NDArray[np.int64] | None:
-    """Return where llama.cpp wants a tensor's rows from; None: they stay.
+    """Return the row order of llama.cpp for a tensor, or None if it is ours.
 
-    It rotates neighbours in the heads of some architectures where transformers rotates halves, and has a
-    NeoX's queries, keys and values one after the other where transformers has them head by head.
+    In some architectures, llama.cpp rotates neighbours in a head where transformers rotates halves. It has a
+    NeoX's queries, keys and values one after the other, where transformers has them head by head.
     """
     shape = shape_of(config)
     order = np.arange(rows)
@@ -146,7 +146,7 @@ def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -
 
 
 def adds_one(family: Family, name: str) -> bool:
-    """Say whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
+    """Return whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
     return family in _GEMMAS and name.endswith("norm.weight")
 
 
@@ -161,7 +161,7 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         raise file.refused("lacks the tensor 'token_embd.weight'")
     layers, hidden = whole("block_count"), whole("embedding_length")
     heads = whole("attention.head_count")
-    if layers > MOST_LAYERS:  # before a list of them is made
+    if layers > MOST_LAYERS:  # checked before a list of layers is made
         raise file.refused(f"names {layers} layers; 1 to {MOST_LAYERS} are read")
     head = whole("attention.key_length", hidden // heads)
     if whole("attention.value_length", head) != head:
@@ -204,7 +204,7 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         config |= {"mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
     if family is Family.SMOLLM3:
         config |= {"no_rope_layers": [int((layer + 1) % UNROTATED != 0) for layer in range(layers)]}
-        # Else transformers takes the published model's, which another vocabulary may lack.
+        # Without it, transformers takes that of the published model, which may be outside of the vocabulary.
         config |= {"pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id")}
     if family is Family.GRANITE:
         if not file.metadata.get(f"{arch}.rope.scaling.finetuned", True):
@@ -254,7 +254,7 @@ def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) 
 
 
 def _llama3(file: GgufFile, theta: float, head: int, positions: int) -> dict[str, Any]:
-    """Find the `llama3` scaling that gives the file's divisors: it names divisors alone."""
+    """Find the `llama3` scaling whose divisors the file has, because the file stores divisors only."""
     place = file.tensors[ROPE_FACTORS]
     if place.shape != (len(range(0, head, 2)),):  # before its numbers are in memory
         raise file.refused(f"has {ROPE_FACTORS!r} of shape {list(place.shape)}, for heads of {head}")
@@ -287,7 +287,7 @@ def _number(file: GgufFile, key: str, default: float | None = None) -> float:
 
 
 def _positive(file: GgufFile, key: str, default: float | None = None) -> float:
-    """Return the shortest decimal of a float32: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal of a positive float32: 1e-05 for 9.999999747378752e-06."""
     number = _number(file, key, default)
     if number <= 0:
         raise file.refused(f"names {key} as {number!r}, which must be above 0")

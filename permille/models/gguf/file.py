@@ -1,9 +1,9 @@
-"""A GGUF file's header, read strictly: metadata, and where each tensor lies.
+"""A strict reader of a GGUF file's header: metadata, and the position of each tensor.
 
-The file is foreign input and may be truncated, or claim anything. Every count, length and offset is held
-against a limit and the file's size before it is used; no memory is allocated on the strength of a number
-in the file. Tensors are mapped. `gguf`'s own reader trusts the counts, so only its tables and
-dequantizers are used.
+The file is foreign, may be truncated, and may claim anything. Every count, length and offset is checked
+against a limit and the file's size before it is used. No memory is allocated because of a number in the
+file. Tensors are mapped. The reader of the `gguf` package trusts the counts, so only its tables and
+dequantizers are used here.
 """
 
 import mmap
@@ -26,10 +26,10 @@ TYPES = tuple(
     GGMLQuantizationType[name]
     for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 )
-"""The types of tensors that are read; others are refused by name."""
+"""The types of tensors that are read. Others are refused by name."""
 
 OTHERWISE = "Take the model as transformers has it, from a folder or the hub"
-"""Advice for a file whose model may be known in another form."""
+"""Advice for a file whose model may be available in another form."""
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_KEYS, _MOST_TENSORS, _MOST_ITEMS = 4096, 1 << 16, 4 << 20
@@ -43,9 +43,10 @@ class TensorPlace:
     """A tensor of the file.
 
     Attributes:
-        shape: as numpy has it: rows first.
-        begin: of its bytes in the file.
-        size: in bytes.
+        type: its type.
+        shape: the shape in numpy's order, rows first.
+        begin: the offset of its bytes in the file.
+        size: the number of its bytes.
     """
 
     type: GGMLQuantizationType
@@ -61,9 +62,8 @@ class GgufFile:
         """Read the header.
 
         Raises:
-            InputError: no GGUF file of version 2 or 3, a truncated one, or a number in it that is out of
-                range.
-            OSError: the file cannot be opened.
+            InputError: the file is no GGUF file of version 2 or 3, is truncated, or has a number out of
+            range. OSError: the file cannot be opened.
         """
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -134,7 +134,7 @@ class GgufFile:
             placed[name] = TensorPlace(
                 type=place.type, shape=place.shape, begin=start + place.begin, size=place.size
             )
-        # Or a small file could name many tensors over the same bytes, and fill the disk once converted.
+        # Else a small file could name many tensors over the same bytes, and fill the disk when converted.
         in_order = sorted(placed.items(), key=lambda item: item[1].begin)
         for (_, before), (name, after) in pairwise(in_order):
             if after.begin < before.begin + before.size:
@@ -161,7 +161,7 @@ class GgufFile:
 
 
 class _Reader:
-    """Takes numbers and texts from a buffer, never beyond its end."""
+    """A reader of numbers and texts that never passes the end of the buffer."""
 
     def __init__(self, data: mmap.mmap, name: str) -> None:
         self._data = data
@@ -186,7 +186,7 @@ class _Reader:
         return found
 
     def text(self, most: int = _MOST_BYTES) -> str:
-        # Tokens of some vocabularies are no UTF-8; those are refused where they matter.
+        # Tokens of some vocabularies are not UTF-8. They are refused when they are needed.
         return self.take(self.count("bytes of a text", most)).decode("utf-8", "surrogateescape")
 
     def metadata(self, keys: int) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class _Reader:
         if kind != _ARRAY:
             raise self._refused(f"has {key!r:.80} of a type that GGUF does not name: {kind}")
         items, number = self.number("I"), self.count("items of a list", _MOST_ITEMS)
-        self._items += number  # of all lists: an item in memory is many times its bytes in the file
+        self._items += number  # over all lists, because an item in memory is larger than in the file
         if self._items > _MOST_ITEMS:
             raise self._refused(f"has lists of more than {_MOST_ITEMS} items together")
         if items == _STRING:

@@ -1,9 +1,9 @@
-"""The `tokenizer.json` of a GGUF file: the two kinds of byte pair encoding that both sides know.
+"""The `tokenizer.json` of a GGUF file, for the two kinds of byte pair encoding that both sides support.
 
-The inverse of `permille.engines.gguf.tokenizer`. `gpt2`: bytes as letters, merges by rank, and a name for how
-a text is cut before. `llama`: sentencepiece's, where the best token is merged first; its list of merges is
-made of the scores, as transformers makes it. Other kinds, and ways to cut a text that we do not know, are
-refused: wrong token ids would train and answer nonsense without a word.
+This is the inverse of `permille.engines.gguf.tokenizer`. `gpt2` writes bytes as letters, merges by rank,
+and names the rule that splits a text. `llama` is sentencepiece's: the best token is merged first, so the
+list of merges is made of the scores, as transformers does. Other kinds and unknown split rules are
+refused, because wrong token ids would silently train and answer nonsense.
 """
 
 import math
@@ -22,7 +22,7 @@ _GPT4 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {
-    # As in the files of these models: (patterns or kinds that cut, whether whole words are not merged).
+    # The patterns or kinds that split a text, and whether whole words stay unmerged, as in these models.
     "gpt-2": ((GPT2,), False),
     "smollm": ((DIGITS, GPT2), False),
     "qwen2": (
@@ -34,7 +34,7 @@ SPLITS = {
     ),
     "llama-bpe": ((_GPT4,), True),
     "dbrx": ((_GPT4,), False),
-    # Other names for the same rules, as converted files have them: of Granite 3 and SmolLM3.
+    # Other names of the same rules, in the files of Granite 3 and SmolLM3.
     "refact": ((DIGITS, GPT2), False),
     "smaug-bpe": ((_GPT4,), False),
 }
@@ -43,14 +43,14 @@ SPLITS = {
 _NORMALIZED = frozenset({"qwen2"})
 _MOST_MERGES = 1 << 20  # Gemma has some 580,000
 _MOST_LETTERS = 256
-"""Letters of a token of sentencepiece's: they are looked at pair by pair, and the file is a stranger's."""
+"""The largest token of sentencepiece's, in letters. All its splits are tried, and the file is foreign."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
-    """Make `tokenizer.json`, `tokenizer_config.json` and the like, as JSON values by file name.
+    """Make `tokenizer.json`, `tokenizer_config.json` and others, as JSON values by file name.
 
     Raises:
-        InputError: no tokenizer in the file, or one of another kind.
+        InputError: the file has no tokenizer, or one of another kind.
     """
     kind = file.text("tokenizer.ggml.model", "none")
     if kind not in ("gpt2", "llama"):
@@ -140,7 +140,7 @@ def _special(file: GgufFile, key: str, tokens: list[str]) -> str | None:
 
 
 def _adds_bos(file: GgufFile, kind: str) -> bool:
-    """llama.cpp's default."""
+    """Return llama.cpp's default."""
     return kind == "llama" or file.metadata.get("tokenizer.ggml.pre") == "llama-bpe"
 
 
