@@ -31,6 +31,7 @@ def address_key(host: str) -> str:
         return host[:64]
     if address.version == 4:
         return str(address)
+    # Clear the lower half: it names the interface.
     return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 

@@ -214,6 +214,7 @@ def _saved(model: Any, tokenizer: Any) -> Model:
         raise InputError(f"Pass a path or a model of transformers, not {type(model).__name__}.")
     if not hasattr(tokenizer, "save_pretrained"):
         raise InputError("A model in memory needs its tokenizer: load_model(model, tokenizer).")
+    # It is removed together with the returned model.
     kept = tempfile.TemporaryDirectory(prefix="permille-model-")
     for part in (model, tokenizer):
         part.save_pretrained(kept.name)

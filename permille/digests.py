@@ -90,6 +90,7 @@ def parse_canonical(data: bytes | memoryview, limit: int) -> JSON:
         expected = canonical_json(value)
     except (TypeError, ValueError) as exc:
         raise PackageError("json-malformed", str(exc)) from exc
+    # Only the comparison finds unsorted keys, spaces and escapes.
     if expected != raw:
         raise PackageError("json-not-canonical", "expected sorted keys, no spaces and no escapes")
     return value

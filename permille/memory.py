@@ -38,4 +38,5 @@ def _group_memory() -> int | None:
         used = (_CGROUP / "memory.current").read_text(encoding="ascii").strip()
     except OSError:
         return None
+    # Without a limit, the file says "max".
     return max(0, int(limit) - int(used)) if limit.isdecimal() else None

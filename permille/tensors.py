@@ -51,6 +51,7 @@ class RawTensor:
         if self.dtype == "F16":
             return self.data.view("<f2").astype(np.float32).reshape(self.shape)
         if self.dtype == "BF16":
+            # bfloat16 is the upper half of a float32.
             high = self.data.view("<u2").astype(np.uint32) << np.uint32(16)
             return high.view(np.float32).reshape(self.shape)
         raise InputError(f"expected a tensor of BF16, F16, F32 or Q8_0, got {self.dtype}")

@@ -133,6 +133,7 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
     model.eval().requires_grad_(False)
     restore_buffers(model, device)
     linears = tuple(_linear(model, package, info, device, dtype) for info in package.manifest.tensors)
+    # Before `_fill`, which loads all parameters that remain.
     head = _tables(model, package, device, dtype)
     _fill(model, package, device, dtype)
     prefix = shape_of(package.config).about.prefix

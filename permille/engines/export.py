@@ -85,6 +85,7 @@ def export_peft(package: Package, values_K: NDArray[np.float32] | None, folder: 
     for info, a_RK, b_NR in adapter_matrices(package, values_K):
         name = f"base_model.model.{info.name.removesuffix('.weight')}.lora"
         shapes |= {f"{name}_A.weight": a_RK.shape, f"{name}_B.weight": b_NR.shape}
+    # A second pass, so that no more than one pair of matrices is in memory.
     matrices = (matrix for _, *both in adapter_matrices(package, values_K) for matrix in both)
     with new_folder(folder) as temporary:
         write_atomic(temporary / CONFIG_FILE, _peft_config(package, adapter))

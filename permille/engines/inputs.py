@@ -34,6 +34,7 @@ def check_values(values_VK: NDArray[np.float32], limits: ModelLimits) -> None:
         raise InputError(
             f"expected values float32 [variants, {limits.k}], got {values_VK.dtype} {list(values_VK.shape)}"
         )
+    # An engine would reduce over an empty axis.
     if len(values_VK) == 0:
         raise InputError("expected at least one variant of the values, got none")
 

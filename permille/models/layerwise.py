@@ -63,6 +63,7 @@ class LayerStream:
     def ends(self) -> Iterator["Ends"]:
         """Load the parts before and after the decoder layers, and free them at the end."""
         self._fill(self._model, "")
+        # Filling replaced the parameters, so a tied head must point to the new embedding.
         self._model.tie_weights()
         try:
             yield Ends(self)

@@ -22,6 +22,7 @@ _FLAGS = (
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
+    # fused operations only where a kernel asks for them
     "-ffp-contract=off",
     "-fno-math-errno",  # a square root is then an instruction everywhere, and no call into libm
     "-Wall",

@@ -156,6 +156,7 @@ def recover(
             for first in range(0, plan.rows, at_once):
                 part_BT = taken_BT[first : first + at_once]
                 loss = _mean_loss(model, part_BT, step) * (len(part_BT) / plan.rows)
+                # Gradients of the parts add up to that of the step, since each loss is weighted by its rows.
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
             optimizer.step()

@@ -172,6 +172,7 @@ class _Walk:
             for row in range(self._pruned):
                 after[row] = layer(before[row][None])[0]
         self.linears += rows
+        # glibc would keep the memory of this layer while the next one is loaded.
         give_back()
         self.finished = index + 1
         self._save((index + 1) % 2)

@@ -47,6 +47,7 @@ def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
     if kind is None:
         raise InputError(f"Rows of {columns} weights in {size} bytes are none of {', '.join(TYPES)}.")
     block_BP = block_NR.reshape(rows * columns // GROUP_SIZE, -1)
+    # Q4_1 stores a minimum after the scale.
     heads = 2 if kind == "Q4_1" else 1
     half_BH = np.ascontiguousarray(block_BP[:, : 2 * heads]).view("<f2").astype(np.float32)
     if not np.isfinite(half_BH).all():

@@ -71,6 +71,7 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
     scale_NG = scale.reshape(rows, -1)
     scale_NK = np.repeat(scale_NG, GROUP_SIZE, axis=1)[:, :columns]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        # A group of zeros has scale 0, and the quotient NaN.
         code_NK = np.clip(np.nan_to_num(np.rint(w_NK / scale_NK)), -8, 7)
     found = QuantizedTensor(
         scheme=Scheme.INT4,

@@ -38,6 +38,7 @@ def count(density: float | str | Decimal, numel: int) -> int:
     Raises:
         InputError: the density is outside of (0, 1].
     """
+    # `str` gives the shortest decimal form, which is what the user typed.
     exact = Decimal(str(density))
     if not exact.is_finite() or not 0 < exact <= 1:
         raise InputError(f"The density must be above 0 and at most 1, got {density}.")

@@ -142,6 +142,7 @@ def load_scores(path: Path) -> Scores:
             raise InputError(f"{name}: expected a matrix of scores, got shape {spec.shape}")
         shapes.append((name, (spec.shape[0], spec.shape[1])))
     size = sum(math.prod(shape) for _, shape in shapes)
+    # The tensors end the file, so this is the end of the header.
     start = path.stat().st_size - size * 4
     return Scores(shapes, np.memmap(path, dtype="<f4", mode="r", offset=start, shape=(size,)))
 

@@ -102,6 +102,7 @@ def pool(
         InputError: fewer rows than a batch and its judgement need, masked weights that are all 0, or a state
             that costs too much on general text at any strength.
     """
+    # Two rows are the fewest that have a standard error.
     held_out = max(2, len(rows_NT) // HELD_OUT_SHARE)
     train_NT, held_NT = rows_NT[:-held_out], rows_NT[-held_out:]
     if len(train_NT) < plan.batch_rows:

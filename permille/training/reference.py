@@ -156,6 +156,7 @@ def make_reference(
         raise InputError("A reference needs text or chat turns to pull with, and others to measure with.")
     found = _rows_of(rows)
     pulling = _batch(found, np.flatnonzero(found.pulls_N), None)
+    # The targets of the pulling rows are known only now, so the rows are made twice.
     top = engine.top_tokens(values_K, pulling, NAMED_TOKENS)
     found = _rows_of(rows, top)
     return package.manifest.with_reference(write_reference(package.blobs, found), made)

@@ -243,6 +243,7 @@ class LogHeader:
                     "split": None if split is None else BlockSplit(**split),
                 }
             )
+            # Floats that overflow, or other spellings of a number, fail here or in the comparison.
             canonical = header.to_bytes()
         except (
             ValueError,

@@ -182,6 +182,7 @@ def _exact(
 ) -> NDArray[np.float64]:
     if w_base_K.shape != s_K.shape:
         raise InputError(f"expected a state of shape {w_base_K.shape}, got {s_K.shape}")
+    # In this order of operations: FORMAT 7.2 fixes the bits.
     exact_K: NDArray[np.float64] = s_K.astype(np.float64)
     exact_K *= math.ldexp(1.0, step_unit_exponent)
     exact_K += w_base_K

@@ -85,6 +85,7 @@ def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int 
     coefficients_TQ = np.empty((steps, header.queries), dtype=np.int64)
     flags_T = np.zeros(steps, dtype=np.uint8)
     for first in range(0, steps, CHUNK_STEPS):
+        # FORMAT 9.1: the last chunk may be shorter.
         chunk = slice(first, min(first + CHUNK_STEPS, steps))
         payload = reader.take(reader.u32())
         reader.checksum()

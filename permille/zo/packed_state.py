@@ -212,6 +212,7 @@ def _pack(numbers_N: NDArray[np.uint64]) -> bytes:
 
 def _unpack(data: memoryview, out_N: NDArray[np.int64]) -> int:
     """Read one block from the start of the bytes. Return its size in bytes."""
+    # A width that no block has makes the check below refuse missing bytes.
     width = data[0] if data else _MAX_WIDTH + 1
     size = 1 + -(-len(out_N) * width // 8)
     if width > _MAX_WIDTH or size > len(data):

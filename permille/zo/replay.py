@@ -52,6 +52,7 @@ def replay(
     check_weight(weight_of_rows(coefficients_TQ))
     if header.directions is DirectionKind.GROUPS:
         s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
+        # Groups cover all weights; those before `first_tensor` do not move (FORMAT 6.6).
         s_K[: header.moving.start] = 0
         return s_K
     return _sums_of_signs(header, coefficients_TQ, start, threads)

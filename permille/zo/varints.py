@@ -62,6 +62,7 @@ def decode_varints(data: bytes) -> NDArray[np.uint64]:
         raise PackageError(
             "log-content", f"expected integers of at most {MAX_BYTES} bytes, got {sizes_V.max()}"
         )
+    # A last byte of 0 adds nothing, so a shorter form exists.
     if np.any((raw[ends_V] == 0) & (sizes_V > 1)):
         raise PackageError("log-content", "expected integers in their shortest form, got an overlong one")
     numbers_V = np.zeros(len(ends_V), dtype=np.uint64)

@@ -53,6 +53,7 @@ class ExecutorchEngine:
         if path is None:
             raise InputError("The package has no program. Make one: `permille exports create`.")
         self._program = Program(path, threads=self._threads)
+        # A program stores the package that it was made of, without later additions.
         digest, parent = np.zeros(32, np.uint8), package.manifest.parent().digest
         self._program.run("package", (), digest)
         if (found := f"sha256:{digest.tobytes().hex()}") != parent:

@@ -113,6 +113,7 @@ def describe(config: Mapping[str, Any]) -> Description:
         if [window is not None for window in windows] != pattern:
             raise _unknown(f"a window in all layers but every {PATTERNS[family]}th", windows)
     else:
+        # llama.cpp would attend to all tokens here, which is the same up to the window.
         positions = min([positions, *(window for window in windows if window is not None)])
     theta, linear, factor_E = _rope(decoder, config)
     return Description(

@@ -142,6 +142,7 @@ def _write_model(weights: "_Weights", vocabulary: Vocabulary | None, path: Path,
             writer.add_tokenizer_model("none")
         layout = weights.layout()
         first = next(iter(layout.values()))[0] if weights.kind is BlockType.SOURCE else weights.kind
+        # Readers show this type for the whole file, although tensors have their own.
         writer.add_file_type(_TYPES[first][1])
         writer.add_quantization_version(2)
         for tensor, (stored, shape) in layout.items():

@@ -90,6 +90,7 @@ def _library() -> _Library | None:
     root = Path(np.__file__).parent
     for folder in _FOLDERS:
         for path in sorted((root / folder).glob("*openblas*")):
+            # numpy 2 prefixes the symbols of its OpenBLAS; older builds and distributions do not.
             for prefix in ("scipy_", ""):
                 for suffix in ("64_", ""):
                     try:

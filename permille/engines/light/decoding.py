@@ -42,6 +42,7 @@ class TextPass(LossPass):
     def begin(self, count: int) -> NDArray[np.int64]:
         """Start a pass of `count` tokens, and return their positions."""
         self._joined = _tokens(self.length, count)
+        # The rotations of earlier positions do not fit the new tokens.
         self._tables = {}
         return self._joined.position_M
 

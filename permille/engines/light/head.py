@@ -190,6 +190,7 @@ class LightHead:
 
     def _accumulate(self, part: _Running, logit_RB: Array, slope_RB: Array | None, weight_BH: Array) -> None:
         top_R = np.maximum(part.top_R, logit_RB.max(axis=1))
+        # Rescale the earlier sums to the new maximum, so that no exponential overflows.
         shrink_R = np.exp(part.top_R - top_R)
         logit_RB -= top_R[:, None]
         np.exp(logit_RB, out=logit_RB)

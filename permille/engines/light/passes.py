@@ -192,6 +192,7 @@ def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GM
     attended_GMH = _attention(run, architecture, layer, x_GMH)
     if kind is BlockKind.PARALLEL:
         (added_GMH,) = run.buffers("kept", x_GMH, x_GMH.shape[2])
+        # Saved first, because the feed-forward part reuses the buffer of the attention.
         np.add(attended_GMH, x_GMH, out=added_GMH)
         np.add(_mlp(run, layer, x_GMH), added_GMH, out=x_GMH)
         return

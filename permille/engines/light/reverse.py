@@ -381,6 +381,7 @@ def attention_back(scores: AttentionScores, heads: Heads, d: Heads) -> None:
     """
     tokens, kv_heads = heads.k.shape[:2]
     group = heads.q.shape[1] // kv_heads
+    # Several query heads add to one key-value head.
     d.k[...] = d.v[...] = 0
     for head in range(kv_heads):
         k_TD, v_TD = heads.k[:, head], heads.v[:, head]
