@@ -42,43 +42,27 @@ def open_engine(
             asked.
         OperatorError, PackageError: as the engine's constructor.
     """
-    choice_of(EngineName, name, "an engine")
-    if name == EXECUTORCH:
+    chosen = choice_of(EngineName, name, "an engine")
+    plain = device == "cpu" and compute_dtype == "float32"
+    if chosen is EngineName.TORCH or (chosen is AUTO and not (plain and _light_knows(package))):
+        return _torch(package, device, compute_dtype, threads)
+    if not plain:
+        raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "{chosen}"')
+    if chosen is EXECUTORCH:
         from permille.engines.executorch.engine import ExecutorchEngine
 
-        _check_plain(name, device, compute_dtype)
         return ExecutorchEngine(package, threads=threads)
-    if name in (LIGHT, LIGHT_INT8) or (name == AUTO and _light_fits(package, device, compute_dtype)):
-        return _light(package, name, device, compute_dtype, threads)
-    return _torch(package, device, compute_dtype, threads)
+    from permille.engines.light.engine import LightEngine
+
+    return LightEngine(package, threads=threads, int8=chosen is LIGHT_INT8)
 
 
-def _light_fits(package: Package, device: str, compute_dtype: str) -> bool:
-    if device != "cpu" or compute_dtype != "float32":
-        return False
+def _light_knows(package: Package) -> bool:
     try:
         architecture_of(package.config)
     except InputError:
         return False
     return True
-
-
-def _light(
-    package: Package,
-    name: str,
-    device: str,
-    compute_dtype: str,
-    threads: int | None,
-) -> Engine:
-    _check_plain(name, device, compute_dtype)
-    from permille.engines.light.engine import LightEngine
-
-    return LightEngine(package, threads=threads, int8=name == LIGHT_INT8)
-
-
-def _check_plain(name: str, device: str, compute_dtype: str) -> None:
-    if device != "cpu" or compute_dtype != "float32":
-        raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "{name}"')
 
 
 def _torch(package: Package, device: str, compute_dtype: str, threads: int | None) -> Engine:
