@@ -25,14 +25,14 @@ MAX_BYTES = (1 << 20) + 4096
 MAX_CONTRIBUTED = 1 << 13
 MAX_DEVICES = 1 << 16
 MAX_WEIGHT = 16
+# The most that a device's gain counts, in nats per token.
 GAIN_NATS = 0.25
-"""The most that a device's gain counts, in nats per token."""
+# A gain is at most the clip over this.
 GAIN_SHARE = 10
-"""A gain is at most the clip over this."""
 _GAIN_UNITS = 1024
 MAX_LOCAL_STEPS = 1024
+# The largest learning rate and epsilon: values of weights lie below one.
 MAX_RATE = 10.0
-"""The largest learning rate and epsilon: values of weights lie below one."""
 
 
 class Rule(StrEnum):
@@ -42,8 +42,8 @@ class Rule(StrEnum):
     TRIMMED = "trimmed"
 
 
+# A sum over fewer devices says much of each: both sides agree to it by a flag of its own.
 FEW_DEVICES: Final = 10
-"""A sum over fewer devices says much of each: both sides agree to it by a flag of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

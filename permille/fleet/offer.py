@@ -16,8 +16,8 @@ from permille.errors import InputError
 from permille.fleet.windows import Window
 
 PARTS: Final = 10_000
+# Most members of a group by name or tag. The record lists their digests.
 MAX_MEMBERS: Final = 2000
-"""Most members of a group by name or tag. The record lists their digests."""
 _MOST: Final = 2**53 - 1
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _NUMBERS: Final = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){2}", re.ASCII)

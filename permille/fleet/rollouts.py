@@ -27,10 +27,11 @@ from permille.fleet.statistics import lower_mean, lower_share
 
 ALPHA: Final = 0.01
 FIRST_LOOK: Final = 20
+# Bound of a reported loss difference, in nats per token. Clipping keeps one report from dominating.
 MAX_DIFFERENCE: Final = 0.25
-"""Bound of a reported loss difference, in nats per token. Clipping keeps one report from dominating."""
+# Rise of the loss above which a device counts as worse, in nats per token. Noise of training is
+# smaller.
 WORSE_NATS: Final = 0.02
-"""Rise of the loss above which a device counts as worse, in nats per token. Noise of training is smaller."""
 LOSS_LIMIT: Final = 0.01
 GENERAL_LIMIT: Final = 0.02
 SAME_CODE: Final = 4

@@ -13,8 +13,8 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+# A uniform integer from 0 to below its argument.
 RandBelow = Callable[[int], int]
-"""A uniform integer from 0 to below its argument."""
 
 
 def draw_noise(count: int, variance: Fraction, randbelow: RandBelow = secrets.randbelow) -> NDArray[np.int64]:

@@ -14,10 +14,10 @@ from permille.errors import InputError
 from permille.privacy.zcdp import dp_epsilon_of, rho_of
 from permille.zo.header import check_range
 
+# Fewer devices than these a keeper does not sum.
 KEEPER_MINIMUM: Final = 32
-"""Fewer devices than these a keeper does not sum."""
+# Largest deviation of one integer's noise. With 2**16 devices, 16 deviations fit into 32 bits.
 LARGEST_DEVIATION: Final = 1 << 26
-"""Largest deviation of one integer's noise. With 2**16 devices, 16 deviations fit into 32 bits."""
 
 
 class PrivacyMode(StrEnum):

@@ -11,8 +11,9 @@ and a test compares the two.
 
 import math
 
+# Of the mean of the devices' vectors, over the clip: what a prediction assumes before the first
+# round.
 MEAN_NORM = 0.5
-"""Of the mean of the devices' vectors, over the clip: what a prediction assumes before the first round."""
 
 _HALVINGS = 200
 

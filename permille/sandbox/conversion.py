@@ -13,8 +13,8 @@ from typing import Any
 
 from permille.sandbox.confinement import confine
 
+# Address space of torch and transformers, most of which is never touched.
 _LIBRARIES_BYTES = 16 << 30
-"""Address space of torch and transformers, most of which is never touched."""
 
 
 class _UnreadableError(Exception):

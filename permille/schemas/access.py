@@ -9,8 +9,8 @@ from pydantic import Field
 
 from permille.schemas.fields import Closed, Count, Digest, Id, Name, Positive, Timestamp, WholeNumber
 
+# The digest before the first entry of a tenant.
 FIRST_DIGEST = "sha256:" + "0" * 64
-"""The digest before the first entry of a tenant."""
 
 
 class Role(StrEnum):

@@ -27,17 +27,17 @@ CONTRIBUTION_MEDIA_TYPE: Final = "application/vnd.permille.contribution"
 CATCH_UP_MEDIA_TYPE: Final = "application/vnd.permille.catch-up"
 ROUND_MEDIA_TYPE: Final = "application/vnd.permille.round"
 DEFINITION_MEDIA_TYPE: Final = "application/vnd.permille.federation+json"
+# The most integers of a contribution: they fit the body of a request.
 MAX_INTEGERS: Final = 200_000
-"""The most integers of a contribution: they fit the body of a request."""
+# The most rounds of a federation: a column of 32 bits holds their numbers.
 MAX_ROUNDS: Final = 1 << 20
-"""The most rounds of a federation: a column of 32 bits holds their numbers."""
+# The most devices of a round.
 MAX_DEVICES: Final = 65536
-"""The most devices of a round."""
 MAX_DP_EPSILON: Final = 1000
+# The largest learning rate and perturbation: values of weights lie below one.
 MAX_RATE: Final = 10
-"""The largest learning rate and perturbation: values of weights lie below one."""
+# So many devices' gains say whether a state may be adopted.
 EVIDENCE_DEVICES: Final = 30
-"""So many devices' gains say whether a state may be adopted."""
 
 _Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE, allow_inf_nan=False)]
 

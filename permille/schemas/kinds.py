@@ -215,8 +215,8 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
         ),
     )
 }
+# Kinds of jobs whose result is a package.
 MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLING, JobKind.EXPORT})
-"""Kinds of jobs whose result is a package."""
 
 
 def _preflight(work: WorkKind) -> type[Closed]:
@@ -226,11 +226,11 @@ def _preflight(work: WorkKind) -> type[Closed]:
     )
 
 
+# A request for work of which only the needs are asked: one form a kind.
 PreflightCreate: Final[Any] = Annotated[
     Union[tuple(map(_preflight, WORK.values()))],  # noqa: UP007 - the fix would be another type
     Field(discriminator="kind"),
 ]
-"""A request for work of which only the needs are asked: one form a kind."""
 _REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {
     JobKind.REPLAY: TypeAdapter(ReplayRequest),
     JobKind.ROUND: TypeAdapter(RoundRequest),

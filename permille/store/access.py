@@ -21,6 +21,7 @@ from permille.store.ids import (
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import EndedSession, OperatorToken, Tenant
 
+# The token of a secret (`token_hash`), unless it is unknown, expired or revoked.
 _OPERATOR = select(
     OperatorToken.id.label("caller_id"),
     OperatorToken.tenant_id.label("caller_tenant_id"),
@@ -31,7 +32,6 @@ _OPERATOR = select(
     OperatorToken.revoked_at.is_(None),
     or_(OperatorToken.expires_at.is_(None), OperatorToken.expires_at > NOW),
 )
-"""The token of a secret (`token_hash`), unless it is unknown, expired or revoked."""
 _ENDED = select(EndedSession.id).where(EndedSession.id == bindparam("session_id"))
 MAX_TOKEN_CHARACTERS = 200
 _CALLERS: dict[str, Select[*tuple[Any, ...]]] = {

@@ -21,8 +21,8 @@ from permille.store.jobs.claims import Claim
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Federation, Job, Release
 
+# Roles of blobs that are no layers of a package; a layer's role is the package's own word for it.
 MANIFEST, REPORT = "manifest", "report"
-"""Roles of blobs that are no layers of a package; a layer's role is the package's own word for it."""
 _PREFIXES = {
     JobKind.SPARSIFICATION: Prefix.SPARSIFICATION,
     JobKind.MASK: Prefix.MASK,

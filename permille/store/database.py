@@ -51,19 +51,17 @@ Answer = TypeVar("Answer")
 Columns = TypeVarTuple("Columns")
 
 BUSY_TIMEOUT_MS = 30_000
+# A server of PostgreSQL that has not answered after so long is taken for unreachable. The address
+# may say otherwise (`?connect_timeout=`).
 CONNECT_S = 10
-"""A server of PostgreSQL that has not answered after so long is taken for unreachable. The address may say
-otherwise (`?connect_timeout=`)."""
 _PROBE_BYTES = 16 * 1024
 _POSTGRES_FULL = "53100"
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
+# Connections that are kept, and how many more are opened while they are needed. Together one more
+# than the 40 threads of an API's requests (anyio's default): the check of its health has a thread
+# of its own, and always finds a connection, however slow the requests are.
 _CONNECTIONS, _MORE_CONNECTIONS = 16, 25
-"""Connections that are kept, and how many more are opened while they are needed.
-
-Together one more than the 40 threads of an API's requests (anyio's default): the check of its health has a
-thread of its own, and always finds a connection, however slow the requests are.
-"""
 
 
 class _Moment(FunctionElement[datetime]):
@@ -83,8 +81,8 @@ def _postgresql_moment(_element: _Moment, _compiler: SQLCompiler, **_: Any) -> s
     return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)"
 
 
+# The time of `now`, within a statement of `Database.first`.
 NOW = func.coalesce(bindparam("clock", type_=Instant()), _Moment())
-"""The time of `now`, within a statement of `Database.first`."""
 _TELL_NOW = select(_Moment())
 
 

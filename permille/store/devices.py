@@ -20,6 +20,8 @@ from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
 INVITATION_LIFE = timedelta(hours=24)
 NONCE_LIFE = timedelta(minutes=5)
 TOKEN_LIFE = timedelta(hours=1)
+# The device of an access token (`token_hash`), unless that is no good or the device revoked or
+# gone.
 CALLER = (
     select(
         Device.id.label("caller_id"),
@@ -37,7 +39,6 @@ CALLER = (
         Device.unenrolled_at.is_(None),
     )
 )
-"""The device of an access token (`token_hash`), unless that is no good or the device revoked or gone."""
 
 
 class InvitationError(InputError):

@@ -28,8 +28,8 @@ from permille.store.ids import Prefix, new_id
 from permille.store.settings import StoreSettings
 from permille.store.tables import Artifact, ArtifactSource, Corpus, Job, Model
 
+# Has the files of sparse models, below a tenant's model root.
 SPARSIFIED: Final = "sparsified"
-"""Has the files of sparse models, below a tenant's model root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from permille.store.tables import Alias, Artifact, Release
 from permille.trust.listed import Listed
 
 Listing = Mapping[tuple[str, int], Listed]
+# A version is at most so far above the newest.
 MAX_NEW_VERSIONS: Final = 1000
-"""A version is at most so far above the newest."""
 
 
 def publish(session: Session, *, name: str, package: Artifact, version: int | None = None) -> Release:

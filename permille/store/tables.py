@@ -197,8 +197,8 @@ def _index_of_some(table: str, column: str) -> Index:
     return _partial_index(f"ix_{table}_{column}", f"{column} IS NOT NULL", column)
 
 
+# The condition of an index. A statement that is to use it must say the same words.
 UNSUCCESSFUL: Final = "state IN ('cancelled', 'dead', 'failed')"
-"""The condition of an index. A statement that is to use it must say the same words."""
 
 
 class Job(Named):

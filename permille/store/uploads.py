@@ -26,8 +26,8 @@ from permille.store.settings import Quota
 from permille.store.tables import Device, Job, Run, Upload
 
 DAY = timedelta(days=1)
+# An upload whose bytes have not come by then is given up.
 ARRIVAL = timedelta(hours=1)
-"""An upload whose bytes have not come by then is given up."""
 _MOST_SWEPT = 1000
 
 

@@ -24,8 +24,8 @@ from permille.store.tables import Webhook, WebhookDelivery
 
 SECRET_PREFIX: Final = "whsec_"  # noqa: S105 - what Standard Webhooks puts before a secret
 MAX_WEBHOOKS: Final = 20
+# Seconds until the next attempt, as Standard Webhooks advises. After the last one it is given up.
 RETRY_AFTER_S: Final = (5, 300, 1800, 7200, 18_000, 36_000)
-"""Seconds until the next attempt, as Standard Webhooks advises. After the last one it is given up."""
 CLAIMED_FOR: Final = timedelta(minutes=2)
 KEPT_FOR: Final = timedelta(days=30)
 _MAX_CLAIMED: Final = 3

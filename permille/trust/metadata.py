@@ -24,8 +24,8 @@ from permille.trust.roles import (
 )
 
 KEY_TYPE = "ed25519"
+# Between the service's clock and that of who signs elsewhere.
 CLOCK_SLACK: Final = timedelta(days=1)
-"""Between the service's clock and that of who signs elsewhere."""
 
 AnySigned = TypeVar("AnySigned", Root, Targets, Snapshot, Timestamp)
 Delegator = Root | Targets

@@ -77,8 +77,8 @@ from permille.trust.roles import (
     target_path,
 )
 
+# Largest size of a file, some 3,000 versions. python-tuf's client reads no larger root.
 MAX_BYTES = 500_000
-"""Largest size of a file, some 3,000 versions. python-tuf's client reads no larger root."""
 KEYS_AT_START = 5
 
 

@@ -22,19 +22,17 @@ ROOT: Final = Root.type
 TARGETS: Final = Targets.type
 SNAPSHOT: Final = Snapshot.type
 TIMESTAMP: Final = Timestamp.type
+# The team's role that signs releases, unless `targets` delegates a role `release-<name>`.
 RELEASES: Final = "releases"
-"""The team's role that signs releases, unless `targets` delegates a role `release-<name>`."""
+# The service signs this role itself, so a rollout can stop while nobody watches. It cannot offer a
+# version that the team has not listed.
 ROLLOUTS: Final = "rollouts"
-"""The service signs this role itself, so a rollout can stop while nobody watches.
-
-It cannot offer a version that the team has not listed.
-"""
 TOP_LEVEL: Final = (ROOT, TARGETS, SNAPSHOT, TIMESTAMP)
+# Always signed by the service itself.
 ONLINE: Final = (SNAPSHOT, TIMESTAMP)
-"""Always signed by the service itself."""
 TIMESTAMP_FILE: Final = f"{TIMESTAMP}.json"
+# Number of hex digits of the root's SHA-256 in an invitation.
 ROOT_DIGEST_DIGITS: Final = 32
-"""Number of hex digits of the root's SHA-256 in an invitation."""
 MAX_VERSION: Final = 2**53 - 1
 MAX_STEPS: Final = 1_000_000
 

@@ -16,10 +16,10 @@ MAX_WAVES: Final = 20
 _DEFAULT: Final = Rules()
 
 Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False, examples=[2.0])]
+# A percentage of the group's devices, or a count of them.
 Wave = Annotated[
     str, StringConstraints(pattern=r"^([1-9][0-9]?%|100%|[1-9][0-9]{0,5})$"), Field(examples=["100%"])
 ]
-"""A percentage of the group's devices, or a count of them."""
 Seconds = Annotated[int, Field(strict=True, ge=0, le=90 * 86_400), WholeNumber]
 
 

@@ -27,15 +27,16 @@ from permille.package.blobs import CHUNK_BYTES
 from permille.store.errors import BlobStoreError
 from permille.store.settings import BucketAddress
 
+# A larger file is sent in parts of this size, or of more where there would be too many.
 PART_BYTES: Final = 64 << 20
-"""A larger file is sent in parts of this size, or of more where there would be too many."""
 _MOST_PARTS: Final = 10_000
 _AT_A_TIME: Final = 4
+# So many threads wait for the bucket; an API has 40, and those that are left answer who asks for
+# else.
 _AT_ONCE: Final = 30
-"""So many threads wait for the bucket; an API has 40, and those that are left answer who asks for else."""
 _TURN_S: Final = 1.0
+# Validity of an object's address. A download must begin, not end, within this time.
 _ADDRESS_S: Final = 300
-"""Validity of an object's address. A download must begin, not end, within this time."""
 _GONE: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _PERSON: Final = frozenset(
     {

@@ -29,8 +29,8 @@ from permille.store.blobs.bucket import Bucket
 from permille.store.settings import BucketAddress, StoreSettings
 
 _KEY: Final = re.compile(r"([^/]+/)*sha256/([0-9a-f]{2})/\2[0-9a-f]{62}", re.ASCII)
+# A process that runs for months lets go of the paths that it was given before so many others.
 _MOST_HELD: Final = 256
-"""A process that runs for months lets go of the paths that it was given before so many others."""
 
 
 def open_blobs(settings: StoreSettings, *, attempts: int = 5) -> BlobFolder:

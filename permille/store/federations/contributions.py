@@ -15,8 +15,8 @@ from permille.store.errors import ContributionConflictError, NotFoundError, Roun
 from permille.store.federations import charges, members, rounds
 from permille.store.tables import Device, Federation, Participation, Round
 
+# So many times the target are invited: not all will be in time.
 INVITED_SHARE: Final = 1.3
-"""So many times the target are invited: not all will be in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ boundary is what is learned.
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
+# Fewer devices are not counted in front of who may not see each.
 LEAST: Final = 10
-"""Fewer devices are not counted in front of who may not see each."""
 Key = TypeVar("Key")
 
 

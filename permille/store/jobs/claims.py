@@ -415,8 +415,8 @@ def _end(session: Session, job: Job, state: JobState, error: Mapping[str, object
     return state
 
 
+# The clocks of several servers of one database differ by less.
 SLACK: Final = timedelta(minutes=1)
-"""The clocks of several servers of one database differ by less."""
 
 
 def pull_back(db: Database) -> int:

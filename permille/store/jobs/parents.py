@@ -20,10 +20,10 @@ from permille.store.database import now
 from permille.store.jobs import transitions
 from permille.store.tables import Job
 
+# A job to add below another one: its kind and its request.
 Part = tuple[JobKind, Closed]
-"""A job to add below another one: its kind and its request."""
+# Finds, for a job that was just added, one that has made the same of the same before.
 Find = Callable[[Session, Job], Job | None]
-"""Finds, for a job that was just added, one that has made the same of the same before."""
 # What share of a build's time each part takes, roughly; and of a split job's time, where its parts begin and
 # how much they take.
 _WEIGHTS = {JobKind.MASK: 0.6, JobKind.QUANTIZATION: 0.3, JobKind.PACKAGE: 0.1}

@@ -254,8 +254,8 @@ def _check_lock(session: Session) -> None:
     session.execute(select(1))
 
 
+# The columns whose digests are blobs of the shared store. A manifest is a blob of its package, too.
 NAMING: Final[tuple[InstrumentedAttribute[Any], ...]] = (ArtifactBlob.digest,)
-"""The columns whose digests are blobs of the shared store. A manifest is a blob of its package, too."""
 
 
 def references(session: Session, among: Sequence[str] | None = None) -> set[str]:

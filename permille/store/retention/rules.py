@@ -26,8 +26,8 @@ from permille.store.errors import ConflictError
 from permille.store.jobs import queue
 from permille.store.tables import Artifact, ArtifactSource, Job, Release, Round, Run
 
+# So many of each go in one transaction, since others wait for it where the database is SQLite.
 MOST: Final = 50
-"""So many of each go in one transaction, since others wait for it where the database is SQLite."""
 _PART = aliased(Job)
 _NEWER = aliased(Artifact)
 
