@@ -1,4 +1,4 @@
-"""Tenants, operators' tokens, and the callers that tokens stand for."""
+"""Tenants, tokens of operators, and the callers behind tokens."""
 
 from datetime import datetime, timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from permille.store.ids import (
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import EndedSession, OperatorToken, Tenant
 
-# The token of a secret (`token_hash`), unless it is unknown, expired or revoked.
+# The valid token with this hash. Built once, since building a statement costs more than running it.
 _OPERATOR = select(
     OperatorToken.id.label("caller_id"),
     OperatorToken.tenant_id.label("caller_tenant_id"),
@@ -41,16 +41,13 @@ _CALLERS: dict[str, Select[*tuple[Any, ...]]] = {
 
 
 def create_tenant(session: Session, *, name: str) -> Tenant:
-    """Add a tenant. Raises ConflictError when the name is taken."""
+    """Add a tenant. Raises ConflictError if the name is taken."""
     if session.scalar(select(Tenant.id).where(Tenant.name == name)) is not None:
         raise ConflictError(f"there is a tenant {name!r} already")
-    # Which tenant is the first decides who administers the server: no clock that went back may change it.
+    # The oldest tenant administers the server. A clock that went back must not make a new one the oldest.
     newest = session.scalar(select(func.max(Tenant.created_at)))
     at = now(session) if newest is None else max(now(session), newest + timedelta(microseconds=1))
-    tenant = Tenant(id=new_id(Prefix.TENANT), name=name, created_at=at)
-    session.add(tenant)
-    session.flush()
-    return tenant
+    return rows.add(session, Tenant(id=new_id(Prefix.TENANT), name=name, created_at=at))
 
 
 def get_tenant(session: Session, *, tenant_id: str) -> Tenant:
@@ -62,48 +59,49 @@ def get_tenant(session: Session, *, tenant_id: str) -> Tenant:
 
 
 def first_tenant(session: Session) -> Tenant | None:
-    """The oldest tenant (the embedded server's own), or None in an empty database."""
+    """Return the oldest tenant, or None in an empty database. An embedded server has only this one."""
     return session.scalar(select(Tenant).order_by(Tenant.created_at, Tenant.id).limit(1))
 
 
 def list_tenants(session: Session, *, window: Window = FIRST) -> Page[Tenant]:
-    """List all tenants, newest first: for an administrator of the server."""
+    """List all tenants, newest first, for an administrator of the server."""
     return fetch_page(session, select(Tenant), window, Tenant.id)
 
 
 def create_token(
     session: Session, *, tenant_id: str, name: str, role: Role, expires_at: datetime | None = None
 ) -> tuple[OperatorToken, str]:
-    """Add an operator's token; return the row and the secret, which is not stored.
+    """Add a token of an operator. Return the row and the secret. The secret is not stored.
 
     Raises:
         NotFoundError: no such tenant.
     """
     get_tenant(session, tenant_id=tenant_id)
     secret = new_operator_token()
-    token = OperatorToken(
-        id=new_id(Prefix.OPERATOR),
-        tenant_id=tenant_id,
-        name=name,
-        role=Role(role).value,
-        token_hash=hash_secret(secret),
-        expires_at=expires_at,
-        created_at=now(session),
+    token = rows.add(
+        session,
+        OperatorToken(
+            id=new_id(Prefix.OPERATOR),
+            tenant_id=tenant_id,
+            name=name,
+            role=Role(role).value,
+            token_hash=hash_secret(secret),
+            expires_at=expires_at,
+            created_at=now(session),
+        ),
     )
-    session.add(token)
-    session.flush()
     return token, secret
 
 
 def touch_token(session: Session, *, token_id: str) -> None:
-    """Note that a token is used now, unless another transaction holds its row."""
+    """Record that a token is used now. Skip this if another transaction has locked the row."""
     free = select(OperatorToken.id).where(OperatorToken.id == token_id).with_for_update(skip_locked=True)
     used = update(OperatorToken).where(OperatorToken.id.in_(free)).values(last_used_at=moment(session))
     session.execute(used.execution_options(synchronize_session=False))
 
 
 def list_tokens(session: Session, *, tenant_id: str, window: Window = FIRST) -> Page[OperatorToken]:
-    """List a tenant's tokens that are not revoked, newest first."""
+    """List the tokens of a tenant that are not revoked, newest first."""
     query = select(OperatorToken).where(
         OperatorToken.tenant_id == tenant_id, OperatorToken.revoked_at.is_(None)
     )
@@ -111,27 +109,31 @@ def list_tokens(session: Session, *, tenant_id: str, window: Window = FIRST) -> 
 
 
 def revoke_token(session: Session, *, tenant_id: str, token_id: str) -> None:
-    """Revoke a token, with effect on the next request. Idempotent. Raises NotFoundError."""
+    """Revoke a token. The next request with it is refused. Idempotent. Raises NotFoundError."""
     token = rows.get(session, OperatorToken, tenant_id=tenant_id, row_id=token_id)
     token.revoked_at = token.revoked_at or now(session)
 
 
 def end_session(session: Session, *, tenant_id: str, session_id: str, expires_at: datetime) -> None:
-    """Refuse a session of the page from now on; those that ran out are forgotten. Idempotent."""
+    """Refuse a session of the web page from now on, and delete the rows of expired sessions.
+    Idempotent.
+    """
     at = now(session)
     session.execute(delete(EndedSession).where(EndedSession.expires_at <= at))
     session.merge(EndedSession(id=session_id, tenant_id=tenant_id, expires_at=expires_at, created_at=at))
-    session.flush()
 
 
 def is_session_ended(database: Database, session_id: str) -> bool:
-    """Say whether somebody signed out of this session."""
+    """Return whether somebody signed out of this session of the web page."""
     return database.first(_ENDED, session_id=session_id) is not None
 
 
 def find_caller(database: Database, secret: str) -> Any | None:
-    """Return the row of a token's operator or device, its columns named `caller_...`; None: the token is no
-    good."""
+    """Return the row of the operator or device to which a token belongs, or None if the token is not
+    valid.
+
+    The columns of the row are named `caller_...`.
+    """
     if len(secret) > MAX_TOKEN_CHARACTERS or not secret.isascii():
         return None
     statement = _CALLERS.get(secret[: len(OPERATOR_TOKEN_PREFIX)])

@@ -1,7 +1,7 @@
-"""Artifacts of jobs: sparse models, masks, quantizations and packages, with blobs and inputs.
+"""Artifacts: the results of jobs, with their blobs and inputs.
 
-A worker adds an artifact in the transaction that completes its job; the blobs are in the blob store before
-that.
+Artifacts are sparse models, masks, quantizations and packages. A worker stores the blobs first. It
+then adds the artifact in the transaction that completes its job.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session, aliased
 from permille.digests import JSON
 from permille.schemas.jobs import UNFINISHED, JobKind
 from permille.schemas.kinds import MAKES_PACKAGES
-from permille.store import inputs
+from permille.store import inputs, rows
 from permille.store.database import now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
@@ -21,7 +21,7 @@ from permille.store.jobs.claims import Claim
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Artifact, ArtifactBlob, ArtifactSource, Federation, Job, Release
 
-# Roles of blobs that are no layers of a package; a layer's role is the package's own word for it.
+# Roles of blobs that are not layers of a package. The role of a layer is its role in the manifest.
 MANIFEST, REPORT = "manifest", "report"
 _PREFIXES = {
     JobKind.SPARSIFICATION: Prefix.SPARSIFICATION,
@@ -47,11 +47,12 @@ class Made:
     """Result of a task.
 
     Attributes:
-        model_id: the model that it is made of.
-        digest: of the files of a sparse model, the layer of a mask, the dense layer of a quantization, the
-            manifest of a package.
-        k: weights that a mask selects; None of a quantization.
-        provenance: where it comes from, without clocks and row ids.
+        model_id: the model from which it was made.
+        digest: of the files of a sparse model, the layer of a mask, the dense layer of a
+            quantization, or the manifest of a package.
+        provenance: how it was made, without times and row ids, so that equal inputs give equal
+            bytes.
+        k: the number of weights that a mask selects; None for a quantization.
     """
 
     model_id: str
@@ -62,48 +63,48 @@ class Made:
 
 
 def add(session: Session, *, job: Claim, made: Made) -> Artifact:
-    """Add what a job has made; of a package that was made before, return the row that is there."""
+    """Add the result of a job. If the same package exists already, return the existing row."""
     kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
     if kind is JobKind.PACKAGE:
         earlier = _package(session, job.tenant_id, made.digest)
         if earlier is not None:
             return earlier
     sizes = {blob.digest: blob.size_bytes for blob in made.blobs if blob.role != REPORT}
-    artifact = Artifact(
-        id=new_id(_PREFIXES[kind]),
-        tenant_id=job.tenant_id,
-        kind=kind.value,
-        job_id=job.job_id,
-        model_id=made.model_id,
-        request=dict(job.payload),
-        digest=made.digest,
-        k=made.k,
-        size_bytes=sum(sizes.values()),
-        provenance=dict(made.provenance),
-        created_at=now(session),
-        blobs=[
-            ArtifactBlob(
-                position=position,
-                tenant_id=job.tenant_id,
-                role=blob.role,
-                media_type=blob.media_type,
-                digest=blob.digest,
-                size_bytes=blob.size_bytes,
-                path=blob.path,
-            )
-            for position, blob in enumerate(made.blobs)
-        ],
+    artifact = rows.add(
+        session,
+        Artifact(
+            id=new_id(_PREFIXES[kind]),
+            tenant_id=job.tenant_id,
+            kind=kind.value,
+            job_id=job.job_id,
+            model_id=made.model_id,
+            request=dict(job.payload),
+            digest=made.digest,
+            k=made.k,
+            size_bytes=sum(sizes.values()),
+            provenance=dict(made.provenance),
+            created_at=now(session),
+            blobs=[
+                ArtifactBlob(
+                    position=position,
+                    tenant_id=job.tenant_id,
+                    role=blob.role,
+                    media_type=blob.media_type,
+                    digest=blob.digest,
+                    size_bytes=blob.size_bytes,
+                    path=blob.path,
+                )
+                for position, blob in enumerate(made.blobs)
+            ],
+        ),
     )
-    session.add(artifact)
-    session.flush()
     for source_id in sorted({made.model_id, *inputs.ids_in(job.payload)}):
         session.add(ArtifactSource(artifact_id=artifact.id, source_id=source_id, tenant_id=job.tenant_id))
-    session.flush()
     return artifact
 
 
 def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifact:
-    """Read a mask or quantization by its id, a package by its digest. Raises NotFoundError."""
+    """Read an artifact by its id, or a package by its digest. Raises NotFoundError."""
     if kind is JobKind.PACKAGE:
         found = _package(session, tenant_id, key)
     else:
@@ -120,20 +121,23 @@ def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifac
 def remove(
     session: Session, *, tenant_id: str, kind: JobKind, key: str, named: Mapping[str, str] | None = None
 ) -> None:
-    """Forget an artifact that nothing names. Its blobs, which others may have too, stay.
+    """Remove an artifact to which nothing refers. Its blobs stay until a collection, since others may
+    share them.
 
     Args:
-        named: what `inputs.named_by_jobs` found in this transaction, for who removes many.
+        named: the result of `inputs.named_by_jobs` in this transaction, for callers that remove
+            many.
 
     Raises:
-        NotFoundError: there is none.
-        ConflictError: the model that it made is registered, an artifact was made of it, a release or a
-            federation names it, or a job or build that has not ended.
+        NotFoundError: there is no such artifact.
+        ConflictError: something needs it: a registered sparse model, another artifact, a release, a
+            federation, or an unfinished job or build.
     """
     row = get(session, tenant_id=tenant_id, kind=kind, key=key)
-    # Nobody publishes it meanwhile; and a job that ends meanwhile is seen, or what it has made.
+    # While the row is locked, nobody can publish the artifact, and the queries below see each job that
+    # ends as an unfinished job or by its result.
     if session.scalar(select(Artifact.id).where(Artifact.id == row.id).with_for_update()) is None:
-        raise NotFoundError(f"There is no {kind} {key!r}.")  # removed while this waited
+        raise NotFoundError(f"There is no {kind} {key!r}.")  # another transaction removed it meanwhile
     unfinished = (inputs.named_by_jobs(session, tenant_id=tenant_id) if named is None else named).get(key)
     part = aliased(Job)
     made_it = select(part.id).where(part.parent_id == Job.id, part.result_id == key).exists()
@@ -165,9 +169,12 @@ def remove(
 
 
 def has_result(session: Session, job: Job) -> bool:
-    """Return whether what a job has made is still here, of a sparsification its model too; False also of
-    kinds that make no artifact. Nobody removes it before this transaction ends: a build that takes it is
-    there then, and names it."""
+    """Return whether the artifact of a job still exists, so that a build may reuse it.
+
+    A sparsification also needs its model. The artifact is locked until the end of this transaction,
+    so nobody removes it before the build is stored and refers to it. Kinds that make no artifact
+    give False.
+    """
     kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
     if kind not in _PREFIXES or job.result_id is None:
         return False
@@ -176,12 +183,12 @@ def has_result(session: Session, job: Job) -> bool:
     except NotFoundError:
         return False
     if session.scalar(select(Artifact.id).where(Artifact.id == made.id).with_for_update(read=True)) is None:
-        return False  # removed while this waited
+        return False  # another transaction removed it meanwhile
     return kind is not JobKind.SPARSIFICATION or made.made_model_id is not None
 
 
 def key_of(artifact: Artifact) -> str:
-    """Return the id by which `get` finds it, which is also its job's result."""
+    """Return the key by which `get` finds an artifact. It is also the result id of its job."""
     return artifact.digest if artifact.kind == JobKind.PACKAGE else artifact.id
 
 
@@ -193,7 +200,7 @@ def list_artifacts(
     model_id: str | None = None,
     window: Window = FIRST,
 ) -> Page[Artifact]:
-    """List artifacts of a kind, newest first; those of one model, if it is named."""
+    """List artifacts of a kind, newest first, optionally of one model."""
     query = select(Artifact).where(Artifact.tenant_id == tenant_id, Artifact.kind == kind.value)
     if model_id is not None:
         query = query.where(Artifact.model_id == model_id)
@@ -201,10 +208,11 @@ def list_artifacts(
 
 
 def package_for_device(session: Session, *, tenant_id: str, release: str, digest: str) -> Artifact:
-    """Read a package that a device following `release` may read: one that was published under that name.
+    """Read a package that a device which follows `release` may download.
 
     Raises:
-        NotFoundError: no such package, another release's, or only yanked versions of it.
+        NotFoundError: there is no such package, or no version of this release that is not yanked
+            contains it.
     """
     published = exists().where(
         Release.package_id == Artifact.id,
@@ -219,7 +227,7 @@ def package_for_device(session: Session, *, tenant_id: str, release: str, digest
 
 
 def blob_with(artifact: Artifact, *, digest: str) -> ArtifactBlob:
-    """Return a blob of an artifact that the caller may read. Raises NotFoundError."""
+    """Return the blob of an artifact with this digest. Raises NotFoundError."""
     for blob in artifact.blobs:
         if blob.digest == digest:
             return blob
@@ -227,7 +235,7 @@ def blob_with(artifact: Artifact, *, digest: str) -> ArtifactBlob:
 
 
 def blob_of(artifact: Artifact, role: str) -> ArtifactBlob | None:
-    """Return the first blob with this role, if there is one."""
+    """Return the first blob with this role, or None."""
     return next((blob for blob in artifact.blobs if blob.role == role), None)
 
 

@@ -1,7 +1,7 @@
-"""The audit log: every change by an operator, in the transaction that made it, chained by digests.
+"""The audit log: every change by an operator, written in the transaction of the change.
 
-An entry's digest covers the one before it. So nobody takes out or changes an entry without changing all later
-digests, and who has written down one of them sees it.
+The digest of an entry covers the digest before it. So nobody can remove or change an entry without
+changing all later digests. Anyone who has written down a digest can notice that.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from permille.store.tables import AuditEntry, Tenant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change by an operator.
+    """A change by an operator.
 
     Attributes:
-        token_id: of the operator's token.
-        action: the operation's id in the OpenAPI document.
-        subject: the path of the request, with the id of what it made.
-        request: its body as it was understood; None where it had none.
+        token_id: the id of the operator's token.
+        action: the id of the operation in the OpenAPI document.
+        subject: the path of the request, with the id of the object that it made.
+        request: the parsed body, or None.
     """
 
     token_id: str
@@ -34,7 +34,7 @@ class Change:
 
 
 def append(session: Session, *, tenant_id: str, change: Change) -> None:
-    """Add an entry to a tenant's log; those who write at the same time wait at the tenant's row."""
+    """Add an entry to a tenant's log. Concurrent writers wait for the lock on the tenant's row."""
     session.execute(select(Tenant.id).where(Tenant.id == tenant_id).with_for_update(key_share=True))
     newest = select(AuditEntry).where(AuditEntry.tenant_id == tenant_id).order_by(AuditEntry.seq.desc())
     last = session.scalar(newest.limit(1))
@@ -50,18 +50,19 @@ def append(session: Session, *, tenant_id: str, change: Change) -> None:
     )
     row.digest = present(row).digest_after(FIRST_DIGEST if last is None else last.digest)
     session.add(row)
-    session.flush()
 
 
 def entries_after(session: Session, *, tenant_id: str, seq: int, limit: int) -> list[Record]:
-    """A tenant's entries from `seq + 1` on, oldest first."""
+    """Return the entries of a tenant from `seq + 1` on, oldest first."""
     query = select(AuditEntry).where(AuditEntry.tenant_id == tenant_id, AuditEntry.seq > seq)
     return [present(row) for row in session.scalars(query.order_by(AuditEntry.seq).limit(limit))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFilter:
-    """Conditions of a list of entries; None asks for nothing. `subject` is a part of it."""
+    """Conditions of a list of entries. A condition that is None does not filter. `subject` matches a
+    substring.
+    """
 
     action: str | None = None
     token_id: str | None = None
@@ -69,7 +70,7 @@ class AuditFilter:
 
 
 def list_entries(session: Session, *, tenant_id: str, wanted: AuditFilter, window: Window) -> Page[Record]:
-    """A tenant's entries, newest first; the cursor is the `seq` of a page's last one."""
+    """List the entries of a tenant, newest first. The cursor is the `seq` of the last entry."""
     query = select(AuditEntry).where(AuditEntry.tenant_id == tenant_id)
     for column, value in ((AuditEntry.action, wanted.action), (AuditEntry.token_id, wanted.token_id)):
         if value is not None:
@@ -84,13 +85,13 @@ def list_entries(session: Session, *, tenant_id: str, wanted: AuditFilter, windo
 
 
 def actions_of(session: Session, *, tenant_id: str) -> list[str]:
-    """Return the names of all actions in a tenant's log."""
+    """Return the names of all actions in a tenant's log, sorted."""
     query = select(AuditEntry.action).where(AuditEntry.tenant_id == tenant_id).distinct()
     return sorted(session.scalars(query))
 
 
 def present(row: AuditEntry) -> Record:
-    """The record of a row."""
+    """Return the API record of a row."""
     return Record(
         seq=row.seq,
         at=row.created_at,

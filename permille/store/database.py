@@ -1,17 +1,24 @@
-"""Sessions, transactions and the clock.
+"""Sessions, transactions and the clock of the database.
 
-A write transaction on SQLite starts with BEGIN IMMEDIATE, so that two writers queue at its start (busy
-timeout) and never fail half-way. Keep them short: nothing slow, no file and no network inside. Reads never
-wait for writers (WAL).
+On SQLite a write transaction starts with BEGIN IMMEDIATE. Two writers therefore queue at the start
+(busy timeout), and no transaction fails half-way. Keep write transactions short, without file or
+network access. Readers never wait for writers (WAL).
 
-One order of locks, so that no two transactions wait for each other (PostgreSQL): jobs, a parent before its
-parts, the older part first; federation, member, round; rollout, its reports; run; upload; at last the tenant,
-for the audit log. A device's row is locked by what it asks for itself, before its runs. No lock is for the
-key (`key_share`): PostgreSQL locks what a row refers to also where a transaction changes that row for the
-second time. Whoever takes rows out of this order takes what is free (`skip_locked`): claims, dispatch, the
-note of whose turn was last.
+All transactions take locks in one order, so that PostgreSQL finds no deadlock:
 
-Time is the database's: several workers' clocks may differ, leases may not. Tests hand in a clock instead.
+1. jobs, a parent before its parts, older parts first;
+2. federation, member, round;
+3. rollout, then its reports;
+4. run;
+5. upload;
+6. tenant, for the audit log.
+
+A request of a device locks the device's row before its runs. Locks are `key_share` locks, so that
+rows which only refer to a locked row need not wait. Code that cannot keep this order takes only
+rows that are free (`skip_locked`): claims, dispatch, and the record of whose turn it was.
+
+All times come from the database, since the clocks of several workers may differ. Tests pass a clock
+instead.
 """
 
 import os
@@ -35,7 +42,7 @@ from sqlalchemy import (
     literal,
     select,
 )
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
@@ -51,21 +58,19 @@ Answer = TypeVar("Answer")
 Columns = TypeVarTuple("Columns")
 
 BUSY_TIMEOUT_MS = 30_000
-# A server of PostgreSQL that has not answered after so long is taken for unreachable. The address
-# may say otherwise (`?connect_timeout=`).
+# Timeout for a connection to PostgreSQL, unless the address sets `?connect_timeout=`.
 CONNECT_S = 10
 _PROBE_BYTES = 16 * 1024
 _POSTGRES_FULL = "53100"
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
-# Connections that are kept, and how many more are opened while they are needed. Together one more
-# than the 40 threads of an API's requests (anyio's default): the check of its health has a thread
-# of its own, and always finds a connection, however slow the requests are.
+# The size of the pool, and the most connections beyond it. Their sum is one more than the 40 threads
+# of the API (anyio's default). The health check has its own thread, so it always finds a connection.
 _CONNECTIONS, _MORE_CONNECTIONS = 16, 25
 
 
 class _Moment(FunctionElement[datetime]):
-    """The time by the database's clock."""
+    """The SQL expression of the database's current time."""
 
     type = Instant()
     inherit_cache = True
@@ -81,17 +86,23 @@ def _postgresql_moment(_element: _Moment, _compiler: SQLCompiler, **_: Any) -> s
     return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)"
 
 
-# The time of `now`, within a statement of `Database.first`.
+# The same time as `now`, for use in a statement of `Database.first`.
 NOW = func.coalesce(bindparam("clock", type_=Instant()), _Moment())
 _TELL_NOW = select(_Moment())
 
 
 class Database:
-    """A pool of connections to one database whose schema is up to date (see `migrations.schema.migrate`).
+    """A connection pool to one database with an up-to-date schema (see `migrations.schema.migrate`).
 
     Args:
         url: `sqlite:////absolute/path.db` or `postgresql+psycopg://...`.
-        clock: replaces the database's clock; for tests.
+        clock: replaces the database's clock in tests.
+
+    Example:
+
+        db = Database("sqlite:////var/lib/permille/permille.db")
+        with db.read() as session:
+            page = rows.list_all(session, tables.Model, tenant_id=tenant.id)
     """
 
     def __init__(self, url: str, *, clock: Clock | None = None) -> None:
@@ -102,23 +113,24 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """Open a write transaction. The end of the block commits it; an exception rolls it back."""
+        """Open a write transaction. The end of the block commits it, and an exception rolls it back."""
         with self._session(self._writer) as session, session.begin():
             yield session
 
     def transact(self, work: Callable[[Session], Answer]) -> Answer:
-        """Run `work` in a write transaction; again on what is there now, where another changed it first.
+        """Run `work` in a write transaction. If another transaction changed the same rows first, run
+        it again.
 
         Raises:
-            ChangedError, IntegrityError: others were faster every time.
-            Whatever `work` raises; nothing is kept then.
+            ChangedError, IntegrityError: other transactions were faster at every attempt.
+            Any exception of `work`: the transaction is rolled back.
         """
         for _ in range(ATTEMPTS - 1):
             try:
                 with self.write() as session:
                     return work(session)
             except (ChangedError, IntegrityError):
-                time.sleep(random.uniform(0, LONGEST_PAUSE_S))  # noqa: S311 - spreads, keeps no secret
+                time.sleep(random.uniform(0, LONGEST_PAUSE_S))  # noqa: S311 - jitter needs no secrecy
         with self.write() as session:
             return work(session)
 
@@ -126,16 +138,16 @@ class Database:
     def read(self) -> Iterator[Session]:
         """Open a read transaction with one consistent view.
 
-        What it returns stays readable after the block; changes to it are not written.
+        Rows stay readable after the block. Changes to them are not written.
         """
         with self._session(self._engine) as session:
             yield session
 
     def first(self, statement: Select[*Columns], **values: object) -> Row[*Columns] | None:
-        """Return the first row of one statement.
+        """Run a statement and return its first row, or None.
 
-        A statement that is made once costs less than one that is made by each call: its values are
-        `bindparam`. It may say `NOW`.
+        Build the statement once, at import, with `bindparam` for its values: building costs more
+        than running. The statement may contain `NOW`.
         """
         clock = self._clock() if self._clock else None
         with self.read() as session:
@@ -151,8 +163,9 @@ class Database:
 
 
 def now(session: Session) -> datetime:
-    """The time by the database's clock (milliseconds on SQLite), or by the clock that the `Database` was
-    given.
+    """Return the current time of the database, or of the clock that the `Database` was given.
+
+    SQLite gives milliseconds.
     """
     clock: Clock | None = session.info.get("clock")
     if clock is not None:
@@ -168,7 +181,7 @@ def moment(session: Session) -> ColumnElement[datetime]:
 
 
 def name_fault(exc: DBAPIError) -> str | None:
-    """Return the problem of the database's disk or file that an error names, or None."""
+    """Describe the disk or file problem behind a database error, or return None if there is none."""
     name = getattr(exc.orig, "sqlite_errorname", None) or ""
     if name == "SQLITE_FULL" or getattr(exc.orig, "sqlstate", None) == _POSTGRES_FULL:
         return "the disk of the database is full"
@@ -183,24 +196,25 @@ def name_fault(exc: DBAPIError) -> str | None:
 
 
 def check_writable(db: Database) -> None:
-    """Write a row of some pages, for real. Raises SQLAlchemy's DBAPIError as the database reports it."""
+    """Write a row of several pages, to test the database. Raises SQLAlchemy's DBAPIError."""
     with db.write() as session:
         session.merge(Probe(id=1, filler=os.urandom(_PROBE_BYTES), written_at=now(session)))
 
 
 def make_engine(url: str) -> Engine:
-    """An engine with our rules for SQLite: WAL, full sync, foreign keys, explicit BEGIN. Errors are logged,
-    so they name no values: these may be what devices have reported.
-    """
+    """Return an engine with our settings for SQLite: WAL, full sync, foreign keys and explicit BEGIN."""
     parsed = make_url(url)
     common: dict[str, Any] = {
+        # Errors are logged. Without this they would quote values that devices have reported.
         "hide_parameters": True,
         "pool_size": _CONNECTIONS,
         "max_overflow": _MORE_CONNECTIONS,
         "pool_use_lifo": True,
     }
     if parsed.get_backend_name() != "sqlite":
-        return create_engine(_impatient(parsed), pool_pre_ping=True, **common)
+        if "connect_timeout" not in parsed.query:
+            parsed = parsed.update_query_dict({"connect_timeout": str(CONNECT_S)})
+        return create_engine(parsed, pool_pre_ping=True, **common)
     driver = {"timeout": BUSY_TIMEOUT_MS / 1000, "check_same_thread": False}
     engine = create_engine(url, connect_args=driver, **common)
 
@@ -217,13 +231,6 @@ def make_engine(url: str) -> Engine:
     event.listen(engine, "connect", configure)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
-
-
-def _impatient(url: URL) -> URL:
-    """Return the address with a limit for opening a connection, where it has none."""
-    if "connect_timeout" in url.query:
-        return url
-    return url.update_query_dict({"connect_timeout": str(CONNECT_S)})
 
 
 def _begin_sqlite(connection: Connection) -> None:

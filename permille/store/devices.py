@@ -1,7 +1,8 @@
-"""Invitations, devices, their nonces and access tokens.
+"""Invitations, devices, their nonces and their access tokens.
 
-An invitation enrols one device: it is used by compare-and-set. Sending the same key again is idempotent, with
-the used code or with a new one. A revoked or unenrolled device has no valid token from that moment on.
+An invitation enrols one device. A compare-and-set uses it up, so two devices cannot share it. A
+device that enrols again with the same key is the same device, whether it uses the old code or a new
+one. A device that is revoked or unenrolled has no valid token from that moment on.
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,7 @@ from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
 INVITATION_LIFE = timedelta(hours=24)
 NONCE_LIFE = timedelta(minutes=5)
 TOKEN_LIFE = timedelta(hours=1)
-# The device of an access token (`token_hash`), unless that is no good or the device revoked or
-# gone.
+# The active device of a valid access token with this hash (`token_hash`).
 CALLER = (
     select(
         Device.id.label("caller_id"),
@@ -42,7 +42,7 @@ CALLER = (
 
 
 class InvitationError(InputError):
-    """The code is unknown, used by another key, expired or revoked: which one is not told."""
+    """The code is unknown, used by another key, expired or revoked. The message does not say which."""
 
     def __init__(self) -> None:
         super().__init__("The invitation is unknown, used or expired. Ask the operator for another one.")
@@ -50,7 +50,7 @@ class InvitationError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enrolment:
-    """An enrolled device, and whether this call made it."""
+    """An enrolled device, and whether this call created it."""
 
     device: Device
     created: bool
@@ -63,36 +63,37 @@ def invite(
     release: str,
     alias: str,
 ) -> tuple[Invitation, str]:
-    """Add an invitation; return the row and the code, which is not stored."""
+    """Add an invitation. Return the row and the code. The code is not stored."""
     code = new_code()
     at = now(session)
-    invitation = Invitation(
-        id=new_id(Prefix.INVITATION),
-        tenant_id=tenant_id,
-        code_hash=hash_secret(code),
-        release=release,
-        alias=alias,
-        expires_at=at + INVITATION_LIFE,
-        created_at=at,
+    invitation = rows.add(
+        session,
+        Invitation(
+            id=new_id(Prefix.INVITATION),
+            tenant_id=tenant_id,
+            code_hash=hash_secret(code),
+            release=release,
+            alias=alias,
+            expires_at=at + INVITATION_LIFE,
+            created_at=at,
+        ),
     )
-    session.add(invitation)
-    session.flush()
     return invitation, code
 
 
 def revoke_invitation(session: Session, *, tenant_id: str, invitation_id: str) -> None:
-    """Make an invitation useless. Idempotent. Raises NotFoundError."""
+    """Revoke an invitation. Idempotent. Raises NotFoundError."""
     invitation = rows.get(session, Invitation, tenant_id=tenant_id, row_id=invitation_id)
     invitation.revoked_at = invitation.revoked_at or now(session)
 
 
 def find_invitation(session: Session, *, code: str) -> Invitation | None:
-    """The invitation of this code, whatever it is still good for; by its hash, in one look-up."""
+    """Return the invitation with this code, or None. It may be used, expired or revoked."""
     return session.scalar(select(Invitation).where(Invitation.code_hash == hash_secret(code)))
 
 
 def find_active(session: Session, *, device_id: str) -> Device | None:
-    """Return a device that is neither revoked nor unenrolled; None of any other."""
+    """Return a device that is neither revoked nor unenrolled, or None."""
     query = select(Device).where(
         Device.id == device_id, Device.revoked_at.is_(None), Device.unenrolled_at.is_(None)
     )
@@ -100,10 +101,10 @@ def find_active(session: Session, *, device_id: str) -> Device | None:
 
 
 def enrol(session: Session, *, code: str, public_key: str, name: str, agent_version: str) -> Enrolment:
-    """Use an invitation: make a device, or return the one that has this key.
+    """Use an invitation: create a device, or return the device that has this key.
 
     Raises:
-        InvitationError: the code is no good, or the key belongs to a revoked device.
+        InvitationError: the code is not valid, or the key belongs to a revoked device.
     """
     at = now(session)
     invitation = find_invitation(session, code=code)
@@ -130,15 +131,14 @@ def enrol(session: Session, *, code: str, public_key: str, name: str, agent_vers
     device.name, device.agent_version = name, agent_version
     device.release, device.alias = invitation.release, invitation.alias
     device.version = device.unenrolled_at = None
-    session.flush()
     _use(session, invitation, device, at)
     return Enrolment(device=device, created=created)
 
 
 def revoke(session: Session, *, tenant_id: str, device_id: str) -> Device:
-    """Shut a device out for good, with effect on its next request. Idempotent. Raises NotFoundError.
+    """Revoke a device for good, with effect on its next request. Idempotent. Raises NotFoundError.
 
-    The caller ends its memberships of federations, here and in `unenrol`.
+    The caller also ends the device's memberships of federations, here and after `unenrol`.
     """
     device = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     device.revoked_at = device.revoked_at or now(session)
@@ -146,23 +146,21 @@ def revoke(session: Session, *, tenant_id: str, device_id: str) -> Device:
 
 
 def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
-    """The device leaves by its own wish; a new invitation lets it come back. Raises NotFoundError.
-
-    Its tokens are removed and its nonces void: they would be good again once it is back.
-    """
+    """Unenrol a device at its own request. A new invitation lets it come back. Raises NotFoundError."""
     device = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     at = now(session)
     device.unenrolled_at = device.unenrolled_at or at
+    # Tokens and nonces from before would be valid again once the device is back.
     session.execute(delete(DeviceToken).where(DeviceToken.device_id == device.id))
     session.merge(_used_nonce(device, _leaving(device.id), at))
     return device
 
 
 def touch(session: Session, *, device_id: str, version: int | None = None) -> None:
-    """Note that a device is seen now, unless another transaction holds its row.
+    """Record that a device is seen now. Skip this if another transaction has locked the row.
 
     Args:
-        version: the version of its release that the device is told.
+        version: the version of the release that the device is told to install.
     """
     free = select(Device.id).where(Device.id == device_id).with_for_update(skip_locked=True)
     values = {} if version is None else {"version": version}
@@ -185,12 +183,12 @@ def count_told(session: Session, *, tenant_id: str, release: str, version: int) 
 def use_nonce(session: Session, *, device_id: str, nonce: str, issued_at: datetime) -> Device | None:
     """Use up a nonce that a device has signed, and return the device.
 
-    Nonces are kept once they are used, not when they are given: whoever knows a device's id may ask for one.
-
     Returns:
-        None where the nonce was used before or is older than five minutes or than the device's leaving, or
-        where the device may not come in.
+        None if the nonce was used before, is older than five minutes, or was issued before the
+        device left, or if the device is not active.
     """
+    # A nonce is stored when it is used, not when it is issued. Anyone who knows a device's id may ask for
+    # nonces, and must not be able to fill the table.
     at, device = now(session), find_active(session, device_id=device_id)
     left = session.get(DeviceNonce, _leaving(device_id))
     stale = left is not None and left.used_at is not None and left.used_at >= issued_at
@@ -199,14 +197,13 @@ def use_nonce(session: Session, *, device_id: str, nonce: str, issued_at: dateti
     try:
         with session.begin_nested():
             session.add(_used_nonce(device, hash_secret(nonce), at))
-            session.flush()
     except IntegrityError:
         return None
     return device
 
 
 def issue_token(session: Session, *, device: Device) -> tuple[str, datetime]:
-    """Make an access token for a device that has proved its key; return the secret and when it expires."""
+    """Create an access token for a device that has proved its key. Return the secret and its expiry."""
     secret, at = new_device_token(), now(session)
     session.add(
         DeviceToken(
@@ -217,12 +214,11 @@ def issue_token(session: Session, *, device: Device) -> tuple[str, datetime]:
             created_at=at,
         )
     )
-    session.flush()
     return secret, at + TOKEN_LIFE
 
 
 def purge_expired(session: Session) -> None:
-    """Remove nonces and access tokens that expired."""
+    """Delete expired nonces and access tokens."""
     at = now(session)
     for table in (DeviceNonce, DeviceToken):
         for row in session.scalars(select(table).where(table.expires_at <= at).limit(1000)):
@@ -230,7 +226,7 @@ def purge_expired(session: Session) -> None:
 
 
 def _used_nonce(device: Device, nonce_hash: str, at: datetime) -> DeviceNonce:
-    """Remember a nonce for as long as it could be shown again."""
+    """Return the row of a used nonce. It lives as long as the nonce could be shown again."""
     return DeviceNonce(
         nonce_hash=nonce_hash,
         tenant_id=device.tenant_id,
@@ -242,7 +238,9 @@ def _used_nonce(device: Device, nonce_hash: str, at: datetime) -> DeviceNonce:
 
 
 def _leaving(device_id: str) -> str:
-    """Name the row that says when a device left: nonces from before are void once it is back."""
+    """Return the key of the row that stores when a device left. Older nonces stay void when it comes
+    back.
+    """
     return hash_secret(f"left {device_id}")
 
 

@@ -1,48 +1,50 @@
-"""Errors of the store, beyond those of `permille.errors`.
+"""Errors of the store, in addition to those of `permille.errors`.
 
-The API maps `NotFoundError` to 404, `ConflictError` to 409, `QuotaError` to 429. A row of another tenant does
-not exist: it is a `NotFoundError`, never a "forbidden".
+The API maps `NotFoundError` to 404, `ConflictError` to 409 and `QuotaError` to 429. The row of
+another tenant is a `NotFoundError`, as if it did not exist.
 """
 
 from permille.errors import InputError, PermilleError, RetryableError
 
 
 class NotFoundError(InputError):
-    """No such row for this tenant."""
+    """The tenant has no such row."""
 
 
 class ConflictError(InputError):
-    """The request contradicts a row that exists: an idempotency key with another payload, a version that does
-    not grow.
+    """The request contradicts an existing row. For example, its idempotency key was used with another
+    payload.
     """
 
 
 class RoundClosedError(ConflictError):
-    """The round has ended, or is about to: what comes now is too late."""
+    """The round has ended, or its deadline has passed."""
 
 
 class ContributionConflictError(ConflictError):
-    """The device has sent other bytes for this round."""
+    """The device has already sent another contribution to this round."""
 
 
 class BudgetSpentError(ConflictError):
-    """The device has taken part in as many rounds as it was promised to at most."""
+    """The device has taken part in as many rounds as its privacy budget allows."""
 
 
 class QuotaSpentError(ConflictError):
-    """A device's quota is used up. Only a deletion or another setting changes that."""
+    """The quota of a device is used up. Only a deletion or another setting changes that."""
 
 
 class ChangedError(RetryableError):
-    """Another transaction changed the same rows first: the same work may succeed on what is there now."""
+    """Another transaction changed the same rows first. Read them again and repeat the work."""
 
 
 class BlobStoreError(RetryableError):
-    """The bucket did not answer, or not as it should."""
+    """The bucket did not answer, or gave an invalid answer."""
 
 
 class QuotaError(RetryableError):
-    """A device or a tenant asks for more than its share. It may ask again after `retry_after_s` seconds."""
+    """A device or a tenant asks for more than its share. It may ask again after `retry_after_s`
+    seconds.
+    """
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)
@@ -50,6 +52,6 @@ class QuotaError(RetryableError):
 
 
 class StaleClaimError(PermilleError):
-    """The claim is no longer the job's newest one (or the job has ended): whoever holds it must publish
-    nothing.
+    """The job has ended, or a newer claim of it exists. The holder of the old claim must not publish
+    anything.
     """

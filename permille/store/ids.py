@@ -1,9 +1,11 @@
-"""Random names: row ids, and secrets.
+"""Random names: ids of rows, and secrets.
 
-A row's id is a prefix that names the table and a ULID (48 bits of milliseconds, 80 random bits, Crockford's
-base 32 in lower case), so that ids sort by the time they were made, those of one process strictly. Secrets
-have 128 bits and more; they are made here, shown once, and kept as their sha256 only. A fast hash is enough:
-what is hashed is random, not a password.
+The id of a row is a prefix that names the table, and a ULID: 48 bits of milliseconds and 80 random
+bits in lower-case Crockford base 32. So ids sort by the time of creation, strictly so within one
+process.
+
+A secret has at least 128 random bits. It is shown once, and the database keeps only its SHA-256. A
+slow password hash is not needed, since random secrets cannot be guessed from a dictionary.
 """
 
 import hashlib
@@ -46,7 +48,9 @@ class Prefix(StrEnum):
 
 
 class _Clock:
-    """Numbers that grow also within a millisecond: parts of a job that are made at once keep their order."""
+    """A source of increasing numbers, also within one millisecond, so that parts of a job keep their
+    order.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,27 +68,38 @@ _CLOCK = _Clock()
 
 
 def new_id(prefix: Prefix) -> str:
-    """Make a fresh id such as `job_01jd3k...`, above all ids that this process made before."""
+    """Return a new id such as `job_01jd3k...`. It sorts after all ids that this process made before.
+
+    Example:
+        >>> first, second = new_id(Prefix.JOB), new_id(Prefix.JOB)
+        >>> first.startswith("job_") and first < second
+        True
+    """
     number = _CLOCK.next()
     digits = [_ALPHABET[number >> shift & 31] for shift in range(5 * (_ULID_LENGTH - 1), -1, -5)]
     return f"{prefix}_{''.join(digits)}"
 
 
 def new_operator_token() -> str:
-    """Make an operator's bearer token."""
+    """Return a new bearer token of an operator."""
     return OPERATOR_TOKEN_PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
 
 
 def new_device_token() -> str:
-    """Make a device's access token."""
+    """Return a new access token of a device."""
     return DEVICE_TOKEN_PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
 
 
 def new_code() -> str:
-    """Make an invitation's code or a nonce: 128 bits, 22 characters of base64url."""
+    """Return a new invitation code or nonce: 128 bits as 22 characters of base64url."""
     return secrets.token_urlsafe(_CODE_BYTES)
 
 
 def hash_secret(secret: str) -> str:
-    """The sha256 hex under which a secret is looked up."""
+    """Return the hexadecimal SHA-256 under which a secret is stored.
+
+    Example:
+        >>> hash_secret("pmo_example")[:16]
+        '9211bcbd50f5d77e'
+    """
     return hashlib.sha256(secret.encode()).hexdigest()

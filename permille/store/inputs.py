@@ -1,7 +1,7 @@
 """Inputs of jobs: registered base models and corpora.
 
-Nothing that a result was made of can be removed: an artifact's sources say what it was made of, whichever
-field of its request named it.
+An input from which a result was made cannot be removed. The sources of an artifact list all inputs
+that its request names, in any field.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,20 +28,22 @@ from permille.store.ids import Prefix, new_id
 from permille.store.settings import StoreSettings
 from permille.store.tables import Artifact, ArtifactSource, Corpus, Job, Model
 
-# Has the files of sparse models, below a tenant's model root.
+# The folder of sparse models, below a tenant's model root.
 SPARSIFIED: Final = "sparsified"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roots:
-    """The folders below which a tenant's models and corpora lie. No other tenant's path leads there."""
+    """The folders that hold a tenant's models and corpora. Paths of other tenants never lead there."""
 
     models: Path
     corpora: Path
 
 
 def roots_of(session: Session, settings: StoreSettings, *, tenant_id: str) -> Roots:
-    """The first tenant's roots are the settings' own; any other tenant has a folder below `tenant_root`."""
+    """Return a tenant's roots. The first tenant has those of the settings; others have folders below
+    `tenant_root`.
+    """
     first = access.first_tenant(session)
     if first is not None and first.id == tenant_id:
         return Roots(models=settings.model_root, corpora=settings.corpus_root)
@@ -50,13 +52,18 @@ def roots_of(session: Session, settings: StoreSettings, *, tenant_id: str) -> Ro
 
 
 def sparsified_path(digest: str) -> str:
-    """Return the path of a sparsification's files below the model root."""
+    """Return the path of a sparsification's files below the model root.
+
+    Example:
+        >>> sparsified_path("sha256:0123abcd")
+        'sparsified/0123abcd'
+    """
     return f"{SPARSIFIED}/{digest.removeprefix('sha256:')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts about a model after its files were read."""
+    """Facts about a model, known once its files were read."""
 
     family: str
     config: dict[str, object]
@@ -74,9 +81,10 @@ def add_model(
     source: FolderModel | HubModel | GgufModel | SparsifiedModel,
     facts: ModelFacts | None = None,
 ) -> Model:
-    """Register a model: a folder below the model root, a hub repository at a commit, or what a job made.
+    """Register a base model, or the model of a sparsification.
 
-    Raises ConflictError when the tenant has one of this name.
+    Raises:
+        ConflictError: the tenant has a model of this name.
     """
     check_name(session, Model, tenant_id, name)
     model = Model(
@@ -88,9 +96,7 @@ def add_model(
     )
     if facts is not None:
         _apply(model, facts)
-    session.add(model)
-    session.flush()
-    return model
+    return rows.add(session, model)
 
 
 def add_corpus(
@@ -101,28 +107,30 @@ def add_corpus(
     source: FileCorpus | StreamedCorpus,
     size_bytes: int | None = None,
 ) -> Corpus:
-    """Register a corpus: a file below the corpus root, or a streamed data set.
+    """Register a corpus: a file below the corpus root, or a public dataset.
 
-    Raises ConflictError when the tenant has one of this name.
+    Raises:
+        ConflictError: the tenant has a corpus of this name.
     """
     check_name(session, Corpus, tenant_id, name)
-    corpus = Corpus(
-        id=new_id(Prefix.CORPUS),
-        tenant_id=tenant_id,
-        name=name,
-        source=source.model_dump(mode="json"),
-        size_bytes=size_bytes,
-        created_at=now(session),
+    return rows.add(
+        session,
+        Corpus(
+            id=new_id(Prefix.CORPUS),
+            tenant_id=tenant_id,
+            name=name,
+            source=source.model_dump(mode="json"),
+            size_bytes=size_bytes,
+            created_at=now(session),
+        ),
     )
-    session.add(corpus)
-    session.flush()
-    return corpus
 
 
 def check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: str, name: str) -> None:
-    """Commands know inputs by their names, so that two of one name could not be told apart.
+    """Check that no other input has this name, since commands refer to inputs by name.
 
-    Raises ConflictError when the tenant has one of this name.
+    Raises:
+        ConflictError: the name is taken.
     """
     query = select(table.id).where(table.tenant_id == tenant_id, table.name == name)
     if (found := session.scalar(query)) is not None:
@@ -132,10 +140,9 @@ def check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: s
 
 
 def corpora_are_older(session: Session, settings: StoreSettings, job: Job) -> bool:
-    """Return whether no corpus that a job has read was changed since it was asked for, by the time of its
-    inode: that of its content may be an old one where another file was copied or moved over it.
+    """Return whether every corpus file of a job was last changed before the job was created.
 
-    Models need no look: the first job pins a model's files, and later ones refuse others.
+    Models need no check: the first job pins a model's files, and later jobs refuse other files.
     """
     roots = roots_of(session, settings, tenant_id=job.tenant_id)
     query = select(Corpus).where(Corpus.tenant_id == job.tenant_id)
@@ -143,6 +150,7 @@ def corpora_are_older(session: Session, settings: StoreSettings, job: Job) -> bo
         if corpus.source.get("kind") != "file":
             continue
         try:
+            # Not `st_mtime`: a copied or moved file may keep the old time of its content.
             changed_s = (roots.corpora / str(corpus.source["path"])).stat().st_ctime
         except OSError:
             return False
@@ -152,7 +160,12 @@ def corpora_are_older(session: Session, settings: StoreSettings, job: Job) -> bo
 
 
 def ids_in(request: Mapping[str, object]) -> Iterator[str]:
-    """Yield every id that a request names, at any depth."""
+    """Yield every id in a request, at any depth.
+
+    Example:
+        >>> list(ids_in({"model_id": "model_1", "mask": {"corpus_id": "corpus_2"}}))
+        ['model_1', 'corpus_2']
+    """
     for name, value in request.items():
         if isinstance(value, Mapping):
             yield from ids_in(value)
@@ -161,14 +174,14 @@ def ids_in(request: Mapping[str, object]) -> Iterator[str]:
 
 
 def named_by_jobs(session: Session, *, tenant_id: str) -> dict[str, str]:
-    """Map every string in the requests of jobs that have not ended to the id of such a job."""
+    """Map every string in the requests of unfinished jobs to the id of such a job."""
     query = select(Job.id, Job.payload).where(Job.tenant_id == tenant_id, Job.state.in_(UNFINISHED))
     jobs = session.execute(query)
     return {value: job_id for job_id, payload in jobs for value in _strings_in(payload)}
 
 
 def _strings_in(request: Mapping[str, object]) -> Iterator[str]:
-    """Yield every string of a request, at any depth."""
+    """Yield every string in a request, at any depth."""
     for value in request.values():
         if isinstance(value, Mapping):
             yield from _strings_in(value)
@@ -177,18 +190,18 @@ def _strings_in(request: Mapping[str, object]) -> Iterator[str]:
 
 
 def record_facts(session: Session, *, tenant_id: str, model_id: str, facts: ModelFacts) -> Model:
-    """Store what a worker found in a model's files. Raises NotFoundError."""
+    """Store the facts that a worker read from a model's files. Raises NotFoundError."""
     model = rows.get(session, Model, tenant_id=tenant_id, row_id=model_id)
     _apply(model, facts)
     return model
 
 
 def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: str, row_id: str) -> None:
-    """Remove a model or corpus that nothing was or is made of.
+    """Remove a model or a corpus that nothing uses.
 
     Raises:
-        NotFoundError: there is none of this id.
-        ConflictError: something was made of it, or a job that has not ended names it.
+        NotFoundError: there is no such input.
+        ConflictError: a result was made from it, or an unfinished job names it.
     """
     row: Model | Corpus = rows.lock(session, table, tenant_id=tenant_id, row_id=row_id, to_remove=True)
     made = select(Artifact.kind, Artifact.id, Artifact.digest).join(

@@ -1,4 +1,6 @@
-"""Releases (named, numbered) and their aliases, as rows; what devices may believe of them is `trust`."""
+"""Rows of releases and of their aliases. Devices trust the signed metadata instead
+(`permille.store.trust`).
+"""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -9,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.schemas.jobs import JobKind
-from permille.store import artifacts
+from permille.store import artifacts, rows
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
@@ -18,16 +20,16 @@ from permille.store.tables import Alias, Artifact, Release
 from permille.trust.listed import Listed
 
 Listing = Mapping[tuple[str, int], Listed]
-# A version is at most so far above the newest.
+# A new version may exceed the newest one by at most this much. A larger jump could use up the numbers.
 MAX_NEW_VERSIONS: Final = 1000
 
 
 def publish(session: Session, *, name: str, package: Artifact, version: int | None = None) -> Release:
-    """Publish a package under the next version of `name`, or the one given, which must be higher than all.
+    """Publish a package as the next version of `name`, or as a given higher version.
 
     Raises:
-        ConflictError: the version does not grow.
-        InputError: it is far above the newest: no jump uses a name up.
+        ConflictError: the version is not higher than all others.
+        InputError: the version exceeds the newest one by more than `MAX_NEW_VERSIONS`.
     """
     tenant_id = package.tenant_id
     newest = latest_version(session, tenant_id=tenant_id, name=name)
@@ -37,26 +39,27 @@ def publish(session: Session, *, name: str, package: Artifact, version: int | No
         raise ConflictError(f"The next version of {name!r} must be above {newest}, got {version}.")
     if version > newest + MAX_NEW_VERSIONS:
         raise InputError(f"The version {version} of {name!r} is too far above {newest}.")
-    release = Release(
-        id=new_id(Prefix.RELEASE),
-        tenant_id=tenant_id,
-        name=name,
-        version=version,
-        package_id=package.id,
-        package_digest=package.digest,
-        created_at=now(session),
+    return rows.add(
+        session,
+        Release(
+            id=new_id(Prefix.RELEASE),
+            tenant_id=tenant_id,
+            name=name,
+            version=version,
+            package_id=package.id,
+            package_digest=package.digest,
+            created_at=now(session),
+        ),
     )
-    session.add(release)
-    session.flush()
-    return release
 
 
 def follow(session: Session, *, tenant_id: str, before: Listing, after: Listing) -> None:
-    """Let rows follow a list that was signed elsewhere: publish what is new, withdraw what is gone.
+    """Apply a list that was signed elsewhere: publish new versions, yank missing ones, and set
+    aliases.
 
     Raises:
         NotFoundError: a listed package does not exist.
-        ConflictError, InputError: as `publish`.
+        ConflictError, InputError: as for `publish`.
     """
     for name, version in sorted(before.keys() - after.keys()):
         yank(session, tenant_id=tenant_id, name=name, version=version, reason="no longer listed")
@@ -71,7 +74,7 @@ def follow(session: Session, *, tenant_id: str, before: Listing, after: Listing)
 
 
 def latest_version(session: Session, *, tenant_id: str, name: str) -> int:
-    """The highest version ever published under `name`, yanked ones included; 0 when there is none."""
+    """Return the highest version of `name`, including yanked ones, or 0 if there is none."""
     query = select(func.max(Release.version)).where(Release.tenant_id == tenant_id, Release.name == name)
     return session.scalar(query) or 0
 
@@ -98,9 +101,10 @@ def list_releases(
 
 
 def yank(session: Session, *, tenant_id: str, name: str, version: int, reason: str) -> Release:
-    """Withdraw a release: devices no longer install it. Idempotent, the first reason stays.
+    """Yank a release, so that devices no longer install it. Idempotent: the first reason stays.
 
-    Raises NotFoundError.
+    Raises:
+        NotFoundError: there is no such release.
     """
     release = get(session, tenant_id=tenant_id, name=name, version=version)
     if release.yanked_at is None:
@@ -123,7 +127,6 @@ def set_alias(session: Session, *, tenant_id: str, name: str, alias: str, versio
         session.add(row)
     else:
         row.version, row.updated_at = version, now(session)
-    session.flush()
     return row
 
 
@@ -157,9 +160,9 @@ _RESOLVED = (
 def resolve_alias(
     database: Database, *, tenant_id: str, name: str, alias: str
 ) -> Row[int, str, int, datetime | None]:
-    """Return the version, package digest, size and time of withdrawal that an alias points at.
+    """Return the version, package digest, size and yank time behind an alias. Raises NotFoundError.
 
-    Every device asks this at every poll: one statement, made once. Raises NotFoundError.
+    Every device calls this at every poll, so it takes one prepared statement.
     """
     found = database.first(_RESOLVED, tenant_id=tenant_id, name=name, alias=alias)
     if found is None:

@@ -1,7 +1,8 @@
-"""Reading rows of a tenant: one by its id, or a page of them, newest first.
+"""Reading, locking and adding rows: one by its id, or a page of a list, newest first.
 
-A page is cut by id, or by time and id where others made the ids. So rows added meanwhile neither repeat nor
-hide others. A cursor is the key of a page's last row.
+A page ends at a cursor, which is the key of its last row. So rows that are added meanwhile are
+neither repeated nor skipped. Rows whose id the service did not make are ordered by time first,
+since such an id does not sort by time.
 """
 
 from dataclasses import dataclass
@@ -14,17 +15,18 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.errors import InputError
 from permille.store.errors import NotFoundError
-from permille.store.tables import EPOCH, MICROSECOND, Named, microseconds_of
+from permille.store.tables import EPOCH, MICROSECOND, Base, Named, microseconds_of
 
 Row = TypeVar("Row")
 NamedRow = TypeVar("NamedRow", bound=Named)
+NewRow = TypeVar("NewRow", bound=Base)
 MAX_LIMIT = 200
 _LONGEST_TIME = 17  # decimal digits: up to the year 5138
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Page of a list: the number of rows, and the last row of the previous page."""
+    """The part of a list to read: the number of rows, and the cursor of the previous page."""
 
     limit: int = 50
     cursor: str | None = None
@@ -32,7 +34,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page(Generic[Row]):
-    """Some rows, newest first, and the cursor of what follows (None: nothing does)."""
+    """Some rows, newest first, and the cursor of the next page (None after the last page)."""
 
     items: tuple[Row, ...]
     next_cursor: str | None
@@ -42,30 +44,43 @@ FIRST = Window()
 
 
 def get(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str) -> NamedRow:
-    """Read one row. Raises NotFoundError.
+    """Read one row of a tenant. Raises NotFoundError.
 
     Example:
-        model = rows.get(session, tables.Model, tenant_id=operator.tenant_id, row_id="model_01jd3k...")
+
+        model = rows.get(session, tables.Model, tenant_id=operator.tenant_id,
+        row_id="model_01jd3k...")
     """
     return _find(session, _row_of(table), table, tenant_id, row_id)
+
+
+def add(session: Session, row: NewRow) -> NewRow:
+    """Insert a row now, so that later statements of this transaction may refer to it. Return it."""
+    # The tables declare foreign keys without `relationship`, so SQLAlchemy cannot order the inserts itself.
+    session.add(row)
+    session.flush()
+    return row
 
 
 def lock(
     session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str, to_remove: bool = False
 ) -> NamedRow:
-    """Read one row for change, as it is now. Raises NotFoundError.
+    """Read and lock one row of a tenant, as it is now. Raises NotFoundError.
 
     Args:
-        to_remove: transactions that lock the row at the same time wait, and then find none.
+        to_remove: take the lock of a deletion. Other transactions that lock the row wait, and then
+            do not find it.
     """
-    # A change of the key is none of ours: rows that refer to this one need not wait (PostgreSQL).
+    # We never change a key, so inserts of rows that refer to this one need not wait (PostgreSQL).
     query = _row_of(table).with_for_update(key_share=not to_remove)
     return _find(session, query.execution_options(populate_existing=True), table, tenant_id, row_id)
 
 
 @cache
 def _row_of(table: type[NamedRow]) -> Select[NamedRow]:
-    """Made once a table: making a statement costs more than running it."""
+    """Return the statement that reads one row. It is cached: building a statement costs more than
+    running it.
+    """
     return select(table).where(table.tenant_id == bindparam("tenant_id"), table.id == bindparam("row_id"))
 
 
@@ -81,7 +96,7 @@ def _find(
 def list_all(
     session: Session, table: type[NamedRow], *, tenant_id: str, window: Window = FIRST
 ) -> Page[NamedRow]:
-    """List a tenant's rows of a table."""
+    """List all rows of a tenant in one table, a page at a time."""
     return fetch_page(session, select(table).where(table.tenant_id == tenant_id), window, table.id)
 
 
@@ -92,14 +107,15 @@ def fetch_page(
     key: InstrumentedAttribute[str],
     made_at: InstrumentedAttribute[datetime] | None = None,
 ) -> Page[Row]:
-    """Run `query` (unordered, tenant filter included) from the cursor on.
+    """Return the page of a query that begins at the window's cursor.
 
     Args:
-        key: a unique column of the row; ids of ours sort by the time they were made.
-        made_at: the time that orders the rows, where their key does not say so.
+        query: unordered, with the filter of the tenant.
+        key: a unique column. Ids that the service made sort by their time.
+        made_at: the column of the time, if the key does not sort by it.
 
     Raises:
-        InputError: no page gave such a cursor.
+        InputError: the cursor is not one that a page returned.
     """
     if made_at is None:
         query = query.order_by(key.desc())
@@ -109,7 +125,7 @@ def fetch_page(
         query = query.order_by(made_at.desc(), key.desc())
         if window.cursor is not None:
             at, last = _parse_moment(window.cursor)
-            # The first condition alone would do, but only the second lets SQLite begin at the cursor.
+            # The second condition follows from the first, but only it lets SQLite begin at the cursor.
             query = query.where(or_(made_at < at, key < last), made_at <= at)
     rows = session.scalars(query.limit(window.limit + 1)).all()
     items = tuple(rows[: window.limit])
@@ -122,7 +138,7 @@ def fetch_page(
 
 
 def _parse_moment(cursor: str) -> tuple[datetime, str]:
-    """The time and the key of a cursor `<microseconds>.<key>`. Raises InputError."""
+    """Return the time and the key of a cursor `<microseconds>.<key>`. Raises InputError."""
     number, point, key = cursor.partition(".")
     if not (point and number.isascii() and number.isdecimal() and len(number) <= _LONGEST_TIME):
         raise InputError(f"{cursor[:80]!r} is no cursor that a page returned.")

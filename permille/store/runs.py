@@ -1,7 +1,8 @@
-"""Runs that devices report, and the logs that some share, or packed states in their place.
+"""Runs that devices report, and the logs or packed states that some devices share.
 
-A log is personal data: it hangs on one run of one device, is replayed once, and is deleted with its bytes on
-request. They are an upload of its own (`permille.store.uploads`), which nothing else refers to.
+A shared log is personal data. It belongs to one run of one device, is replayed once, and is deleted
+with its bytes on request. Its bytes are an upload (`permille.store.uploads`) to which nothing else
+refers.
 """
 
 from collections.abc import Mapping
@@ -28,9 +29,7 @@ _LARGEST_LOSS: Final = 1e6
 def report(
     session: Session, *, tenant_id: str, device_id: str, run_id: str, metrics: dict[str, object]
 ) -> tuple[Run, bool]:
-    """Store a run; return it and whether this call made it. The same report again changes nothing.
-
-    Reports may wait on a device and come in any order, so the newest run is the one that ended last there.
+    """Store a run. Return it, and whether it is new. Sending the same report again changes nothing.
 
     Raises:
         ConflictError: the id was used with other metrics or by another device.
@@ -40,8 +39,8 @@ def report(
         if run.device_id != device_id or run.metrics != metrics:
             raise ConflictError(f"run {run_id!r} was reported before with other content")
         return run, False
-    in_turn = {"key_share": True}  # two of its reports; what names the device does not wait
-    device = session.get(Device, device_id, with_for_update=in_turn)
+    # Concurrent reports of one device wait for each other here. Inserts that refer to the device do not.
+    device = session.get(Device, device_id, with_for_update={"key_share": True})
     arrived_at = now(session)
     run = Run(
         tenant_id=tenant_id,
@@ -53,21 +52,20 @@ def report(
         newest=True,
         **_counted(metrics),
     )
+    # Reports may be delayed and come in any order, so the newest run is the one that ended last.
     later = select(Run.run_id).where(*_of_same_version(run), Run.newest, Run.ended_at > run.ended_at)
     run.newest = session.scalar(later) is None
     if run.newest:
         session.execute(update(Run).where(*_of_same_version(run), Run.newest).values(newest=False))
     session.add(run)
-    session.flush()
     last = select(func.max(Run.ended_at)).where(Run.device_id == device_id)
     if device is not None and "engine" in metrics and session.scalar(last) == run.ended_at:
         device.engine, device.agent_version = str(metrics["engine"]), str(metrics["agent_version"])
-    session.flush()
     return run, True
 
 
 def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
-    """Return the columns of a run that fleet counts use, from its metrics."""
+    """Return the columns of a run that counts of the fleet use."""
     base, personal = (_loss(metrics.get(name)) for name in ("loss_base", "loss_personal"))
     general = [_loss(metrics.get(f"general_loss_{name}")) for name in ("base", "personal")]
     adopted = metrics.get("outcome") == Outcome.ADOPTED
@@ -80,18 +78,18 @@ def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _moment(value: object, default: datetime) -> datetime:
-    """A time of a device. One before 1970, where its clock begins, cannot be stored as a cursor."""
+    """Parse a time from a device. A time before 1970 becomes 1970, since a cursor cannot hold it."""
     found = datetime.fromisoformat(value) if isinstance(value, str) else default
     return max(found, EPOCH)
 
 
 def _loss(value: object) -> float | None:
-    """A loss that can be counted with: of larger ones, which a device made up, no difference is finite."""
+    """Return a loss, or None for a made-up value so large that differences of it overflow."""
     return value if isinstance(value, float) and abs(value) <= _LARGEST_LOSS else None
 
 
 def _of_same_version(run: Run) -> tuple[ColumnElement[bool], ...]:
-    """The runs of a run's device on its version, itself included."""
+    """Select the runs of the same device on the same version, this run included."""
     return (
         Run.tenant_id == run.tenant_id,
         Run.device_id == run.device_id,
@@ -101,7 +99,7 @@ def _of_same_version(run: Run) -> tuple[ColumnElement[bool], ...]:
 
 
 def get(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> Run:
-    """Read one run, of this device only when one is named. Raises NotFoundError."""
+    """Read one run, optionally only if it belongs to this device. Raises NotFoundError."""
     run = session.get(Run, (tenant_id, run_id))
     if run is None or run.deleted_at is not None or (device_id is not None and run.device_id != device_id):
         raise NotFoundError(f"no run {run_id!r}")
@@ -110,7 +108,7 @@ def get(session: Session, *, tenant_id: str, run_id: str, device_id: str | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFilter:
-    """Conditions on the runs of a list. None does not matter."""
+    """Conditions of a list of runs. A condition that is None does not filter."""
 
     device_id: str | None = None
     release: str | None = None
@@ -125,7 +123,7 @@ def list_runs(
     wanted: RunFilter = RunFilter(),
     window: Window = FIRST,
 ) -> Page[Run]:
-    """List runs, the one that ended last first. Their ids, which devices made, say nothing about time."""
+    """List runs by their end, newest first. The ids do not sort by time, since devices make them."""
     query = select(Run).where(Run.tenant_id == tenant_id, Run.deleted_at.is_(None))
     for name, value in asdict(wanted).items():
         if value is not None:
@@ -135,7 +133,7 @@ def list_runs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentLog:
-    """A shared log or packed state of a device. Its bytes are those of an upload."""
+    """A shared log or packed state, whose bytes are in an upload."""
 
     form: LogForm
     digest: str
@@ -146,14 +144,15 @@ class SentLog:
 def attach_log(
     session: Session, *, tenant_id: str, device_id: str, run_id: str, log: SentLog
 ) -> tuple[Run, Job]:
-    """Store that a log has come and queue its replay.
+    """Attach a log to its run and queue its replay. Return the run and the job.
 
-    The same log again: the same job, queued again where it has ended without a verdict; the run then keeps
-    the upload that it has, and the caller gives up the new one.
+    If the run already has the same log, return its job, and queue that job again if it ended
+    without a verdict. The run then keeps its old upload, and the caller gives up the new one.
 
     Raises:
-        NotFoundError: no such run of this device.
-        ConflictError: the run has another log already (delete it first), or the upload came too late.
+        NotFoundError: the device has no such run.
+        ConflictError: the run has another log, which must be deleted first, or the upload came too
+            late.
     """
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     job = None
@@ -165,7 +164,7 @@ def attach_log(
     if (run.log_form, run.log_digest) != (log.form, log.digest) or run.log_job_id is None:
         had, came = f"{run.log_form} {run.log_digest}", f"{log.form} {log.digest}"
         raise ConflictError(f"run {run_id!r} has another log: expected {had}, got {came}")
-    if job is None or job.id != run.log_job_id:  # sent at the same moment: that job is new
+    if job is None or job.id != run.log_job_id:  # a concurrent request attached the log; its job is new
         return run, rows.get(session, Job, tenant_id=tenant_id, row_id=run.log_job_id)
     if job.state in ENDED and job.state != JobState.SUCCEEDED:
         job = queue.retry(session, tenant_id=tenant_id, job_id=job.id)
@@ -174,7 +173,7 @@ def attach_log(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogVerdict:
-    """Result of a replay: the reason of a refusal, or the digest of the state."""
+    """Result of a replay: the digest of the state, or the reason of a refusal."""
 
     state: LogState
     reason: str | None = None
@@ -184,7 +183,7 @@ class LogVerdict:
 def finish_log(
     session: Session, *, tenant_id: str, run_id: str, log_digest: str, verdict: LogVerdict
 ) -> None:
-    """Store what the replay found; nothing when the log was deleted or replaced meanwhile."""
+    """Store the verdict of a replay, unless the log was deleted or replaced meanwhile."""
     run = session.get(Run, (tenant_id, run_id), with_for_update={"key_share": True})
     if run is None or run.log_digest != log_digest:
         return
@@ -193,14 +192,14 @@ def finish_log(
 
 
 def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:
-    """Forget a run's log, and one that is on its way; return the upload to erase after the commit, if any.
+    """Delete a run's log, and give up uploads that are under way. Return the upload to erase, or None.
 
-    Idempotent. Raises NotFoundError.
+    Erase the upload after the commit. Idempotent. Raises NotFoundError.
     """
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     if run.log_state is not None and run.log_job_id is not None:
         queue.request_cancel(session, tenant_id=tenant_id, job_id=run.log_job_id)
-    upload_id = _lock(session, run).log_upload_id  # with the verdict, if one came meanwhile
+    upload_id = _lock(session, run).log_upload_id  # read again: a verdict may have come meanwhile
     uploads.refuse_coming(session, tenant_id=tenant_id, run_id=run_id)
     if upload_id is None:
         return None
@@ -208,12 +207,14 @@ def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str 
     run.log_state = run.log_form = run.log_digest = run.log_upload_id = run.log_size_bytes = None
     run.log_reason = run.state_digest = run.log_job_id = None
     run.log_deleted_at = now(session)
-    session.flush()
+    session.flush()  # `Session.refresh` in a later `_lock` would discard unwritten changes
     return upload_id
 
 
 def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:
-    """Forget a run and its log; return the upload to erase, as `delete_log` does. Raises NotFoundError."""
+    """Delete a run and its log. Return the upload to erase, as `delete_log` does. Raises
+    NotFoundError.
+    """
     upload_id = delete_log(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     run = get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
     if run.newest:
@@ -228,9 +229,10 @@ def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str 
 
 
 def _lock(session: Session, run: Run) -> Run:
-    """The run as it is now, for change. The job of its log is locked before it, by whoever needs both.
+    """Lock a run and read it again. Callers that also need the job of its log must lock the job first.
 
-    Raises NotFoundError when it was deleted meanwhile.
+    Raises:
+        NotFoundError: the run was deleted meanwhile.
     """
     session.refresh(run, with_for_update={"key_share": True})
     if run.deleted_at is not None:
@@ -239,7 +241,7 @@ def _lock(session: Session, run: Run) -> Run:
 
 
 def _queue_replay(session: Session, run: Run, log: SentLog) -> Job:
-    """Write into a locked run that its log has come."""
+    """Attach a log to a locked run, and queue its replay."""
     uploads.hold(session, tenant_id=run.tenant_id, upload_id=log.upload_id, size_bytes=log.size_bytes)
     new = NewJob(
         tenant_id=run.tenant_id,
@@ -252,5 +254,5 @@ def _queue_replay(session: Session, run: Run, log: SentLog) -> Job:
     run.log_digest, run.log_upload_id, run.log_size_bytes = log.digest, log.upload_id, log.size_bytes
     run.log_sent_at, run.log_deleted_at = now(session), None
     run.log_reason = run.state_digest = None
-    session.flush()
+    session.flush()  # as in `delete_log`
     return job

@@ -1,7 +1,7 @@
-"""The settings that service and workers share: each program's own settings extend these.
+"""Settings that the service and the workers share. Each program extends them with its own settings.
 
-Read from the environment with the prefix PERMILLE_ (PERMILLE_DATA_DIR, PERMILLE_DATABASE_URL ...), once, in
-`main`.
+`main` of each program reads them once from environment variables with the prefix PERMILLE_, such as
+PERMILLE_DATA_DIR.
 """
 
 import re
@@ -25,7 +25,9 @@ _REGION: Final = re.compile(r"[a-z0-9-]{1,63}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketAddress:
-    """Bucket, key prefix and endpoint. Without an endpoint the bucket is at AWS."""
+    """The name of a bucket, a prefix of its keys, and its endpoint. Without an endpoint the bucket is
+    at AWS.
+    """
 
     bucket: str
     prefix: str
@@ -34,14 +36,19 @@ class BucketAddress:
 
     @classmethod
     def parse(cls, text: str) -> "BucketAddress":
-        """Read `s3://bucket/prefix?endpoint=https://host&region=name`; all but the bucket may be left out.
+        """Parse an address. Every part except the bucket is optional.
 
         Raises:
-            ValueError: it is none, or has a user or password in it.
+            ValueError: the address has another form, or contains a user or a password.
+
+        Example:
+            >>> BucketAddress.parse("s3://models/team?endpoint=https://minio.example.org").prefix
+            'team'
         """
         try:
             return cls._parse(text)
-        except ValueError:  # whatever urllib says of it: it quotes what may be secret
+        except ValueError:
+            # `from None`: the messages of urllib quote the address, which may contain a secret.
             message = "expected s3://bucket/prefix?endpoint=https://host&region=name, got another form"
             raise ValueError(message) from None
 
@@ -69,8 +76,9 @@ class BucketAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """Limits of what one device may send, and of what is kept of it: reports and uploads
-    (`permille.store.uploads`)."""
+    """Limits on the reports and uploads of one device, per day and in total
+    (`permille.store.uploads`).
+    """
 
     runs_a_day: int
     uploads_a_day: int
@@ -84,9 +92,10 @@ class Quota:
 class SettingsGroup(BaseSettings):
     """A group of settings that belong together.
 
-    A group's docstring is its heading in the operator's reference, a field's description its meaning there:
-    `make settings` writes them. A program's settings inherit all groups that it reads, so that each variable
-    keeps a short name. For example, `Settings(data_dir=path).port` is PERMILLE_PORT.
+    `make settings` writes the operator's reference from these classes. A group's docstring is its
+    heading there, and the description of a field is its meaning. The settings of a program inherit
+    all groups that it reads, so that variables keep short names. For example,
+    `Settings(data_dir=path).port` is PERMILLE_PORT.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
@@ -184,7 +193,7 @@ class ProcessSettings(SettingsGroup):
 
 
 class StoreSettings(ProcessSettings, FolderSettings, StorageSettings):
-    """The settings that service and workers share: below the data folder unless named."""
+    """The settings that service and workers share. Paths default to places below the data folder."""
 
     @model_validator(mode="before")
     @classmethod
@@ -195,7 +204,12 @@ class StoreSettings(ProcessSettings, FolderSettings, StorageSettings):
 
 
 def layout(data_dir: Path) -> dict[str, Any]:
-    """Return the default paths below the data folder."""
+    """Return the default paths below the data folder.
+
+    Example:
+        >>> layout(Path("/srv/permille"))["database_url"]
+        'sqlite:////srv/permille/permille.db'
+    """
     root = data_dir.absolute()
     return {
         "database_url": f"sqlite:///{root / 'permille.db'}",
@@ -208,10 +222,11 @@ def layout(data_dir: Path) -> dict[str, Any]:
 
 
 def explain(error: ValueError) -> str:
-    """Describe invalid settings in one line, without their values, which may be secret.
+    """Describe invalid settings in one line. The message omits their values, which may be secret.
 
     Args:
-        error: pydantic's ValidationError, or its SettingsError for a variable that is no JSON.
+        error: pydantic's ValidationError, or its SettingsError for a variable that is not valid
+            JSON.
     """
     if not isinstance(error, ValidationError):
         return str(error)

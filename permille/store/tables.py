@@ -1,9 +1,14 @@
-"""The tables. One class a table, no behaviour; queries live in the store's domain modules.
+"""The tables of the database, one class each. Queries live in the modules of the store.
 
-Rules: every row of somebody's has `tenant_id`. Instants are UTC, kept as integer microseconds. Secrets are
-kept as sha256 hex of the secret, never as themselves. Blobs are named by digest ("sha256:" + 64 hex) and live
-in the blob store. Rows that others may still refer to are marked (`revoked_at`, `yanked_at`, `deleted_at`),
-not removed.
+Rules:
+
+- Every row that belongs to a customer has a `tenant_id`.
+- Times are UTC, stored as integer microseconds.
+- A secret is stored as the hexadecimal SHA-256 of the secret. The exception is a webhook's secret,
+  which signs.
+- A blob is named by its digest (`sha256:` and 64 hex digits). Its bytes are in the blob store.
+- Rows to which other rows may refer are marked (`revoked_at`, `yanked_at`, `deleted_at`), not
+  deleted.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -37,13 +42,15 @@ def microseconds_of(moment: datetime) -> int:
 
 
 class Instant(TypeDecorator[datetime]):
-    """An aware UTC `datetime`, kept as integer microseconds: the same order in every database."""
+    """An aware UTC `datetime`, stored as integer microseconds so that it sorts alike in every
+    database.
+    """
 
     impl = BigInteger
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, _dialect: Dialect) -> int | None:
-        """Aware datetime to microseconds. Raises ValueError for a naive one."""
+        """Convert an aware time to microseconds. Raises ValueError for a naive time."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -51,12 +58,14 @@ class Instant(TypeDecorator[datetime]):
         return microseconds_of(value)
 
     def process_result_value(self, value: int | None, _dialect: Dialect) -> datetime | None:
-        """Microseconds to aware datetime."""
+        """Convert microseconds to an aware time."""
         return None if value is None else EPOCH + value * MICROSECOND
 
 
 class Base(DeclarativeBase):
-    """Base of all tables; constraint names are fixed so that migrations can name them."""
+    """Base class of all tables. It fixes the names of constraints, so that migrations can refer to
+    them.
+    """
 
     metadata = MetaData(
         naming_convention={
@@ -74,38 +83,42 @@ class Base(DeclarativeBase):
 
 
 class Tenant(Base):
-    """A customer: the wall that no query crosses."""
+    """A customer. No query crosses the border between two tenants."""
 
     __tablename__ = "tenants"
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[datetime]
-    served_at: Mapped[datetime | None]  # when a job of it last began or ended: whose turn it is
+    served_at: Mapped[datetime | None]  # the last start or end of one of its jobs; decides whose turn it is
 
 
 class _OfTenant:
-    """Mixin: the tenant that a row belongs to. Every query filters by it."""
+    """Mixin for the tenant to which a row belongs. Every query filters by it."""
 
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
 
 
 class _Owned(_OfTenant):
-    """Mixin: the columns that nearly every table has."""
+    """Mixin for the columns that nearly every table has."""
 
     created_at: Mapped[datetime]
 
 
 class Named(_Owned, Base):
-    """Base of the tables whose rows have an id of ours. `noun`: what one row is called."""
+    """Base of the tables whose ids the service makes.
+
+    Attributes:
+        noun: the word for one row in error messages.
+    """
 
     __abstract__ = True
     noun: ClassVar[str]
     id: Mapped[str] = mapped_column(primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))  # its index is at the end of the module
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))  # the end of this module indexes it
 
 
 class OperatorToken(Named):
-    """A principal that calls the operator's routes: a bearer token, kept as its hash."""
+    """A bearer token that calls the operator's routes."""
 
     __tablename__ = "operator_tokens"
     noun = "token"
@@ -118,7 +131,9 @@ class OperatorToken(Named):
 
 
 class EndedSession(_Owned, Base):
-    """A session of the page that its operator ended before it ran out; the cookie itself has all the rest."""
+    """A session of the web page that its operator ended before it expired. The cookie holds everything
+    else.
+    """
 
     __tablename__ = "ended_sessions"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -126,8 +141,9 @@ class EndedSession(_Owned, Base):
 
 
 class TrustMetadata(Base):
-    """One file of a tenant's TUF repository, under the name by which clients fetch it. No private key is in
-    the database.
+    """One file of a tenant's TUF repository, under the name by which clients fetch it.
+
+    The database holds no private key.
     """
 
     __tablename__ = "trust_metadata"
@@ -150,34 +166,35 @@ class Probe(Base):
 
 
 class Worker(Base):
-    """A worker that ran lately; see `permille.store.jobs.dispatch`."""
+    """A worker that ran lately. See `permille.store.jobs.dispatch`."""
 
     __tablename__ = "workers"
     name: Mapped[str] = mapped_column(primary_key=True)
-    exports: Mapped[bool]  # whether the exporter of programs is installed there
+    exports: Mapped[bool]  # whether its machine has the exporter of programs
     seen_at: Mapped[datetime]
 
 
 class Model(Named):
-    """A registered base model: a hub id pinned to a commit, a folder under the model root, or what a
-    sparsification made."""
+    """A registered base model: a hub repository at a commit, a folder, a GGUF file, or a sparsified
+    model.
+    """
 
     __tablename__ = "models"
     noun = "model"
     name: Mapped[str]
     source: Mapped[dict[str, object]]  # as requests have it
-    # What follows is None for a hub model that no worker has read yet.
+    # The following columns are None for a hub model that no worker has read yet.
     family: Mapped[str | None]
     config: Mapped[dict[str, object] | None]
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     parameter_count: Mapped[int | None] = mapped_column(BigInteger)
     scoped_parameter_count: Mapped[int | None] = mapped_column(BigInteger)
-    digest: Mapped[str | None]  # of the list of its files' names and digests
+    digest: Mapped[str | None]  # of the list of names and digests of its files
     __table_args__ = (Index(None, "tenant_id", "name"),)
 
 
 class Corpus(Named):
-    """A registered corpus: a file under the corpus root, or a data set of the allow-list."""
+    """A registered corpus: a file below the corpus root, or a public dataset of the allow-list."""
 
     __tablename__ = "corpora"
     noun = "corpus"
@@ -188,42 +205,43 @@ class Corpus(Named):
 
 
 def _partial_index(name: str, where: str, *columns: str) -> Index:
-    """An index of the rows for which the condition holds."""
+    """Return an index of the rows for which the condition holds."""
     return Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
 
 
 def _index_of_some(table: str, column: str) -> Index:
-    """An index of a column that few rows have. SQLite would count the others as rows of one value."""
+    """Return an index of a column that few rows have."""
+    # In a full index, SQLite would count the rows with NULL as rows of one value and avoid the index.
     return _partial_index(f"ix_{table}_{column}", f"{column} IS NOT NULL", column)
 
 
-# The condition of an index. A statement that is to use it must say the same words.
+# The condition of an index. Only a statement with exactly these words uses the index.
 UNSUCCESSFUL: Final = "state IN ('cancelled', 'dead', 'failed')"
 
 
 class Job(Named):
-    """A piece of long work. `jobs.py` holds the only functions that change these rows."""
+    """A long-running task. Only `permille.store.jobs` changes these rows."""
 
     __tablename__ = "jobs"
     noun = "job"
     kind: Mapped[str]
     state: Mapped[str]
     payload: Mapped[dict[str, object]]
-    request_digest: Mapped[str]  # of version, kind and payload: equal requests have the same
+    request_digest: Mapped[str]  # of version, kind and payload; see `transitions.request_digest`
     idempotency_key: Mapped[str | None]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
-    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # whose upload it checks
+    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # the device of a checked upload
     progress: Mapped[float] = mapped_column(default=0.0)  # 0..1
     message: Mapped[str | None] = mapped_column(Text)
-    eta_at: Mapped[datetime | None]  # when it should end, by its own estimate
+    eta_at: Mapped[datetime | None]  # the worker's estimate of the end
     attempt: Mapped[int] = mapped_column(default=0)
     max_attempts: Mapped[int]
     fence: Mapped[int] = mapped_column(BigInteger, default=0)
     event_seq: Mapped[int] = mapped_column(BigInteger, default=0)  # seq of the newest event
     worker: Mapped[str | None]
     lease_expires_at: Mapped[datetime | None]
-    available_at: Mapped[datetime]  # not to be claimed before: backoff
-    dispatched_at: Mapped[datetime | None]  # last sent to the broker, if there is one
+    available_at: Mapped[datetime]  # no worker may claim it before this time (backoff)
+    dispatched_at: Mapped[datetime | None]  # the time of its last message to the broker, if there is one
     cancel_requested_at: Mapped[datetime | None]
     error: Mapped[dict[str, object] | None]  # type, message, retryable, and for a bug the traceback
     result_id: Mapped[str | None]
@@ -240,8 +258,8 @@ class Job(Named):
         Index("ix_jobs_request_digest", "tenant_id", "request_digest"),
         _partial_index("ix_jobs_ended", "parent_id IS NULL", "tenant_id", "ended_at"),
         _partial_index("ix_jobs_unsuccessful", UNSUCCESSFUL, "kind", "state"),
-        # For the queue. None of them may begin with `available_at`: PostgreSQL would look for a tenant's
-        # first job by it, past the jobs of all the others.
+        # Indexes of the queue. None may begin with `available_at`: PostgreSQL would search it for the first
+        # job of a tenant, past the jobs of all other tenants.
         _partial_index("ix_jobs_queued", "state = 'queued'", "tenant_id", "available_at"),
         _partial_index(
             "ix_jobs_queued_devices", "state = 'queued'", "tenant_id", "device_id", "available_at", "id"
@@ -252,7 +270,7 @@ class Job(Named):
 
 
 class JobEvent(Base):
-    """An event of a job. `seq` counts 1, 2, 3, ... in the job: the stream's `Last-Event-ID`."""
+    """An event of a job. `seq` counts 1, 2, 3, ... within the job and is the stream's `Last-Event-ID`."""
 
     __tablename__ = "job_events"
     id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
@@ -266,18 +284,18 @@ class JobEvent(Base):
 
 
 class Artifact(Named):
-    """The result of a job: a sparse model, mask, quantization, or a package that its reader accepted."""
+    """The result of a job: a sparse model, a mask, a quantization, or a package."""
 
     __tablename__ = "artifacts"
     noun = "artifact"
     kind: Mapped[str]  # of its job
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
     model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
-    request: Mapped[dict[str, object]]  # what was asked for: its job's payload
+    request: Mapped[dict[str, object]]  # the payload of its job
     digest: Mapped[str]
     k: Mapped[int | None] = mapped_column(BigInteger)
     made_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))  # of a sparsification
-    size_bytes: Mapped[int] = mapped_column(BigInteger)  # of what a package has of it
+    size_bytes: Mapped[int] = mapped_column(BigInteger)  # without its report, which no package holds
     provenance: Mapped[dict[str, object]]
     blobs: Mapped[list["ArtifactBlob"]] = relationship(lazy="selectin", order_by="ArtifactBlob.position")
     __table_args__ = (
@@ -296,7 +314,7 @@ class Artifact(Named):
 
 
 class ArtifactBlob(_OfTenant, Base):
-    """Blobs of an artifact. A device that may read a package may read these."""
+    """A blob of an artifact. A device that may read a package may read its blobs."""
 
     __tablename__ = "artifact_blobs"
     artifact_id: Mapped[str] = mapped_column(ForeignKey("artifacts.id"), primary_key=True)
@@ -310,7 +328,7 @@ class ArtifactBlob(_OfTenant, Base):
 
 
 class ArtifactSource(_OfTenant, Base):
-    """Inputs of an artifact: ids of models, corpora and other artifacts."""
+    """An input of an artifact: the id of a model, a corpus or another artifact."""
 
     __tablename__ = "artifact_sources"
     artifact_id: Mapped[str] = mapped_column(ForeignKey("artifacts.id"), primary_key=True)
@@ -318,27 +336,27 @@ class ArtifactSource(_OfTenant, Base):
 
 
 class BlobCollection(Base):
-    """A single row: the time and result of the last collection of unreferenced blobs."""
+    """A single row with the time and the result of the last collection of unreferenced blobs."""
 
     __tablename__ = "blob_collections"
     id: Mapped[int] = mapped_column(primary_key=True)
     began_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
-    unreferenced_bytes: Mapped[int] = mapped_column(BigInteger, default=0)  # what was too young stays
+    unreferenced_bytes: Mapped[int] = mapped_column(BigInteger, default=0)  # left, since they were too young
 
 
 class RetentionRule(Base):
-    """A tenant's rule for what goes by itself; a limit that is None lets nothing go."""
+    """A tenant's rule for deleting old objects. A limit of None deletes nothing."""
 
     __tablename__ = "retention_rules"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
-    token_id: Mapped[str]  # of the operator who set it: what it does is done in that name
+    token_id: Mapped[str]  # of the operator who set it; the audit log names this token
     rule: Mapped[dict[str, object]]
     updated_at: Mapped[datetime]
 
 
 class Release(Named):
-    """A named version of a package. Versions of a name only grow."""
+    """A package under a name and a version. The versions of a name only grow."""
 
     __tablename__ = "releases"
     noun = "release"
@@ -352,7 +370,7 @@ class Release(Named):
 
 
 class Alias(Base):
-    """A moving name of a version: `stable`, `canary`."""
+    """A movable name of a version, such as `stable` or `canary`."""
 
     __tablename__ = "aliases"
     tenant_id: Mapped[str] = mapped_column(primary_key=True)
@@ -377,7 +395,7 @@ class Invitation(Named):
     alias: Mapped[str]
     expires_at: Mapped[datetime]
     used_at: Mapped[datetime | None]
-    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # who used it
+    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # the device that used it
     revoked_at: Mapped[datetime | None]
 
 
@@ -391,13 +409,13 @@ class Device(Named):
     agent_version: Mapped[str | None]
     release: Mapped[str]
     alias: Mapped[str]
-    version: Mapped[int | None] = mapped_column(BigInteger)  # of the release, that it was told last
+    version: Mapped[int | None] = mapped_column(BigInteger)  # the version that it was last told to install
     engine: Mapped[str | None]  # of its newest run
     memory_bytes: Mapped[int | None] = mapped_column(BigInteger)
     tags: Mapped[list[str]] = mapped_column(JSON, default=list)  # set by operators
     own_tags: Mapped[list[str]] = mapped_column(JSON, default=list)  # set by the device's owner
     last_seen_at: Mapped[datetime | None]
-    served_at: Mapped[datetime | None]  # as a tenant's
+    served_at: Mapped[datetime | None]  # as in `Tenant`
     revoked_at: Mapped[datetime | None]  # by an operator
     unenrolled_at: Mapped[datetime | None]  # by the device itself
     __table_args__ = (
@@ -405,14 +423,16 @@ class Device(Named):
         _partial_index(
             "ix_devices_active",
             "revoked_at IS NULL AND unenrolled_at IS NULL",
-            # SQLite reads the rows as well, unless the index has the columns of its own condition.
+            # SQLite also reads the rows unless the index has the columns of its own condition.
             *("tenant_id", "release", "version", "alias", "revoked_at", "unenrolled_at"),
         ),
     )
 
 
 class DeviceNonce(_Owned, Base):
-    """A nonce that a device has signed to get an access token, so that it is good once."""
+    """A nonce that a device has signed to get an access token. It is stored so that it works only
+    once.
+    """
 
     __tablename__ = "device_nonces"
     nonce_hash: Mapped[str] = mapped_column(primary_key=True)
@@ -422,7 +442,7 @@ class DeviceNonce(_Owned, Base):
 
 
 class DeviceToken(_Owned, Base):
-    """A device's short-lived access token, kept as its hash."""
+    """A short-lived access token of a device."""
 
     __tablename__ = "device_tokens"
     token_hash: Mapped[str] = mapped_column(primary_key=True)
@@ -431,7 +451,7 @@ class DeviceToken(_Owned, Base):
 
 
 class Upload(Named):
-    """Bytes that a device sent of a run, a log or a packed state: `permille.store.uploads` has their life."""
+    """The bytes of a log or a packed state that a device has sent. See `permille.store.uploads`."""
 
     __tablename__ = "uploads"
     noun = "upload"
@@ -453,20 +473,20 @@ class Run(_Owned, Base):
     run_id: Mapped[str] = mapped_column(primary_key=True)  # made by the device
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
     metrics: Mapped[dict[str, object]]
-    # What fleets are counted by, taken out of the metrics; None once the run is forgotten.
-    ended_at: Mapped[datetime]  # by the device's clock, at most the arrival of the report
-    newest: Mapped[bool]  # of its device on this version, by `ended_at`
+    # Columns for counts of the fleet, copied from the metrics. A deleted run has None here.
+    ended_at: Mapped[datetime]  # by the device's clock, but never after the report arrived
+    newest: Mapped[bool]  # whether it is the device's newest run on this version, by `ended_at`
     release: Mapped[str | None]
     version: Mapped[int | None] = mapped_column(BigInteger)
     outcome: Mapped[str | None]
-    gain: Mapped[float | None]  # nats per token that the personal state takes off
-    loss: Mapped[float | None]  # of what the device uses after the run
-    rise: Mapped[float | None]  # of the loss on general text that the personal state costs
+    gain: Mapped[float | None]  # by how much the personal state lowers the loss, in nats per token
+    loss: Mapped[float | None]  # of the state that the device uses after the run
+    rise: Mapped[float | None]  # by how much the personal state raises the loss on general text
     peak_rss_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_state: Mapped[str | None]
     log_form: Mapped[str | None]  # log, or state
     log_digest: Mapped[str | None]
-    log_upload_id: Mapped[str | None] = mapped_column(ForeignKey("uploads.id"))  # has its bytes
+    log_upload_id: Mapped[str | None] = mapped_column(ForeignKey("uploads.id"))  # holds its bytes
     log_sent_at: Mapped[datetime | None]
     log_size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
@@ -480,7 +500,7 @@ class Run(_Owned, Base):
         _index_of_some("runs", "log_upload_id"),
         _index_of_some("runs", "log_job_id"),
         _partial_index("ix_runs_log_sent_at", "log_upload_id IS NOT NULL", "tenant_id", "log_sent_at"),
-        # Fleets are counted on these two alone: rows with their metrics are twenty times as large.
+        # Counts of the fleet read only these two indexes. The rows are twenty times as large.
         Index("ix_runs_ended_at", "tenant_id", "ended_at", "outcome"),
         Index(
             "ix_runs_newest",
@@ -493,7 +513,7 @@ class Run(_Owned, Base):
 
 
 class Federation(Named):
-    """A federation and where it stands; `permille.store.federations` changes these rows."""
+    """A federation and its current head. `permille.store.federations` changes these rows."""
 
     __tablename__ = "federations"
     noun = "federation"
@@ -513,7 +533,7 @@ class Federation(Named):
     state_digest: Mapped[str]
     reach: Mapped[int] = mapped_column(BigInteger)
     adopted_round: Mapped[int | None]
-    participations: Mapped[int | None]  # the most rounds of one device, where it is promised privacy
+    participations: Mapped[int | None]  # the most rounds of one device; None without privacy
     __table_args__ = (
         UniqueConstraint("tenant_id", "name"),
         UniqueConstraint("tenant_id", "definition_digest"),
@@ -521,7 +541,7 @@ class Federation(Named):
 
 
 class FederationMember(_OfTenant, Base):
-    """A device that joined a federation, and may have left it."""
+    """A device that joined a federation. It may have left again."""
 
     __tablename__ = "federation_members"
     federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
@@ -531,7 +551,7 @@ class FederationMember(_OfTenant, Base):
 
 
 class Round(_OfTenant, Base):
-    """A round. After its end it has its record and the federation's head."""
+    """A round of a federation. Once it has ended, it holds its record and the new head."""
 
     __tablename__ = "rounds"
     federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
@@ -543,7 +563,7 @@ class Round(_OfTenant, Base):
     closed_at: Mapped[datetime | None]
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
     refused: Mapped[dict[str, object]]  # how many, by code
-    # What follows is known once it has ended.
+    # The following columns are set when the round ends.
     invited: Mapped[int | None]
     received: Mapped[int | None]
     counted: Mapped[int | None]
@@ -558,7 +578,7 @@ class Round(_OfTenant, Base):
 
 
 class Participation(_OfTenant, Base):
-    """A device's part in a round, and what it sent, until the round ends."""
+    """A device's invitation to a round and, until the round ends, its contribution."""
 
     __tablename__ = "participations"
     federation_id: Mapped[str] = mapped_column(primary_key=True)
@@ -573,7 +593,9 @@ class Participation(_OfTenant, Base):
 
 
 class PrivacyCharge(_OfTenant, Base):
-    """That a device's integers go into a round's sum; see `permille.store.federations.charges`."""
+    """The charge of a device whose integers enter the sum of a round. See
+    `permille.store.federations.charges`.
+    """
 
     __tablename__ = "privacy_charges"
     federation_id: Mapped[str] = mapped_column(primary_key=True)
@@ -586,7 +608,7 @@ class PrivacyCharge(_OfTenant, Base):
 
 
 class FederationCheckpoint(_OfTenant, Base):
-    """A federation's packed state after so many rounds."""
+    """The packed state of a federation after a number of rounds."""
 
     __tablename__ = "checkpoints"
     federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
@@ -595,7 +617,7 @@ class FederationCheckpoint(_OfTenant, Base):
 
 
 class DeviceGroup(Named):
-    """A group of devices: a rule, which is looked at when a rollout on it starts."""
+    """A group of devices, defined by a rule. A rollout evaluates the rule when it starts."""
 
     __tablename__ = "device_groups"
     noun = "group"
@@ -608,18 +630,20 @@ _UNENDED = text("state IN ('draft', 'running', 'paused')")
 
 
 class Rollout(Named):
-    """A version on its way to the devices of an alias; `permille.store.fleet.rollouts` changes these rows."""
+    """A version on its way to the devices of an alias. `permille.store.fleet.rollouts` changes these
+    rows.
+    """
 
     __tablename__ = "rollouts"
     noun = "rollout"
-    token_id: Mapped[str]  # of who made it: what it does by itself is done in that name
+    token_id: Mapped[str]  # of the operator who made it; the audit log names it when the rollout stops itself
     release: Mapped[str]
     alias: Mapped[str]
     version: Mapped[int] = mapped_column(BigInteger)
     before: Mapped[int] = mapped_column(BigInteger)  # the version of the alias when it was made
     group_id: Mapped[str | None] = mapped_column(ForeignKey("device_groups.id"))  # None: all devices
     choice: Mapped[dict[str, object]]  # of devices, as it is signed
-    # Of each wave: the devices with a place below it. Empty before the rollout starts.
+    # A wave holds the devices with a place below its bound. Empty before the rollout starts.
     bounds: Mapped[list[int]] = mapped_column(JSON, default=list)
     rules: Mapped[dict[str, object]]
     window: Mapped[dict[str, object] | None]  # when devices may begin to install; None: at any time
@@ -629,13 +653,13 @@ class Rollout(Named):
     wave_devices: Mapped[int]  # of the open wave
     approved: Mapped[int]  # waves that may open, where the rules ask for an approval
     awaits_approval: Mapped[bool]  # nothing else holds the next wave back
-    opened_at: Mapped[datetime | None]  # the wave
-    looks: Mapped[int]  # since then
+    opened_at: Mapped[datetime | None]  # the time at which the wave opened
+    looks: Mapped[int]  # statistical tests so far; see `permille.fleet.rollouts`
     reason: Mapped[str | None]  # why it stopped itself
-    numbers: Mapped[dict[str, object] | None]  # at that time
-    reverting: Mapped[bool]  # asked for, and not signed yet
+    numbers: Mapped[dict[str, object] | None]  # the figures by which it stopped itself
+    reverting: Mapped[bool]  # a revert was requested and is not signed yet
     revision: Mapped[int]
-    signed_revision: Mapped[int]  # what the trust metadata says
+    signed_revision: Mapped[int]  # the revision in the trust metadata
     ended_at: Mapped[datetime | None]
     __table_args__ = (
         ForeignKeyConstraint(
@@ -653,7 +677,7 @@ class Rollout(Named):
 
 
 class RolloutReport(_OfTenant, Base):
-    """Result of a rollout's version on a device that began to install it."""
+    """The result of a rollout's version on a device that began to install it."""
 
     __tablename__ = "rollout_reports"
     rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.id"), primary_key=True)
@@ -662,16 +686,16 @@ class RolloutReport(_OfTenant, Base):
     began_at: Mapped[datetime]
     installed: Mapped[bool]
     code: Mapped[str | None]  # None: it has not ended
-    damage: Mapped[str | None]  # of a package that was refused, the code
-    worse: Mapped[bool | None]  # None: it compared nothing
-    difference: Mapped[float | None]  # nats per token; None also where its owner tells one bit
+    damage: Mapped[str | None]  # the error code of a refused package
+    worse: Mapped[bool | None]  # None: the device made no comparison
+    difference: Mapped[float | None]  # nats per token; None also if the owner shares one bit only
     ended_at: Mapped[datetime | None]
-    acknowledged: Mapped[bool] = mapped_column(default=False)  # by a `resume`: it is counted no more
+    acknowledged: Mapped[bool] = mapped_column(default=False)  # by a `resume`; no longer counted
     __table_args__ = (Index("ix_rollout_reports_code", "rollout_id", "code"),)
 
 
 class AuditEntry(_Owned, Base):
-    """A change by an operator; see `permille.store.audit`."""
+    """A change by an operator. See `permille.store.audit`."""
 
     __tablename__ = "audit_entries"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
@@ -684,12 +708,12 @@ class AuditEntry(_Owned, Base):
 
 
 class Webhook(Named):
-    """An address that is told of rollouts. Its secret signs, so that it cannot be kept as a hash."""
+    """An address that receives events of rollouts."""
 
     __tablename__ = "webhooks"
     noun = "webhook"
     url: Mapped[str] = mapped_column(String(1000))
-    secret: Mapped[str]
+    secret: Mapped[str]  # in plain text, since it signs each delivery
 
 
 class WebhookDelivery(_Owned, Base):
@@ -707,13 +731,13 @@ class WebhookDelivery(_Owned, Base):
 
 
 class IdempotentAnswer(Base):
-    """The answer to a request that carried an idempotency key and made something other than a job."""
+    """The answer to a request with an idempotency key that made something other than a job."""
 
     __tablename__ = "idempotent_answers"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
     request_digest: Mapped[str]
-    # Encrypted by the API: an answer may hold a new secret.
+    # The API encrypts the answer, which may contain a new secret.
     sealed: Mapped[bytes] = mapped_column(LargeBinary)
     created_at: Mapped[datetime] = mapped_column(index=True)
 

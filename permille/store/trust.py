@@ -1,9 +1,11 @@
-"""Files of the tenants' TUF repositories, changed by compare-and-set on the timestamp.
+"""The files of the tenants' TUF repositories.
 
-Every change of a repository makes a new timestamp. So whoever changes one says which timestamp it saw; when
-another was faster, nothing is kept (ChangedError), and `Database.transact` runs the change again on what is
-there now. Roots stay for ever: clients walk them one by one. Of other roles a few versions stay for clients
-that are in the middle of a refresh.
+Every change of a repository makes a new timestamp. A caller names the timestamp from which its
+change began. If another change was faster, nothing is kept (ChangedError), and `Database.transact`
+repeats the change on the new state.
+
+All roots are kept, because clients walk through them one by one. Of other roles the last 16
+versions are kept, for clients in the middle of a refresh.
 """
 
 from datetime import datetime
@@ -23,7 +25,7 @@ KEPT_VERSIONS: Final = 16
 
 
 def newest(session: Session, *, tenant_id: str) -> dict[str, bytes]:
-    """The newest metadata of each role; empty before the tenant has a repository."""
+    """Return the newest metadata of each role. It is empty until the tenant has a repository."""
     versions = (
         select(TrustMetadata.role, func.max(TrustMetadata.version))
         .where(TrustMetadata.tenant_id == tenant_id)
@@ -47,10 +49,10 @@ _FILE = select(TrustMetadata.data, NOW, _UNSIGNED).where(
 
 
 def read_file(database: Database, *, tenant_id: str, file: str) -> tuple[bytes, datetime, bool]:
-    """One file of a tenant's repository, what time it is, and whether a rollout is to be signed: every device
-    asks at every poll.
+    """Return a file of a tenant's repository, the current time, and whether a rollout waits for its
+    signature.
 
-    Raises NotFoundError.
+    Every device calls this at every poll, so it takes one prepared statement. Raises NotFoundError.
     """
     found = database.first(_FILE, tenant_id=tenant_id, file=file)
     if found is None:
@@ -60,7 +62,7 @@ def read_file(database: Database, *, tenant_id: str, file: str) -> tuple[bytes, 
 
 
 def newest_root(session: Session, *, tenant_id: str) -> bytes:
-    """The newest root. Raises NotFoundError before the tenant has a repository."""
+    """Return the newest root. Raises NotFoundError if the tenant has no repository yet."""
     found = newest(session, tenant_id=tenant_id).get(ROOT)
     if found is None:
         raise NotFoundError("this tenant has no trust metadata yet")
@@ -68,20 +70,20 @@ def newest_root(session: Session, *, tenant_id: str) -> bytes:
 
 
 def root_by_digest(session: Session, *, tenant_id: str, digest: str) -> bytes | None:
-    """The root that an invitation speaks of by the first digits of its SHA-256, or None."""
+    """Return the root whose SHA-256 begins with the digits of an invitation, or None."""
     query = select(TrustMetadata.data).where(TrustMetadata.tenant_id == tenant_id, TrustMetadata.role == ROOT)
     roots = session.scalars(query.order_by(TrustMetadata.version.desc()))
     return next((data for data in roots if root_digest(data) == digest), None)
 
 
 def keep(session: Session, *, tenant_id: str, repository: Repository, seen: int) -> None:
-    """Keep what a change made.
+    """Store the files that a change of a repository made.
 
     Args:
-        seen: version of the timestamp that the change began from; 0: there was none.
+        seen: the version of the timestamp from which the change began; 0 for a new repository.
 
     Raises:
-        ChangedError: another change was kept since.
+        ChangedError: another change was stored meanwhile.
     """
     if not repository.changed:
         return

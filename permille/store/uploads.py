@@ -1,10 +1,10 @@
-"""Uploads of devices: logs and packed states, stored apart from all other bytes.
+"""Uploads: logs and packed states that devices send, stored apart from all other blobs.
 
-An upload's row is there before its bytes and outlives them, and its bytes lie in a folder that no other
-upload ever shares. So no device can delete what another one, or a job, needs, whatever bytes it sends; and
-nobody learns from an upload which bytes the service has. A file without a living row is removed by the sweep.
+The row of an upload exists before its bytes and outlives them. Each upload has a folder of its own,
+which no other upload shares. So a device cannot delete bytes that another device or a job needs,
+and it cannot learn which bytes the service has. The sweep removes files without a living row.
 
-    coming -> held (attached to its run) -> doomed (forgotten) -> erased (its bytes are gone)
+    coming -> held (attached to its run) -> doomed (to be deleted) -> erased (the bytes are gone)
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from sqlalchemy import Select, delete, func, or_, select, update
+from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from permille.files import fsync_folder
 from permille.package.blobs import BlobFolder, BlobWriter
 from permille.schemas.jobs import UNFINISHED, JobKind
+from permille.store import rows
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, QuotaError, QuotaSpentError
 from permille.store.ids import Prefix, new_id
@@ -26,7 +27,7 @@ from permille.store.settings import Quota
 from permille.store.tables import Device, Job, Run, Upload
 
 DAY = timedelta(days=1)
-# An upload whose bytes have not come by then is given up.
+# An upload is given up if its bytes have not arrived within this time.
 ARRIVAL = timedelta(hours=1)
 _MOST_SWEPT = 1000
 
@@ -41,13 +42,15 @@ class UploadState(StrEnum):
 
 
 def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quota: Quota) -> Upload:
-    """Add the row of an upload of a run that is about to come.
+    """Add the row of an upload before its bytes are read.
 
     Raises:
-        QuotaSpentError: as much of the device is kept as may be.
-        QuotaError: the device has sent too much today, or too much of it waits for its check.
+        QuotaSpentError: the service keeps as much of this device as it may.
+        QuotaError: the device has sent too much today, or too many of its uploads wait for their
+            check.
     """
-    _lock_device(session, device_id)
+    # Count the concurrent requests of a device one after the other (PostgreSQL).
+    session.scalar(select(Device.id).where(Device.id == device_id).with_for_update(key_share=True))
     _check_kept(session, device_id, run_id, quota)
     at = now(session)
     today = (Upload.device_id == device_id, Upload.created_at.between(at - DAY, at))
@@ -65,26 +68,26 @@ def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quot
             f"{quota.outstanding} logs or states of the device wait for their check already. Send it later.",
             retry_after_s=600,
         )
-    row = Upload(
-        id=new_id(Prefix.UPLOAD),
-        tenant_id=tenant_id,
-        device_id=device_id,
-        run_id=run_id,
-        state=UploadState.COMING.value,
-        size_bytes=0,
-        created_at=at,
+    return rows.add(
+        session,
+        Upload(
+            id=new_id(Prefix.UPLOAD),
+            tenant_id=tenant_id,
+            device_id=device_id,
+            run_id=run_id,
+            state=UploadState.COMING.value,
+            size_bytes=0,
+            created_at=at,
+        ),
     )
-    session.add(row)
-    session.flush()
-    return row
 
 
 def check_runs(session: Session, *, device_id: str, quota: Quota) -> None:
-    """Refuse the report that this transaction has added to too many.
+    """Check the quota of reports, after this transaction has added one.
 
     Raises:
-        QuotaSpentError: so many of the device are kept.
-        QuotaError: so many have come today.
+        QuotaSpentError: the service would keep too many reports of the device.
+        QuotaError: the device has sent too many reports today.
     """
     kept = kept_of(session, [device_id])[device_id].runs
     if kept > quota.runs_kept:
@@ -101,10 +104,10 @@ def check_runs(session: Session, *, device_id: str, quota: Quota) -> None:
 
 
 def hold(session: Session, *, tenant_id: str, upload_id: str, size_bytes: int) -> None:
-    """Note that the bytes have come and a run names them.
+    """Mark an upload as complete and attached to its run.
 
     Raises:
-        ConflictError: they came too late, or the run's log was deleted meanwhile: they are given up.
+        ConflictError: the bytes came too late, or the run's log was deleted meanwhile.
     """
     row = session.get(Upload, upload_id, with_for_update={"key_share": True})
     if row is None or row.tenant_id != tenant_id or row.state != UploadState.COMING:
@@ -113,7 +116,7 @@ def hold(session: Session, *, tenant_id: str, upload_id: str, size_bytes: int) -
 
 
 def give_up(session: Session, *, upload_id: str, size_bytes: int) -> bool:
-    """Note that an upload will not be held; return whether the caller must erase its bytes."""
+    """Give up an upload that is not held. Return whether the caller must erase its bytes."""
     row = session.get(Upload, upload_id, with_for_update={"key_share": True})
     if row is None or row.state == UploadState.HELD:
         return False
@@ -123,7 +126,7 @@ def give_up(session: Session, *, upload_id: str, size_bytes: int) -> bool:
 
 
 def refuse_coming(session: Session, *, tenant_id: str, run_id: str) -> None:
-    """Let no upload of a run arrive that is under way: its log was deleted after it was sent."""
+    """Give up the uploads of a run that are under way, because the run's log was deleted."""
     under_way = (
         Upload.tenant_id == tenant_id,
         Upload.run_id == run_id,
@@ -133,24 +136,25 @@ def refuse_coming(session: Session, *, tenant_id: str, run_id: str) -> None:
 
 
 def doom(session: Session, *, upload_id: str) -> None:
-    """Note that a run lets its upload go: its bytes go after the commit, by the caller or a sweep."""
+    """Mark the upload of a run for deletion. The caller or a sweep erases its bytes after the commit."""
     row = session.get(Upload, upload_id, with_for_update={"key_share": True})
     if row is not None and row.state == UploadState.HELD:
         row.state = UploadState.DOOMED.value
 
 
 def open_folder(blobs: BlobFolder, *, tenant_id: str, upload_id: str) -> BlobFolder:
-    """The blobs of one upload: a store of its own beside the shared blobs."""
+    """Return the store of one upload, which lies beside the shared blobs."""
     return blobs.below("uploads", tenant_id, upload_id, private=True)
 
 
 @contextmanager
 def writer(folder: BlobFolder) -> Iterator[BlobWriter]:
-    """Write an upload's bytes. Its folder is durable before they are.
+    """Open a writer for the bytes of an upload.
 
     Raises:
-        ConflictError: it was given up and swept meanwhile.
+        ConflictError: the upload was given up and swept meanwhile.
     """
+    # Make each folder durable before the file, or a power cut could lose the file with its folder.
     for path in (folder.root.parent.parent, folder.root.parent, folder.root):
         path.mkdir(exist_ok=True)
         fsync_folder(path.parent)
@@ -162,23 +166,27 @@ def writer(folder: BlobFolder) -> Iterator[BlobWriter]:
 
 
 def erase(folder: BlobFolder) -> None:
-    """Remove an upload's bytes; not being there is fine. Its row must be doomed first."""
+    """Delete the bytes of an upload. Mark its row as doomed first. Idempotent."""
     folder.erase()
 
 
 def sweep(db: Database, blobs: BlobFolder) -> int:
-    """Erase what is doomed or never came, and forget rows that count for no quota; return how many."""
+    """Erase doomed and late uploads, and delete rows that no longer count for a quota. Return how many
+    were erased.
+    """
     with db.write() as session:
         at = now(session)
         session.execute(
             update(Upload)
             .where(
                 Upload.state == UploadState.COMING.value,
+                # A time in the future means that the database's clock has gone back.
                 or_(Upload.created_at < at - ARRIVAL, Upload.created_at > at + ARRIVAL),
             )
             .values(state=UploadState.DOOMED.value)
         )
-        doomed = session.scalars(_some(UploadState.DOOMED)).all()
+        query = select(Upload).where(Upload.state == UploadState.DOOMED.value).limit(_MOST_SWEPT)
+        doomed = session.scalars(query).all()
     for row in doomed:
         erase(open_folder(blobs, tenant_id=row.tenant_id, upload_id=row.id))
     with db.write() as session:
@@ -195,7 +203,9 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
 
 @dataclass(slots=True)
 class Kept:
-    """Stored amount of a device: its reports, its logs and states, and their bytes."""
+    """What the service keeps of a device: the numbers of reports and of uploads, and the uploads'
+    bytes.
+    """
 
     runs: int = 0
     uploads: int = 0
@@ -203,7 +213,7 @@ class Kept:
 
 
 def kept_of(session: Session, device_ids: Sequence[str]) -> dict[str, Kept]:
-    """Return the stored amount of each of these devices."""
+    """Return what the service keeps of each of these devices."""
     found = {device_id: Kept() for device_id in device_ids}
     reports = select(Run.device_id, func.count()).where(
         Run.device_id.in_(device_ids), Run.deleted_at.is_(None)
@@ -219,7 +229,7 @@ def kept_of(session: Session, device_ids: Sequence[str]) -> dict[str, Kept]:
 
 
 def _check_kept(session: Session, device_id: str, run_id: str, quota: Quota) -> None:
-    """Refuse an upload where as many, or their bytes, are kept. A log that is here may be sent again."""
+    """Check the quota of kept uploads. A device may always replace a log that is kept already."""
     here = select(Run.log_upload_id).where(Run.device_id == device_id, Run.run_id == run_id)
     kept = kept_of(session, [device_id])[device_id]
     if (kept.uploads < quota.uploads_kept and kept.bytes < quota.bytes_kept) or session.scalar(here):
@@ -231,10 +241,6 @@ def _check_kept(session: Session, device_id: str, run_id: str, quota: Quota) -> 
 
 def _too_late() -> ConflictError:
     return ConflictError(f"The bytes came too late: after {ARRIVAL}, or after a deletion. Send them again.")
-
-
-def _some(state: UploadState) -> Select[Upload]:
-    return select(Upload).where(Upload.state == state.value).limit(_MOST_SWEPT)
 
 
 def _outstanding(session: Session, device_id: str, at: datetime) -> int:
@@ -249,11 +255,6 @@ def _outstanding(session: Session, device_id: str, at: datetime) -> int:
         Job.state.in_(UNFINISHED),
     )
     return (session.scalar(coming) or 0) + (session.scalar(waiting) or 0)
-
-
-def _lock_device(session: Session, device_id: str) -> None:
-    """Let two requests of one device count one after the other (PostgreSQL)."""
-    session.scalar(select(Device.id).where(Device.id == device_id).with_for_update(key_share=True))
 
 
 def _used_up(allowed: str, at: datetime, oldest: datetime) -> QuotaError:

@@ -1,8 +1,8 @@
-"""Rows of webhooks, and of the events on their way to them.
+"""Webhooks, and the events on their way to them.
 
-An event becomes a row for each webhook, in the transaction that makes it. Any worker sends it: it
-claims the row for two minutes, sends, and notes what came. So a killed worker loses no event, and a
-receiver may get one twice, with the same id.
+The transaction that causes an event adds one row for each webhook. Any worker may deliver it. The
+worker claims the row for two minutes, sends the event, and stores the outcome. A killed worker
+loses no event, but a receiver may get an event twice, with the same id.
 """
 
 import json
@@ -24,7 +24,7 @@ from permille.store.tables import Webhook, WebhookDelivery
 
 SECRET_PREFIX: Final = "whsec_"  # noqa: S105 - what Standard Webhooks puts before a secret
 MAX_WEBHOOKS: Final = 20
-# Seconds until the next attempt, as Standard Webhooks advises. After the last one it is given up.
+# Seconds until the next attempt, as Standard Webhooks advises. After the last attempt we give up.
 RETRY_AFTER_S: Final = (5, 300, 1800, 7200, 18_000, 36_000)
 CLAIMED_FOR: Final = timedelta(minutes=2)
 KEPT_FOR: Final = timedelta(days=30)
@@ -37,8 +37,8 @@ class Message:
     """A claimed event, ready to send.
 
     Attributes:
-        secret: base64 after its prefix.
-        body: JSON, the bytes that are signed.
+        secret: the prefix `whsec_` and the key in base64.
+        body: JSON. Exactly these bytes are signed.
     """
 
     id: str
@@ -48,31 +48,31 @@ class Message:
 
 
 def create(session: Session, *, tenant_id: str, url: str) -> Webhook:
-    """Add a webhook with a secret of its own. Raises ConflictError: there are too many."""
+    """Add a webhook with a new secret. Raises ConflictError if the tenant has too many."""
     count = session.scalar(select(func.count()).where(Webhook.tenant_id == tenant_id)) or 0
     if count >= MAX_WEBHOOKS:
         raise ConflictError(f"There are {count} webhooks, the most that a tenant has: delete one.")
-    row = Webhook(
-        id=new_id(Prefix.WEBHOOK),
-        tenant_id=tenant_id,
-        created_at=now(session),
-        url=url,
-        secret=SECRET_PREFIX + b64encode(secrets.token_bytes(32)).decode(),
+    return rows.add(
+        session,
+        Webhook(
+            id=new_id(Prefix.WEBHOOK),
+            tenant_id=tenant_id,
+            created_at=now(session),
+            url=url,
+            secret=SECRET_PREFIX + b64encode(secrets.token_bytes(32)).decode(),
+        ),
     )
-    session.add(row)
-    session.flush()
-    return row
 
 
 def remove(session: Session, *, tenant_id: str, webhook_id: str) -> None:
-    """Remove a webhook, and what was on its way to it. Raises NotFoundError."""
+    """Remove a webhook and its pending events. Raises NotFoundError."""
     row = rows.lock(session, Webhook, tenant_id=tenant_id, row_id=webhook_id, to_remove=True)
     session.execute(delete(WebhookDelivery).where(WebhookDelivery.webhook_id == row.id))
     session.delete(row)
 
 
 def tell(session: Session, *, tenant_id: str, event: EventType, data: dict[str, Any]) -> None:
-    """Add an event for all webhooks of a tenant, in the transaction that makes it."""
+    """Add an event for all webhooks of a tenant."""
     at = now(session)
     for webhook_id in session.scalars(select(Webhook.id).where(Webhook.tenant_id == tenant_id)):
         row = WebhookDelivery(
@@ -98,7 +98,7 @@ def deliveries(
 
 
 def claim(session: Session) -> list[Message]:
-    """Claim events that are due, for this worker alone for two minutes; forget old ones."""
+    """Claim some due events for two minutes, and delete old events."""
     at = now(session)
     session.execute(delete(WebhookDelivery).where(WebhookDelivery.created_at <= at - KEPT_FOR))
     query = (
@@ -118,7 +118,7 @@ def claim(session: Session) -> list[Message]:
 
 
 def note(session: Session, delivery_id: str, failure: str | None) -> None:
-    """Note how an attempt ended: delivered, to be tried again later, or given up."""
+    """Store the outcome of an attempt, and schedule the next attempt if it failed."""
     row = session.get(WebhookDelivery, delivery_id, with_for_update=True)
     if row is None:  # the webhook was removed meanwhile
         return

@@ -1,11 +1,14 @@
-"""Objects of an S3 bucket: put, read, list, delete, and addresses that open one of them for a while.
+"""Objects of an S3 bucket: put, read, list, delete, and presign.
 
-Keys and bytes alone: which blob an object is, and whether it is right, `folder.py` knows. What fails is tried
-again with backoff, and a body that breaks off is continued where it broke. Then it is `BlobStoreError` where
-trying later may help, `OperatorError` where a person must act. Credentials are found as every program of AWS
-finds them (AWS_ACCESS_KEY_ID ..., a profile, the machine's role); no message holds one.
+This module handles keys and bytes. `folder.py` knows which blob an object is, and checks it. Failed
+requests are repeated with backoff, and an interrupted body continues where it broke. A lasting
+failure is a `BlobStoreError` if trying later may help, and an `OperatorError` if a person must act.
 
-botocore alone, without boto3: its transfers would hash parts, never the whole against the digest.
+Credentials come from where all AWS programs look (AWS_ACCESS_KEY_ID, a profile, or the machine's
+role). No message contains one.
+
+The module uses botocore without boto3. The transfers of boto3 hash single parts, never the whole
+file against its digest.
 """
 
 import base64
@@ -27,15 +30,14 @@ from permille.package.blobs import CHUNK_BYTES
 from permille.store.errors import BlobStoreError
 from permille.store.settings import BucketAddress
 
-# A larger file is sent in parts of this size, or of more where there would be too many.
+# Larger files are sent in parts of this size. Parts grow if a file would need more than 10,000.
 PART_BYTES: Final = 64 << 20
 _MOST_PARTS: Final = 10_000
 _AT_A_TIME: Final = 4
-# So many threads wait for the bucket; an API has 40, and those that are left answer who asks for
-# else.
+# At most this many threads wait for the bucket. The API has 40; the others answer other requests.
 _AT_ONCE: Final = 30
 _TURN_S: Final = 1.0
-# Validity of an object's address. A download must begin, not end, within this time.
+# Validity of a presigned address. A download must begin within this time, but may end later.
 _ADDRESS_S: Final = 300
 _GONE: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _PERSON: Final = frozenset(
@@ -54,7 +56,7 @@ _PERSON: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """An object as a listing tells it; `written_at_s` is Unix time."""
+    """An object of a listing. `written_at_s` is Unix time."""
 
     key: str
     size_bytes: int
@@ -62,13 +64,13 @@ class StoredObject:
 
 
 class Bucket:
-    """The objects of one bucket. Threads may share it.
+    """The objects of one bucket. It is safe for threads.
 
     Args:
-        attempts: of each request; between them the wait grows to some seconds.
-        sleep: waits before a broken body is continued.
-        reach_s: how long `reach` waits.
-        part_bytes: a larger file is sent in parts of so many bytes.
+        attempts: of each request. The wait between them grows to some seconds.
+        sleep: waits before an interrupted body continues; tests replace it.
+        reach_s: the timeout of `reach`.
+        part_bytes: files that are larger are sent in parts of this size.
     """
 
     def __init__(
@@ -91,13 +93,15 @@ class Bucket:
         self._turns = threading.BoundedSemaphore(_AT_ONCE)
 
     def hurried(self) -> "Bucket":
-        """The same bucket for who keeps others waiting: it is asked twice, for seconds."""
+        """Return the same bucket with two attempts and short timeouts, for callers that keep others
+        waiting.
+        """
         other = copy.copy(self)
         other._attempts, other._timeout_s = 2, 10.0
         return other
 
     def head(self, key: str) -> StoredObject | None:
-        """Return the bucket's entry of an object, or None if there is none."""
+        """Return the entry of an object, or None if it does not exist."""
         try:
             with self._errors(f"size and age of {key}"):
                 found = self._ask("head_object", Key=key)
@@ -107,11 +111,11 @@ class Bucket:
             return None
 
     def read(self, key: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-        """The bytes of an object from `begin` to before `end`; a body that breaks off is continued.
+        """Yield the bytes of an object from `begin` to before `end`. Continue an interrupted body.
 
         Raises:
             PackageError: `blob-missing`.
-            BlobStoreError: it broke off again and again.
+            BlobStoreError: the body broke off at every attempt.
         """
         from botocore.exceptions import HTTPClientError, IncompleteReadError
 
@@ -132,10 +136,10 @@ class Bucket:
                 failed = 1 if at > was else failed + 1
                 if failed >= self._attempts:
                     raise BlobStoreError(f"{key} broke off at byte {at} of {end}") from broken
-                self._sleep(random.uniform(0.0, 0.2 * 2.0**failed))  # noqa: S311 - guards nothing
+                self._sleep(random.uniform(0.0, 0.2 * 2.0**failed))  # noqa: S311 - jitter needs no secrecy
 
     def put(self, key: str, path: Path, digest: str) -> None:
-        """Store a file, whose digest the bucket or we compare with what was sent, whole or not at all.
+        """Store a file whole, or not at all. The digest is compared with the bytes that were sent.
 
         Raises:
             PackageError: `blob-digest`: the file holds other bytes.
@@ -147,11 +151,11 @@ class Bucket:
         self._ask("put_object", Key=key, Body=data, ChecksumSHA256=sum_)
 
     def delete(self, key: str) -> None:
-        """Remove an object; not being there is fine."""
+        """Delete an object. Idempotent."""
         self._ask("delete_object", Key=key)
 
     def entries(self, prefix: str) -> Iterator[StoredObject]:
-        """List all objects whose keys begin so, sorted by key."""
+        """List all objects whose keys have this prefix, sorted by key."""
         for page in self._pages("list_objects_v2", Prefix=prefix):
             with self._errors(f"a list of {prefix}"):
                 listed = [
@@ -171,7 +175,7 @@ class Bucket:
         return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
 
     def erase(self, prefix: str) -> None:
-        """Remove all objects whose keys begin so, and what is under way to such keys."""
+        """Delete all objects whose keys have this prefix, and abort uploads to such keys."""
         self.abort_uploads(prefix, lambda _: True)
         for found in self.entries(prefix):
             self.delete(found.key)
@@ -179,8 +183,12 @@ class Bucket:
     def abort_uploads(
         self, prefix: str, is_ours: Callable[[str], bool], *, before_s: float | None = None
     ) -> int:
-        """Remove the parts of uploads to our keys that began before a Unix time and never ended; return how
-        many."""
+        """Abort unfinished multipart uploads to our keys. Return how many there were.
+
+        Args:
+            is_ours: tells whether a key is one of ours.
+            before_s: abort only uploads that began before this Unix time.
+        """
         aborted = 0
         for page in self._pages("list_multipart_uploads", Prefix=prefix):
             for upload in page.get("Uploads", ()):
@@ -192,17 +200,19 @@ class Bucket:
         return aborted
 
     def opened_by(self, key: str, media_type: str) -> str:
-        """An address by which whoever has it may read this one object, for some minutes."""
+        """Return a presigned address of one object. Anyone who has it can read the object for five
+        minutes.
+        """
         asked = {"Bucket": self.address.bucket, "Key": key, "ResponseContentType": media_type}
         with self._errors(f"an address of {key}"):
             return str(self._client.generate_presigned_url("get_object", asked, ExpiresIn=_ADDRESS_S))
 
     def reach(self) -> None:
-        """Ask once whether the bucket is there and lets us in.
+        """Ask once whether the bucket exists and we may use it.
 
         Raises:
-            BlobStoreError: it did not answer.
-            OperatorError: it is not there, or not for us.
+            BlobStoreError: the bucket did not answer.
+            OperatorError: the bucket does not exist, or refuses us.
         """
         client = self._connected(1, timeout_s=self._reach_s)
         try:
@@ -219,14 +229,14 @@ class Bucket:
         from botocore.config import Config
         from botocore.session import get_session
 
-        with self._lock:  # a session is not safe for threads, its clients are
+        with self._lock:  # sessions are not safe for threads; their clients are
             if (attempts, timeout_s) not in self._clients:
                 config = Config(
                     connect_timeout=min(5, timeout_s),
                     read_timeout=timeout_s,
                     max_pool_connections=50,
                     retries={"mode": "standard", "total_max_attempts": attempts},
-                    # Other buckets than Amazon's know only what is asked of them, and seldom names as hosts.
+                    # Buckets of other vendors often lack the newer checksums and bucket names as hosts.
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                     s3={"addressing_style": "path" if self.address.endpoint else "auto"},
@@ -244,7 +254,11 @@ class Bucket:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Be one of those who wait for the bucket. Raises BlobStoreError: as many as may wait already."""
+        """Take one of the places of threads that wait for the bucket.
+
+        Raises:
+            BlobStoreError: all places are taken.
+        """
         if not self._turns.acquire(timeout=_TURN_S):
             raise BlobStoreError(f"Too many requests wait for bucket {self.address.bucket!r}.")
         try:
@@ -258,12 +272,13 @@ class Bucket:
 
     @contextmanager
     def _errors(self, step: str) -> Iterator[None]:
-        """Say what failed without the words of the bucket, which may quote what was signed.
+        """Translate errors of botocore. Do not quote the bucket's messages, which may contain a signed
+        request.
 
         Raises:
-            PackageError: `blob-missing`: there is no such object, or upload.
-            OperatorError: credentials, rights, the bucket's name.
-            BlobStoreError: all else, an answer that is none of S3's too.
+            PackageError: `blob-missing`: there is no such object or upload.
+            OperatorError: wrong credentials, rights or bucket name.
+            BlobStoreError: any other failure, including invalid answers.
         """
         from botocore import exceptions
 
@@ -280,11 +295,13 @@ class Bucket:
             raise BlobStoreError(f"{failed}: {type(exc).__name__}") from exc
         except exceptions.BotoCoreError as exc:  # no credentials, no region
             raise OperatorError(f"{failed}: {type(exc).__name__}: {exc}") from exc
-        except (LookupError, ValueError, RecursionError) as exc:  # the last: it redirects without end
+        except (LookupError, ValueError, RecursionError) as exc:  # RecursionError: endless redirects
             raise BlobStoreError(f"{failed}: its answer says nothing ({type(exc).__name__})") from exc
 
     def _body(self, key: str, at: int, end: int | None) -> tuple[Any, int]:
-        """A body from byte `at` on, and its size. Raises BlobStoreError: it begins elsewhere."""
+        """Open a body from byte `at` on. Return it with its size. Raises BlobStoreError if it begins
+        elsewhere.
+        """
         asked = {} if at == 0 and end is None else {"Range": f"bytes={at}-{'' if end is None else end - 1}"}
         with self._errors(f"the size of {key}"):
             part = self._ask("get_object", Key=key, **asked)
@@ -303,12 +320,14 @@ class Bucket:
                 "complete_multipart_upload", Key=key, UploadId=upload_id, MultipartUpload={"Parts": parts}
             )
         except BaseException:
-            with suppress(PermilleError):  # what is left of it shows nowhere, and `abort_uploads` finds it
+            with suppress(PermilleError):  # unfinished parts are invisible, and `abort_uploads` finds them
                 self._abort(key, upload_id)
             raise
 
     def _send_parts(self, key: str, upload_id: str, path: Path, digest: str) -> list[dict[str, object]]:
-        """Send some parts at a time; the bucket compares each, and we the whole before it is visible."""
+        """Send the parts, several at a time. The bucket checks each part, and we check the digest of
+        the whole.
+        """
         part_bytes = max(self._part_bytes, -(-path.stat().st_size // _MOST_PARTS))
         whole = hashlib.sha256()
         parts: list[dict[str, object]] = []
@@ -331,7 +350,7 @@ class Bucket:
         return {**part, "ETag": sent["ETag"]}
 
     def _abort(self, key: str, upload_id: str) -> None:
-        with suppress(PackageError):  # it has ended meanwhile
+        with suppress(PackageError):  # the upload has ended meanwhile
             self._ask("abort_multipart_upload", Key=key, UploadId=upload_id)
 
     def _pages(self, operation: str, **asked: str) -> Iterator[Any]:

@@ -1,11 +1,12 @@
-"""Blobs in a bucket, behind a local folder with copies of those in use: workers map files by their path.
+"""Blobs in a bucket, with a local folder of copies, since workers map files by their path.
 
-A blob is hashed on its way from the bucket, and what is wrong or too short never gets a path. What is written
-lies in the folder first, whole and hashed, then in the bucket; only then it is a blob. Keys are made of
-digests, as paths are: `<prefix>/sha256/<2 hex>/<64 hex>`.
+Each download is hashed, and only correct and complete bytes get a path. A new blob is first written
+and hashed in the folder, then sent to the bucket. It exists once it is in the bucket. Keys are made
+from digests like paths: `<prefix>/sha256/<2 hex>/<64 hex>`.
 
-Processes share the folder. It is bounded: what was not used for longest goes first. Nothing goes whose path
-a living process was given, or whose file it holds open: those are locks, which the kernel ends with it.
+Several processes share the folder. Its size is bounded: the least recently used copies are deleted
+first. A copy stays while a living process has its path or an open file of it. Both are file locks,
+which the kernel releases when the process ends.
 """
 
 import fcntl
@@ -29,18 +30,23 @@ from permille.store.blobs.bucket import Bucket
 from permille.store.settings import BucketAddress, StoreSettings
 
 _KEY: Final = re.compile(r"([^/]+/)*sha256/([0-9a-f]{2})/\2[0-9a-f]{62}", re.ASCII)
-# A process that runs for months lets go of the paths that it was given before so many others.
+# The most paths that one process holds. It releases older ones, or it would fill the disk in time.
 _MOST_HELD: Final = 256
 
 
 def open_blobs(settings: StoreSettings, *, attempts: int = 5) -> BlobFolder:
-    """The blobs that the settings name: a folder, or a bucket behind it.
+    """Return the blob store of the settings: a folder, or a bucket with a folder of copies.
 
     Args:
-        attempts: of each request to a bucket; a worker has more patience than who waits for an answer.
+        attempts: of each request to a bucket. A worker can wait longer than a client of the API.
 
     Raises:
-        OperatorError: a bucket is named, and botocore is not installed.
+        OperatorError: the settings name a bucket, and botocore is not installed.
+
+    Example:
+
+        blobs = open_blobs(StoreSettings())
+        digest = blobs.put_bytes(b"hello")
     """
     if settings.blob_bucket is None:
         return BlobFolder(settings.blob_root)
@@ -51,10 +57,10 @@ def open_blobs(settings: StoreSettings, *, attempts: int = 5) -> BlobFolder:
 
 
 class BlobCache(BlobFolder):
-    """The local folder: copies of blobs, as many as fit beside those in use.
+    """The local folder of copies.
 
     Args:
-        most_bytes: of all copies; what is in use may be more.
+        most_bytes: the most bytes of all copies. Copies in use may exceed it.
     """
 
     def __init__(self, root: Path, most_bytes: int) -> None:
@@ -64,23 +70,25 @@ class BlobCache(BlobFolder):
         self._held: OrderedDict[str, BinaryIO] = OrderedDict()
 
     def use(self, digest: str) -> BinaryIO | None:
-        """Open a copy, which stays while the file is open; None: there is none."""
+        """Open a copy, or return None if there is none. The copy stays while the file is open."""
         path = self.path(digest)
         try:
             file = path.open("rb")
         except FileNotFoundError:
             return None
         fcntl.flock(file, fcntl.LOCK_SH)
-        if os.fstat(file.fileno()).st_nlink == 0:  # it went before the lock was ours
+        if os.fstat(file.fileno()).st_nlink == 0:  # it was deleted before we got the lock
             file.close()
             return None
         now_ns = time.time_ns()
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # the file may belong to another user
             os.utime(path, ns=(now_ns, now_ns))
         return file
 
     def hold(self, digest: str, file: BinaryIO) -> Path:
-        """The path of a copy in use, which stays as long as this process."""
+        """Return the path of an open copy. The copy stays as long as this process, or until
+        `_MOST_HELD` others.
+        """
         with self._lock:
             before = self._held.pop(digest, None)
             self._held[digest] = file
@@ -91,7 +99,9 @@ class BlobCache(BlobFolder):
         return self.path(digest)
 
     def make_room(self, size_bytes: int) -> None:
-        """Remove copies that were not used for longest, until so many bytes more fit into bound and disk."""
+        """Delete the least recently used copies until this many more bytes fit into the bound and the
+        disk.
+        """
         with self.locked("room"):
             copies = sorted(self.entries(), key=lambda copy: copy.written_at_s)
             over = sum(copy.size_bytes for copy in copies) + size_bytes - self._most_bytes
@@ -104,7 +114,7 @@ class BlobCache(BlobFolder):
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Wait for other processes, and threads, that have locked this name."""
+        """Hold a lock by this name against other processes and threads."""
         locks = self.root / "locks"
         locks.mkdir(parents=True, exist_ok=True)
         with (locks / name).open("ab") as file:
@@ -121,11 +131,11 @@ class BlobCache(BlobFolder):
 
 
 class BucketFolder(BlobFolder):
-    """Blobs in a bucket. Safe for several processes, and for threads.
+    """Blobs in a bucket. It is safe for processes and threads.
 
     Args:
-        names: of the stores that this one is below of.
-        private: no copy of its blobs is kept here.
+        names: the names of this store within the bucket; empty for the shared blobs.
+        private: keep no local copies.
     """
 
     def __init__(
@@ -138,33 +148,37 @@ class BucketFolder(BlobFolder):
         self._private = private
 
     def hurried(self) -> "BucketFolder":
-        """See `BlobFolder`."""
+        """Return the same store with short timeouts."""
         bucket = self._bucket.hurried()
         return BucketFolder(bucket, self._cache, names=self._names, private=self._private)
 
     def path(self, digest: str) -> Path:
-        """A file with the blob's bytes, which stays as long as this process; fetched where it is not here.
+        """Return the path of a local copy, and download it if needed. It stays as long as this
+        process.
 
         Raises:
-            PackageError: `digest-malformed`, `blob-missing`, or `blob-digest`: the bucket holds other bytes.
-            BlobStoreError, OperatorError: the bucket does not answer, or not to us.
+            PackageError: `digest-malformed`, `blob-missing`, or `blob-digest` if the bucket holds
+                other bytes.
+            BlobStoreError, OperatorError: the bucket does not answer, or refuses us.
         """
         if self._private:
             raise ValueError("A private blob has no path: read it.")
         return self._cache.hold(digest, self._copy(digest))
 
     def open(self, digest: str) -> BinaryIO:
-        """The blob's bytes, for reading. Raises as `path`."""
+        """Open the blob for reading. Raises as `path` does."""
         if not self._private:
             return self._copy(digest)
-        file = tempfile.TemporaryFile(dir=self.incoming())  # noqa: SIM115 - it is the caller's
+        file = tempfile.TemporaryFile(dir=self.incoming())  # noqa: SIM115 - the caller closes it
         for chunk in self._bucket.read(self._key(digest)):
             file.write(chunk)
         file.seek(0)
         return file
 
     def read(self, digest: str, *, limit: int) -> bytes:
-        """Return the checked bytes of a small blob. Fetch a damaged copy again. Raises as `path`."""
+        """Return the checked bytes of a small blob. Download a damaged copy again. Raises as `path`
+        does.
+        """
         try:
             return super().read(digest, limit=limit)
         except PackageError as exc:
@@ -174,7 +188,7 @@ class BucketFolder(BlobFolder):
             return super().read(digest, limit=limit)
 
     def check(self, digest: str) -> None:
-        """Hash the bytes; a copy that has gone bad is fetched again. Raises as `path`."""
+        """Hash the bytes. Download a damaged copy again. Raises as `path` does."""
         try:
             super().check(digest)
         except PackageError as exc:
@@ -184,7 +198,7 @@ class BucketFolder(BlobFolder):
             super().check(digest)
 
     def entry(self, digest: str) -> StoredBlob | None:
-        """Return the bucket's entry of this blob, or None if it is not there."""
+        """Return the entry of a blob in the bucket, or None."""
         found = self._bucket.head(self._key(digest))
         if found is None:
             return None
@@ -195,53 +209,53 @@ class BucketFolder(BlobFolder):
         return self.entry(digest) is not None
 
     def entries(self) -> Iterator[StoredBlob]:
-        """List all blobs of this store, sorted by digest; stores below are not part of it."""
+        """List all blobs of this store, sorted by digest. Stores below it are not included."""
         for found in self._bucket.entries(f"{self._prefix}sha256/"):
             digest = f"sha256:{found.key.rpartition('/')[2]}"
             if is_digest(digest):
                 yield StoredBlob(digest=digest, size_bytes=found.size_bytes, written_at_s=found.written_at_s)
 
     def delete(self, digest: str) -> None:
-        """Remove the blob; not being there is fine. Copies elsewhere go when there is no room for them."""
+        """Delete the blob. Idempotent. Copies on other machines are deleted when room is needed."""
         self._bucket.delete(self._key(digest))
         self._cache.delete(digest)
 
     def below(self, *names: str, private: bool = False) -> "BucketFolder":
-        """See `BlobFolder`."""
-        super().below(*names)  # refuses what is no name
+        """Return a store inside this one. See `BlobFolder.below`."""
+        super().below(*names)  # checks the names
         return BucketFolder(self._bucket, self._cache, names=(*self._names, *names), private=private)
 
     def names(self) -> list[str]:
-        """Names of the stores directly below, sorted."""
+        """Return the names of the stores directly below, sorted."""
         return self._bucket.names(self._prefix)
 
     def erase(self) -> None:
-        """Remove this store with all that it holds; not being there is fine."""
+        """Delete this store with everything in it. Idempotent."""
         if not self._names:
             raise ValueError("Only a store below the blobs can be erased, not all blobs.")
         self._bucket.erase(self._prefix)
 
     def check_writable(self, size_bytes: int) -> None:
-        """Write so many bytes here, and ask the bucket whether it is there.
+        """Write this many bytes locally, and ask the bucket whether it is there.
 
         Raises:
-            OSError: as the file system reports it.
-            BlobStoreError, OperatorError: the bucket does not answer, or not to us.
+            OSError: from the file system.
+            BlobStoreError, OperatorError: the bucket does not answer, or refuses us.
         """
         super().check_writable(size_bytes)
         self._bucket.reach()
 
     def sweep(self, *, before_s: float) -> int:
-        """Remove what killed writers left, here and on the way to the bucket; return how many."""
+        """Remove the remains of killed writers, here and in the bucket. Return how many there were."""
         aborted = self._bucket.abort_uploads(self._prefix, self._is_ours, before_s=before_s)
         return super().sweep(before_s=before_s) + aborted
 
     def stream(self, digest: str, begin: int, end: int) -> Iterator[bytes]:
-        """Bytes of a blob as the bucket sends them, not hashed: whoever gets them compares."""
+        """Yield bytes of a blob from the bucket, without a check. The receiver compares the hash."""
         return self._bucket.read(self._key(digest), begin, end)
 
     def opened_by(self, digest: str, media_type: str) -> str:
-        """An address by which whoever has it may read this one blob, for some minutes."""
+        """Return a presigned address that lets anyone read this blob for five minutes."""
         return self._bucket.opened_by(self._key(digest), media_type)
 
     @property
@@ -249,19 +263,17 @@ class BucketFolder(BlobFolder):
         return "".join(f"{name}/" for name in (self._bucket.address.prefix, *self._names) if name)
 
     def _is_ours(self, key: str) -> bool:
-        """Return whether this is the key of a blob, here or in a store below.
-
-        Without a prefix, others may use the bucket, too.
-        """
+        """Return whether this is the key of a blob, in this store or in one below it."""
+        # Without a prefix, other programs may use the bucket, too.
         return _KEY.fullmatch(key.removeprefix(self._prefix)) is not None
 
     def _key(self, digest: str) -> str:
         return self._prefix + self._cache.path(digest).relative_to(self.root).as_posix()
 
     def _copy(self, digest: str) -> BinaryIO:
-        """A copy, open, of the bytes that hash to this digest."""
+        """Open a local copy whose bytes have this digest, and download it if needed."""
         while (file := self._cache.use(digest)) is None:
-            # Who waits here finds what another process has fetched meanwhile.
+            # A process that waited for the lock finds the copy that another process fetched meanwhile.
             with self._cache.locked(self._cache.path(digest).parent.name):
                 if not self._cache.has(digest):
                     self._fetch(digest)

@@ -68,7 +68,6 @@ def reserve(session: Session, federation: Federation, *, number: int, device_id:
         )
         session.add(row)
     row.state = ChargeState.RESERVED.value
-    session.flush()
 
 
 def release(session: Session, *, federation_id: str, number: int, device_id: str) -> None:

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from permille.federation.contribution import Place
 from permille.schemas.federations import FederationState, RoundState
+from permille.store import rows
 from permille.store.database import now
 from permille.store.errors import ContributionConflictError, NotFoundError, RoundClosedError
 from permille.store.federations import charges, members, rounds
@@ -57,15 +58,16 @@ def invite(session: Session, *, federation: Federation, device_id: str) -> tuple
     if held is None:
         if not _is_drawn(session, federation, row, device_id):
             return None
-        held = Participation(
-            federation_id=row.federation_id,
-            number=row.number,
-            device_id=device_id,
-            tenant_id=row.tenant_id,
-            invited_at=now(session),
+        held = rows.add(
+            session,
+            Participation(
+                federation_id=row.federation_id,
+                number=row.number,
+                device_id=device_id,
+                tenant_id=row.tenant_id,
+                invited_at=now(session),
+            ),
         )
-        session.add(held)
-        session.flush()
     return row, held
 
 
@@ -110,7 +112,6 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
         raise ContributionConflictError(f"The device sent {held.digest} before, and now {sent.digest}.")
     charges.reserve(session, federation, number=row.number, device_id=sent.device_id)
     held.digest, held.data = sent.digest, sent.data
-    session.flush()
     _, received_so_far = rounds.counts(session, row)
     return True, rounds.begin_closing(session, row) if received_so_far >= federation.target else None
 

@@ -34,30 +34,30 @@ def add(session: Session, *, release: Release, new: NewFederation) -> Federation
     if session.scalar(query) is not None:
         raise ConflictError(f"The name {new.name!r} is taken. Choose another one.")
     begin = History.begin(new.definition)
-    row = Federation(
-        id=new_id(Prefix.FEDERATION),
-        tenant_id=release.tenant_id,
-        created_at=now(session),
-        name=new.name,
-        release=release.name,
-        version=release.version,
-        package_digest=release.package_digest,
-        definition=new.definition.to_bytes(),
-        definition_digest=new.definition.digest,
-        state=FederationState.DRAFT.value,
-        target=new.target,
-        minimum=new.definition.minimum,
-        deadline_s=new.deadline_s,
-        rounds=new.definition.rounds,
-        number=0,
-        chain=begin.chain,
-        state_digest=begin.digest,
-        reach=0,
-        participations=None if new.definition.privacy is None else new.definition.privacy.participations,
+    return rows.add(
+        session,
+        Federation(
+            id=new_id(Prefix.FEDERATION),
+            tenant_id=release.tenant_id,
+            created_at=now(session),
+            name=new.name,
+            release=release.name,
+            version=release.version,
+            package_digest=release.package_digest,
+            definition=new.definition.to_bytes(),
+            definition_digest=new.definition.digest,
+            state=FederationState.DRAFT.value,
+            target=new.target,
+            minimum=new.definition.minimum,
+            deadline_s=new.deadline_s,
+            rounds=new.definition.rounds,
+            number=0,
+            chain=begin.chain,
+            state_digest=begin.digest,
+            reach=0,
+            participations=None if new.definition.privacy is None else new.definition.privacy.participations,
+        ),
     )
-    session.add(row)
-    session.flush()
-    return row
 
 
 def start(session: Session, federation: Federation) -> None:

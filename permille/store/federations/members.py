@@ -60,7 +60,6 @@ def join(session: Session, *, federation: Federation, device_id: str) -> None:
         session.add(row)
     elif row.left_at is not None:
         row.joined_at, row.left_at = now(session), None
-    session.flush()
 
 
 def leave(session: Session, *, device_id: str, federation_id: str | None = None) -> None:
@@ -74,7 +73,6 @@ def leave(session: Session, *, device_id: str, federation_id: str | None = None)
         query.order_by(FederationMember.federation_id).with_for_update(key_share=True)
     ):
         row.left_at = now(session)
-        session.flush()
         withdraw(session, federation_id=row.federation_id, device_id=device_id)
 
 

@@ -77,18 +77,19 @@ def open_next(session: Session, federation: Federation) -> None:
     if session.get(Round, (federation.id, federation.number)) is not None:  # open since before a pause
         return
     at = now(session)
-    row = Round(
-        federation_id=federation.id,
-        number=federation.number,
-        tenant_id=federation.tenant_id,
-        state=RoundState.OPEN.value,
-        start_digest=federation.state_digest,
-        opened_at=at,
-        deadline_at=at + timedelta(seconds=federation.deadline_s),
-        refused={},
+    rows.add(
+        session,
+        Round(
+            federation_id=federation.id,
+            number=federation.number,
+            tenant_id=federation.tenant_id,
+            state=RoundState.OPEN.value,
+            start_digest=federation.state_digest,
+            opened_at=at,
+            deadline_at=at + timedelta(seconds=federation.deadline_s),
+            refused={},
+        ),
     )
-    session.add(row)
-    session.flush()
 
 
 def end(session: Session, federation: Federation, row: Round) -> str | None:
@@ -177,7 +178,6 @@ def publish(session: Session, *, federation: Federation, number: int, ended: End
     _finish(session, federation, row, ended.record)
     _keep_checkpoint(session, federation, ended.state)
     open_next(session, federation)
-    session.flush()
 
 
 def void(session: Session, federation: Federation, row: Round, reason: str) -> None:
@@ -186,7 +186,6 @@ def void(session: Session, federation: Federation, row: Round, reason: str) -> N
     row.state, row.counted, row.reason = RoundState.VOID.value, 0, reason
     _finish(session, federation, row, void_round(definition, row.number).to_bytes())
     open_next(session, federation)
-    session.flush()
 
 
 def lock_closing(session: Session, federation: Federation, number: int) -> Round:
@@ -223,7 +222,6 @@ def begin_closing(session: Session, row: Round) -> str:
     )
     job_id = queue.submit(session, new).id
     row.state, row.job_id = RoundState.CLOSING.value, job_id
-    session.flush()
     return job_id
 
 

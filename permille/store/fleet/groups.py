@@ -35,16 +35,16 @@ def create(session: Session, *, tenant_id: str, name: str, rule: GroupRule) -> D
     for device_id in rule.devices:
         if device_id not in known:
             rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
-    row = DeviceGroup(
-        id=new_id(Prefix.GROUP),
-        tenant_id=tenant_id,
-        created_at=now(session),
-        name=name,
-        rule=rule.model_dump(mode="json"),
+    return rows.add(
+        session,
+        DeviceGroup(
+            id=new_id(Prefix.GROUP),
+            tenant_id=tenant_id,
+            created_at=now(session),
+            name=name,
+            rule=rule.model_dump(mode="json"),
+        ),
     )
-    session.add(row)
-    session.flush()
-    return row
 
 
 def delete(session: Session, *, tenant_id: str, group_id: str) -> None:

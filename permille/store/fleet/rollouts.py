@@ -57,34 +57,34 @@ def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCrea
         raise ConflictError(f"The rollout {other} of {body.release!r} {body.alias!r} has not ended: stop it.")
     if body.group_id is not None:
         rows.get(session, DeviceGroup, tenant_id=tenant_id, row_id=body.group_id)
-    row = Rollout(
-        id=new_id(Prefix.ROLLOUT),
-        tenant_id=tenant_id,
-        created_at=now(session),
-        token_id=token_id,
-        release=body.release,
-        alias=body.alias,
-        version=version,
-        before=alias.version,
-        group_id=body.group_id,
-        choice={},
-        bounds=[],
-        rules=body.rules.model_dump(mode="json"),
-        window=None if body.window is None else body.window.model_dump(),
-        on_stop=body.on_stop.value,
-        state=RolloutState.DRAFT.value,
-        wave=0,
-        wave_devices=0,
-        approved=1,
-        awaits_approval=False,
-        looks=0,
-        reverting=False,
-        revision=0,
-        signed_revision=0,
+    return rows.add(
+        session,
+        Rollout(
+            id=new_id(Prefix.ROLLOUT),
+            tenant_id=tenant_id,
+            created_at=now(session),
+            token_id=token_id,
+            release=body.release,
+            alias=body.alias,
+            version=version,
+            before=alias.version,
+            group_id=body.group_id,
+            choice={},
+            bounds=[],
+            rules=body.rules.model_dump(mode="json"),
+            window=None if body.window is None else body.window.model_dump(),
+            on_stop=body.on_stop.value,
+            state=RolloutState.DRAFT.value,
+            wave=0,
+            wave_devices=0,
+            approved=1,
+            awaits_approval=False,
+            looks=0,
+            reverting=False,
+            revision=0,
+            signed_revision=0,
+        ),
     )
-    session.add(row)
-    session.flush()
-    return row
 
 
 def unended(session: Session, *, tenant_id: str, release: str, alias: str) -> str | None:
@@ -240,7 +240,6 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
         found.code, found.ended_at, found.acknowledged = str(report.code), at, False
     if report.installed:
         device.version = row.version
-    session.flush()
 
 
 def funnel(session: Session, rollout_id: str, waves: int) -> list[dict[str, int]]:

@@ -1,1 +1,3 @@
-"""Jobs in the database: submitted, claimed, retried, swept. No job is lost, none is published twice."""
+"""Jobs in the database: submit, claim, retry and sweep. No job is lost, and no result is published
+twice.
+"""

@@ -4,9 +4,9 @@
     ...                                              # compute, and call `renew` meanwhile
     complete(session, held, result_id="mask_...")    # in the transaction that writes the result
 
-A claim locks the queued job and increments its attempt and its *fence*. All times are those of the
-database's clock. Every later call checks the fence, so a worker that lost its lease cannot publish.
-Blobs of a result are stored before the transaction that calls `complete`.
+A claim locks the queued job and increments its attempt and its *fence*. Every later call checks the
+fence, so a worker that lost its lease cannot publish. All times come from the database's clock. The
+blobs of a result must be stored before the transaction that calls `complete`.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
 _SENT_AT_ONCE = 100
 
-# The device is constant wherever this is used. Ordering by it lets PostgreSQL follow the index.
+# Every caller fixes the device. Ordering by it lets PostgreSQL follow the index.
 _QUEUED = select(Job).where(transitions.IS_QUEUED).order_by(Job.device_id, Job.available_at, Job.id)
 _HELD = select(Job.tenant_id, Job.device_id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
 _DUE_AT = (
@@ -58,7 +58,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """Number of jobs that a sweep queued again, gave up or cancelled."""
+    """Numbers of jobs that a sweep queued again, gave up or cancelled."""
 
     requeued: int
     died: int
@@ -66,13 +66,20 @@ class SweepReport:
 
 
 def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None = None) -> Claim | None:
-    """Claim the next queued job, or the job with this id. Return None if there is none to claim.
+    """Claim the next queued job, or the job with this id. Return None if there is no job to claim.
 
-    The order is fair between tenants. The tenant with the fewest running jobs comes first; among
-    equals, the one served longest ago. A tenant's own jobs come before its devices' uploads, and
-    devices take turns by the same rule. So a caller waits for at most one job per worker of anyone
-    who queues many. Jobs that wait for their parts are not queued: see
-    `permille.store.jobs.parents`.
+    The order is fair between tenants. The tenant with the fewest running jobs comes first. Among
+    equals, the tenant that has waited longest for its turn comes first. A tenant's own jobs come
+    before the uploads of its devices, and devices take turns by the same rule. A tenant that queues
+    many jobs therefore delays another tenant by at most one job per worker. Jobs that wait for
+    their parts are not queued: see `permille.store.jobs.parents`.
+
+    Example:
+
+        with db.write() as session:
+            held = claim(session, worker="worker-1", lease_s=60)
+        if held is not None:
+            run(held.kind, held.payload)
     """
     at = now(session)
     if job_id is None:
@@ -110,7 +117,8 @@ def _next(session: Session, at: datetime) -> Job | None:
     by_tenant, by_device = _count_running(session)
     tenants = session.execute(_TENANTS).all()
     due = [tenant.id for tenant in tenants if tenant.due_at is not None and tenant.due_at <= at]
-    for tenant_id in sorted(due, key=by_tenant.__getitem__):  # stable: of equal ones the order of the query
+    # The sort is stable, so tenants with equally many running jobs keep the order of the query.
+    for tenant_id in sorted(due, key=by_tenant.__getitem__):
         own = _QUEUED.where(Job.tenant_id == tenant_id, Job.device_id.is_(None), Job.available_at <= at)
         job = _lock_first(session, own)
         if job is not None:
@@ -160,7 +168,7 @@ def _lock_first(session: Session, query: Select[Job]) -> Job | None:
 
 
 def oldest_start(session: Session) -> datetime | None:
-    """Return the start of the oldest running attempt, or None if no worker runs one."""
+    """Return the start of the oldest running attempt, or None if no worker runs a job."""
     return session.scalar(
         select(func.min(Job.started_at)).where(transitions.IS_RUNNING, Job.worker.is_not(None))
     )
@@ -176,14 +184,12 @@ def check(session: Session, held: Claim) -> None:
 
 
 def is_cancel_requested(session: Session, held: Claim) -> bool:
-    """Return whether the attempt should stop. This only reads.
+    """Return whether the attempt should stop. This function takes no lock.
 
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.
     """
-    job = session.get(Job, held.job_id)
-    if job is None or job.fence != held.fence or job.state != JobState.RUNNING:
-        raise _stale(held, job)
+    job = _current(held, session.get(Job, held.job_id))
     return job.cancel_requested_at is not None
 
 
@@ -269,8 +275,9 @@ def results_of_parts(session: Session, held: Claim) -> list[tuple[Mapping[str, o
 def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryable: bool) -> JobState:
     """End the attempt with an error, and return the job's new state.
 
-    An error that is not retryable ends the job as `failed`. A retryable one queues it again after a
-    pause. After the last attempt the job is `dead`; if a cancel was requested, `cancelled`.
+    An error that is not retryable ends the job as `failed`. A retryable error queues the job again
+    after a pause. After the last attempt the job is `dead`. If a cancel was requested, the job is
+    `cancelled`.
 
     Args:
         error: `type`, `message`, and details that help to find the cause.
@@ -286,7 +293,7 @@ def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryabl
 
 
 def cancelled(session: Session, held: Claim) -> None:
-    """End the job as cancelled, after it stopped or was stopped at its deadline.
+    """End the job as cancelled, after its process stopped or was killed at the deadline.
 
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.
@@ -314,7 +321,8 @@ def sweep(db: Database) -> SweepReport:
     """
     with db.read() as session:
         at = now(session)
-        expired = session.scalars(_expired(at)).all()
+        leased = select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
+        expired = session.scalars(leased.where(Job.lease_expires_at < at)).all()
         waiting = session.scalars(select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_(None))).all()
     states = [state for job_id in expired if (state := _sweep_one(db, job_id)) is not None]
     for job_id in waiting:
@@ -368,19 +376,15 @@ def backoff_s(attempt: int) -> float:
 
 
 def _held(session: Session, held: Claim) -> Job:
-    job = transitions.lock(session, held.job_id)
+    return _current(held, transitions.lock(session, held.job_id))
+
+
+def _current(held: Claim, job: Job | None) -> Job:
+    """Return the job if the claim is still its newest one. Raises StaleClaimError."""
     if job is None or job.fence != held.fence or job.state != JobState.RUNNING:
-        raise _stale(held, job)
+        found = "no such job" if job is None else f"fence {job.fence}, {job.state}"
+        raise StaleClaimError(f"The attempt with fence {held.fence} of {held.job_id} is over: {found}.")
     return job
-
-
-def _stale(held: Claim, job: Job | None) -> StaleClaimError:
-    found = "no such job" if job is None else f"fence {job.fence}, {job.state}"
-    return StaleClaimError(f"The attempt with fence {held.fence} of {held.job_id} is over: {found}.")
-
-
-def _expired(at: datetime) -> Select[str]:
-    return select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_not(None), Job.lease_expires_at < at)
 
 
 def _sweep_one(db: Database, job_id: str) -> JobState | None:

@@ -1,11 +1,12 @@
-"""Telling workers that a job is there, after its row is committed; and what workers tell of themselves.
+"""Messages to workers about new jobs, and the rows in which workers say that they run.
 
-The row is the truth, the message a hint: it carries a job's id, whoever gets it takes the job whose turn it
-is, and one that is lost is sent again by the sweeper. So `send` never fails a request. Without a broker
-nothing is sent: local workers look into the database. Celery is imported only where a broker is configured.
+The job's row is the truth and the message is a hint. A message carries a job's id, but its receiver
+takes the job whose turn it is. The sweeper sends a lost message again, so `send` never fails a
+request. Without a broker nothing is sent: local workers poll the database. Celery is imported only
+where a broker is configured.
 
-A worker notes itself and what not all of them can do once a minute, so that no job is begun that none could
-end. One that was silent for five minutes is taken for gone.
+Each worker writes once a minute that it runs, and whether it can export programs. The API uses this
+to refuse a job that no worker can do. A worker that was silent for five minutes counts as stopped.
 """
 
 import logging
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class CeleryDispatcher:
-    """Sends ids over a Celery broker."""
+    """Send the ids of jobs through a Celery broker."""
 
     def __init__(self, broker_url: str) -> None:
         self._app = celery_app(broker_url)
@@ -44,7 +45,7 @@ class CeleryDispatcher:
         )
 
     def send(self, job_id: str) -> bool:
-        """Send one id; False, with a log line, when the broker cannot be reached."""
+        """Send one id. Return False, and log a warning, if the broker cannot be reached."""
         from kombu.exceptions import OperationalError
 
         try:
@@ -67,14 +68,14 @@ class CeleryDispatcher:
 
 
 def dispatch(dispatcher: CeleryDispatcher | None, job_ids: Iterable[str]) -> None:
-    """Send ids of jobs whose transaction is committed, where there is a broker."""
+    """Send the ids of jobs whose transaction is committed. Without a broker, do nothing."""
     for job_id in job_ids:
         if dispatcher is not None:
             dispatcher.send(job_id)
 
 
 def celery_app(broker_url: str) -> Any:
-    """A Celery app by our rules: JSON, no result backend, one message at a time, acknowledged early."""
+    """Return a Celery app with our settings: JSON, no result backend, one message at a time."""
     from celery import Celery
 
     app = Celery("permille", broker=broker_url, set_as_current=False)
@@ -83,6 +84,7 @@ def celery_app(broker_url: str) -> Any:
         task_serializer="json",
         result_backend=None,
         task_ignore_result=True,
+        # Acknowledge early: the job's row, not the message, decides whether a job is tried again.
         task_acks_late=False,
         task_default_queue=QUEUE,
         worker_prefetch_multiplier=1,
@@ -95,8 +97,9 @@ def celery_app(broker_url: str) -> Any:
 
 
 def note_worker(session: Session, *, name: str, exports: bool) -> None:
-    """Note that a worker runs, and whether it can export programs; not more often than is needed."""
+    """Record that a worker runs, and whether it can export programs, at most once a minute."""
     at, row = now(session), session.get(Worker, name)
+    # `abs`, since the database's clock may have gone back.
     if row is not None and row.exports == exports and abs(at - row.seen_at) < _NOTED_EVERY:
         return
     session.merge(Worker(name=name, exports=exports, seen_at=at))
@@ -106,7 +109,7 @@ def note_worker(session: Session, *, name: str, exports: bool) -> None:
 def none_can_export(session: Session) -> bool:
     """Return whether workers run but none of them can export programs.
 
-    If no worker runs, one may still start.
+    If no worker runs at all, the answer is False: a worker that can export may still start.
     """
     running = select(Worker.exports).where(Worker.seen_at > now(session) - _SILENT_FOR)
     found = session.scalars(running).all()

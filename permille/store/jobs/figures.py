@@ -1,7 +1,4 @@
-"""Counts over all tenants, for monitoring: jobs by state, how long the oldest waits, bytes of blobs, devices.
-
-No ids: neither of devices nor of tenants.
-"""
+"""Counts over all tenants, for monitoring. They name no tenant and no device."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,17 +15,20 @@ from permille.store.tables import UNSUCCESSFUL, ArtifactBlob, BlobCollection, De
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Figures for a scrape.
+    """Figures for one scrape of the metrics.
 
     Attributes:
-        jobs: rows by kind and state, of those that have not succeeded: only they stay few.
-        waiting_s: seconds since the oldest job of a kind could have begun; no kind where none waits.
-        blob_bytes: distinct blobs of artifacts.
-        unreferenced_bytes, collected_at: what the last collection left that no row names, and when it ended;
-            None before the first.
-        devices: enrolled devices by release and alias.
-        rollouts: by state.
-        halted: those that stopped themselves and wait for a person.
+        jobs: the number of jobs by kind and state. Jobs that have succeeded are not counted, since
+            they are many.
+        waiting_s: for each kind with a waiting job, the seconds since the oldest one could have
+            begun.
+        blob_bytes: the bytes of all distinct blobs of artifacts.
+        unreferenced_bytes: the bytes that the last collection left although no row refers to them,
+            or None before the first collection.
+        collected_at: the end of the last collection, or None.
+        devices: the number of enrolled devices by release and alias.
+        rollouts: the number of rollouts by state.
+        halted: the number of rollouts that paused themselves and wait for an operator.
     """
 
     jobs: dict[tuple[str, str], int]
@@ -42,7 +42,7 @@ class Figures:
 
 
 def read_figures(session: Session) -> Figures:
-    """Count everything, in six queries."""
+    """Count everything."""
     at = now(session)
     by_state = [
         select(Job.kind, Job.state, func.count()).where(condition).group_by(Job.kind, Job.state)

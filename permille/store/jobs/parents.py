@@ -1,10 +1,12 @@
-"""Jobs whose work is other jobs: builds, and jobs that an attempt has split.
+"""Jobs that consist of other jobs: builds, and jobs that a worker has split into parts.
 
-No worker runs a waiting job and none is held by one: it is `running` without a worker, is moved on in the
-transaction that ends one of its parts, and is looked at again by every sweep. A build waits from the start:
-mask (none for an adapter) and quantization run side by side, or are there from earlier; the package runs
-after both. Any other job that waits was split by its worker (`claims.split`); once all parts have succeeded
-it is queued again, and its next attempt joins them.
+No worker holds a waiting job. It is `running` without a worker. The transaction that ends one of
+its parts advances it, and every sweep looks at it again.
+
+A build waits from the start. Its mask and its quantization run side by side, unless earlier results
+are reused; a build with an adapter has no mask. The package job runs after both. Any other waiting
+job was split by its worker (`claims.split`). Once all parts have succeeded, it is queued again, and
+its next attempt joins their results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +22,12 @@ from permille.store.database import now
 from permille.store.jobs import transitions
 from permille.store.tables import Job
 
-# A job to add below another one: its kind and its request.
+# The kind and the request of a part to add.
 Part = tuple[JobKind, Closed]
-# Finds, for a job that was just added, one that has made the same of the same before.
+# A function that finds, for a new job, an earlier job with the same request and inputs.
 Find = Callable[[Session, Job], Job | None]
-# What share of a build's time each part takes, roughly; and of a split job's time, where its parts begin and
-# how much they take.
+# Rough shares of a build's time, for its progress bar. The parts of a split job begin at 5 % of its time
+# and take 80 %.
 _WEIGHTS = {JobKind.MASK: 0.6, JobKind.QUANTIZATION: 0.3, JobKind.PACKAGE: 0.1}
 _SPLIT_AT, _SPLIT_SHARE = 0.05, 0.8
 
@@ -34,7 +36,8 @@ def parts_due(request: BuildCreate, results: Mapping[str, str | None]) -> list[P
     """Return the child jobs of a build to add now, with their requests.
 
     Args:
-        results: kind to result id, or to None while it is unfinished, of the children there are.
+        results: the kinds of the existing children. The value is the result's id, or None while the
+            child is unfinished.
     """
     due: list[Part] = []
     mask = request.mask_request()
@@ -65,10 +68,8 @@ def add(session: Session, parent: Job, due: Sequence[Part]) -> None:
 
 
 def take_earlier(session: Session, build: Job, find: Find) -> None:
-    """End the parts of a build that was just added whose result is there already, with that result.
-
-    They are looked for once they are rows: what changes after that is newer than they are.
-    """
+    """End the parts of a new build whose result already exists, with that result."""
+    # The parts must be rows before the search: a change of a corpus after that is newer than they are.
     for part in transitions.children(session, build.id):
         earlier = find(session, part)
         if earlier is not None:
@@ -79,9 +80,11 @@ def take_earlier(session: Session, build: Job, find: Find) -> None:
 
 
 def advance(session: Session, job: Job) -> None:
-    """Move a locked job with parts on: add what is due, queue it again, or end it, and then its own parent.
+    """Advance a locked job that waits for its parts. Add the parts that are due, queue the job again,
+    or end it.
 
-    Safe to call at any time: a job that a worker holds, or that has ended, stays as it is.
+    When the job ends, its own parent is advanced, too. You may call this at any time: a job that a
+    worker holds, or that has ended, does not change.
     """
     if not transitions.has_ended(job):
         _move(session, job)
@@ -90,7 +93,7 @@ def advance(session: Session, job: Job) -> None:
 
 
 def advance_parent(session: Session, job: Job) -> None:
-    """Move on the job that `job` is a part of, if any (locked by `transitions.lock`)."""
+    """Advance the parent of this job, if it has one. `transitions.lock` must have locked the parent."""
     if job.parent_id is not None:
         parent = transitions.lock_one(session, job.parent_id)
         if parent is not None:
@@ -98,7 +101,7 @@ def advance_parent(session: Session, job: Job) -> None:
 
 
 def show_progress(session: Session, job: Job) -> None:
-    """Set a locked job's progress from its parts', and that of the job that it is a part of."""
+    """Compute the progress of a locked job from its parts, and that of its own parent."""
     parts = transitions.children(session, job.id)
     running = [part for part in parts if part.state == JobState.RUNNING]
     if job.kind == JobKind.BUILD:
@@ -119,7 +122,9 @@ def show_progress(session: Session, job: Job) -> None:
 
 
 def show_parent(session: Session, job: Job) -> None:
-    """Set the progress of the job that `job` is a part of, if any (locked by `transitions.lock`)."""
+    """Update the progress of the parent of this job, if it has one. `transitions.lock` must have
+    locked it.
+    """
     if job.parent_id is not None:
         parent = transitions.lock_one(session, job.parent_id)
         if parent is not None and not transitions.has_ended(parent):
@@ -130,9 +135,7 @@ def _move(session: Session, job: Job) -> None:
     if job.worker is not None:
         return
     parts = transitions.children(session, job.id)
-    broken = next(
-        (part for part in parts if transitions.has_ended(part) and part.state != JobState.SUCCEEDED), None
-    )
+    broken = next((part for part in parts if transitions.has_failed(part)), None)
     if job.cancel_requested_at is not None or broken is not None:
         _stop(session, job, parts, broken)
     elif job.kind == JobKind.BUILD:
@@ -155,7 +158,8 @@ def _move_build(session: Session, build: Job, parts: Sequence[Job]) -> None:
         return
     try:
         due = parts_due(parse_request(JobKind.BUILD, build.payload), results)
-    except InputError as exc:  # another version's row: no sweep may stumble over it again
+    except InputError as exc:
+        # Another version wrote this row. End the build, or every sweep would fail at it.
         _fail(session, build, str(exc))
         return
     _wait(session, build)
@@ -170,7 +174,7 @@ def _wait(session: Session, job: Job) -> None:
 
 
 def _stop(session: Session, job: Job, parts: Sequence[Job], broken: Job | None) -> None:
-    """Stop all parts; once they have ended, end the job as the broken one has."""
+    """Stop all parts. Once they have ended, end the job in the same way as its broken part."""
     at = now(session)
     for part in (transitions.lock_one(session, part.id) for part in parts):
         if part is None or transitions.has_ended(part):

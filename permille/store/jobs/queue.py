@@ -1,8 +1,8 @@
-"""Jobs as the API sees them: submit, look, cancel, retry, events. Workers use `permille.store.jobs.claims`.
+"""Jobs as the API uses them: submit, list, cancel, retry, remove, and read events.
 
-Every function takes a session of the caller's transaction (`Database.write()` for those that change
-something) and filters by tenant. Dispatch to a broker (`permille.store.jobs.dispatch`) comes after the
-commit; a lost message is re-sent by the sweeper.
+Workers use `permille.store.jobs.claims`. Every function runs in the caller's transaction and
+filters by tenant. Functions that change rows need a session of `Database.write()`. Send the job to
+a broker (`permille.store.jobs.dispatch`) after the commit.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,24 @@ from permille.store.tables import Alias, Artifact, Job, JobEvent, Release
 
 MAX_EVENTS = 1000
 _PART_IDS = select(Job.id).where(Job.parent_id == bindparam("parent_id")).order_by(Job.id)
-_PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # the kinds that may have parts: others are not looked up
+_PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # only these may have parts: skip the query for others
 
 
 def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> Job:
-    """Store a queued job; with a key that was used before for the same kind and payload, return that job.
+    """Store a queued job and return it.
 
-    A build's first child jobs are stored with it; where `find` knows a job that has made the same before,
-    the child has its result.
+    If an earlier job of the same kind and payload used the same idempotency key, return that job.
+    The first child jobs of a build are stored with it. If `find` finds an earlier job for a child,
+    the child takes its result.
 
     Raises:
         ConflictError: the key was used for another kind or payload.
+
+    Example:
+
+        new = NewJob(tenant_id=tenant.id, kind=JobKind.MASK,
+        payload=request.model_dump(mode="json"))
+        job = submit(session, new)
     """
     earlier = find_submitted(session, new)
     if earlier is not None:
@@ -42,7 +49,8 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
     try:
         with session.begin_nested():
             job = transitions.insert(session, new)
-    except IntegrityError:  # the same key, at the same moment (PostgreSQL)
+    except IntegrityError:
+        # Another request inserted the same key at the same moment (PostgreSQL).
         earlier = find_submitted(session, new)
         if earlier is None:
             raise
@@ -55,10 +63,12 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
 
 
 def check_room(session: Session, *, tenant_id: str, limit: int) -> None:
-    """Check that the tenant may queue one more job of its own. Its devices' uploads have limits of their own.
+    """Check that the tenant may queue one more job. Uploads of its devices have limits of their own.
 
-    Raises QuotaError: as many are queued as may be.
+    Raises:
+        QuotaError: the tenant's queue is full.
     """
+    # The subquery stops counting at the limit, however long the queue is.
     queued = select(Job.id).where(transitions.IS_QUEUED, Job.tenant_id == tenant_id, Job.device_id.is_(None))
     count = session.scalar(select(func.count()).select_from(queued.limit(limit).subquery()))
     if (count or 0) >= limit:
@@ -69,10 +79,7 @@ def check_room(session: Session, *, tenant_id: str, limit: int) -> None:
 
 
 def lock(session: Session, *, tenant_id: str, job_id: str) -> Job:
-    """Read one job for change, as it is now: nobody else changes it before this transaction ends.
-
-    Raises NotFoundError.
-    """
+    """Read and lock one job for this transaction. Raises NotFoundError."""
     job = transitions.lock(session, job_id)
     if job is None or job.tenant_id != tenant_id:
         raise NotFoundError(f"no job {job_id!r}")
@@ -80,7 +87,11 @@ def lock(session: Session, *, tenant_id: str, job_id: str) -> Job:
 
 
 def find_submitted(session: Session, new: NewJob) -> Job | None:
-    """The job that was submitted with the same key. Raises ConflictError where it is for something else."""
+    """Return the job that was submitted with the same idempotency key, or None.
+
+    Raises:
+        ConflictError: the key was used for another kind or payload.
+    """
     if new.idempotency_key is None:
         return None
     query = select(Job).where(Job.tenant_id == new.tenant_id, Job.idempotency_key == new.idempotency_key)
@@ -93,7 +104,7 @@ def find_submitted(session: Session, new: NewJob) -> Job | None:
 
 
 def find_equal(session: Session, *, tenant_id: str, request_digest: str) -> Job | None:
-    """The newest job that has succeeded with the same request, if any."""
+    """Return the newest job that has succeeded with the same request, or None."""
     query = select(Job).where(
         Job.tenant_id == tenant_id,
         Job.request_digest == request_digest,
@@ -104,12 +115,12 @@ def find_equal(session: Session, *, tenant_id: str, request_digest: str) -> Job 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    """Conditions of a list of jobs; None asks for nothing.
+    """Conditions of a list of jobs. A condition that is None does not filter.
 
     Attributes:
-        model_id: the model that the request names, or that the result is made of.
-        release, alias: the name under which the package that the job made was published, and where an alias
-            of it points now.
+        model_id: the model that the request names, or from which the result was made.
+        release: a name under which the job's package was published.
+        alias: an alias that points at the job's package now.
     """
 
     kind: JobKind | None = None
@@ -125,7 +136,7 @@ ALL = JobFilter()
 def list_jobs(
     session: Session, *, tenant_id: str, wanted: JobFilter = ALL, window: Window = FIRST
 ) -> Page[Job]:
-    """List jobs, newest first, parts of others included. Raises InputError for a bad limit."""
+    """List jobs, newest first. Parts of other jobs are included."""
     query = select(Job).where(Job.tenant_id == tenant_id)
     for column, value in ((Job.kind, wanted.kind), (Job.state, wanted.state)):
         if value is not None:
@@ -140,7 +151,7 @@ def list_jobs(
 
 
 def _published(tenant_id: str, wanted: JobFilter) -> Select[str]:
-    """Return the query of the digests of packages that have a name, or that an alias points at."""
+    """Select the digests of the packages that have this release name, or at which this alias points."""
     query = select(Release.package_digest).where(Release.tenant_id == tenant_id)
     if wanted.release is not None:
         query = query.where(Release.name == wanted.release)
@@ -151,14 +162,14 @@ def _published(tenant_id: str, wanted: JobFilter) -> Select[str]:
 
 
 def parts_of(session: Session, job: Job) -> Sequence[Job]:
-    """A job's child jobs, oldest first."""
+    """Return the child jobs of a job, oldest first."""
     if job.kind not in _PARENTS:
         return ()
     return transitions.children(session, job.id)
 
 
 def ids_of_parts(session: Session, job: Job) -> list[str]:
-    """The ids of a job's child jobs, oldest first."""
+    """Return the ids of the child jobs of a job, oldest first."""
     if job.kind not in _PARENTS:
         return []
     return list(session.scalars(_PART_IDS, {"parent_id": job.id}))
@@ -167,9 +178,10 @@ def ids_of_parts(session: Session, job: Job) -> list[str]:
 def events_after(
     session: Session, *, tenant_id: str, job_id: str, seq: int = 0, limit: int = MAX_EVENTS
 ) -> Sequence[JobEvent]:
-    """The events with a number above `seq` (a stream's `Last-Event-ID`), oldest first.
+    """Return the events with a number above `seq` (a stream's `Last-Event-ID`), oldest first.
 
-    Raises NotFoundError.
+    Raises:
+        NotFoundError: the tenant has no such job.
     """
     rows.get(session, Job, tenant_id=tenant_id, row_id=job_id)
     query = select(JobEvent).where(
@@ -179,10 +191,10 @@ def events_after(
 
 
 def request_cancel(session: Session, *, tenant_id: str, job_id: str) -> Job:
-    """Cancel what is queued at once; ask what is running to stop (its supervisor then sets a deadline).
-    Idempotent.
+    """Cancel a queued job at once, or ask a running job to stop. Return the job.
 
-    A job that has ended stays as it is. Raises NotFoundError.
+    The supervisor of a running job kills it if it does not stop in time. A job that has ended does
+    not change, so a second call does nothing. Raises NotFoundError.
     """
     job = lock(session, tenant_id=tenant_id, job_id=job_id)
     if transitions.has_ended(job):
@@ -199,14 +211,15 @@ def request_cancel(session: Session, *, tenant_id: str, job_id: str) -> Job:
 
 
 def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
-    """Queue a job again that has failed, died or been cancelled, and those of its parts that did not succeed.
+    """Queue a failed, dead or cancelled job again, together with its parts that did not succeed.
 
     Raises:
         NotFoundError: no such job.
-        ConflictError: the job has not ended, has succeeded, or is a part of another one (retry that).
+        ConflictError: the job has not ended, has succeeded, or is part of another job. Retry that
+            job instead.
     """
     job = lock(session, tenant_id=tenant_id, job_id=job_id)
-    if not transitions.has_ended(job) or job.state == JobState.SUCCEEDED:
+    if not transitions.has_failed(job):
         raise ConflictError(f"Only a failed, dead or cancelled job can be retried; this one is {job.state}.")
     if job.parent_id is not None:
         raise ConflictError(f"This job is a part of {job.parent_id}. Retry that one.")
@@ -215,11 +228,12 @@ def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
 
 
 def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> None:
-    """Forget a job that has ended, with its parts and events, once what they made was removed.
+    """Delete the record of a job that has ended, with its parts and events. Remove its results first.
 
     Raises:
         NotFoundError: no such job of this kind.
-        ConflictError: it has not ended, is a part of another, or something that it made is still there.
+        ConflictError: the job has not ended, is part of another job, or one of its results still
+            exists.
     """
     job = lock(session, tenant_id=tenant_id, job_id=job_id)
     if job.kind != kind:
@@ -231,9 +245,10 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
             else f"{job_id} is {job.state}: cancel it first, or wait for its end."
         )
     family = [job_id]
-    for one in family:  # grows as it goes
+    for one in family:  # the list grows while we walk it: parts may have parts
         family += session.scalars(select(Job.id).where(Job.parent_id == one))
-    newest_first = Artifact.created_at.desc(), Artifact.id.desc()  # what was made of others before these
+    # Newest first: a package must go before the mask from which it was made.
+    newest_first = Artifact.created_at.desc(), Artifact.id.desc()
     made = session.scalars(select(Artifact).where(Artifact.job_id.in_(family)).order_by(*newest_first))
     if left := ", then ".join(f"{one.kind} {artifacts.key_of(one)}" for one in made):
         raise ConflictError(f"What {job_id} made is still there. First remove {left}.")
@@ -244,8 +259,12 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
 
 
 def may_go_on(session: Session, *, job_id: str, kept_for: timedelta = timedelta(0)) -> bool:
-    """Return whether an attempt of a job, of any tenant, may still need what earlier ones left: for workers'
-    own housekeeping. `kept_for`: how long it may once the job has failed.
+    """Return whether another attempt of a job may still need the files of earlier attempts.
+
+    Workers call this for jobs of all tenants when they clean their work folders.
+
+    Args:
+        kept_for: how long the files of a failed job are kept for a retry.
     """
     job = session.get(Job, job_id)
     if job is None or job.state in (JobState.SUCCEEDED, JobState.CANCELLED):
@@ -256,6 +275,6 @@ def may_go_on(session: Session, *, job_id: str, kept_for: timedelta = timedelta(
 def _requeue(session: Session, job: Job) -> None:
     transitions.requeue(session, job)
     for part in transitions.children(session, job.id):
-        if transitions.has_ended(part) and part.state != JobState.SUCCEEDED:
+        if transitions.has_failed(part):
             _requeue(session, part)
     parents.advance(session, job)

@@ -1,6 +1,6 @@
-"""Job rows from the inside: lock, insert, change state, tell. Only this folder uses it.
+"""Changes of job rows: lock, insert, change the state, add an event. Only this folder uses them.
 
-The order of locks is that of `permille.store.database`.
+`permille.store.database` defines the order of locks.
 """
 
 import hashlib
@@ -15,20 +15,25 @@ from sqlalchemy.orm import Session
 from permille import telemetry
 from permille.schemas.jobs import ENDED, EventKind, JobKind, JobState
 from permille.schemas.runs import LogState
+from permille.store import rows
 from permille.store.database import now
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Device, Job, JobEvent, Run, Tenant
 from permille.version import __version__
 
 DEFAULT_MAX_ATTEMPTS = 3
-# Written out in a statement, since the partial indexes of these states do not serve a bound value.
+# The state is written into the statement as a literal: a partial index does not serve a bound value.
 IS_QUEUED = Job.state == literal(JobState.QUEUED.value, literal_execute=True)
 IS_RUNNING = Job.state == literal(JobState.RUNNING.value, literal_execute=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob:
-    """A job to store: whose it is and what it is to do. `device_id`: of one that checks a device's upload."""
+    """A job to store.
+
+    Attributes:
+        device_id: the device whose upload the job checks.
+    """
 
     tenant_id: str
     kind: str
@@ -44,43 +49,44 @@ def insert(session: Session, new: NewJob) -> Job:
     at = now(session)
     parent = session.get(Job, new.parent_id) if new.parent_id else None
     here = telemetry.current.get()
-    job = Job(
-        id=new_id(Prefix.JOB),
-        tenant_id=new.tenant_id,
-        kind=str(new.kind),
-        state=JobState.QUEUED.value,
-        payload=dict(new.payload),
-        request_digest=request_digest(new.kind, new.payload),
-        idempotency_key=new.idempotency_key,
-        max_attempts=new.max_attempts,
-        traceparent=parent.traceparent if parent else str(here) if here else None,
-        parent_id=new.parent_id,
-        device_id=new.device_id,
-        attempt=0,
-        fence=0,
-        event_seq=0,
-        progress=0.0,
-        available_at=at,
-        created_at=at,
-        updated_at=at,
+    job = rows.add(
+        session,
+        Job(
+            id=new_id(Prefix.JOB),
+            tenant_id=new.tenant_id,
+            kind=str(new.kind),
+            state=JobState.QUEUED.value,
+            payload=dict(new.payload),
+            request_digest=request_digest(new.kind, new.payload),
+            idempotency_key=new.idempotency_key,
+            max_attempts=new.max_attempts,
+            traceparent=parent.traceparent if parent else str(here) if here else None,
+            parent_id=new.parent_id,
+            device_id=new.device_id,
+            attempt=0,
+            fence=0,
+            event_seq=0,
+            progress=0.0,
+            available_at=at,
+            created_at=at,
+            updated_at=at,
+        ),
     )
-    session.add(job)
-    session.flush()
     tell(session, job, EventKind.STATE, {"state": JobState.QUEUED.value})
     return job
 
 
 def request_digest(kind: str, payload: Mapping[str, object]) -> str:
-    """Return the key of equal requests.
+    """Return a key that equal requests share.
 
-    It includes the version of permille, since another one may give another result.
+    The key includes the version of permille, since another version may give another result.
     """
     request = json.dumps([__version__, str(kind), payload], sort_keys=True)
     return hashlib.sha256(request.encode()).hexdigest()
 
 
 def lock(session: Session, job_id: str) -> Job | None:
-    """Read a job for change, those that it is a part of locked first. None when there is no such job."""
+    """Lock a job, after all the jobs of which it is a part. Return None if there is no such job."""
     line = [job_id]
     while (parent_id := session.scalar(select(Job.parent_id).where(Job.id == line[-1]))) is not None:
         line.append(parent_id)
@@ -90,13 +96,15 @@ def lock(session: Session, job_id: str) -> Job | None:
 
 
 def lock_one(session: Session, job_id: str) -> Job | None:
-    """Read one row for change, as it is now."""
+    """Lock one row, and read it as it is now."""
     return session.get(Job, job_id, with_for_update={"key_share": True}, populate_existing=True)
 
 
 def children(session: Session, job_id: str) -> Sequence[Job]:
-    """All child jobs as they are now, oldest first. With the parent locked none of them ends meanwhile; a
-    queued one may be claimed."""
+    """Return all child jobs as they are now, oldest first.
+
+    While the parent is locked, no child ends. A queued child may still be claimed.
+    """
     query = select(Job).where(Job.parent_id == job_id).order_by(Job.id)
     return session.scalars(query.execution_options(populate_existing=True)).all()
 
@@ -106,10 +114,16 @@ def has_ended(job: Job) -> bool:
     return job.state in ENDED
 
 
-def transition(session: Session, job: Job, state: JobState, **details: object) -> None:
-    """Change a locked job's state and tell it. The lease goes in every state but `running`.
+def has_failed(job: Job) -> bool:
+    """Return whether the job has ended without success."""
+    return has_ended(job) and job.state != JobState.SUCCEEDED
 
-    The log that a replay is of follows: without a verdict it is neither refused nor pending for ever.
+
+def transition(session: Session, job: Job, state: JobState, **details: object) -> None:
+    """Change the state of a locked job, and add an event about it.
+
+    Only a running job keeps its lease. A replay that ends without a verdict leaves its log
+    `undecided`.
     """
     at = now(session)
     if JobState.RUNNING in (job.state, state) and job.worker is not None:
@@ -127,16 +141,17 @@ def transition(session: Session, job: Job, state: JobState, **details: object) -
 
 
 def leave(job: Job) -> None:
-    """No worker holds the job any more: one that stays `running` waits for its parts."""
+    """Clear the worker and the lease. A job that stays `running` now waits for its parts."""
     job.worker = None
     job.lease_expires_at = None
     job.eta_at = None
 
 
 def _note_turn(session: Session, job: Job, at: datetime) -> None:
-    """Note that a tenant, and a device, was served: `claims.claim` lets the others go first.
+    """Record that a tenant, and a device, was served, so that `claims.claim` prefers others.
 
-    A row that another transaction holds stays as it is: this is a hint, for which no job waits.
+    A row that another transaction has locked is skipped. The time is only a hint, and no job should
+    wait for it.
     """
     for table, row_id in ((Tenant, job.tenant_id), (Device, job.device_id)):
         free = select(table.id).where(table.id == row_id).with_for_update(skip_locked=True, key_share=True)
@@ -144,7 +159,7 @@ def _note_turn(session: Session, job: Job, at: datetime) -> None:
 
 
 def tell(session: Session, job: Job, kind: EventKind, data: Mapping[str, object]) -> None:
-    """Add an event to a locked (or fresh) job."""
+    """Add an event to a locked or new job."""
     job.event_seq += 1
     at = now(session)
     session.add(
@@ -152,11 +167,10 @@ def tell(session: Session, job: Job, kind: EventKind, data: Mapping[str, object]
             tenant_id=job.tenant_id, job_id=job.id, seq=job.event_seq, kind=kind.value, data=dict(data), at=at
         )
     )
-    session.flush()
 
 
 def requeue(session: Session, job: Job) -> None:
-    """Queue a locked job that has ended, its attempts counted anew. The fence keeps growing."""
+    """Queue a locked job that has ended. Its attempts count from zero, but its fence keeps growing."""
     job.attempt = 0
     job.cancel_requested_at = None
     job.error = None
@@ -168,11 +182,13 @@ def requeue(session: Session, job: Job) -> None:
 
 
 def _move_log(session: Session, job: Job, state: JobState) -> None:
-    """Pending while a replay is to come, undecided once its job has ended otherwise than by a verdict."""
-    if state in (JobState.RUNNING, JobState.SUCCEEDED):  # whoever ends it so has written the verdict
+    """Set the log of a replay to `pending` while its job is queued, and to `undecided` if the job ends
+    without a verdict.
+    """
+    if state in (JobState.RUNNING, JobState.SUCCEEDED):  # a replay that succeeds has written its verdict
         return
     run = session.get(Run, (job.tenant_id, job.payload["run_id"]))
-    if run is None or run.log_job_id != job.id or run.log_state is None:  # its log was deleted, or replaced
+    if run is None or run.log_job_id != job.id or run.log_state is None:  # the log was deleted or replaced
         return
     if state is JobState.QUEUED:
         run.log_state, run.log_reason = LogState.PENDING.value, None

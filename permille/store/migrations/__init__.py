@@ -1,1 +1,1 @@
-"""Alembic's folder. `env.py` is run by Alembic only; `versions` holds one module a change of the schema."""
+"""Migrations of the schema. Alembic runs `env.py`, and `versions` holds one module for each change."""

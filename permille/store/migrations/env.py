@@ -1,4 +1,4 @@
-"""Run by Alembic: hands it the connection and transaction of `permille.store.migrations.schema.migrate`."""
+"""Entry point of Alembic. It takes the connection from `permille.store.migrations.schema.migrate`."""
 
 from alembic import context
 

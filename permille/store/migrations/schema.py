@@ -1,6 +1,8 @@
-"""Bring a database to the newest schema, by the migrations beside this module.
+"""Upgrade a database to the newest schema with the migrations beside this module.
 
-python -m permille.store.migrations.schema     the database of PERMILLE_DATABASE_URL or PERMILLE_DATA_DIR
+    python -m permille.store.migrations.schema
+
+The command upgrades the database of PERMILLE_DATABASE_URL or PERMILLE_DATA_DIR.
 """
 
 import os
@@ -24,18 +26,23 @@ from permille.store.database import make_engine, name_fault
 from permille.store.settings import StoreSettings, explain
 
 SCRIPTS: Final = Path(__file__).parent
-_LOCK_ID = 0x7065726D  # PostgreSQL advisory lock: two processes that start together migrate in turn
+# Key of a PostgreSQL advisory lock, so that two processes which start together migrate in turn.
+_LOCK_ID = 0x7065726D
 
 
 def migrate(url: str, scripts: Path = SCRIPTS) -> None:
-    """Create or upgrade the schema at `url`, in one transaction. Does nothing where it is up to date, and
-    then waits for no writer: a worker can start while another process holds the database's write lock.
+    """Create or upgrade the schema at `url` in one transaction.
 
-    Safe to call from several processes at once: they take turns.
+    If the schema is up to date, this takes no write lock. So a worker can start while another
+    process writes. Several processes may call it at once: they take turns.
 
     Raises:
-        OperatorError: the database cannot be reached or opened, or was made by a newer version.
-        RetryableError: its write lock stayed taken (SQLite).
+        OperatorError: the database cannot be opened, or a newer version of permille made it.
+        RetryableError: another process kept the write lock (SQLite).
+
+    Example:
+
+        migrate("sqlite:////var/lib/permille/permille.db")
     """
     engine = make_engine(url)
     if engine.dialect.name == "sqlite":
@@ -58,12 +65,10 @@ def migrate(url: str, scripts: Path = SCRIPTS) -> None:
 
 
 def _make_private(database: str | None) -> None:
-    """Keep a file of SQLite its owner's alone; what SQLite writes beside it gets the same mode.
-
-    A folder that is missing, read-only or another user's is told when the database is opened. A file that
-    exists is not opened here: to close it would release what this process has locked in it (POSIX).
-    """
+    """Make a SQLite file accessible to its owner only. SQLite gives its other files the same mode."""
     path = Path(database or "")
+    # Errors are left to the engine, which reports them when it opens the database. An existing file is
+    # not opened here: closing it would release the locks that this process holds on it (POSIX).
     with suppress(OSError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     with suppress(OSError):
@@ -72,12 +77,13 @@ def _make_private(database: str | None) -> None:
 
 
 def _defer_foreign_keys(connection: Any, _record: object) -> None:
-    """Let a migration drop a table that others refer to: SQLite changes most of a table by making it anew."""
+    """Allow migrations to drop a table to which others refer."""
+    # SQLite can change most properties of a table only by making it anew.
     connection.execute("PRAGMA foreign_keys = OFF")
 
 
 def _check_foreign_keys(connection: Connection) -> None:
-    """Before the commit. Raises RuntimeError: the migrations lost a row that others refer to."""
+    """Check all foreign keys before the commit. Raises RuntimeError if a migration lost a row."""
     broken = {(row.table, row.parent) for row in connection.execute(text("PRAGMA foreign_key_check"))}
     if broken:
         raise RuntimeError(f"Migrations lost rows that others refer to (from, to): {sorted(broken)}")
@@ -101,7 +107,9 @@ def _is_newest(engine: Engine, config: Config) -> bool:
 
 @contextmanager
 def _begin(engine: Engine) -> Iterator[Connection]:
-    """A write transaction. Of what fails inside it, only a full or broken disk is told as such."""
+    """Open a write transaction, and raise RetryableError for a taken lock, a full disk or a broken
+    disk.
+    """
     with ExitStack() as stack:
         try:
             begun = engine.execution_options(permille_begin="IMMEDIATE").begin()
@@ -118,9 +126,10 @@ def _begin(engine: Engine) -> Iterator[Connection]:
 
 
 def check_newest(session: Session) -> None:
-    """Check that the schema is the one that this process knows: a newer version may have changed it since.
+    """Check that the schema is the one that this process knows.
 
-    Raises OperatorError.
+    Raises:
+        OperatorError: a newer version of permille has upgraded the database.
     """
     found = session.execute(text("SELECT version_num FROM alembic_version")).scalars().all()
     if tuple(found) != _known():
@@ -145,7 +154,7 @@ def _where(engine: Engine) -> str:
 
 
 def main() -> int:
-    """Bring the database of the environment's settings up to date; return the exit code."""
+    """Upgrade the database of the environment's settings. Return the exit code."""
     try:
         settings = StoreSettings.model_validate({})
         migrate(settings.database_url.get_secret_value())

@@ -1,26 +1,29 @@
-"""Collection of what no row refers to: blobs, and the folders of sparse models. For all tenants at once.
+"""Collection of unreferenced blobs, and of unused folders of sparse models, for all tenants.
 
-Whatever is stored young stays (`collection_grace_s`), and whatever was stored since the oldest running
-attempt began: a job stores its blobs first and names them in the transaction that ends it.
+A job stores its blobs first and names them in the transaction that ends it. So a collection spares
+whatever is younger than `collection_grace_s` or than the start of the oldest running attempt.
 
-A job may name a blob that is old, because the same bytes were there before it. Three things keep it. Storing
-bytes makes them young, also where they are there. A collection deletes in short transactions that exclude
-every transaction that names blobs, and reads rows and age anew in each. And whoever names blobs calls `hold`
-in that transaction, which finds one that was deleted since: then the job is tried again and stores it again.
-So there is no moment at which a row names a blob that a collection still deletes.
+A job may also name an old blob, if the same bytes were stored before. Three rules protect that
+blob:
 
-PostgreSQL drops that exclusion with a session, unasked: it was restarted, or the collector's machine stood
-still. So the session is asked after the last look at a blob, and answers or nothing is deleted. What is left
-open is the deletion itself: a collector that stands still between that answer and the folder's unlink, or a
-bucket that lets a request lie (20 s, asked twice), while the session ends and a job names that same old blob.
+1. Storing bytes makes a blob young, even if it exists already.
+2. A collection deletes in short transactions. Each excludes all transactions that name blobs, and
+  reads rows and ages again.
+3. A transaction that names blobs calls `hold`. If a blob was deleted meanwhile, the job is tried
+  again and stores it again.
 
-Nothing is written before bytes are deleted, so a killed collection leaves nothing to mend, and one on a full
-disk deletes. What it found is written at its end, for whoever watches.
+PostgreSQL releases the exclusive lock when a session breaks. So a collection asks the session once
+more after its last look at a blob, and deletes nothing without an answer. One gap remains: the
+collector may stop between this answer and the deletion while the session breaks and a job names the
+same old blob.
 
-Only `NAMING` decides whether a blob is needed. Uploads and what a split job shares lie in stores of their
-own, named by the rows that own them (`permille.store.uploads`, `permille_workers.runtime.work_folders`);
-rounds and checkpoints are in the database. Releases, aliases and federations name packages, whose rows stay
-while they do.
+Nothing is written before bytes are deleted. So a killed collection leaves nothing to repair, and a
+collection works on a full disk. Its result is written at the end, for monitoring.
+
+Only the columns in `NAMING` decide whether a blob is needed. Uploads and the shared files of a
+split job lie in separate stores, named by their own rows (`permille.store.uploads`,
+`permille_workers.runtime.work_folders`). Rounds and checkpoints are in the database. Releases,
+aliases and federations refer to packages, whose rows stay as long.
 """
 
 import logging
@@ -49,8 +52,8 @@ from permille.store.tables import ArtifactBlob, BlobCollection, Model, Tenant
 
 _LOCK_ID: Final = 0x7065726E  # PostgreSQL advisory lock; SQLite has one writer at a time
 _BATCH: Final = 50
-_LONGEST_BATCH_S: Final = 0.5  # others wait as long for their turn to write
-_CLOCKS_DIFFER_S: Final = 600.0  # the blob store's and the database's
+_LONGEST_BATCH_S: Final = 0.5  # other writers wait this long
+_CLOCKS_DIFFER_S: Final = 600.0  # the most by which the clocks of blob store and database may differ
 _ROW: Final = 1
 _COLLECTED: Final = ".collected-"
 
@@ -59,12 +62,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """Result of a collection: the blobs that it found, and those that it deleted or would delete.
+    """Result of a collection, or of a dry run.
 
     Attributes:
-        stored: bytes of each blob of the store, by digest.
-        unreferenced: of these, those that no row names, too young ones included.
-        removed: bytes of what was deleted, or would be: by digest, or by a folder's name below its root.
+        stored: the size of each blob of the store, by digest.
+        unreferenced: the size of each blob that no row names, including young ones.
+        removed: the size of each deleted blob or folder, by digest or by the folder's name.
     """
 
     stored: dict[str, int] = field(default_factory=dict)
@@ -73,11 +76,11 @@ class Found:
 
 
 def hold(session: Session, blobs: BlobFolder, digests: Sequence[str], *folders: Path) -> None:
-    """Keep collections away until this transaction, which is about to name blobs, has ended.
+    """Keep collections away until the end of this transaction, which is about to name blobs.
 
     Raises:
-        RetryableError: one is not there any more; the attempt that follows stores it again.
-        BlobStoreError: the bucket does not answer for now; this transaction may be tried again.
+        RetryableError: a blob does not exist any more. The next attempt of the job stores it again.
+        BlobStoreError: the bucket does not answer. The caller may repeat the transaction.
     """
     _lock(session, shared=True)
     stored = blobs.hurried()
@@ -90,13 +93,14 @@ def hold(session: Session, blobs: BlobFolder, digests: Sequence[str], *folders: 
 
 
 def take_turn(db: Database, every_s: float) -> bool:
-    """Return whether the caller should collect, since nobody else began within `every_s`."""
+    """Return whether the caller should collect: nobody else began within `every_s`."""
 
     def take(session: Session) -> bool:
         row, at = session.get(BlobCollection, _ROW, with_for_update=True), now(session)
         if row is None:
             session.add(BlobCollection(id=_ROW, began_at=at))
-        elif at - timedelta(seconds=every_s) < row.began_at <= at:  # a later one is of a clock that went back
+        elif at - timedelta(seconds=every_s) < row.began_at <= at:
+            # A `began_at` in the future does not count: the database's clock has gone back.
             return False
         else:
             row.began_at = at
@@ -107,12 +111,15 @@ def take_turn(db: Database, every_s: float) -> bool:
 
 
 def collect(db: Database, blobs: BlobFolder, settings: StoreSettings, *, dry_run: bool = False) -> Found:
-    """Delete what no row names and was stored before the grace; with `dry_run` only say what that is.
+    """Delete the blobs and folders that no row names and that are older than the grace period.
 
-    Several may collect at once, they delete in turns.
+    Several collections may run at once. They delete in turns.
+
+    Args:
+        dry_run: only return what would be deleted.
 
     Raises:
-        OSError, BlobStoreError, OperatorError: as the blob store does; the next collection goes on.
+        OSError, BlobStoreError, OperatorError: from the blob store. The next collection continues.
     """
     with db.read() as session:
         before_s = _horizon(session, settings.collection_grace_s)
@@ -136,7 +143,9 @@ def collect(db: Database, blobs: BlobFolder, settings: StoreSettings, *, dry_run
 def _collect_blobs(
     db: Database, blobs: BlobFolder, old: list[StoredBlob], *, before_s: float, dry_run: bool
 ) -> dict[str, int]:
-    """Take some blobs off a list and delete those that are still unreferenced and old; return their bytes."""
+    """Take a batch of blobs off the list, delete those that are still unreferenced and old, and return
+    their sizes.
+    """
     removed: dict[str, int] = {}
     begun, blobs = time.monotonic(), blobs.hurried()
     with db.write() as session:
@@ -158,7 +167,7 @@ def _collect_blobs(
 
 @dataclass(frozen=True, slots=True)
 class _ModelRoot:
-    """Folder of a tenant's sparse models."""
+    """The folder of a tenant's sparse models."""
 
     tenant_id: str
     folder: Path
@@ -174,7 +183,7 @@ def _roots(db: Database, settings: StoreSettings) -> list[_ModelRoot]:
 
 
 def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run: bool) -> dict[str, int]:
-    """Delete sparse models that no row names, and what killed jobs and collections left beside them."""
+    """Delete sparse models that no row names, and the remains of killed jobs and collections."""
     removed: dict[str, int] = {}
     for folder in sorted(path for path in root.folder.iterdir() if path.is_dir()):
         with db.write() as session:
@@ -185,7 +194,7 @@ def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run
             if dry_run:
                 continue
             _check_lock(session)
-            # Under another name first: half a model must not look like a whole one.
+            # Rename it first, so that a half-deleted model never looks like a whole one.
             gone = folder.with_name(_COLLECTED + folder.name.removeprefix(_COLLECTED))
             with suppress(OSError):
                 folder.rename(gone)
@@ -196,9 +205,9 @@ def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run
 def _is_needless(session: Session, root: _ModelRoot, folder: Path, before_s: float) -> bool:
     if folder.name.startswith(_COLLECTED):
         return True
-    if folder.name.startswith(f".{Prefix.JOB}_"):  # a job's own, on its way to its place
+    if folder.name.startswith(f".{Prefix.JOB}_"):  # a job is still writing it
         return not queue.may_go_on(session, job_id=folder.name[1:])
-    if not is_digest(f"sha256:{folder.name}"):  # no job has made it
+    if not is_digest(f"sha256:{folder.name}"):  # a person put it there
         return False
     path = f"{inputs.SPARSIFIED}/{folder.name}"
     for digest, source in session.execute(
@@ -217,14 +226,14 @@ def _size(folder: Path) -> int:
 
 
 def _horizon(session: Session, grace_s: float) -> float:
-    """The Unix time before which something must have been stored to be collected."""
+    """Return the Unix time before which a blob must have been stored to be collected."""
     oldest = claims.oldest_start(session)
     by_age = now(session).timestamp() - grace_s
     return by_age if oldest is None else min(by_age, oldest.timestamp() - _CLOCKS_DIFFER_S)
 
 
 def _note(db: Database, found: Found) -> None:
-    """Write what was found, where that can be written."""
+    """Write the result of a collection. On a full disk, only log a warning."""
     left = sum(size for digest, size in found.unreferenced.items() if digest not in found.removed)
 
     def write(session: Session) -> None:
@@ -243,23 +252,29 @@ def _note(db: Database, found: Found) -> None:
 
 
 def _lock(session: Session, *, shared: bool) -> None:
-    """Wait for collections, or alone for everyone, until the transaction's end."""
+    """Take the lock of collections until the end of the transaction, shared or exclusively."""
     if session.get_bind().dialect.name == "postgresql":
         name = "pg_advisory_xact_lock_shared" if shared else "pg_advisory_xact_lock"
         session.execute(text(f"SELECT {name}({_LOCK_ID})"))
 
 
 def _check_lock(session: Session) -> None:
-    """Raise DBAPIError where the session, and its lock, has ended. On SQLite the lock ends with us alone."""
+    """Raise DBAPIError if the session, and so its lock, has ended. On SQLite the lock ends only with
+    the process.
+    """
     session.execute(select(1))
 
 
-# The columns whose digests are blobs of the shared store. A manifest is a blob of its package, too.
+# The columns that name blobs of the shared store. A manifest is one of the blobs of its package.
 NAMING: Final[tuple[InstrumentedAttribute[Any], ...]] = (ArtifactBlob.digest,)
 
 
 def references(session: Session, among: Sequence[str] | None = None) -> set[str]:
-    """Digests of all blobs that rows refer to; of those in `among` alone where it is given."""
+    """Return the digests of all blobs to which rows refer.
+
+    Args:
+        among: look only for these digests.
+    """
     found: set[str] = set()
     for column in NAMING:
         query = select(column).distinct()

@@ -1,12 +1,13 @@
-"""A tenant's rule for what goes by itself: old results, shared logs, reports, job records.
+"""Retention rules, by which a tenant's old results, shared logs, reports and job records are deleted.
 
-A package, quantization or mask goes once it is old and not among the newest of its model. One that anything
-names stays, whatever the rule says: what was made of it, a federation, a job or build that has not ended, and
-a release, a yanked one too. Devices may still have a yanked version: a federation of it goes on, its logs are
-replayed with the package, and a rollback publishes it again.
+A package, quantization or mask is deleted once it is old and not among the newest of its model. It
+stays while anything refers to it: a result that was made from it, a federation, an unfinished job
+or build, or a release. Even a yanked release keeps its package. Devices may still have that
+version, its logs are replayed with the package, and a rollback publishes it again.
 
-What goes, goes as if an operator had removed it: the audit log says what in the same transaction, under the
-token that asked, or that set the rule. Bytes go with the collection that follows, logs with the next sweep.
+A deletion works as if an operator had made it. The audit log lists it in the same transaction,
+under the token that asked for it or that set the rule. The next collection deletes blobs, and the
+next sweep deletes logs.
 """
 
 from contextlib import suppress
@@ -26,7 +27,7 @@ from permille.store.errors import ConflictError
 from permille.store.jobs import queue
 from permille.store.tables import Artifact, ArtifactSource, Job, Release, Round, Run
 
-# So many of each go in one transaction, since others wait for it where the database is SQLite.
+# The most objects of each kind per transaction. On SQLite all other writers wait for it.
 MOST: Final = 50
 _PART = aliased(Job)
 _NEWER = aliased(Artifact)
@@ -34,9 +35,13 @@ _NEWER = aliased(Artifact)
 
 @dataclass(slots=True, kw_only=True)
 class Gone:
-    """Objects that a rule deleted or would delete.
+    """Objects that a rule deleted, or would delete in a dry run.
 
-    They are digests of packages, ids of quantizations and masks, and counts of others.
+    Attributes:
+        packages: digests.
+        quantizations: ids.
+        masks: ids.
+        logs: a count, as are `reports` and `jobs`.
     """
 
     packages: list[str] = field(default_factory=list)
@@ -51,17 +56,17 @@ class Gone:
 
 
 class _TriedOnlyError(Exception):
-    """Takes a dry run back."""
+    """Rolls a dry run back."""
 
 
 def read_rule(session: Session, *, tenant_id: str) -> RetentionRule:
-    """A tenant's rule; without one nothing goes."""
+    """Return the tenant's rule. A tenant without a rule gets an empty one, which deletes nothing."""
     row = session.get(tables.RetentionRule, tenant_id)
     return RetentionRule() if row is None else RetentionRule.model_validate(row.rule)
 
 
 def set_rule(session: Session, *, tenant_id: str, token_id: str, rule: RetentionRule) -> None:
-    """Set a tenant's rule: what goes by it from now on, goes in the name of this operator's token."""
+    """Set the tenant's rule. The audit log names this token for all deletions by the rule."""
     session.merge(
         tables.RetentionRule(
             tenant_id=tenant_id,
@@ -70,11 +75,10 @@ def set_rule(session: Session, *, tenant_id: str, token_id: str, rule: Retention
             updated_at=now(session),
         )
     )
-    session.flush()
 
 
 def apply_all(db: Database) -> None:
-    """Let go what the rules of all tenants say; workers do this before each collection."""
+    """Apply the rules of all tenants. Workers call this before each collection."""
     with db.read() as session:
         rows = session.scalars(select(tables.RetentionRule).order_by(tables.RetentionRule.tenant_id)).all()
     for row in rows:
@@ -83,10 +87,11 @@ def apply_all(db: Database) -> None:
 
 
 def apply(db: Database, *, tenant_id: str, token_id: str, dry_run: bool = False) -> Gone:
-    """Let go what a tenant's rule says, at most `MOST` of each; with `dry_run` only say what that is.
+    """Delete what a tenant's rule allows, at most `MOST` objects of each kind.
 
     Args:
-        token_id: of the operator in whose name it goes.
+        token_id: the token that the audit log names.
+        dry_run: return what would be deleted, and delete nothing.
     """
 
     def work(session: Session) -> Gone:
@@ -114,7 +119,7 @@ def apply(db: Database, *, tenant_id: str, token_id: str, dry_run: bool = False)
 def _let_go(session: Session, tenant_id: str, rule: RetentionRule) -> Gone:
     gone = Gone()
     if (days := rule.result_days) is not None:
-        for kind, names in (  # what is made before what it is made of
+        for kind, names in (  # packages first: they refer to quantizations and masks
             (JobKind.PACKAGE, gone.packages),
             (JobKind.QUANTIZATION, gone.quantizations),
             (JobKind.MASK, gone.masks),
@@ -130,7 +135,7 @@ def _let_go(session: Session, tenant_id: str, rule: RetentionRule) -> Gone:
 
 
 def _remove_results(session: Session, tenant_id: str, kind: JobKind, kept: tuple[int, int]) -> list[str]:
-    """Remove what is old and not among the newest of its model; return how it was called."""
+    """Remove old results that are not among the newest of their model. Return their keys."""
     newest, days = kept
     named = inputs.named_by_jobs(session, tenant_id=tenant_id)
     old = (
@@ -139,7 +144,8 @@ def _remove_results(session: Session, tenant_id: str, kind: JobKind, kept: tuple
             Artifact.tenant_id == tenant_id,
             Artifact.kind == kind.value,
             Artifact.created_at < _before(session, days),
-            # `artifacts.remove` asks for more; these are many, and must not stand before others.
+            # `artifacts.remove` checks more than this. But many results are released or used, and without
+            # these two conditions they could fill the limit at every call.
             ~select(Release.id).where(Release.package_id == Artifact.id).exists(),
             ~select(ArtifactSource.source_id).where(ArtifactSource.source_id == Artifact.id).exists(),
         )
@@ -161,7 +167,7 @@ def _remove_results(session: Session, tenant_id: str, kind: JobKind, kept: tuple
 
 
 def _remove_logs(session: Session, tenant_id: str, days: int) -> int:
-    """Forget shared logs and states."""
+    """Delete shared logs and states."""
     sent = select(Run.run_id).where(Run.tenant_id == tenant_id, Run.log_sent_at < _before(session, days))
     found = session.scalars(sent.where(Run.log_upload_id.is_not(None)).limit(MOST)).all()
     for run_id in found:
@@ -170,19 +176,18 @@ def _remove_logs(session: Session, tenant_id: str, days: int) -> int:
 
 
 def _remove_reports(session: Session, tenant_id: str, days: int) -> int:
-    """Forget reports with their logs, and the rows of those that were deleted before."""
+    """Delete reports with their logs, and the rows of reports that were deleted earlier."""
     old = select(Run).where(Run.tenant_id == tenant_id, Run.created_at < _before(session, days))
     found = session.scalars(old.order_by(Run.created_at).limit(MOST)).all()
     for run in found:
         if run.deleted_at is None:
             runs.delete_run(session, tenant_id=tenant_id, run_id=run.run_id)
         session.delete(run)
-        session.flush()
     return len(found)
 
 
 def _remove_jobs(session: Session, tenant_id: str, days: int) -> int:
-    """Forget jobs that have ended, with their parts, where nothing is left of what they made."""
+    """Delete records of ended jobs, with their parts, once none of their results is left."""
     part_made = select(Artifact.id).join(_PART, Artifact.job_id == _PART.id).where(_PART.parent_id == Job.id)
     old = (
         select(Job)

@@ -1,1 +1,1 @@
-"""The changes of the schema, oldest first: each module names the one before it."""
+"""Changes of the schema, oldest first. Each module names the one before it."""

@@ -1,7 +1,7 @@
-"""Create the first schema: the tables of the model, as they are.
+"""Create the first schema from the current tables.
 
-A release freezes this module: from then on the statements stand here one by one, as
-`alembic revision --autogenerate` writes them, and a change of the tables is a migration of its own.
+The first release freezes this module: it will then list the statements one by one, as `alembic
+revision --autogenerate` writes them. Later changes of the tables are separate migrations.
 """
 
 from alembic import op
@@ -15,6 +15,6 @@ depends_on: str | None = None
 
 
 def upgrade() -> None:
-    """Create all tables; one that exists already is an error."""
-    # Not `checkfirst`: a database that holds other tables of these names is not ours.
+    """Create all tables. A table that already exists is an error."""
+    # Without `checkfirst`, since a database with other tables of these names is not ours.
     Base.metadata.create_all(op.get_bind(), checkfirst=False)
