@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from permille.schemas.access import FIRST_DIGEST
 from permille.schemas.access import AuditEntry as Record
 from permille.store.database import now
-from permille.store.rows import Page, Window
+from permille.store.rows import Page, Window, fetch_page
 from permille.store.tables import AuditEntry, Tenant
 
 
@@ -77,11 +77,8 @@ def list_entries(session: Session, *, tenant_id: str, wanted: AuditFilter, windo
             query = query.where(column == value)
     if wanted.subject is not None:
         query = query.where(AuditEntry.subject.contains(wanted.subject, autoescape=True))
-    if window.cursor is not None:
-        query = query.where(AuditEntry.seq < int(window.cursor))
-    found = session.scalars(query.order_by(AuditEntry.seq.desc()).limit(window.limit + 1)).all()
-    items = tuple(present(row) for row in found[: window.limit])
-    return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > window.limit else None)
+    page = fetch_page(session, query, window, AuditEntry.seq)
+    return Page(items=tuple(map(present, page.items)), next_cursor=page.next_cursor)
 
 
 def actions_of(session: Session, *, tenant_id: str) -> list[str]:

@@ -132,10 +132,15 @@ def set_alias(session: Session, *, tenant_id: str, name: str, alias: str, versio
 
 def delete_alias(session: Session, *, tenant_id: str, name: str, alias: str) -> None:
     """Remove an alias. Raises NotFoundError."""
-    row = session.get(Alias, (tenant_id, name, alias), with_for_update=True)
+    session.delete(get_alias(session, tenant_id=tenant_id, name=name, alias=alias, lock=True))
+
+
+def get_alias(session: Session, *, tenant_id: str, name: str, alias: str, lock: bool = False) -> Alias:
+    """Read an alias, and lock it on request. Raises NotFoundError."""
+    row = session.get(Alias, (tenant_id, name, alias), with_for_update=True if lock else None)
     if row is None:
         raise NotFoundError(f"no alias {alias!r} of release {name!r}")
-    session.delete(row)
+    return row
 
 
 def list_aliases(session: Session, *, tenant_id: str, name: str) -> Sequence[Alias]:

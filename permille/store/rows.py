@@ -22,6 +22,7 @@ NamedRow = TypeVar("NamedRow", bound=Named)
 NewRow = TypeVar("NewRow", bound=Base)
 MAX_LIMIT = 200
 _LONGEST_TIME = 17  # decimal digits: up to the year 5138
+_LONGEST_NUMBER = 18  # decimal digits: every such number fits 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ def fetch_page(
     session: Session,
     query: Select[Row],
     window: Window,
-    key: InstrumentedAttribute[str],
+    key: InstrumentedAttribute[str] | InstrumentedAttribute[int],
     made_at: InstrumentedAttribute[datetime] | None = None,
 ) -> Page[Row]:
     """Return the page of a query that begins at the window's cursor.
@@ -120,13 +121,14 @@ def fetch_page(
     if made_at is None:
         query = query.order_by(key.desc())
         if window.cursor is not None:
-            query = query.where(key < window.cursor)
+            query = query.where(key < _parse_key(window.cursor, key))
     else:
         query = query.order_by(made_at.desc(), key.desc())
         if window.cursor is not None:
             at, last = _parse_moment(window.cursor)
             # The second condition follows from the first, but only it lets SQLite begin at the cursor.
             query = query.where(or_(made_at < at, key < last), made_at <= at)
+    # One more row than asked for tells whether there is a next page.
     rows = session.scalars(query.limit(window.limit + 1)).all()
     items = tuple(rows[: window.limit])
     if len(rows) <= window.limit:
@@ -135,6 +137,15 @@ def fetch_page(
     if made_at is not None:
         cursor = f"{microseconds_of(getattr(items[-1], made_at.key))}.{cursor}"
     return Page(items=items, next_cursor=cursor)
+
+
+def _parse_key(cursor: str, key: InstrumentedAttribute[str] | InstrumentedAttribute[int]) -> str | int:
+    """Return the key of a cursor, a number for a column of numbers. Raises InputError."""
+    if key.type.python_type is str:
+        return cursor
+    if not (cursor.isascii() and cursor.isdecimal() and len(cursor) <= _LONGEST_NUMBER):
+        raise InputError(f"{cursor[:80]!r} is no cursor that a page returned.")
+    return int(cursor)
 
 
 def _parse_moment(cursor: str) -> tuple[datetime, str]:

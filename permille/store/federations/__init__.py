@@ -1,1 +1,1 @@
-"""Federations in the database: who joined, what each round was sent, what it made of it."""
+"""Federations in the database: their members, rounds, contributions and privacy charges."""

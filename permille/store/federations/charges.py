@@ -1,8 +1,9 @@
-"""The ledger of privacy: which rounds a device's integers went into, each charged once and never forgotten.
+"""The privacy ledger: each device is charged once for every round whose sum includes its integers.
 
-A contribution that is accepted reserves its round's charge; a sum that was made spends it, whether the round
-is then published or void. Only where no sum was made, too few came or the device took its part back, is a
-charge released. All of it happens in the transactions that accept, publish and void: no retry charges twice.
+An accepted contribution reserves the charge of its round. A sum spends it, even if the round is
+void in the end. The charge is released only if no sum was made: too few contributions came, or the
+device withdrew. All changes happen in the transactions that accept, publish and void, so a retry
+cannot charge twice.
 """
 
 from sqlalchemy import ColumnElement, func, select, update
@@ -16,7 +17,9 @@ _COUNTED = (ChargeState.RESERVED.value, ChargeState.SPENT.value)
 
 
 def members_left(session: Session, federation: Federation, *, besides: int) -> int:
-    """Count the members that can still take part in a round, without their charge for `besides`."""
+    """Count the members that can still take part in a round. Their charges for round `besides` do not
+    count.
+    """
     members = select(func.count()).where(
         FederationMember.federation_id == federation.id, FederationMember.left_at.is_(None)
     )
@@ -36,7 +39,9 @@ def members_left(session: Session, federation: Federation, *, besides: int) -> i
 
 
 def is_spent(session: Session, federation: Federation, device_id: str, *, besides: int) -> bool:
-    """Return whether a device's budget is spent, without its charge for the round `besides`."""
+    """Return whether a device's privacy budget is spent. Its charge for round `besides` does not
+    count.
+    """
     if federation.participations is None:
         return False
     query = select(func.count()).where(
@@ -49,9 +54,10 @@ def is_spent(session: Session, federation: Federation, device_id: str, *, beside
 
 
 def reserve(session: Session, federation: Federation, *, number: int, device_id: str) -> None:
-    """Charge a device for the open round, whose row is locked; nothing where nobody is promised privacy.
+    """Charge a device for the open round, whose row is locked. Without privacy, do nothing.
 
-    Raises BudgetSpentError: it has taken part as often as it was promised.
+    Raises:
+        BudgetSpentError: the device has taken part in all rounds that its budget allows.
     """
     if federation.participations is None:
         return
@@ -71,21 +77,19 @@ def reserve(session: Session, federation: Federation, *, number: int, device_id:
 
 
 def release(session: Session, *, federation_id: str, number: int, device_id: str) -> None:
-    """Take back the charge of a device that takes its part of the open round back."""
+    """Release the charge of a device that withdraws from the open round."""
     _move(session, federation_id, number, ChargeState.RELEASED, PrivacyCharge.device_id == device_id)
 
 
 def settle(session: Session, row: Round) -> None:
-    """End the charges of a locked round that ends: spent, unless too few came for its sum to be made.
-
-    A job may have made a sum, or a keeper told it, even where the round is void in the end.
-    """
+    """End the charges of a locked round that ends. They are spent, or released if no sum was made."""
+    # With a job, a sum may exist, or a keeper may have told it, even if the round is void in the end.
     state = ChargeState.RELEASED if row.job_id is None else ChargeState.SPENT
     _move(session, row.federation_id, row.number, state)
 
 
 def distribution(session: Session, federation_id: str) -> dict[int, int]:
-    """Count the devices by the number of rounds that they have spent or reserved."""
+    """Count the devices by the number of rounds for which they were charged."""
     per_device = (
         select(func.count().label("rounds"))
         .where(PrivacyCharge.federation_id == federation_id, PrivacyCharge.state.in_(_COUNTED))

@@ -1,4 +1,6 @@
-"""Contributions of invited devices to rounds, kept until the round ends."""
+"""Invitations of devices to rounds, and their contributions. Contributions are kept until the round
+ends.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,13 +18,13 @@ from permille.store.errors import ContributionConflictError, NotFoundError, Roun
 from permille.store.federations import charges, members, rounds
 from permille.store.tables import Device, Federation, Participation, Round
 
-# So many times the target are invited: not all will be in time.
+# Invite this many times the target, since not all devices will be in time.
 INVITED_SHARE: Final = 1.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """Contribution of a device to a round."""
+    """The contribution of a device to a round."""
 
     federation_id: str
     number: int
@@ -33,7 +35,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A contribution as the job that closes its round gets it."""
+    """A contribution for the job that closes its round."""
 
     device_id: str
     public_key: str
@@ -42,9 +44,12 @@ class Received:
 
 
 def invite(session: Session, *, federation: Federation, device_id: str) -> tuple[Round, Participation] | None:
-    """Invite a member to the open round, or not: drawn once a device and round, the answer stays.
+    """Invite a member to the open round, or return None if it is not drawn or cannot take part.
 
-    Raises NotFoundError where the device is no member.
+    The draw is a hash of round and device, so the answer does not change while the round is open.
+
+    Raises:
+        NotFoundError: the device is not a member.
     """
     members.check(session, federation.id, device_id)
     if federation.state != FederationState.RUNNING:
@@ -72,8 +77,12 @@ def invite(session: Session, *, federation: Federation, device_id: str) -> tuple
 
 
 def place_of(session: Session, *, federation: Federation, number: int, device_id: str) -> Place:
-    """Return what a member was invited to. Raises NotFoundError: it is no member, or was not;
-    RoundClosedError."""
+    """Return the round to which a member was invited, with the state to begin from.
+
+    Raises:
+        NotFoundError: the device is not a member, or was not invited.
+        RoundClosedError: the round has ended.
+    """
     members.check(session, federation.id, device_id, lock=False)
     row = session.get(Round, (federation.id, number))
     held = session.get(Participation, (federation.id, number, device_id))
@@ -87,13 +96,14 @@ def place_of(session: Session, *, federation: Federation, number: int, device_id
 
 
 def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[bool, str | None]:
-    """Keep a contribution; return whether it is new, and the job that closes the round, if one was added.
+    """Store a contribution. Return whether it is new, and the job that closes the round if one was
+    added.
 
     Raises:
-        NotFoundError: the device is no member, or was not invited.
-        RoundClosedError: it comes too late.
-        ContributionConflictError: the device has sent other bytes.
-        BudgetSpentError: it has taken part as often as it was promised to at most.
+        NotFoundError: the device is not a member, or was not invited.
+        RoundClosedError: the contribution comes too late.
+        ContributionConflictError: the device has sent another contribution.
+        BudgetSpentError: the device has taken part in all rounds that its budget allows.
     """
     members.check(session, sent.federation_id, sent.device_id)
     row = rounds.lock(session, sent.federation_id, sent.number)
@@ -117,7 +127,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
 
 
 def note_refusal(session: Session, *, federation_id: str, number: int, code: str) -> None:
-    """Count a contribution that was refused, by its code; nothing where there is no such round."""
+    """Count a refused contribution by its error code, if the round is open."""
     row = rounds.lock(session, federation_id, number)
     if row is not None and row.state == RoundState.OPEN:
         before = row.refused.get(code, 0)

@@ -1,4 +1,4 @@
-"""Federations: made, started, paused, finished."""
+"""Create, start, pause and finish federations."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class NewFederation:
 
 
 def add(session: Session, *, release: Release, new: NewFederation) -> Federation:
-    """Add a draft on a release. Raises ConflictError: the tenant has one of that name."""
+    """Add a federation on a release, in state `draft`. Raises ConflictError if the name is taken."""
     query = select(Federation.id).where(
         Federation.tenant_id == release.tenant_id, Federation.name == new.name
     )
@@ -61,9 +61,10 @@ def add(session: Session, *, release: Release, new: NewFederation) -> Federation
 
 
 def start(session: Session, federation: Federation) -> None:
-    """Let a locked draft or paused federation run, and open its next round. Idempotent.
+    """Start a locked draft, or continue a paused federation, and open its next round. Idempotent.
 
-    Raises ConflictError where it is finished.
+    Raises:
+        ConflictError: the federation is finished.
     """
     if federation.state == FederationState.FINISHED:
         raise ConflictError("The federation is finished. Make another one.")
@@ -72,16 +73,22 @@ def start(session: Session, federation: Federation) -> None:
 
 
 def pause(federation: Federation) -> None:
-    """Invite nobody more, and open no round after this one. Idempotent. Raises ConflictError."""
+    """Pause a locked federation: invite no further devices and open no further rounds. Idempotent.
+
+    Raises:
+        ConflictError: the federation is a draft or finished.
+    """
     if federation.state not in (FederationState.RUNNING, FederationState.PAUSED):
         raise ConflictError(f"The federation does not run: it is {federation.state}.")
     federation.state = FederationState.PAUSED.value
 
 
 def finish(session: Session, federation: Federation) -> str | None:
-    """End a locked federation for good; its open round closes with what it has. Idempotent.
+    """End a locked federation for good. Its open round closes with the contributions that came.
+    Idempotent.
 
-    Returns: the job that closes it, if one was added.
+    Returns:
+        The id of the job that closes the round, or None.
     """
     federation.state = FederationState.FINISHED.value
     row = rounds.lock(session, federation.id, federation.number)
@@ -89,7 +96,9 @@ def finish(session: Session, federation: Federation) -> str | None:
 
 
 def for_device(session: Session, *, tenant_id: str, release: str, federation_id: str) -> Federation:
-    """Read one that a device following `release` may know of: no draft. Raises NotFoundError."""
+    """Read a federation that a device which follows `release` may see. Raises NotFoundError for
+    drafts.
+    """
     row = rows.get(session, Federation, tenant_id=tenant_id, row_id=federation_id)
     if row.release != release or row.state == FederationState.DRAFT:
         raise NotFoundError(f"no federation {federation_id!r}")

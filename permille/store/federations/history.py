@@ -1,4 +1,4 @@
-"""The history of a federation as rows: what a round's job goes on from, and what a device lacks."""
+"""The history of a federation as rows, for the job of the next round and for devices that catch up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,18 +6,15 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
-from permille.errors import InputError
 from permille.federation.rounds import Head
 from permille.store.errors import NotFoundError
-from permille.store.rows import Page, Window
+from permille.store.rows import Page, Window, fetch_page
 from permille.store.tables import Federation, FederationCheckpoint, Round
-
-_LONGEST_NUMBER = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Path to a round's state: a checkpoint or None, the records after it, and a head."""
+    """A path to a state: a checkpoint or None, the records of the rounds after it, and the head."""
 
     checkpoint: tuple[bytes, Head] | None
     records: Sequence[bytes]
@@ -25,9 +22,12 @@ class Way:
 
 
 def way_to(session: Session, federation: Federation, *, after: int, until: int) -> Way:
-    """Return the shortest way for one who has so many rounds: records, or a checkpoint and those after it.
+    """Return the smallest path from the state after `after` rounds to the state after `until` rounds.
 
-    Raises NotFoundError where so many rounds are not done.
+    It is either the records of all rounds between them, or a checkpoint and the records after it.
+
+    Raises:
+        NotFoundError: fewer than `until` rounds are done.
     """
     if not after <= until <= federation.number:
         raise NotFoundError(f"no rounds from {after} to {until}: {federation.number} are done")
@@ -44,14 +44,14 @@ def way_to(session: Session, federation: Federation, *, after: int, until: int) 
 
 
 def newest_way(session: Session, federation: Federation) -> Way:
-    """Return the path to the federation's current state from the newest checkpoint."""
+    """Return the path from the newest checkpoint to the current state."""
     query = select(func.max(FederationCheckpoint.number))
     begin = session.scalar(query.where(FederationCheckpoint.federation_id == federation.id)) or 0
     return _way(session, federation, begin, federation.number, has_state=begin == 0)
 
 
 def _way(session: Session, federation: Federation, begin: int, until: int, *, has_state: bool) -> Way:
-    """Return the records from `begin` on, and the checkpoint there unless the receiver has that state."""
+    """Return the records from `begin` on. Add the checkpoint there unless the receiver has that state."""
     checkpoint = None
     if not has_state:
         state = session.get_one(FederationCheckpoint, (federation.id, begin)).state
@@ -73,19 +73,13 @@ def get_round(session: Session, federation: Federation, number: int) -> Round:
 
 
 def list_rounds(session: Session, federation: Federation, window: Window) -> Page[Round]:
-    """List rounds, newest first. Raises InputError: no page gave such a cursor."""
+    """List rounds, newest first. Raises InputError for a cursor that no page returned."""
     query = select(Round).where(Round.federation_id == federation.id)
-    if window.cursor is not None:
-        if not window.cursor.isdecimal() or len(window.cursor) > _LONGEST_NUMBER:
-            raise InputError(f"{window.cursor[:80]!r} is no cursor that a page returned.")
-        query = query.where(Round.number < int(window.cursor))
-    found = session.scalars(query.order_by(Round.number.desc()).limit(window.limit + 1)).all()
-    items = tuple(found[: window.limit])
-    return Page(items=items, next_cursor=str(items[-1].number) if len(found) > window.limit else None)
+    return fetch_page(session, query, window, Round.number)
 
 
 def newest_measured(session: Session, federation: Federation) -> int | None:
-    """The newest round whose devices have measured the state that they began from."""
+    """Return the newest round in which devices measured the gain of its start state, or None."""
     query = select(func.max(Round.number)).where(
         Round.federation_id == federation.id, Round.gain_mean.is_not(None)
     )

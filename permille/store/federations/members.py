@@ -1,4 +1,6 @@
-"""Members of federations: devices that joined by their owners' choice, and what goes when they leave."""
+"""Members of federations: devices whose owners let them join. Contributions to open rounds go when
+they leave.
+"""
 
 from typing import cast
 
@@ -39,14 +41,19 @@ _OFFERS = (
 def offers(
     session: Session, *, tenant_id: str, release: str, device_id: str
 ) -> list[tuple[Federation, bool]]:
-    """Federations that a device may join, and those that it is a member of, as columns; oldest first."""
+    """Return the federations that a device may join or is a member of, oldest first.
+
+    Each comes as its columns and whether the device is a member.
+    """
     values = {"tenant_id": tenant_id, "release": release, "device_id": device_id}
     found = session.execute(_OFFERS, values)
     return [(cast(Federation, row), row.device_id is not None) for row in found]
 
 
 def join(session: Session, *, federation: Federation, device_id: str) -> None:
-    """Make a device a member. Idempotent. Raises ConflictError where the federation takes nobody."""
+    """Make a device a member. Idempotent. Raises ConflictError if the federation accepts no members
+    now.
+    """
     if federation.state not in _JOINABLE:
         raise ConflictError(f"The federation does not run: it is {federation.state}.")
     row = session.get(FederationMember, (federation.id, device_id), with_for_update={"key_share": True})
@@ -63,7 +70,9 @@ def join(session: Session, *, federation: Federation, device_id: str) -> None:
 
 
 def leave(session: Session, *, device_id: str, federation_id: str | None = None) -> None:
-    """End a device's membership, or all of them; what it sent to open rounds goes. Idempotent."""
+    """End one membership of a device, or all, and withdraw its contributions to open rounds.
+    Idempotent.
+    """
     query = select(FederationMember).where(
         FederationMember.device_id == device_id, FederationMember.left_at.is_(None)
     )
@@ -85,6 +94,7 @@ def count(session: Session, federation_id: str) -> int:
 
 
 def check(session: Session, federation_id: str, device_id: str, *, lock: bool = True) -> None:
+    """Check that an active device is a member, and lock the membership. Raises NotFoundError."""
     query = (
         select(FederationMember)
         .join(Device, Device.id == FederationMember.device_id)
@@ -103,7 +113,11 @@ def check(session: Session, federation_id: str, device_id: str, *, lock: bool = 
 
 
 def withdraw(session: Session, *, federation_id: str, device_id: str, number: int | None = None) -> None:
-    """Forget what a device sent to the open round, if that has this number. What is closing is counted."""
+    """Delete a device's contribution to the open round. A round that is closing still counts it.
+
+    Args:
+        number: withdraw only if the open round has this number.
+    """
     query = select(Round).where(Round.federation_id == federation_id, Round.state == RoundState.OPEN.value)
     if number is not None:
         query = query.where(Round.number == number)

@@ -1,12 +1,12 @@
 """Rounds as a state machine: open -> closing -> published or void.
 
-A round is open until enough devices have sent something, or its deadline: then a job closes it, added in the
-transaction that says so; one of too few is void without a job. Every change of a round, and every
-contribution to it, locks its row first. What devices sent is read by the job, and forgotten in the
-transaction that publishes what became of it.
+A round is open until enough devices have contributed, or until its deadline. Then a job closes it.
+The transaction that ends the open state adds this job. A round with too few contributions is void
+without a job. Every change of a round, and every contribution to it, first locks its row. The job
+reads the contributions, and the transaction that publishes the result deletes them.
 
-Locks are taken in this order, so that no two transactions wait for each other: a job, a federation, a
-member, a round. They do not stop rows that only refer to these (FOR NO KEY UPDATE, in PostgreSQL).
+`permille.store.database` defines the order of locks: job, federation, member, round. The locks do
+not block inserts that refer to these rows (FOR NO KEY UPDATE in PostgreSQL).
 """
 
 from dataclasses import dataclass
@@ -39,9 +39,12 @@ class Ended:
 
     Attributes:
         record: its bytes (FORMAT 13.3).
-        counted: devices.
-        state_digest, reach, state: where the federation then stands; the state is packed.
-        gains: mean and standard error, in nats per token, of what the devices measured; None: of too few.
+        counted: the number of devices.
+        state_digest: of the federation's new state.
+        reach: the bound of the new state (FORMAT 7.3).
+        state: the new state, packed.
+        gains: mean and standard error of the measured gains in nats per token; None from too few
+            devices.
     """
 
     record: bytes
@@ -53,13 +56,13 @@ class Ended:
 
 
 def lock(session: Session, federation_id: str, number: int) -> Round | None:
-    """Read a round for change, as it is now."""
+    """Lock a round and read it as it is now."""
     key, in_turn = (federation_id, number), {"key_share": True}
     return session.get(Round, key, with_for_update=in_turn, populate_existing=True)
 
 
 def counts(session: Session, row: Round) -> tuple[int, int]:
-    """Return how many devices were invited to a round, and how many have sent a contribution."""
+    """Return the number of invited devices and the number of contributions."""
     if row.invited is not None and row.received is not None:
         return row.invited, row.received
     query = select(func.count(), func.count(Participation.digest)).where(*_of(row))
@@ -68,13 +71,15 @@ def counts(session: Session, row: Round) -> tuple[int, int]:
 
 
 def open_next(session: Session, federation: Federation) -> None:
-    """Open the next round of a locked federation that runs; it ends after its last one."""
+    """Open the next round of a locked, running federation. After the last round, finish the
+    federation.
+    """
     if federation.state != FederationState.RUNNING:
         return
     if federation.number >= federation.rounds:
         federation.state = FederationState.FINISHED.value
         return
-    if session.get(Round, (federation.id, federation.number)) is not None:  # open since before a pause
+    if session.get(Round, (federation.id, federation.number)) is not None:  # it was opened before a pause
         return
     at = now(session)
     rows.add(
@@ -93,10 +98,13 @@ def open_next(session: Session, federation: Federation) -> None:
 
 
 def end(session: Session, federation: Federation, row: Round) -> str | None:
-    """End an open round, it and its federation locked, with what has come; return the job that closes it.
+    """End an open round with the contributions that came. Round and federation must be locked.
 
-    Of too few it is void at once. Where nobody was there to be invited, it goes on; where no member may take
-    part any more, the federation pauses: others have to join, or an operator ends it.
+    If there are too few, the round is void at once. If no device was invited, the deadline moves
+    on. If no member may take part any more, the federation pauses until others join.
+
+    Returns:
+        The id of the job that closes the round, or None.
     """
     if row.state != RoundState.OPEN:
         return None
@@ -120,8 +128,10 @@ def _all_spent(session: Session, federation: Federation, row: Round) -> bool:
 
 
 def sweep(db: Database) -> None:
-    """End the rounds whose deadline has passed, and those whose job has ended without them; one short
-    transaction each. Where the job cannot succeed, the federation pauses: a person has to look after it.
+    """End the rounds whose deadline has passed, and the rounds whose job ended without a result.
+
+    Each round is handled in a short transaction of its own. If the job failed, the federation
+    pauses, since an operator must look at it.
     """
     with db.read() as session:
         due = session.execute(
@@ -144,6 +154,7 @@ def sweep(db: Database) -> None:
             if row is not None and row.deadline_at <= at:
                 end(session, federation, row)
             elif row is not None and row.state == RoundState.OPEN:
+                # The database's clock has gone back: do not wait longer than a new round would.
                 row.deadline_at = min(row.deadline_at, at + timedelta(seconds=federation.deadline_s))
     for tenant_id, federation_id, number, job_id in stuck:
         with db.write() as session:
@@ -154,21 +165,22 @@ def sweep(db: Database) -> None:
             if row is not None and is_closing and job.state in _WITHOUT_RESULT:
                 error = (job.error or {}).get("message", "no error")
                 if job.state == JobState.FAILED and federation.state == FederationState.RUNNING:
-                    # Trying again changes nothing: the next round would be lost, and charged for, as well.
+                    # The next round would fail alike, and devices would be charged for it.
                     federation.state = FederationState.PAUSED.value
                 void(session, federation, row, f"{job.id} is {job.state}: {error}")
 
 
 def _is_misdated(at: datetime) -> ColumnElement[bool]:
-    """Select rounds that end later than one that begins now, since the clock went back."""
+    """Select rounds whose deadline is too late, because the database's clock has gone back."""
     left = type_coerce(Round.deadline_at, BigInteger) - literal(at, Instant())
     return left > Federation.deadline_s * 1_000_000
 
 
 def publish(session: Session, *, federation: Federation, number: int, ended: Ended) -> None:
-    """Write what became of the closing round of a locked federation, and open the next one.
+    """Store the result of the closing round of a locked federation, and open the next round.
 
-    Raises NotFoundError where that round is not closing: it has ended before.
+    Raises:
+        NotFoundError: the round is not closing, so it has ended before.
     """
     row = lock_closing(session, federation, number)
     row.state, row.counted = RoundState.PUBLISHED.value, ended.counted
@@ -181,7 +193,7 @@ def publish(session: Session, *, federation: Federation, number: int, ended: End
 
 
 def void(session: Session, federation: Federation, row: Round, reason: str) -> None:
-    """Let a round, it and its federation locked, move nothing, and open the next one."""
+    """Make a round void, and open the next one. Round and federation must be locked."""
     definition = Definition.from_bytes(federation.definition)
     row.state, row.counted, row.reason = RoundState.VOID.value, 0, reason
     _finish(session, federation, row, void_round(definition, row.number).to_bytes())
@@ -189,7 +201,7 @@ def void(session: Session, federation: Federation, row: Round, reason: str) -> N
 
 
 def lock_closing(session: Session, federation: Federation, number: int) -> Round:
-    """Read the closing round of a locked federation for change. Raises NotFoundError."""
+    """Lock the closing round of a locked federation. Raises NotFoundError."""
     row = lock(session, federation.id, number)
     if row is None or row.state != RoundState.CLOSING or federation.number != number:
         raise NotFoundError(f"no closing round {number} of {federation.id}")
@@ -197,11 +209,12 @@ def lock_closing(session: Session, federation: Federation, number: int) -> Round
 
 
 def _finish(session: Session, federation: Federation, row: Round, record: bytes) -> None:
-    """Chain a round's record, settle its charges, forget what was sent; digests stay for one round more."""
+    """Add a round's record to the chain, settle its charges, and delete its contributions."""
     row.invited, row.received = counts(session, row)
     row.closed_at, row.record = now(session), record
     charges.settle(session, row)
     session.execute(update(Participation).where(*_of(row)).values(data=None))
+    # Digests stay for one more round, so that a repeated contribution is recognized.
     session.execute(
         delete(Participation).where(
             Participation.federation_id == federation.id, Participation.number < row.number
@@ -213,7 +226,7 @@ def _finish(session: Session, federation: Federation, row: Round, record: bytes)
 
 
 def begin_closing(session: Session, row: Round) -> str:
-    """Add the job that closes a locked open round; return its id."""
+    """Add the job that closes a locked open round. Return its id."""
     new = NewJob(
         tenant_id=row.tenant_id,
         kind=JobKind.ROUND,
@@ -226,7 +239,9 @@ def begin_closing(session: Session, row: Round) -> str:
 
 
 def _keep_checkpoint(session: Session, federation: Federation, state: bytes) -> None:
-    """Add a checkpoint; of older ones the adopted and those after 1, 2, 4, 8 ... rounds stay."""
+    """Add a checkpoint, and delete old ones except the adopted one and those after 1, 2, 4, 8 ...
+    rounds.
+    """
     numbers = session.scalars(
         select(FederationCheckpoint.number)
         .where(FederationCheckpoint.federation_id == federation.id)
@@ -235,7 +250,7 @@ def _keep_checkpoint(session: Session, federation: Federation, state: bytes) -> 
     old = [
         number
         for number in numbers[_KEPT_CHECKPOINTS - 1 :]
-        if number & (number - 1) and number != federation.adopted_round
+        if number & (number - 1) and number != federation.adopted_round  # `&` is 0 for powers of two
     ]
     session.execute(
         delete(FederationCheckpoint).where(

@@ -1,1 +1,1 @@
-"""Counts of device reports: by version, against another version, and for the fleet."""
+"""The fleet in the database: groups of devices, rollouts, and counts of device reports."""

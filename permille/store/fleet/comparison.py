@@ -1,8 +1,8 @@
-"""One version of a release against another: does it make devices worse?
+"""Compare two versions of a release: does the newer one make devices worse?
 
-Devices of one version are compared with those of the other, and, where there are enough, the same devices
-with themselves: users' texts differ more than versions do. Each measure is sure with 95 % confidence, so of
-many comparisons without any difference some are called sure all the same.
+The comparison covers all devices of both versions. For the loss it compares each device with
+itself, since the texts of users differ more than versions do. Each measure has 95 % confidence, so
+among many comparisons of equal versions some will show a significant difference.
 """
 
 from collections.abc import Sequence
@@ -37,12 +37,15 @@ def compare(
     against: int | None = None,
     counted: Sequence[VersionResults] = (),
 ) -> Comparison:
-    """Compare a version, else the newest, with another, else the one before it that was not yanked.
+    """Compare a version with another one.
 
     Args:
-        counted: whole results of versions of this release, which are not counted again.
+        version: the newest version if it is left out.
+        against: if it is left out, the highest lower version that was not yanked.
+        counted: whole results of versions of this release, which need not be counted again.
 
-    Raises NotFoundError: there is no such version, or none before it.
+    Raises:
+        NotFoundError: there is no such version, or no version to compare with.
     """
     version = version or releases.latest_version(session, tenant_id=tenant_id, name=name)
     row = releases.get(session, tenant_id=tenant_id, name=name, version=version)
@@ -87,11 +90,11 @@ def _shares(after: VersionResults, before: VersionResults) -> list[Change]:
         (Measure.ADOPTED, after.outcomes.adopted, before.outcomes.adopted),
         (Measure.FAILED, after.outcomes.failed, before.outcomes.failed),
     )
-    return [
-        _change(measure, new, old, share_difference(new, old))
-        for measure, new_count, old_count in counts
-        for new, old in [(share(new_count or 0, n), share(old_count or 0, m))]
-    ]
+    changes = []
+    for measure, new_count, old_count in counts:
+        new, old = share(new_count or 0, n), share(old_count or 0, m)
+        changes.append(_change(measure, new, old, share_difference(new, old)))
+    return changes
 
 
 def _improvements(after: VersionResults, before: VersionResults) -> list[Change]:
@@ -114,7 +117,9 @@ def _losses(session: Session, row: Release, other: Release) -> tuple[int, list[C
 
 
 def _loss_by_device(session: Session, row: Release) -> dict[str, float | None]:
-    """Joined here: databases take the index of versions for a join by device, which takes them minutes."""
+    """Return the loss of each device on a version."""
+    # The caller joins two of these in Python. For a join by device, databases choose the index of
+    # versions and then need minutes.
     query = select(Run.device_id, Run.loss).where(*of_version(row))
     return dict(session.connection().execute(query).all())
 

@@ -1,26 +1,36 @@
-"""Counts of so few devices that they speak of single ones are not told to who may not see each device.
+"""Hide counts of few devices from operators who may not see each device.
 
-A group that is hidden alone could be had by taking the others off the whole. So groups are hidden from the
-smallest up, until those that are hidden are enough together.
+If only one group were hidden, its count would follow from the total. So groups are hidden from the
+smallest up, until the hidden groups together are large enough.
 
-Two looks must not tell what one device did meanwhile, either: counts are told in tens and measured values by
-two digits, so that one device seldom moves what is told. Where it does move it, that one count passed a
-boundary is what is learned.
+Two views at different times must not reveal what one device did between them. So counts are rounded
+to multiples of ten, and measured values to two digits. A single device seldom changes such a
+number. When it does, a viewer learns only that a count passed a boundary.
 """
 
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
-# Fewer devices are not counted in front of who may not see each.
+# Smaller counts are hidden from operators who may not see each device.
 LEAST: Final = 10
 Key = TypeVar("Key")
 
 
 def hide(counts: Mapping[Key, int], least: int) -> dict[Key, int | None]:
-    """The counts of groups that are apart, None for those that are not told. Nobody is no secret."""
+    """Return the counts of disjoint groups, with None for hidden groups. A count of zero is never
+    hidden.
+
+    Example:
+        >>> hide({"1.0": 40, "1.1": 12, "1.2": 3}, least=10)
+        {'1.0': 40, '1.1': None, '1.2': None}
+        >>> hide({"1.0": 40, "1.1": 3}, least=0)
+        {'1.0': 40, '1.1': 3}
+    """
     shown: dict[Key, int | None] = {key: rounded(count, least) for key, count in counts.items()}
     hidden = 0
     for key, count in sorted(counts.items(), key=lambda item: item[1]):
+        # Hide one more group while the hidden groups together are too small: their sum is the total less
+        # the shown ones.
         if count == 0 or (count >= least and not 0 < hidden < least):
             continue
         shown[key] = None
@@ -29,12 +39,24 @@ def hide(counts: Mapping[Key, int], least: int) -> dict[Key, int | None]:
 
 
 def rounded(count: int, least: int) -> int | None:
-    """A count as it is told: as a multiple of `least`, None below it; any where `least` is 0."""
+    """Round a count to a multiple of `least`, or return None below it. With `least` 0, return the
+    exact count.
+
+    Example:
+        >>> rounded(47, 10), rounded(7, 10), rounded(7, 0)
+        (50, None, 7)
+    """
     if not least or not count:
         return count
     return None if count < least else (count + least // 2) // least * least
 
 
 def coarse(value: float, least: int) -> float:
-    """A median as it is told: it is the value of one device, so only two digits of it."""
+    """Round a median to two digits, since it is the value of a single device. With `least` 0, do not
+    round.
+
+    Example:
+        >>> coarse(0.12345, 10)
+        0.12
+    """
     return float(f"{value:.2g}") if least else value

@@ -1,4 +1,4 @@
-"""Groups of devices: rules, looked at on the devices' rows. A device is in a group as its row is now."""
+"""Groups of devices. A group is a rule, and its members follow from the current rows of the devices."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from permille.store.tables import Device, DeviceGroup, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Facts about a device that conditions look at."""
+    """The facts about a device that rules examine."""
 
     id: str
     tags: frozenset[str]
@@ -27,7 +27,12 @@ class Candidate:
 
 
 def create(session: Session, *, tenant_id: str, name: str, rule: GroupRule) -> DeviceGroup:
-    """Add a group. Raises ConflictError for a name that is taken, NotFoundError for an unknown device."""
+    """Add a group.
+
+    Raises:
+        ConflictError: the name is taken.
+        NotFoundError: the rule names an unknown device.
+    """
     taken = select(DeviceGroup.id).where(DeviceGroup.tenant_id == tenant_id, DeviceGroup.name == name)
     if session.scalar(taken) is not None:
         raise ConflictError(f"There is a group {name!r} already: take another name.")
@@ -48,7 +53,7 @@ def create(session: Session, *, tenant_id: str, name: str, rule: GroupRule) -> D
 
 
 def delete(session: Session, *, tenant_id: str, group_id: str) -> None:
-    """Remove a group that no rollout names. Raises NotFoundError, ConflictError."""
+    """Remove a group that no rollout uses. Raises NotFoundError, ConflictError."""
     row = rows.lock(session, DeviceGroup, tenant_id=tenant_id, row_id=group_id, to_remove=True)
     if session.scalar(select(Rollout.id).where(Rollout.group_id == group_id).limit(1)) is not None:
         raise ConflictError(f"A rollout was made for the group {row.name!r}: it stays.")
@@ -62,7 +67,7 @@ def put_tags(session: Session, *, tenant_id: str, device_id: str, tags: list[str
 
 
 def put_facts(session: Session, *, device_id: str, facts: Facts) -> None:
-    """Note what a device tells of itself."""
+    """Store the facts that a device reports about itself."""
     row = session.get(Device, device_id)
     if row is not None:
         row.agent_version, row.memory_bytes = facts.agent_version, facts.memory_bytes
@@ -73,7 +78,8 @@ def put_facts(session: Session, *, device_id: str, facts: Facts) -> None:
 def candidates(
     session: Session, *, tenant_id: str, release: str | None = None, alias: str | None = None
 ) -> list[Candidate]:
-    """Read the active devices of a tenant, or of one alias, by columns: there may be ten thousand."""
+    """Read the active devices of a tenant, or of one alias."""
+    # Columns, not rows: there may be ten thousand devices.
     query = select(
         Device.id, Device.tags, Device.own_tags, Device.agent_version, Device.engine, Device.memory_bytes
     )
@@ -91,7 +97,7 @@ def candidates(
 
 
 def chosen(rule: GroupRule, found: Iterable[Candidate]) -> list[Candidate]:
-    """The devices that a rule chooses."""
+    """Return the devices that a rule selects."""
     choice, ids, tags = choice_of(rule, None), set(rule.devices), set(rule.tags)
     return [
         one
@@ -101,7 +107,7 @@ def chosen(rule: GroupRule, found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def choice_of(rule: GroupRule, members: tuple[str, ...] | None) -> Choice:
-    """A rule as it is signed."""
+    """Convert a rule to the form that is signed."""
     engines = tuple(engine.value for engine in rule.engines)
     return Choice(
         agent_version=rule.agent_version, engines=engines, memory_bytes=rule.memory_bytes, members=members
@@ -109,9 +115,12 @@ def choice_of(rule: GroupRule, members: tuple[str, ...] | None) -> Choice:
 
 
 def signed_choice(rollout_id: str, rule: GroupRule, found: Iterable[Candidate]) -> Choice:
-    """A rule as it is signed for a rollout; where devices or tags choose, it lists the members of now.
+    """Convert a rule to the form that is signed for a rollout.
 
-    Raises InputError: they are too many.
+    A rule by device or tag is replaced by the list of its current members.
+
+    Raises:
+        InputError: the group has too many members for a list.
     """
     members = None
     if rule.devices or rule.tags:
@@ -120,6 +129,6 @@ def signed_choice(rollout_id: str, rule: GroupRule, found: Iterable[Candidate]) 
 
 
 def rule_of(row: DeviceGroup | None) -> GroupRule:
-    """The rule of a group; that of all devices for None."""
+    """Return the rule of a group. None stands for all devices."""
     document: dict[str, Any] = {} if row is None else row.rule
     return GroupRule.model_validate(document)

@@ -1,14 +1,14 @@
-"""Database rows of rollouts, and of what devices report.
+"""Database rows of rollouts and of their reports.
 
-Operators change a rollout, and the sweeper of the workers moves it on. `permille.fleet.rollouts` decides.
-This module reads its counts and writes its steps, one short transaction each. Every change of a rollout makes
-a new revision. The sweeper only changes the row, since only the API has the keys: the API signs new revisions
-when a device next asks for the timestamp. No device sees a change before that. Devices report into rows of
-their own and lock no rollout.
+Operators change a rollout, and the sweeper of the workers advances it. `permille.fleet.rollouts`
+decides. This module reads the counts and writes the steps, in one short transaction each.
+
+Every change of a rollout makes a new revision. The sweeper only changes the row, since only the API
+has the keys. The API signs new revisions when a device next asks for the timestamp, and no device
+sees a change before that. Devices report into rows of their own and do not lock the rollout.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Final, cast
 
@@ -19,6 +19,7 @@ from permille.errors import InputError
 from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, member_digest, place_of
 from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Step, Tally, advance, bounds_of, look_at
 from permille.fleet.windows import Window
+from permille.schemas.fleet.groups import GroupRule
 from permille.schemas.fleet.rollouts import OnStop, RolloutCreate, RolloutRules
 from permille.schemas.fleet.rollouts import RolloutReport as Report
 from permille.schemas.webhooks import EventType
@@ -27,26 +28,25 @@ from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.fleet import groups
 from permille.store.ids import Prefix, new_id
-from permille.store.tables import Alias, Device, DeviceGroup, Rollout, RolloutReport, Run
+from permille.store.tables import Device, DeviceGroup, Rollout, RolloutReport, Run
 
 UNENDED: Final = (RolloutState.DRAFT, RolloutState.RUNNING, RolloutState.PAUSED)
 _LISTED: Final = (RolloutState.RUNNING, RolloutState.PAUSED, RolloutState.STOPPED)
 
 
 def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCreate) -> Rollout:
-    """Add a draft.
+    """Add a rollout in state `draft`.
 
     Raises:
         NotFoundError: no such version, alias or group.
-        ConflictError: the version is yanked or the alias' own, or another rollout of the alias has not ended.
+        ConflictError: the version is yanked, the alias already points at it, or another rollout of
+            the alias has not ended.
     """
     version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
     release = releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
     if release.yanked_at is not None:
         raise ConflictError(f"Version {version} of {body.release!r} was yanked: roll out another one.")
-    alias = session.get(Alias, (tenant_id, body.release, body.alias))
-    if alias is None:
-        raise NotFoundError(f"no alias {body.alias!r} of release {body.release!r}")
+    alias = releases.get_alias(session, tenant_id=tenant_id, name=body.release, alias=body.alias)
     if alias.version == version:
         raise ConflictError(
             f"{body.alias!r} points at version {version} already, so all devices have it. Publish without an "
@@ -88,7 +88,7 @@ def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCrea
 
 
 def unended(session: Session, *, tenant_id: str, release: str, alias: str) -> str | None:
-    """The rollout of an alias that has not ended; there is one at most."""
+    """Return the id of the rollout of an alias that has not ended, or None. There is at most one."""
     query = select(Rollout.id).where(
         Rollout.tenant_id == tenant_id,
         Rollout.release == release,
@@ -99,28 +99,28 @@ def unended(session: Session, *, tenant_id: str, release: str, alias: str) -> st
 
 
 def resume(session: Session, row: Rollout) -> None:
-    """Start a locked draft, or go on after a pause: what was reported so far is acknowledged, and counted no
-    more. Idempotent.
+    """Start a locked draft, or continue a paused rollout. Idempotent.
+
+    Reports from before a pause are acknowledged and no longer counted.
 
     Raises:
-        ConflictError: it was stopped or has ended.
+        ConflictError: the rollout was stopped or has ended.
     """
     _require(row, RolloutState.DRAFT, RolloutState.RUNNING, RolloutState.PAUSED)
     if row.state == RolloutState.RUNNING:
         return
     if row.state == RolloutState.DRAFT:
-        group = None if row.group_id is None else session.get(DeviceGroup, row.group_id)
-        found = groups.candidates(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
+        rule, found = _rule_and_candidates(session, row)
         try:
-            choice = groups.signed_choice(row.id, groups.rule_of(group), found)
-            chosen = groups.chosen(groups.rule_of(group), found)
+            choice = groups.signed_choice(row.id, rule, found)
+            chosen = groups.chosen(rule, found)
             row.bounds = bounds_of(_rules(row).waves, [place_of(row.id, one.id) for one in chosen])
         except InputError as exc:
             raise ConflictError(str(exc)) from exc
         row.choice = {**Offer(**_offer_fields(row, choice)).to_document()["choice"]}
         _open_wave(session, row, 0)
     else:
-        # Counted reports are marked, not compared by time: a clock may go back.
+        # Mark the counted reports. A comparison of times would fail if the database's clock went back.
         ended = update(RolloutReport).where(
             RolloutReport.rollout_id == row.id, RolloutReport.code.is_not(None)
         )
@@ -131,21 +131,21 @@ def resume(session: Session, row: Rollout) -> None:
 
 
 def pause(row: Rollout) -> None:
-    """Let no other device begin until `resume`. Idempotent. Raises ConflictError."""
+    """Let no further device begin until `resume`. Idempotent. Raises ConflictError."""
     _require(row, RolloutState.RUNNING, RolloutState.PAUSED)
     if row.state == RolloutState.RUNNING:
         _move(row, RolloutState.PAUSED)
 
 
 def approve(row: Rollout, wave: int) -> None:
-    """Let the next wave open, as soon as its other conditions hold. Idempotent.
+    """Allow the next wave to open once its other conditions hold. Idempotent.
 
     Args:
-        wave: the wave after the open one, from 2. It says which, so that a request that is sent again
-            cannot approve another.
+        wave: the number of the next wave, from 2. The number ensures that a repeated request cannot
+            approve another wave.
 
     Raises:
-        ConflictError: the rollout has ended, needs no approval, or that is not its next wave.
+        ConflictError: the rollout has ended, needs no approval, or has another next wave.
     """
     _require(row, *UNENDED)
     rules = _rules(row)
@@ -157,7 +157,7 @@ def approve(row: Rollout, wave: int) -> None:
 
 
 def stop(session: Session, row: Rollout) -> None:
-    """End a rollout where it stands: who has the version keeps it. Idempotent. Raises ConflictError."""
+    """Stop a rollout. Devices that have the version keep it. Idempotent. Raises ConflictError."""
     _require(row, *UNENDED, RolloutState.STOPPED)
     if row.state != RolloutState.STOPPED:
         row.ended_at = now(session)
@@ -166,10 +166,11 @@ def stop(session: Session, row: Rollout) -> None:
 
 
 def want_revert(session: Session, row: Rollout) -> None:
-    """Stop a rollout, and have it reverted when it is signed next.
+    """Stop a rollout, and request its revert at the next signature.
 
     Raises:
-        ConflictError: it is a draft, it has ended otherwise, or a later one of the alias has not ended.
+        ConflictError: the rollout is a draft, is done or reverted, or a later rollout of the alias
+            has not ended.
     """
     later = unended(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
     if later not in (None, row.id):
@@ -185,38 +186,38 @@ def want_revert(session: Session, row: Rollout) -> None:
 
 
 def unsigned(session: Session, *, tenant_id: str) -> list[Rollout]:
-    """The rollouts whose newest revision is not signed, to be signed in this transaction."""
+    """Lock and return the rollouts whose newest revision is not signed yet."""
     query = select(Rollout).where(Rollout.tenant_id == tenant_id, Rollout.signed_revision < Rollout.revision)
     return list(session.scalars(query.with_for_update(key_share=True).order_by(Rollout.id)))
 
 
 def offer_of(row: Rollout) -> Offer | None:
-    """Return the signed record of a rollout, or None if devices follow the alias alone."""
-    if row.state not in _LISTED or row.opened_at is None:  # None: it was stopped as a draft
+    """Return the record of a rollout to sign, or None if devices follow the alias alone."""
+    if row.state not in _LISTED or row.opened_at is None:  # `opened_at` is None if it was stopped as a draft
         return None
     document: dict[str, Any] = {**_offer_fields(row, Choice()), "choice": row.choice, "window": row.window}
     return Offer.parse(document)
 
 
 def signed(row: Rollout) -> None:
-    """Note that the trust metadata says what the row says."""
+    """Record that the trust metadata contains the current revision."""
     row.signed_revision = row.revision
 
 
 def reverted(session: Session, row: Rollout) -> None:
-    """Note that a stopped rollout was reverted."""
+    """Record that a stopped rollout was reverted."""
     row.state, row.reverting = RolloutState.REVERTED.value, False
     row.ended_at = row.ended_at or now(session)
     _tell(session, row, EventType.REVERTED)
 
 
 def report(session: Session, *, device: Device, rollout_id: str, report: Report) -> None:
-    """Store what a device reports, in place of what it reported before.
+    """Store the report of a device, in place of its earlier report.
 
     Raises:
         NotFoundError: there is no such rollout for the device.
-        ConflictError: the device may not begin. The rollout is not running, the device's wave is not open, or
-            it is not in the group.
+        ConflictError: the device may not begin: the rollout is not running, the device's wave is
+            not open, or the device is not in the group.
     """
     row = rows.get(session, Rollout, tenant_id=device.tenant_id, row_id=rollout_id)
     if (row.release, row.alias) != (device.release, device.alias) or row.state == RolloutState.DRAFT:
@@ -243,7 +244,7 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
 
 
 def funnel(session: Session, rollout_id: str, waves: int) -> list[dict[str, int]]:
-    """Count all reports of a rollout by progress, for each of its waves, in one statement."""
+    """Count the reports of each wave by progress, in one statement."""
     compared = RolloutReport.worse.is_not(None)
     counts = {
         "offered": func.count(),
@@ -264,7 +265,7 @@ _NOT_FAILED: Final = (ReportCode.OK.value, ReportCode.SILENT.value)
 
 
 def sweep(db: Database) -> None:
-    """Move every running rollout as far as it may go now; a killed sweeper loses nothing."""
+    """Advance every running rollout. A killed sweeper loses nothing."""
     with db.read() as session:
         running = session.execute(
             select(Rollout.tenant_id, Rollout.id).where(Rollout.state == RolloutState.RUNNING.value)
@@ -301,7 +302,7 @@ def _advance(session: Session, row: Rollout) -> None:
 
 
 def _halt(session: Session, row: Rollout, step: Step) -> None:
-    """Pause the rollout (or stop or revert it, as its options say), with an entry in the audit log."""
+    """Pause the rollout, or stop or revert it, and write an entry into the audit log."""
     row.reason, row.numbers = str(step.reason), {**step.numbers}
     _tell(session, row, EventType.HALTED)
     if step.state is RolloutState.STOPPED:
@@ -331,7 +332,7 @@ def _tell(session: Session, row: Rollout, event: EventType) -> None:
 
 
 def tally(session: Session, row: Rollout) -> Tally:
-    """Count what has ended since the start, or since the last `resume`."""
+    """Count the reports that have ended since the start, or since the last `resume`."""
     ended = and_(
         RolloutReport.rollout_id == row.id,
         RolloutReport.code.is_not(None),
@@ -368,10 +369,10 @@ def tally(session: Session, row: Rollout) -> Tally:
 
 
 def _of_wave(row: Rollout) -> Any:
-    """Return four counts of devices of the open wave.
+    """Return the query for four counts of devices of the open wave.
 
-    They are the devices that began, those that ended, those that succeeded, and those whose result a resume
-    has acknowledged.
+    They are the devices that began, ended and succeeded, and those whose report a `resume` has
+    acknowledged.
     """
     before = RolloutReport.acknowledged.is_(True)
     counted = RolloutReport.acknowledged.is_(False)
@@ -384,11 +385,11 @@ def _of_wave(row: Rollout) -> Any:
 
 
 def _general(session: Session, row: Rollout, ended: ColumnElement[bool]) -> Moments:
-    """Compare the rise of the loss on general text on this version and on the one before.
+    """Compare the rise of the loss on general text between this version and the one before.
 
-    Each device that reported runs on both gives one difference. They are joined here, because databases
-    choose the index of versions for that join and then need minutes.
+    Each device that reported runs on both versions gives one difference.
     """
+    # Joined in Python, as in `comparison`: for this join, databases choose a slow index.
     after, before = (_rises(session, row, version) for version in (row.version, row.before))
     devices = session.scalars(select(RolloutReport.device_id).where(ended))
     changes = [after[one] - before[one] for one in devices if one in after and one in before]
@@ -424,10 +425,14 @@ def _mark_silent(session: Session, row: Rollout, rules: Rules) -> None:
 def _open_wave(session: Session, row: Rollout, wave: int) -> None:
     row.wave, row.opened_at = wave, now(session)
     low, high = [0, *row.bounds][wave : wave + 2]
+    devices = groups.chosen(*_rule_and_candidates(session, row))
+    row.wave_devices = sum(low <= place_of(row.id, one.id) < high for one in devices)
+
+
+def _rule_and_candidates(session: Session, row: Rollout) -> tuple[GroupRule, list[groups.Candidate]]:
     group = None if row.group_id is None else session.get(DeviceGroup, row.group_id)
     found = groups.candidates(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
-    devices: Iterable[groups.Candidate] = groups.chosen(groups.rule_of(group), found)
-    row.wave_devices = sum(low <= place_of(row.id, one.id) < high for one in devices)
+    return groups.rule_of(group), found
 
 
 def _move(row: Rollout, state: RolloutState) -> None:

@@ -1,4 +1,4 @@
-"""Robust statistics of many devices, by counts and ranks.
+"""Robust statistics over many devices, from counts and ranks.
 
 A made-up value of one device cannot move them far.
 """
@@ -14,7 +14,7 @@ SURE: Final = NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value, and between which two it lies with 95 % confidence; None: too few to say."""
+    """A value with its 95 % confidence interval. The bounds are None if there are too few values."""
 
     value: float
     low: float | None
@@ -22,17 +22,29 @@ class Interval:
 
 
 def median_ranks(n: int) -> tuple[int, int, int]:
-    """The places, from 0, of the median of `n` sorted values, and of its 95 % interval by order statistics.
+    """Return the ranks, from 0, of the median of `n` sorted values and of its 95 % interval.
 
-    The interval's places are -1 and `n` where there are too few values: no value stands there. Half of the
-    values lie below the median, so the number of those is binomial, here as a normal one.
+    The interval is by order statistics. The number of values below the median is binomial with
+    probability 1/2, which we approximate by a normal distribution. With too few values, the ranks
+    of the bounds are -1 and `n`.
+
+    Example:
+        >>> median_ranks(100)
+        (50, 39, 60)
+        >>> median_ranks(3)
+        (1, -1, 3)
     """
     reach = math.floor((n - SURE * math.sqrt(n)) / 2) - 1
     return n // 2, max(reach, -1), min(n - 1 - reach, n)
 
 
 def median_of(values: Sequence[float]) -> Interval:
-    """The median of some values, one at least, and its interval."""
+    """Return the median of at least one value, with its interval.
+
+    Example:
+        >>> median_of([3.0, 1.0, 2.0])
+        Interval(value=2.0, low=None, high=None)
+    """
     ordered, (middle, low, high) = sorted(values), median_ranks(len(values))
     if low < 0:
         return Interval(ordered[middle], None, None)
@@ -40,14 +52,14 @@ def median_of(values: Sequence[float]) -> Interval:
 
 
 def share(count: int, n: int) -> Interval:
-    """A share and its interval by Wilson's score."""
+    """Return the share `count / n` with Wilson's score interval."""
     centre = (count + SURE**2 / 2) / (n + SURE**2)
     half = SURE / (n + SURE**2) * math.sqrt(count * (n - count) / n + SURE**2 / 4)
     return Interval(count / n, max(0.0, centre - half), min(1.0, centre + half))
 
 
 def share_difference(after: Interval, before: Interval) -> Interval:
-    """The difference of two shares of different devices, by Newcombe's method 10 (1998)."""
+    """Return the difference of the shares of two independent groups, by Newcombe's method 10 (1998)."""
     if after.low is None or after.high is None or before.low is None or before.high is None:
         return Interval(after.value - before.value, None, None)
     difference = after.value - before.value
@@ -57,7 +69,8 @@ def share_difference(after: Interval, before: Interval) -> Interval:
 
 
 def median_difference(after: Interval, before: Interval) -> Interval:
-    """The difference of two medians of different devices: sure where their own intervals are apart."""
+    """Return the difference of the medians of two independent groups."""
     if after.low is None or after.high is None or before.low is None or before.high is None:
         return Interval(after.value - before.value, None, None)
+    # Conservative: it excludes zero only if both intervals are disjoint.
     return Interval(after.value - before.value, after.low - before.high, after.high - before.low)

@@ -1,4 +1,4 @@
-"""A tenant's whole fleet in numbers, for the API, the page and the command line alike."""
+"""A tenant's whole fleet in numbers, for the API, the web page and the command line."""
 
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -22,7 +22,12 @@ _DAY_US: Final = 86_400_000_000
 
 
 def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
-    """Count a tenant's active devices. `least`: counts of fewer devices are not told, others by it."""
+    """Count a tenant's active devices.
+
+    Args:
+        least: hide counts of fewer devices, and round the others to multiples of it; 0 shows exact
+            counts.
+    """
     at = now(session)
     seen, agents, engines = _count_devices(session, tenant_id, at)
     return Fleet(
@@ -36,9 +41,9 @@ def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
 
 
 def _known_releases(session: Session, tenant_id: str) -> list[Release]:
-    """Versions that devices have, have reported or may follow, yanked or not, the newest first.
+    """Return the versions that devices have, have reported or may follow, newest first.
 
-    Of more than can be shown, those that devices have come before newer ones that nobody has.
+    Yanked versions are included. If there are too many, versions without devices are dropped first.
     """
     had = select(Device.release, Device.version).where(*active(tenant_id)).distinct().subquery()
     this = and_(had.c.release == Release.name, had.c.version == Release.version)
@@ -65,7 +70,7 @@ def _known_releases(session: Session, tenant_id: str) -> list[Release]:
 
 
 def _count_devices(session: Session, tenant_id: str, at: datetime) -> list[Counter[str]]:
-    """Count devices by when they were seen, by agent and by engine; all are read once."""
+    """Count devices by the time when they were last seen, by agent and by engine, in one query."""
     names = (
         _seen(at),
         func.coalesce(Device.agent_version, "unknown"),
@@ -82,9 +87,9 @@ def _count_devices(session: Session, tenant_id: str, at: datetime) -> list[Count
 
 
 def _groups(counts: Counter[str], least: int) -> list[Group]:
-    """Devices by what they have in common, the largest group first; what a few have is not named."""
+    """Return the groups of devices, largest first. Small groups are summed up under one name."""
     told = [(key, count) for key, count in hide(counts, least).items() if count is not None]
-    told.sort(key=lambda group: (-group[1], group[0]))  # by what is told: the order tells no more
+    told.sort(key=lambda group: (-group[1], group[0]))  # by the rounded count, so the order reveals nothing
     groups = [Group(name=key, devices=count) for key, count in told]
     return groups if len(told) == len(counts) else [*groups, Group(name=_OTHERS, devices=None)]
 
@@ -95,7 +100,7 @@ def _seen(at: datetime) -> ColumnElement[str]:
 
 
 def _days(session: Session, tenant_id: str, at: datetime) -> list[RunsOfDay]:
-    """Runs by the day on which they ended, days without any included."""
+    """Count the runs of the last 30 days by the day on which they ended."""
     first = at.date() - timedelta(days=DAYS - 1)
     begin = datetime(first.year, first.month, first.day, tzinfo=UTC)
     day = type_coerce(Run.ended_at, BigInteger) // _DAY_US

@@ -1,8 +1,7 @@
 """Results of devices on the versions of releases.
 
-For each device and version, only the newest run counts.
-
-So a device that reports two hundred runs a day has one voice. Medians are read off an index by their rank.
+Only the newest run of each device on a version counts, so a device that reports two hundred runs a
+day has one vote. Medians are read from an index by their rank.
 """
 
 from collections import Counter
@@ -22,10 +21,11 @@ Version = tuple[str | None, int | None]
 
 
 def results(session: Session, releases: Sequence[Release], *, least: int = 0) -> list[VersionResults]:
-    """Return the results of devices on these releases of a tenant.
+    """Return the results of devices on these releases of one tenant.
 
     Args:
-        least: counts of fewer devices are not told, others are multiples of it; 0 to who may see each device.
+        least: hide counts of fewer devices, and round the others to multiples of it; 0 shows exact
+            counts.
     """
     if not releases:
         return []
@@ -77,14 +77,16 @@ def _band(found: Interval, least: int) -> Band:
 
 
 def of_version(row: Release) -> tuple[ColumnElement[bool] | InstrumentedAttribute[bool], ...]:
-    """The newest runs of all devices on a version."""
+    """Return the conditions for the newest runs of all devices on a version."""
     return Run.newest, Run.tenant_id == row.tenant_id, Run.release == row.name, Run.version == row.version
 
 
 def median(
     session: Session, row: Release, column: InstrumentedAttribute[Any], *, least: int = 0
 ) -> Interval | None:
-    """The median of a column over the newest runs on a version; None where there are none, or too few."""
+    """Return the median of a column over the newest runs on a version, or None for fewer than `least`
+    runs.
+    """
     values = select(column).where(*of_version(row), column.is_not(None)).order_by(column)
     n = session.scalar(select(func.count()).where(*of_version(row), column.is_not(None))) or 0
     if n < max(least, 1):
@@ -96,7 +98,9 @@ def median(
 
 
 def _middle(session: Session, row: Release, column: InstrumentedAttribute[Any], least: int) -> float | None:
-    """Find the median of a column that is in no order, so only one rank is looked for; None of too few."""
+    """Return the median of a column that no index sorts, without its interval, or None for too few
+    runs.
+    """
     known = (*of_version(row), column.is_not(None))
     n = session.scalar(select(func.count()).where(*known)) or 0
     if n < max(least, 1):
@@ -115,7 +119,7 @@ def _devices_by_version(session: Session, tenant_id: str) -> dict[Version, int]:
 
 
 def active(tenant_id: str) -> tuple[ColumnElement[bool] | InstrumentedAttribute[bool], ...]:
-    """A tenant's devices that were not revoked and have not left."""
+    """Return the conditions for a tenant's devices that are neither revoked nor unenrolled."""
     return Device.tenant_id == tenant_id, Device.revoked_at.is_(None), Device.unenrolled_at.is_(None)
 
 
