@@ -1,1 +1,1 @@
-"""Packages: manifest, content-addressed layers, reader, writer, signatures. No torch, no network."""
+"""The package format: writing, reading and checking packages (FORMAT 1 to 4)."""

@@ -1,8 +1,8 @@
 """Content-addressed blobs in a folder: `<root>/sha256/<first 2 hex>/<64 hex>` (FORMAT 2).
 
-A blob appears whole or not at all: bytes go to a temporary file under `<root>/incoming`, are hashed on the
-way, fsynced, made read-only and renamed. A killed writer leaves a temporary file that `sweep` removes. Paths
-are made from digests alone; nothing here ever joins a name that came from outside.
+A blob appears whole or not at all. Its bytes go to a temporary file under `<root>/incoming`. They
+are hashed on the way, synced, made read-only and renamed. A killed writer leaves a temporary file,
+which `sweep` removes. Paths are made from digests only, never from names that come from outside.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlob:
-    """A blob as a listing tells it; `written_at_s` is Unix time, and new whenever the blob is put again."""
+    """A blob of a listing. `written_at_s` is Unix time; storing the blob again renews it."""
 
     digest: str
     size_bytes: int
@@ -49,7 +49,7 @@ class BlobWriter:
         """Append bytes.
 
         Raises:
-            OSError: as the file system reports it (disk full): the blob will not exist.
+            OSError: from the file system, for example for a full disk. The blob will not exist.
         """
         self._file.write(data)
         self._hash.update(data)
@@ -57,24 +57,31 @@ class BlobWriter:
         return memoryview(data).nbytes
 
     def commit(self, expected: str | None = None) -> str:
-        """Make the blob durable and visible; returns its digest.
+        """Make the blob durable and visible. Return its digest.
 
         Raises:
-            PackageError: `blob-digest` when `expected` is another digest; the blob then does not exist.
+            PackageError: `blob-digest` if `expected` is another digest. The blob then does not
+                exist.
         """
         digest = "sha256:" + self._hash.hexdigest()
         if expected is not None and digest != expected:
             raise PackageError("blob-digest", f"expected {expected}, got {digest}")
         self._file.flush()
-        os.fchmod(self._file.fileno(), 0o444)
-        os.fsync(self._file.fileno())
+        _make_durable(self._file)
         self._folder._install(self._temporary, digest)
         self.digest = digest
         return digest
 
 
 class BlobFolder:
-    """Blobs below `root`. Safe for several processes: equal names hold equal bytes."""
+    """The blobs below `root`. Several processes may share them, since equal names hold equal bytes.
+
+    Example:
+
+        blobs = BlobFolder(Path("/var/lib/permille/blobs"))
+        digest = blobs.put_bytes(b"hello")
+        assert blobs.read(digest, limit=100) == b"hello"
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -99,7 +106,7 @@ class BlobFolder:
         return self.path(digest).is_file()
 
     def size(self, digest: str) -> int:
-        """Bytes of the blob.
+        """Return the size of the blob in bytes.
 
         Raises:
             PackageError: `blob-missing`.
@@ -135,20 +142,18 @@ class BlobFolder:
         return data
 
     def check(self, digest: str) -> None:
-        """Hash the stored bytes.
+        """Check the hash of the stored bytes.
 
         Raises:
             PackageError: `blob-missing` or `blob-digest`.
         """
-        found = hashlib.sha256()
         with self.open(digest) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                found.update(chunk)
-        if f"sha256:{found.hexdigest()}" != digest:
-            raise PackageError("blob-digest", f"expected {digest}, got sha256:{found.hexdigest()}")
+            found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        if found != digest:
+            raise PackageError("blob-digest", f"expected {digest}, got {found}")
 
     def stream(self, digest: str, begin: int, end: int) -> Iterator[bytes]:
-        """Iterate over the stored bytes of a blob, without a check. The receiver compares the hash.
+        """Yield the stored bytes of a blob, without a check. The receiver compares the hash.
 
         Raises:
             PackageError: `blob-missing`.
@@ -159,7 +164,7 @@ class BlobFolder:
                 begin += len(chunk)
                 yield chunk
 
-    def opened_by(self, digest: str, media_type: str) -> str | None:  # noqa: ARG002 - a bucket's has
+    def opened_by(self, digest: str, media_type: str) -> str | None:  # noqa: ARG002 - for `BucketFolder`
         """Return an address that lets anyone read this blob, or None. A folder has no such address."""
         return None
 
@@ -176,50 +181,50 @@ class BlobFolder:
             temporary.unlink(missing_ok=True)
 
     def put_bytes(self, data: bytes, *, expected: str | None = None) -> str:
-        """Store these bytes; returns their digest."""
+        """Store these bytes. Return their digest."""
         with self.writer() as writer:
             writer.write(data)
             return writer.commit(expected)
 
     def put_file(self, path: Path, *, expected: str | None = None) -> str:
-        """Store a copy of a file; returns its digest."""
+        """Store a copy of a file. Return its digest."""
         with path.open("rb") as source, self.writer() as writer:
-            while chunk := source.read(CHUNK_BYTES):
-                writer.write(chunk)
+            shutil.copyfileobj(source, writer, CHUNK_BYTES)
             return writer.commit(expected)
 
     def adopt_file(self, path: Path, expected: str) -> str:
-        """Move a finished download into the folder without a second copy (same file system).
+        """Move a finished download into the folder, without a copy. It must be on the same file
+        system.
 
         Raises:
-            PackageError: `blob-digest`; the file then stays where it is.
+            PackageError: `blob-digest`. The file then stays where it is.
         """
         found = digest_of_file(path)
         if found != expected:
             raise PackageError("blob-digest", f"expected {expected}, got {found}")
         with path.open("rb") as file:
-            os.fchmod(file.fileno(), 0o444)
-            os.fsync(file.fileno())
+            _make_durable(file)
         self._install(path, expected)
         return expected
 
     def put_unnamed(self, file: BinaryIO) -> str:
-        """Store an open file that has no name; returns its digest.
+        """Store an open file that has no name. Return its digest. The caller must not write to it any
+        more.
 
-        On the blobs' own file system the file itself becomes the blob, so that tens of gigabytes are not
-        copied. Elsewhere a copy is stored. The caller writes no more to it.
+        On the file system of the blobs, the file itself becomes the blob, so tens of gigabytes are
+        not copied. Elsewhere a copy is stored.
         """
         file.seek(0)
         temporary = self.incoming() / f"{secrets.token_hex(8)}.tmp"
         try:
+            # `open(2)` documents this path for giving a name to a file without one.
             os.link(f"/proc/self/fd/{file.fileno()}", temporary, follow_symlinks=True)
         except OSError:
             with self.writer() as writer:
                 shutil.copyfileobj(file, writer, CHUNK_BYTES)
                 return writer.commit()
         try:
-            os.fchmod(file.fileno(), 0o444)
-            os.fsync(file.fileno())
+            _make_durable(file)
             digest = digest_of_file(temporary)
             self._install(temporary, digest)
         finally:
@@ -227,18 +232,18 @@ class BlobFolder:
         return digest
 
     def check_writable(self, size_bytes: int) -> None:
-        """Write so many bytes and remove them again. Raises OSError as the file system reports it."""
+        """Write this many bytes and remove them again. Raises OSError."""
         with tempfile.TemporaryFile(dir=self.incoming()) as file:
             file.write(bytes(size_bytes))
             file.flush()
             os.fsync(file.fileno())
 
     def delete(self, digest: str) -> None:
-        """Remove the blob; not being there is fine."""
+        """Delete the blob. Idempotent."""
         self.path(digest).unlink(missing_ok=True)
 
     def entry(self, digest: str) -> StoredBlob | None:
-        """Return the listing's entry for this blob, or None if it does not exist."""
+        """Return the entry of a blob, or None if it does not exist."""
         try:
             found = self.path(digest).stat()
         except FileNotFoundError:
@@ -246,33 +251,35 @@ class BlobFolder:
         return StoredBlob(digest=digest, size_bytes=found.st_size, written_at_s=found.st_mtime)
 
     def entries(self) -> Iterator[StoredBlob]:
-        """List all blobs of this store, sorted by digest; stores below are not part of it."""
+        """List all blobs of this store, sorted by digest. Stores below it are not included."""
         for folder in sorted((self.root / "sha256").glob("[0-9a-f][0-9a-f]")):
             for path in sorted(folder.iterdir()):
                 digest = f"sha256:{path.name}"
                 if is_digest(digest) and (found := self.entry(digest)) is not None:
                     yield found
 
-    def below(self, *names: str, private: bool = False) -> "BlobFolder":  # noqa: ARG002 - no copies are made
+    def below(self, *names: str, private: bool = False) -> "BlobFolder":  # noqa: ARG002 - for `BucketFolder`
         """Return a separate store inside this one, with its own listing and deletion.
 
         Args:
-            private: no copy of its blobs may be left anywhere else; they have no path then.
+            private: keep no copies of its blobs elsewhere. In a bucket, such blobs have no path.
         """
         return BlobFolder(self.root.joinpath(*map(_checked, names)))
 
     def names(self) -> list[str]:
-        """Names of the stores directly below, sorted."""
+        """Return the names of the stores directly below, sorted."""
         if not self.root.is_dir():
             return []
         return sorted(path.name for path in self.root.iterdir() if path.is_dir())
 
     def erase(self) -> None:
-        """Remove this store with all that it holds; not being there is fine."""
+        """Delete this store with everything in it. Idempotent."""
         shutil.rmtree(self.root, ignore_errors=True)
 
     def sweep(self, *, before_s: float) -> int:
-        """Remove what killed writers left: temporary files last written before the Unix time `before_s`."""
+        """Remove temporary files of killed writers that were last written before this Unix time.
+        Return how many.
+        """
         removed = 0
         for path in (self.root / "incoming").glob("*.tmp"):
             try:
@@ -284,10 +291,7 @@ class BlobFolder:
         return removed
 
     def incoming(self) -> Path:
-        """Return the folder for temporary files, on the same file system.
-
-        It is created at first use.
-        """
+        """Return the folder for temporary files, on the same file system. It is created at first use."""
         incoming = self.root / "incoming"
         incoming.mkdir(parents=True, exist_ok=True)
         return incoming
@@ -297,7 +301,7 @@ class BlobFolder:
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
             fsync_folder(target.parent.parent)
-        os.utime(temporary)  # its age in a listing counts from now, however old the file was
+        os.utime(temporary)  # collections spare young blobs, and this one is new, however old the file is
         temporary.replace(target)
         fsync_folder(target.parent)
 
@@ -306,6 +310,11 @@ def _checked(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"expected a name of letters, digits, _ and -, got {name!r:.100}")
     return name
+
+
+def _make_durable(file: BinaryIO) -> None:
+    os.fchmod(file.fileno(), 0o444)
+    os.fsync(file.fileno())
 
 
 def _missing(digest: str) -> PackageError:

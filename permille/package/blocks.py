@@ -1,15 +1,18 @@
-"""Hashes of the big layers by blocks of 1 MiB (FORMAT 4.7): damage has a place, and costs a block to mend.
+"""Hashes of the big layers in blocks of 1 MiB (FORMAT 4.7), so that damage can be located and
+repaired.
 
-The layer `blocks` lists the SHA-256 of each block of `dense`, then of `plain`. A package checks them all
-before its first big tensor is read, in several threads: a flipped bit is found before anything is computed
-with it. What damages the bytes after that is found by the next process, or by whoever calls `damaged_blocks`.
-A Merkle tree was considered: it saves bytes only where a reader asks for single blocks of a layer that it
-lacks, which nobody does.
+The layer `blocks` lists the SHA-256 of each block of `dense`, then of `plain`. A package checks all
+of them, in several threads, before its first big tensor is read. So a flipped bit is found before
+anything is computed with it. Later damage is found by the next process, or by a caller of
+`damaged_blocks`.
+
+A Merkle tree was considered. It would help only readers that fetch single blocks of a layer, and
+there are none.
 """
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,16 +21,13 @@ from permille.package.blobs import BlobFolder
 from permille.package.limits import BLOCK_BYTES, BLOCK_HASH_BYTES, BLOCKED_ROLES, Role
 from permille.package.manifest import Layer, Manifest
 
-# Two saturate the memory of a small machine; hashing needs no interpreter lock.
+# hashlib releases the interpreter lock. Two threads saturate the memory of a small machine.
 _THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A block of a large layer with its expected SHA-256.
-
-    `begin` and `end` are offsets in the blob.
-    """
+    """A block of a big layer with its expected SHA-256. `begin` and `end` are offsets in the blob."""
 
     layer: Layer
     begin: int
@@ -35,15 +35,15 @@ class Block:
     sha256: bytes
 
     def __str__(self) -> str:
-        """Return the name for messages."""
+        """Describe the block for messages."""
         return f"bytes {self.begin} to {self.end - 1} of {self.layer.role} {self.layer.digest}"
 
 
 def write_blocks(blobs: BlobFolder, layers: Iterable[Layer]) -> Layer:
-    """Hash the stored big layers by blocks and store the list; other layers are passed over.
+    """Hash the big layers by blocks, and store the list. Other layers are ignored.
 
     Raises:
-        OSError: as the file system reports it.
+        OSError: from the file system.
     """
     big = [layer for layer in layers if layer.role in BLOCKED_ROLES]
     big.sort(key=lambda layer: BLOCKED_ROLES.index(layer.role))
@@ -56,20 +56,30 @@ def write_blocks(blobs: BlobFolder, layers: Iterable[Layer]) -> Layer:
 
 
 def package_blocks(blobs: BlobFolder, manifest: Manifest) -> list[Block]:
-    """The blocks of a package's big layers.
+    """Return the blocks of a package's big layers.
 
     Raises:
         PackageError: `blob-missing`, `blob-size` or `blob-digest` of the list itself.
     """
-    layer = manifest.layer(Role.BLOCKS)
-    return list(_blocks(manifest, blobs.read(layer.digest, limit=layer.size_bytes)))
+    listing = manifest.layer(Role.BLOCKS)
+    listed = blobs.read(listing.digest, limit=listing.size_bytes)
+    blocks: list[Block] = []
+    for role in BLOCKED_ROLES:
+        layer = manifest.layer(role)
+        for begin in range(0, layer.size_bytes, BLOCK_BYTES):
+            end = min(begin + BLOCK_BYTES, layer.size_bytes)
+            position = len(blocks) * BLOCK_HASH_BYTES
+            sha256 = listed[position : position + BLOCK_HASH_BYTES]
+            blocks.append(Block(layer=layer, begin=begin, end=end, sha256=sha256))
+    return blocks
 
 
 def check_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> None:
     """Hash the stored bytes of these blocks.
 
     Raises:
-        PackageError: `block-digest`; the message names the first block that is damaged and counts the others.
+        PackageError: `block-digest`. The message names the first damaged block and counts the
+            others.
     """
     if damaged := damaged_blocks(blobs, blocks):
         others = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
@@ -77,7 +87,7 @@ def check_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> None:
 
 
 def damaged_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> list[Block]:
-    """Return the blocks whose stored bytes differ from their hash or are missing.
+    """Return the blocks whose stored bytes differ from their hash, or are missing.
 
     Raises:
         PackageError: `blob-missing`.
@@ -94,11 +104,11 @@ def damaged_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> list[Block]:
 
 
 def mend_block(blobs: BlobFolder, block: Block, data: bytes) -> None:
-    """Restore a block's bytes in place. Processes that have the blob mapped see them, too.
+    """Restore the bytes of a block in place. Processes that have the blob mapped see them, too.
 
     Raises:
-        PackageError: `block-digest`: these are not its bytes; nothing is written.
-        OSError: as the file system reports it.
+        PackageError: `block-digest` if these are not the block's bytes. Nothing is written then.
+        OSError: from the file system.
     """
     if hashlib.sha256(data).digest() != block.sha256:
         raise PackageError("block-digest", f"expected {block}, got other bytes")
@@ -108,17 +118,6 @@ def mend_block(blobs: BlobFolder, block: Block, data: bytes) -> None:
         os.pwrite(file.fileno(), data, block.begin)
         os.fsync(file.fileno())
         os.fchmod(file.fileno(), 0o444)
-
-
-def _blocks(manifest: Manifest, listed: bytes) -> Iterator[Block]:
-    position = 0
-    for role in BLOCKED_ROLES:
-        layer = manifest.layer(role)
-        for begin in range(0, layer.size_bytes, BLOCK_BYTES):
-            end = min(begin + BLOCK_BYTES, layer.size_bytes)
-            sha256 = listed[position : position + BLOCK_HASH_BYTES]
-            yield Block(layer=layer, begin=begin, end=end, sha256=sha256)
-            position += BLOCK_HASH_BYTES
 
 
 def _is_whole(handle: int, block: Block) -> bool:

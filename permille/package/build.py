@@ -1,7 +1,7 @@
-"""Make a package of a model, a mask and a scheme: the last step of a build, and of a notebook.
+"""Build a package from a model, a mask and a scheme.
 
-Tensor by tensor, so a model never has to fit into memory. The same inputs give the same package: no clock is
-in it.
+This is the last step of a build job, and the entry point for notebooks. It works tensor by tensor,
+so a model need not fit into memory. It uses no clock: the same inputs give the same package.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ _NONE = np.empty(0, np.uint32)
 
 
 class SourceModel(Protocol):
-    """Source of a package: a `permille.models.checkpoint.Checkpoint`, or tensors in memory."""
+    """The model to package: a `permille.models.checkpoint.Checkpoint`, or tensors in memory."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -58,13 +58,13 @@ class SourceModel(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of all tensors, as `permille.models.families.expected_tensors` has them."""
+        """The names of all tensors, as `permille.models.families.expected_tensors` lists them."""
 
     def raw(self, name: str) -> RawTensor:
         """Return a tensor in the model's own dtype."""
 
     def file(self, name: str, *, limit: int) -> bytes | None:
-        """Return a tokenizer's or license's file of at most `limit` bytes, or None."""
+        """Return a file of the tokenizer or the license, of at most `limit` bytes, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +72,7 @@ class ChosenMask:
     """The masked weights, and how they were chosen, for the manifest.
 
     Attributes:
-        indices: strictly increasing flat indices by tensor; a tensor without any may be left out.
+        indices: strictly increasing flat indices by tensor. Tensors without any may be missing.
     """
 
     indices: Mapping[str, NDArray[np.uint32]] = field(repr=False)  # a notebook shows the rest in one line
@@ -83,7 +83,7 @@ class ChosenMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenAdapter:
-    """The adapter to train in place of masked weights (FORMAT 4.10); `seed` is that of its matrices A."""
+    """The adapter to train instead of masked weights (FORMAT 4.10). `seed` makes its matrices A."""
 
     kind: AdapterKind
     rank: int
@@ -103,19 +103,24 @@ def pack_model(
     codes: Callable[[str], QuantizedTensor] | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
-    """Quantize the model, collect what is trained, and write the package; returns its digest.
+    """Quantize a model, collect the trained values, and write the package. Return its digest.
 
     Args:
         group_size: None takes the scheme's default.
-        embeddings: how embedding and head are stored.
-        codes: returns the codes of a tensor by its name. Scheme `source` needs it
+        embeddings: the storage of embedding and head.
+        codes: returns the codes of a tensor by name. Scheme `source` needs it
             (`permille.models.gguf.codes`).
 
     Raises:
-        InputError: a mask or an adapter that does not fit, weights that are not finite, too large a
-            file.
-        PackageError: a file of the model may not be in a package.
-        OSError: as the file system reports it.
+        InputError: the mask or adapter does not fit, weights are not finite, or a file is too
+            large.
+        PackageError: a package may not contain a file of the model.
+        OSError: from the file system.
+
+    Example:
+
+        mask = ChosenMask(indices=indices, method="magnitude", density=0.001)
+        digest = pack_model(BlobFolder(Path("blobs")), model, mask, Scheme.NF4)
     """
     size = default_group_size(scheme) if group_size is None else group_size
     scoped = [name for name, _ in scoped_tensors(model.config)]
@@ -149,10 +154,11 @@ def write_package(
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Write all other layers beside the dense and the plain one, and the manifest.
+    """Write all other layers beside the dense and the plain one, and the manifest. Return the
+    manifest.
 
     Raises:
-        InputError, PackageError, OSError: as `pack_model`.
+        InputError, PackageError, OSError: as for `pack_model`.
     """
     manifest = write_layers(blobs, model, chosen, layers, scheme, provenance=provenance)
     write_manifest(blobs, manifest)
@@ -168,10 +174,11 @@ def write_layers(
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Write the layers of `write_package` without a manifest, to which a caller still adds something.
+    """Write the layers of `write_package`. Return the manifest without storing it, so that a caller
+    can add to it.
 
     Raises:
-        InputError, PackageError, OSError: as `pack_model`.
+        InputError, PackageError, OSError: as for `pack_model`.
     """
     if isinstance(chosen, ChosenMask):
         trainable, tensors, own = _write_mask(blobs, model, chosen)
@@ -189,10 +196,10 @@ def write_layers(
 
 
 def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
-    """Store the manifest after its layers; returns the package's digest.
+    """Check the package, store its manifest, and return its digest. Its layers must be stored already.
 
     Raises:
-        PackageError: `blob-missing`, or the package would not open.
+        PackageError: `blob-missing`, or a check of `Package` fails.
     """
     Package(blobs, manifest)
     return blobs.put_bytes(manifest.to_bytes())
@@ -201,7 +208,8 @@ def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
 def plain_tensors(model: SourceModel, embeddings: Embeddings | str = Embeddings.Q8_0) -> Iterator[RawTensor]:
     """Yield all tensors that are not linears, in the model's order.
 
-    `embeddings` decides how embedding and head are stored.
+    Args:
+        embeddings: the storage of embedding and head.
     """
     embeddings = choice_of(Embeddings, embeddings, "embeddings")
     scoped = {name for name, _ in scoped_tensors(model.config)}

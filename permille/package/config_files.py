@@ -1,8 +1,7 @@
-"""The small files of a package that libraries act upon: what they may say (FORMAT 3.3).
+"""Checks of the files in a package that libraries act upon (FORMAT 3.3).
 
-A `config.json` can name code to import, kernels to fetch and files to open. So keys are on an allow-list, and
-nothing that is not a plain setting passes, on the machine that writes the package and on the one that reads
-it.
+A `config.json` can name code to import, kernels to download and files to open. So its keys are on
+an allow-list, and only plain settings pass. Both the writer and the reader of a package check this.
 """
 
 import json
@@ -36,10 +35,10 @@ CONFIG_KEYS = frozenset(_SHARED.split())
 
 
 def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without the keys that no package carries: bookkeeping of hubs, and everything unknown.
+    """Return the config with the keys of the allow-list only.
 
     Raises:
-        InputError: what is left is no config of a family we know.
+        InputError: the rest is not the config of a family that we know.
     """
     family_of(config)
     cleaned = {key: config[key] for key in sorted(config) if key in CONFIG_KEYS}
@@ -48,7 +47,13 @@ def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
-    """`config.json` of a cleaned config: sorted, so that equal configs have equal bytes."""
+    r"""Return the `config.json` of a cleaned config. Keys are sorted, so equal configs give equal
+    bytes.
+
+    Example:
+        >>> config_bytes({"vocab_size": 32, "model_type": "llama"})
+        b'{\n  "model_type": "llama",\n  "vocab_size": 32\n}\n'
+    """
     return (json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n").encode("utf-8")
 
 
@@ -71,7 +76,7 @@ def parse_config(data: bytes) -> dict[str, Any]:
 
 
 def check_config_family(config: Mapping[str, Any], family: str) -> Family:
-    """The config's family, which must be the manifest's.
+    """Return the family of the config, which must be that of the manifest.
 
     Raises:
         PackageError: `config-model`.
@@ -83,7 +88,7 @@ def check_config_family(config: Mapping[str, Any], family: str) -> Family:
 
 
 def check_file(path: str, data: bytes) -> None:
-    """Refuse a file's content that could make a library run or fetch something.
+    """Refuse a file whose content could make a library run code or download something.
 
     Raises:
         PackageError: `config-malformed`, `config-key` or `config-model`.
@@ -95,7 +100,7 @@ def check_file(path: str, data: bytes) -> None:
 
 
 def _check_settings(value: object, depth: int) -> None:
-    """Check that settings are short strings, numbers and shallow collections of these."""
+    """Check that settings are short strings, numbers and shallow collections of them."""
     if depth > _MAX_DEPTH or (isinstance(value, str) and len(value) > _MAX_TEXT):
         raise PackageError(
             "config-malformed", f"expected {_MAX_DEPTH} levels of texts to {_MAX_TEXT} letters"

@@ -1,6 +1,7 @@
-"""Writers of the layers (FORMAT 4): tensor by tensor, so that a model never has to fit into memory.
+"""Writers of the layers (FORMAT 4). They work tensor by tensor, so a model need not fit into memory.
 
-The same tensors in the same order give the same bytes. Reading is in `reader`; names that both need are here.
+The same tensors in the same order give the same bytes. `reader` reads layers; names that both need
+are here.
 """
 
 import json
@@ -29,18 +30,18 @@ from permille.tensors import FLOATS, Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
 SCALES, MINIMA = ".scales", ".minima"
 
-# Dtype and shape of tensors, by name or what follows it.
+# Dtype and shape of tensors, by name or by a suffix of the name.
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def write_dense(
     blobs: BlobFolder, tensors: Iterable[tuple[str, QuantizedTensor]], how: Quantization
 ) -> Layer:
-    """The quantized weights (FORMAT 4.2). NF4 is bitsandbytes' own serialization.
+    """Write the quantized weights (FORMAT 4.2). NF4 uses the serialization of bitsandbytes.
 
     Raises:
-        InputError: a tensor of another scheme or group size, or twice the same name.
-        OSError: as the file system reports it; no blob is left.
+        InputError: a tensor has another scheme or group size, or a name occurs twice.
+        OSError: from the file system. No blob is left.
     """
     with SafetensorsWriter(blobs) as writer:
         for name, codes in tensors:
@@ -52,7 +53,7 @@ def write_dense(
 
 
 def write_plain(blobs: BlobFolder, tensors: Iterable[RawTensor]) -> Layer:
-    """Everything that is not a linear, in the model's own dtype, or a table in Q8_0 (FORMAT 4.3)."""
+    """Write all other tensors, in the model's own dtype or as a Q8_0 table (FORMAT 4.3)."""
     with SafetensorsWriter(blobs) as writer:
         for tensor in tensors:
             if tensor.dtype == Q8_0:
@@ -64,14 +65,14 @@ def write_plain(blobs: BlobFolder, tensors: Iterable[RawTensor]) -> Layer:
 
 
 def write_mask(blobs: BlobFolder, mask: Mapping[str, NDArray[np.uint32]], order: Sequence[str]) -> Layer:
-    """Flat indices of the masked weights (FORMAT 4.4).
+    """Write the flat indices of the masked weights (FORMAT 4.4).
 
     Args:
-        mask: strictly increasing indices by tensor name; a name of `order` that is missing has none.
-        order: all quantized tensors, in tensor_id order.
+        mask: strictly increasing indices by tensor name. A missing name has no masked weights.
+        order: the names of all quantized tensors, in tensor_id order.
 
     Raises:
-        InputError: a name that is not in `order`, or indices that do not increase.
+        InputError: a name is not in `order`, or indices do not increase.
     """
     unknown = sorted(mask.keys() - set(order))
     if unknown:
@@ -88,10 +89,10 @@ def write_mask(blobs: BlobFolder, mask: Mapping[str, NDArray[np.uint32]], order:
 def write_adapter(
     blobs: BlobFolder, adapter: AdapterInfo, tensors: Sequence[TensorInfo], *, seed: int
 ) -> Layer:
-    """The matrix A of each linear in scope, [rank, K] in F16 (FORMAT 4.10): uniform with variance `1 / K`.
+    """Write the matrix A of each linear in scope, [rank, K] in F16 (FORMAT 4.10).
 
     Args:
-        tensors: all quantized tensors, in tensor_id order; those with a count are in scope.
+        tensors: all quantized tensors, in tensor_id order. Those with a count are in scope.
     """
     with SafetensorsWriter(blobs) as writer:
         for tensor_id, tensor in enumerate(tensors):
@@ -102,21 +103,27 @@ def write_adapter(
 
 
 def random_matrix(rank: int, columns: int, *, key: tuple[int, int]) -> NDArray[np.float32]:
-    """[rank, columns] with variance `1 / columns`, so that `A x` is as large as x. The generator's words are
-    the same in every version of numpy, which its normal distribution is not promised to be."""
+    """Return a uniform random matrix [rank, columns] with variance `1 / columns`, so that `A x` is as
+    large as x.
+    """
+    # numpy promises that raw words stay the same in every version. It does not promise this for normal
+    # variates.
     words = np.random.Philox(key=np.array(key, np.uint64)).random_raw(rank * columns)
     uniform = (words >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - np.float32(1)
+    # A uniform variable on [-1, 1) has variance 1/3.
     return uniform.reshape(rank, columns) * np.float32(math.sqrt(3 / columns))
 
 
 def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence[str]) -> Layer:
-    """The masked weights' values, bit for bit in the model's own dtype, one 1-D tensor a weight (FORMAT 4.5).
+    """Write the values of the masked weights in the model's own dtype, one 1-D tensor per weight
+    (FORMAT 4.5).
 
     Args:
-        values: one for each name of `order`, in that order; empty where nothing is masked.
+        values: one tensor for each name of `order`, in that order. It is empty if nothing is
+            masked.
 
     Raises:
-        InputError: other names, another order, or not one dimension.
+        InputError: other names, another order, or a tensor that is not 1-D.
     """
     names = iter(order)
     with SafetensorsWriter(blobs) as writer:
@@ -133,11 +140,12 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
 
 
 def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:
-    """A tokenizer's or a config's file, under a name of the allow-list (FORMAT 3.3).
+    """Write a file of the tokenizer or the config, under a name of the allow-list (FORMAT 3.3).
 
     Raises:
         InputError: the name is not on the list.
-        PackageError: `config-malformed`, `config-key` or `config-model`, as a reader would say.
+        PackageError: `config-malformed`, `config-key` or `config-model`, as a reader would raise
+            it.
     """
     if path not in FILE_NAMES:
         raise InputError(f"expected one of {sorted(FILE_NAMES)}, got {path!r}")
@@ -146,7 +154,7 @@ def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:
 
 
 def masked_values(weight: RawTensor, indices: NDArray[np.uint32]) -> RawTensor:
-    """The sparse values of one weight, in the weight's own dtype."""
+    """Return the sparse values of one weight, in the weight's own dtype."""
     _check_float(weight)
     items = weight.data.view("<u4" if weight.dtype == "F32" else "<u2")[indices]
     data = np.ascontiguousarray(items).view(np.uint8)
@@ -156,14 +164,15 @@ def masked_values(weight: RawTensor, indices: NDArray[np.uint32]) -> RawTensor:
 def dense_layout(
     scheme: Scheme, shape: tuple[int, int], group_size: int, *, bits: int, has_minima: bool
 ) -> Layout:
-    """Return dtype and shape of the tensors of one weight, by what follows its name (FORMAT 4.2).
-
-        dense_layout(Scheme.INT4, (2, 32), 32, bits=4, has_minima=False)
-        # {"": ("U8", (32,)), ".scales": ("F32", (2, 1))}
+    """Return dtype and shape of the tensors of one weight, by the suffix of its name (FORMAT 4.2).
 
     Args:
-        bits: of a code; of SOURCE the package tells.
-        has_minima: of SOURCE in four bits.
+        bits: of a code. For SOURCE the layer decides.
+        has_minima: for SOURCE in four bits.
+
+    Example:
+        >>> dense_layout(Scheme.INT4, (2, 32), 32, bits=4, has_minima=False)
+        {'': ('U8', (32,)), '.scales': ('F32', (2, 1))}
     """
     scales = scales_shape(scheme, shape, group_size)
     size = packed_size(bits, shape)
@@ -190,14 +199,22 @@ def dense_layout(
 def quant_state(shape: tuple[int, int], group_size: int) -> bytes:
     """Return the quantization state that bitsandbytes stores with an NF4 weight.
 
-    Its dtype is float32, so dequantizing loses nothing (ADR 13).
+    Example:
+        >>> quant_state((2, 32), 64)
+        b'{"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [2, 32]}'
     """
+    # With dtype float32, dequantizing loses nothing (ADR 13).
     state = {"quant_type": "nf4", "blocksize": group_size, "dtype": "float32", "shape": list(shape)}
     return json.dumps(state).encode("ascii")
 
 
 def table_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and bytes of a row of a table in Q8_0 (FORMAT 4.3)."""
+    """Return the number of rows of a Q8_0 table, and the bytes per row (FORMAT 4.3).
+
+    Example:
+        >>> table_shape((100, 64))
+        (100, 68)
+    """
     return shape[0], shape[1] // Q8_0_WEIGHTS * Q8_0_BYTES
 
 

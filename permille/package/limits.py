@@ -1,4 +1,4 @@
-"""The closed sets and the limits of the package format: roles, media types, file names, sizes (FORMAT 3)."""
+"""Closed sets and limits of the package format: roles, media types, file names and sizes (FORMAT 3)."""
 
 from enum import StrEnum
 
@@ -15,7 +15,7 @@ MAX_REFERENCE_BYTES = 8 << 20  # FORMAT 4.12
 MAX_LAYER_BYTES = 1 << 42
 MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
-MAX_K = (1 << 32) - 1  # FORMAT 8.1: what the header of a log can say
+MAX_K = (1 << 32) - 1  # FORMAT 8.1: the header of a log has 32 bits for it
 MAX_RANK = 256  # FORMAT 3.1: of an adapter
 MAX_ALPHA = 1024
 BLOCK_BYTES = 1 << 20  # FORMAT 4.7
@@ -28,7 +28,7 @@ GROUP_SIZES = {
     **integers.GROUP_SIZES,
 }
 
-# FORMAT 3.3: the only names of files in a package. Each is a bare name, none is code.
+# FORMAT 3.3: the only names of files in a package. None has a folder, and none is code.
 FILE_NAMES = frozenset(
     {
         "config.json",
@@ -74,10 +74,10 @@ MEDIA_TYPES = {
     Role.FILE: "application/vnd.permille.file",
 }
 
-# FORMAT 3.3: one of each; a reference, a pooled state, a program and files besides.
+# FORMAT 3.3: a package has one layer of each of these roles.
 REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS)
 MASK_ROLES, ADAPTER_ROLES = (Role.MASK, Role.VALUES), (Role.ADAPTER,)
-# FORMAT 4.9: what a package's parent lacks, by the key of provenance that goes with it.
+# FORMAT 4.9: the layers that a parent lacks, and the key of each in the provenance.
 ADDITIONS = {Role.POOLED: "pooling", Role.PROGRAM: "export"}
-# FORMAT 4.7: whose blocks are hashed, in the order of the list.
+# FORMAT 4.7: the layers with hashed blocks, in the order of the list of hashes.
 BLOCKED_ROLES = (Role.DENSE, Role.PLAIN)

@@ -1,7 +1,8 @@
-"""The manifest (FORMAT 3): what a package consists of, in canonical JSON. Its digest is the package's name.
+"""The manifest of a package (FORMAT 3), in canonical JSON. Its digest is the name of the package.
 
-Every record refuses what it can tell by itself, the manifest what only the whole can tell, so that nothing is
-downloaded for one that cannot be true. Nothing here reads a blob or a clock.
+Each record checks itself. The manifest checks whatever needs the whole, such as the sizes of
+layers. So nothing is downloaded for a manifest that cannot be valid. This module reads no blob and
+no clock.
 """
 
 import math
@@ -51,7 +52,7 @@ from permille.quantization.types import (
 
 Member = TypeVar("Member", bound=StrEnum)
 
-_CODE_BOOK_BYTES = 320  # FORMAT 4.2: the table and the text beside an nf4 weight, at most
+_CODE_BOOK_BYTES = 320  # FORMAT 4.2: the most bytes of the table and the text beside an nf4 weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Quantization of the dense layer."""
+    """The quantization of the dense layer."""
 
     name: Scheme
     group_size: int
@@ -80,20 +81,24 @@ class Quantization:
             )
 
     def dense_bounds(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """The fewest and the most bytes of one weight in the dense layer, without the layer's header."""
+        """Return the least and the most bytes of one weight in the dense layer, without the layer's
+        header.
+        """
         item = 2 if self.name is Scheme.SOURCE else 4  # float16 or float32
         scales = math.prod(scales_shape(self.name, shape, self.group_size))
         least = packed_size(bits_of(self.name), shape) + item * scales
-        if self.name is Scheme.SOURCE:  # from Q4_0 to Q8_0
+        if self.name is Scheme.SOURCE:  # each tensor is between Q4_0 (least) and Q8_0 (most)
             return least, least + shape[0] * shape[1] // 2
         return (least, least + _CODE_BOOK_BYTES) if self.name is Scheme.NF4 else (least, least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskInfo:
-    """Choice of the masked weights.
+    """The choice of the masked weights.
 
-    `density` is a decimal number as text. `k` is the number of masked weights.
+    Attributes:
+        density: a decimal number as text, since canonical JSON has no floats.
+        k: the number of masked weights.
     """
 
     method: str
@@ -113,7 +118,7 @@ class AdapterInfo:
     """Low-rank matrices beside the linears in scope: `y = W x + alpha / rank * B A x` (FORMAT 4.10).
 
     Attributes:
-        k: all numbers that are trained.
+        k: the number of trained numbers.
     """
 
     kind: AdapterKind
@@ -132,21 +137,27 @@ class AdapterInfo:
 
     @property
     def scale(self) -> float:
-        """Return the factor of the product of both matrices."""
+        """The factor `alpha / rank` of the product of both matrices."""
         return self.alpha / self.rank
 
     def count(self, shape: tuple[int, int]) -> int:
-        """Trained numbers beside a linear of this shape (N, K): of B [N, rank], of LoRA also A [rank, K]."""
+        """Return how many numbers are trained beside a linear of shape (N, K).
+
+        They are B [N, rank] and, for LoRA, also A [rank, K].
+
+        Example:
+            >>> AdapterInfo(kind=AdapterKind.LORA, rank=8, alpha=16, scope="all", k=0).count((64, 32))
+            768
+        """
         rows, columns = shape
         return self.rank * (rows + columns if self.kind is AdapterKind.LORA else rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """A quantized weight: its (N, K), and how many of its numbers are trained.
+    """A quantized weight: its shape (N, K), and the count of its trained numbers.
 
-    `count` is the number of masked weights, or of trained numbers of the adapter. The index in the
-    list is the tensor_id.
+    With a mask, `count` is the number of masked weights. The index in the list is the tensor_id.
     """
 
     name: str
@@ -167,7 +178,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A blob of the package. `path` is the file's name for the role FILE, else None."""
+    """A blob of the package. `path` is the name of the file for the role FILE, else None."""
 
     role: Role
     digest: str
@@ -186,16 +197,21 @@ class Layer:
 
     @property
     def media_type(self) -> str:
-        """The one media type of the layer's role."""
+        """The media type of the layer's role."""
         return MEDIA_TYPES[self.role]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A package. Order of `tensors` is the model's; layers are in the order of `Role`, files by name.
+    """A package. Its `tensors` are in the order of the model, and its layers in the order of `Role`.
 
     Raises:
-        PackageError: a rule of FORMAT 3 is broken; the code says which.
+        PackageError: a rule of FORMAT 3 is broken. The code says which.
+
+    Example:
+
+        manifest = Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES))
+        print(manifest.trains, manifest.size_bytes)
     """
 
     model: ModelInfo
@@ -212,17 +228,19 @@ class Manifest:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Masked weights, or trained numbers of the adapter, of each tensor, in tensor_id order."""
+        """The number of masked weights, or of trained numbers of the adapter, for each tensor by
+        tensor_id.
+        """
         return tuple(tensor.count for tensor in self.tensors)
 
     @property
     def k(self) -> int:
-        """Number of masked weights, or of trained numbers of the adapter."""
+        """The number of masked weights, or of trained numbers of the adapter."""
         return self.trainable.k
 
     @property
     def trains(self) -> str:
-        """Describe what is trained and how the frozen weights are stored, for people."""
+        """A description of the trained numbers and of the storage of the frozen weights, for people."""
         adapter, scheme = self.adapter, self.scheme.name
         if adapter is None:
             return f"{self.k} weights over {scheme}"
@@ -230,7 +248,7 @@ class Manifest:
 
     @property
     def adapter(self) -> AdapterInfo | None:
-        """The adapter; None of a package with a mask."""
+        """The adapter, or None if the package has a mask."""
         return self.trainable if isinstance(self.trainable, AdapterInfo) else None
 
     @property
@@ -240,16 +258,16 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the manifest and of all its distinct blobs."""
+        """The bytes of the manifest and of all distinct blobs."""
         return len(self.to_bytes()) + sum({x.digest: x.size_bytes for x in self.layers}.values())
 
     @property
     def digest(self) -> str:
-        """The package's name."""
+        """The digest of the canonical bytes, which is the package's name."""
         return digest_of(self.to_bytes())
 
     def layer(self, role: Role) -> Layer:
-        """The layer of a role that occurs once."""
+        """Return the layer of a role that occurs once."""
         return next(layer for layer in self.layers if layer.role is role)
 
     def has_layer(self, role: Role) -> bool:
@@ -257,22 +275,27 @@ class Manifest:
         return any(layer.role is role for layer in self.layers)
 
     def files(self) -> dict[str, Layer]:
-        """The FILE layers by name."""
+        """Return the FILE layers by name."""
         return {layer.path: layer for layer in self.layers if layer.path is not None}
 
     def with_addition(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
-        """This package with a pooled state or a program, in place of its own, and how that was made."""
+        """Return this package with a pooled state or a program, in place of its own, and the record of
+        how it was made.
+        """
         rest = self._without((layer.role,))
         provenance = {**rest.provenance, ADDITIONS[layer.role]: dict(made)}
         return replace(rest, layers=sort_layers([*rest.layers, layer]), provenance=provenance)
 
     def with_reference(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
-        """This package with a reference, and how that was made. It is a part of the package, no addition."""
+        """Return this package with a reference, and the record of how it was made."""
+        # A reference is a part of the package, not an addition (FORMAT 4.9): the parent keeps it.
         layers = sort_layers([*(x for x in self.layers if x.role is not Role.REFERENCE), layer])
         return replace(self, layers=layers, provenance={**self.provenance, "reference": dict(made)})
 
     def parent(self) -> "Manifest":
-        """This package without additions (FORMAT 4.9): what they are bound to, and were made from."""
+        """Return this package without additions (FORMAT 4.9). Additions are made from the parent and
+        bound to it.
+        """
         return self._without(ADDITIONS)
 
     def _without(self, roles: Collection[Role]) -> "Manifest":
@@ -282,7 +305,7 @@ class Manifest:
         return replace(self, layers=layers, provenance=provenance)
 
     def to_bytes(self) -> bytes:
-        """Canonical bytes (FORMAT 3.1)."""
+        """Return the canonical bytes (FORMAT 3.1)."""
         return canonical_json(
             {
                 "format": FORMAT,
@@ -301,7 +324,8 @@ class Manifest:
         """Parse canonical bytes. Check their digest first.
 
         Raises:
-            PackageError: `json-size`, `json-malformed`, `json-not-canonical`, or a rule of FORMAT 3.
+            PackageError: `json-size`, `json-malformed`, `json-not-canonical`, or a broken rule of
+                FORMAT 3.
         """
         top = parse_canonical(data, MAX_MANIFEST_BYTES)
         if isinstance(top, Mapping) and (top.get("format"), top.get("version")) != (FORMAT, VERSION):
@@ -313,7 +337,9 @@ class Manifest:
         return cls(
             model=ModelInfo(**_fields(fields["model"], "model", _MODEL)),
             scheme=Quantization(name=_member(Scheme, scheme["name"]), group_size=scheme["group_size"]),
-            trainable=_adapter(fields[chosen]) if chosen == "adapter" else _mask(fields[chosen]),
+            trainable=_adapter(fields[chosen])
+            if chosen == "adapter"
+            else MaskInfo(**_fields(fields[chosen], "mask", _MASK)),
             tensors=tuple(_tensor(item) for item in fields["tensors"]),
             layers=tuple(_layer(item) for item in fields["layers"]),
             provenance=fields["provenance"],
@@ -360,7 +386,7 @@ class Manifest:
             )
 
     def _check_sizes(self) -> None:
-        """Check the size of each layer before it is downloaded (FORMAT 3.4)."""
+        """Check the size of each layer, so that a reader knows it before the download (FORMAT 3.4)."""
         k, dense = self.k, [self.scheme.dense_bounds(tensor.shape) for tensor in self.tensors]
         weights = sum(math.prod(t.shape) for t in self.tensors)
         overhead = MAX_HEADER_BYTES + 8
@@ -377,8 +403,8 @@ class Manifest:
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.REFERENCE: (0, MAX_REFERENCE_BYTES),
             Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),
-            # Every weight in 4 bytes, and a table, whose codes have 8 bits, twice where the head is tied;
-            # a mask's places in 8 bytes
+            # At most 4 bytes per weight, 8 bytes per table code (tied heads occur twice), and 8 bytes per
+            # masked index.
             Role.PROGRAM: (
                 PROGRAM_HEADER_BYTES,
                 4 * weights + 8 * self.layer(Role.PLAIN).size_bytes + 32 * k + MAX_FILE_BYTES,
@@ -395,13 +421,20 @@ class Manifest:
 
 
 def sort_layers(layers: Iterable[Layer]) -> tuple[Layer, ...]:
-    """Layers in the order that a manifest wants: by role, then by path."""
+    """Return layers in the order of a manifest: by role, then by path."""
     roles = list(Role)
     return tuple(sorted(layers, key=lambda layer: (roles.index(layer.role), layer.path or "")))
 
 
 def decimal_text(number: float) -> str:
-    """A float as the shortest decimal text without exponent, as manifests carry it: 0.001 -> "0.001"."""
+    """Return a float as the shortest decimal text without an exponent.
+
+    Example:
+        >>> decimal_text(0.001)
+        '0.001'
+        >>> decimal_text(1e-05)
+        '0.00001'
+    """
     if not math.isfinite(number):
         raise ValueError(f"expected a finite number, got {number!r}")
     return format(Decimal(repr(number)), "f")
@@ -420,7 +453,7 @@ _LAYER = {"role": str, "media_type": str, "digest": str, "size_bytes": int, "pat
 
 
 def _fields(value: object, what: str, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """The object's fields, exactly these and of these types."""
+    """Return the fields of an object, which must have exactly these names and types."""
     if not isinstance(value, dict):
         raise PackageError("manifest-schema", f"expected {what} to be an object, got {type(value).__name__}")
     if value.keys() != kinds.keys():
@@ -432,10 +465,6 @@ def _fields(value: object, what: str, kinds: Mapping[str, type]) -> dict[str, An
             got = type(value[key]).__name__
             raise PackageError("manifest-schema", f"expected {what}.{key} to be {kind.__name__}, got {got}")
     return value
-
-
-def _mask(item: object) -> MaskInfo:
-    return MaskInfo(**_fields(item, "mask", _MASK))
 
 
 def _adapter(item: object) -> AdapterInfo:

@@ -1,10 +1,14 @@
-"""Opening a package: nothing is returned that was not checked (FORMAT 4.8).
+"""Opening packages. Everything that is returned has been checked (FORMAT 4.8).
 
-`Package.open` checks the manifest's digest before it is parsed, hashes the small layers (files, blocks, mask,
-adapter, values, reference), and holds the structure of all layers against the manifest and the
-config. The big layers (dense, plain) are mapped. All their blocks are hashed when the first tensor of them is
-asked for, so opening stays quick and nothing computes with damaged bytes. Scales and plain numbers are
-checked as they are read.
+`Package.open` does this, in order:
+
+1. It checks the digest of the manifest, and parses it.
+2. It hashes the small layers: files, blocks, mask, adapter, values and reference.
+3. It compares the structure of all layers with the manifest and the config.
+
+The big layers (dense and plain) are mapped. All their blocks are hashed when the first of their
+tensors is read. So opening is fast, and nothing computes with damaged bytes. Scales and plain
+numbers are checked when they are read.
 """
 
 import threading
@@ -54,10 +58,17 @@ _DTYPES = {
 
 
 class Package:
-    """An opened package. Arrays are read-only views of mapped files where nothing had to be converted."""
+    """An opened package. Arrays are read-only views of mapped files, unless they had to be converted.
+
+    Example:
+
+        package = Package.open(BlobFolder(Path("blobs")), "sha256:0123...")
+        print(package.k, "trained numbers")
+        weight = package.quantized("model.layers.0.mlp.up_proj.weight")
+    """
 
     def __init__(self, blobs: BlobFolder, manifest: Manifest) -> None:
-        """Use `open`: this checks all but the manifest's own digest."""
+        """Check everything except the digest of the manifest. Use `open` instead."""
         self.blobs = blobs
         self.manifest = manifest
         self.digest = manifest.digest
@@ -71,7 +82,7 @@ class Package:
         self.config: dict[str, Any] = parse_config(self.file("config.json"))
         check_config_family(self.config, manifest.model.family)
         blocks = package_blocks(blobs, manifest)
-        check_blocks(blobs, [block for block in blocks if block.begin == 0])  # the headers are parsed next
+        check_blocks(blobs, [block for block in blocks if block.begin == 0])  # they hold the headers
         self._unchecked = blocks
         self._checking = threading.Lock()
         self._layers = {
@@ -89,53 +100,57 @@ class Package:
 
     @classmethod
     def open(cls, blobs: BlobFolder, digest: str) -> "Package":
-        """Open the package of this digest.
+        """Open the package with this digest.
 
         Raises:
-            PackageError: a rule of FORMAT 2 to 4 is broken; the code says which.
+            PackageError: a rule of FORMAT 2 to 4 is broken. The code says which.
         """
         return cls(blobs, Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES)))
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Masked weights, or trained numbers of the adapter, of each tensor, in tensor_id order."""
+        """The number of masked weights, or of trained numbers of the adapter, for each tensor by
+        tensor_id.
+        """
         return self.manifest.counts
 
     @property
     def k(self) -> int:
-        """Number of masked weights, or of trained numbers of the adapter."""
+        """The number of masked weights, or of trained numbers of the adapter."""
         return self.manifest.k
 
     @property
     def mask_digest(self) -> str:
-        """Digest of the mask layer, or of the adapter layer that stands in its place."""
+        """The digest of the mask layer, or of the adapter layer in its place."""
         return self.manifest.mask_digest
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the manifest and of all its distinct blobs."""
+        """The bytes of the manifest and of all distinct blobs."""
         return self.manifest.size_bytes
 
     @property
     def plain_names(self) -> tuple[str, ...]:
-        """Names of the tensors that are not quantized."""
+        """The names of the tensors that are not quantized."""
         return self._layers[Role.PLAIN].names
 
     def layer_names(self, role: Role) -> tuple[str, ...]:
-        """Names of the tensors in a layer, as its header has them."""
+        """Return the names of the tensors in a layer, in the order of their bytes."""
         return self._layers[role].names
 
     def plain_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor that is not a linear, without reading it."""
+        """Return the shape of a tensor that is not quantized, without reading it."""
         return self._plain_shapes[name]
 
     def plain_dtype(self, name: str) -> str:
-        """The dtype of a tensor that is not a linear, BF16, F16, F32 or Q8_0, without reading it."""
+        """Return the dtype of a tensor that is not quantized, without reading it: BF16, F16, F32 or
+        Q8_0.
+        """
         found = self._layers[Role.PLAIN].specs[name].dtype
         return Q8_0 if found == "U8" else found
 
     def check_blocks(self) -> None:
-        """Hash all blocks of the big layers, the first time.
+        """Hash all blocks of the big layers. Later calls do nothing.
 
         Raises:
             PackageError: `block-digest`.
@@ -149,7 +164,8 @@ class Package:
 
         Raises:
             KeyError: no such tensor.
-            PackageError: `block-digest`, `dense-scales`, `dense-codes`, `dense-padding` or `dense-code-book`.
+            PackageError: `block-digest`, `dense-scales`, `dense-codes`, `dense-padding` or
+                `dense-code-book`.
         """
         shape, scheme = self._shapes[name], self.manifest.scheme
         dense = self._checked(Role.DENSE)
@@ -158,7 +174,7 @@ class Package:
         return read_codes(dense, name, shape, scheme)
 
     def plain(self, name: str) -> RawTensor:
-        """Return a tensor that is not a linear, in the source's bits or Q8_0, memory-mapped.
+        """Return a tensor that is not quantized, in the dtype of the model or in Q8_0, memory-mapped.
 
         Raises:
             KeyError: no such tensor.
@@ -175,11 +191,11 @@ class Package:
         return tensor
 
     def mask(self, name: str) -> NDArray[np.uint32]:
-        """Flat indices of a weight's masked positions, strictly increasing.
+        """Return the flat indices of a weight's masked positions, strictly increasing.
 
         Raises:
             KeyError: no such tensor.
-            InputError: the package has an adapter in place of a mask.
+            InputError: the package has an adapter instead of a mask.
         """
         if self.manifest.adapter is not None:
             got = f"{self.manifest.adapter.kind} of rank {self.manifest.adapter.rank}"
@@ -191,7 +207,8 @@ class Package:
     def values(self) -> NDArray[np.float32]:
         """Return the initial trained values, float32 [k], tensor by tensor, as a new array.
 
-        They are the sparse values. Of an adapter they are A, if it is trained, then B, which is 0.
+        With a mask they are the sparse values. With an adapter they are A, if it is trained, then
+        B, which is 0.
 
         Raises:
             PackageError: `values-not-finite` or `adapter-not-finite`.
@@ -205,10 +222,11 @@ class Package:
         return np.concatenate([tensor.float32() for tensor in found])
 
     def adapter_matrix(self, name: str) -> NDArray[np.float32]:
-        """Return the matrix A [rank, K] of a weight: frozen (LoRA-FA), or the initial one (LoRA).
+        """Return the matrix A [rank, K] of a weight. It is frozen in LoRA-FA, and the initial value in
+        LoRA.
 
         Raises:
-            KeyError: no such tensor, or one outside of the adapter's scope.
+            KeyError: no such tensor, or it is outside of the adapter's scope.
             PackageError: `adapter-not-finite`.
         """
         tensor = self._layers[Role.ADAPTER].tensor(name)
@@ -226,7 +244,7 @@ class Package:
         return np.concatenate(parts)
 
     def reference_rows(self) -> reference_rows.ReferenceRows | None:
-        """Return the reference rows that pull and measure (FORMAT 4.12), or None.
+        """Return the rows of the reference (FORMAT 4.12), or None.
 
         Raises:
             PackageError: `reference`.
@@ -238,7 +256,8 @@ class Package:
         return reference_rows.read_reference(layer, shape_of(self.config).vocabulary, positions)
 
     def pooled(self) -> bytes | None:
-        """Return the checked bytes of the pooled state, for `permille.zo.packed_state`, or None.
+        """Return the checked bytes of the pooled state, or None. `permille.zo.packed_state` parses
+        them.
 
         Raises:
             PackageError: `blob-digest`.
@@ -249,10 +268,11 @@ class Package:
         return self.blobs.read(layer.digest, limit=layer.size_bytes)
 
     def program(self) -> Path | None:
-        """Return the checked file of the program, or None.
+        """Return the path of the checked program, or None.
 
         Raises:
-            PackageError: `program-header`, `blob-size`, `blob-digest`, or `blob-missing`: it was not fetched.
+            PackageError: `program-header`, `blob-size`, `blob-digest`, or `blob-missing` if it was
+                not downloaded.
         """
         if not self.manifest.has_layer(Role.PROGRAM):
             return None
@@ -264,7 +284,7 @@ class Package:
         return path
 
     def file(self, path: str) -> bytes:
-        """A file's bytes, hashed (KeyError: the package has no such file)."""
+        """Return the checked bytes of a file. Raises KeyError if the package has no such file."""
         return self.blobs.read(self.manifest.files()[path].digest, limit=MAX_FILE_BYTES)
 
     def _checked(self, role: Role) -> SafetensorsFile:
@@ -283,7 +303,7 @@ class Package:
 def read_codes(
     dense: SafetensorsFile, name: str, shape: tuple[int, int], how: Quantization
 ) -> QuantizedTensor:
-    """Codes and scales of one weight of a dense layer.
+    """Return the codes and scales of one weight of a dense layer.
 
     Raises:
         PackageError: `dense-scales`, `dense-codes` or `dense-padding`.
@@ -310,11 +330,14 @@ def read_codes(
 
 
 def verify_package(blobs: BlobFolder, digest: str) -> Package:
-    """Open a package as a stranger would: every blob's digest is checked before its bytes are parsed, and
-    every number is looked at.
+    """Open a package and check all of it: every digest before the bytes are parsed, and every number.
 
     Raises:
-        PackageError: the first rule that is broken; the code says which.
+        PackageError: the code names the first rule that is broken.
+
+    Example:
+
+        package = verify_package(BlobFolder(Path("blobs")), "sha256:0123...")
     """
     manifest = Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES))
     for layer in _needed(blobs, manifest):
@@ -332,7 +355,9 @@ def verify_package(blobs: BlobFolder, digest: str) -> Package:
 
 
 def _needed(blobs: BlobFolder, manifest: Manifest) -> list[Layer]:
-    """Return the layers that must be present: all but a program that is absent (FORMAT 4.11)."""
+    """Return the layers that must be present: all except a program, which may be missing (FORMAT
+    4.11).
+    """
     return [x for x in manifest.layers if x.role is not Role.PROGRAM or blobs.has(x.digest)]
 
 

@@ -1,8 +1,8 @@
-"""The reference of a package: rows of public text and of the base's own answers (FORMAT 4.12).
+"""The reference of a package: rows of public text, and of answers by the base model (FORMAT 4.12).
 
-Some rows pull a training towards the base, and name for each target the base's most probable tokens; the
-other rows measure what a trained state costs. Writing and strict reading are here; what training makes of the
-rows is in `permille.training.reference`.
+Some rows pull a training towards the base model. At each target they name the base's most probable
+tokens. The other rows measure what a trained state costs on general text. This module writes and
+checks the rows. `permille.training.reference` uses them.
 
 Shapes: N rows, T tokens of a row, R targets of the rows that pull, S tokens named at a target.
 """
@@ -21,10 +21,10 @@ from permille.package.safetensors_io import SafetensorsFile, SafetensorsWriter
 NAMED_TOKENS = 16
 MOST_ROWS = 1024
 MOST_TOKENS = 1024
-MOST_TOGETHER = 1 << 14  # of all rows: they are read at each strength
+MOST_TOGETHER = 1 << 14  # tokens of all rows: a training evaluates all of them for each strength
 DTYPES = frozenset({"U32", "U8", "F16"})
 _NAMES = ("ids", "spans", "kinds", "named_ids", "named_probabilities")
-# A half-precision probability is off by at most 2^-11 of itself.
+# Rounding to half precision changes a probability by a relative 2^-11 at most.
 _LARGEST_SUM = 1.001
 
 
@@ -33,14 +33,14 @@ class ReferenceRows:
     """Rows, each with one span of targets.
 
     Attributes:
-        ids_NT: int64 token ids; 0 behind a row's end.
+        ids_NT: int64 token ids; 0 after the end of a row.
         begin_N: int64, the first target of a row, at least 1.
-        end_N: int64, where a row and its targets end.
-        chat_N: bool, a chat turn: the targets are the base's own answer.
-        pulls_N: bool, the row pulls; the others measure.
-        named_RS: int64, distinct ids of the base's most probable tokens at each target of the rows that pull,
-            row by row.
-        probability_RS: float32, the base's probabilities of them.
+        end_N: int64, the end of the row and of its targets.
+        chat_N: bool, whether the row is a chat turn. Its targets are the base's own answer.
+        pulls_N: bool, whether the row pulls. The others measure.
+        named_RS: int64, distinct ids of the base's most probable tokens at each target of the rows
+            that pull.
+        probability_RS: float32, the base's probabilities of these tokens.
     """
 
     ids_NT: NDArray[np.int64]
@@ -60,8 +60,7 @@ def write_reference(blobs: BlobFolder, rows: ReferenceRows) -> Layer:
     """Store the rows as a layer.
 
     Raises:
-        PackageError: `reference`: a reader would refuse them.
-        OSError: as the file system reports it; no blob is left.
+        OSError: from the file system. No blob is left.
     """
     spans_N2 = np.stack([rows.begin_N, rows.end_N], axis=1)
     kinds_N2 = np.stack([rows.chat_N, rows.pulls_N], axis=1)
@@ -76,15 +75,15 @@ def write_reference(blobs: BlobFolder, rows: ReferenceRows) -> Layer:
 
 
 def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | None) -> ReferenceRows:
-    """Read the rows of a layer, whose digest was checked.
+    """Read the rows of a layer whose digest was checked.
 
     Args:
-        vocabulary: tokens of the model.
-        positions: the longest row that the model reads; None: as long as the format allows.
+        vocabulary: the number of tokens of the model.
+        positions: the longest row that the model can read; None for the limit of the format.
 
     Raises:
-        PackageError: `reference`: a tensor is missing, or of another shape or dtype; a span, an id or a
-            probability is out of range.
+        PackageError: `reference`: a tensor is missing, has another shape or dtype, or a value is
+            out of range.
     """
     if set(layer.names) != set(_NAMES):
         raise _refused(f"has the tensors {sorted(layer.names)!r:.200}, not {sorted(_NAMES)}")
@@ -116,7 +115,7 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
         raise _refused(f"has a token outside the vocabulary of {vocabulary}")
     if (np.diff(np.sort(named_RS, axis=1), axis=1) == 0).any():
         raise _refused("names a token twice at one target")
-    # A NaN fails every comparison.
+    # A NaN fails both comparisons.
     if not (probability_RS >= 0).all() or not (probability_RS.sum(axis=1) <= _LARGEST_SUM).all():
         raise _refused("has probabilities below 0, or of more than 1 together")
     return ReferenceRows(

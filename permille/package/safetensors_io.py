@@ -1,9 +1,13 @@
-"""Our own strict reader and streaming writer of the safetensors format (FORMAT 4.1).
+"""A strict reader and a streaming writer of the safetensors format (FORMAT 4.1).
 
-Any safetensors library reads what is written here. The reader takes less than they do: the header must be the
-canonical bytes, tensors must fill the file without holes, dtypes come from a short list. It maps the file, so
-that a tensor costs memory when it is touched. It checks structure; what the numbers mean is the layer's
-affair.
+Any safetensors library can read the files that we write. Our reader accepts fewer files than a
+library does: the header must be canonical, the tensors must fill the file without gaps, and only a
+few dtypes are allowed. It maps the file, so a tensor takes memory only when it is touched.
+
+The reader checks structure. The modules that read a layer check its numbers.
+
+The safetensors library was considered. It accepts headers that are not canonical, so we would parse
+the header twice. Its `save_file` needs all tensors of a layer in memory.
 """
 
 import math
@@ -11,6 +15,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -30,7 +35,7 @@ _MAX_DIMENSIONS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor's entry in the header: `begin` and `end` count from the first data byte."""
+    """The entry of a tensor in the header. `begin` and `end` count from the first data byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,16 +44,24 @@ class TensorSpec:
 
 
 class SafetensorsFile:
-    """A mapped file whose structure was checked. Tensors are views: keep this object while they live."""
+    """A mapped file with a checked structure. Tensors are views, so keep this object while you use
+    them.
+
+    Example:
+
+        layer = SafetensorsFile(Path("dense.safetensors"))
+        for name in layer.names:
+            print(name, layer.tensor(name).shape)
+    """
 
     def __init__(self, path: Path, *, dtypes: Iterable[str] = ITEM_BYTES) -> None:
         """Map the file and check its header.
 
         Args:
-            dtypes: those allowed here.
+            dtypes: the allowed dtypes.
 
         Raises:
-            PackageError: a rule of FORMAT 4.1 is broken; the code says which.
+            PackageError: a rule of FORMAT 4.1 is broken. The code says which.
             OSError: the file cannot be opened.
         """
         with path.open("rb") as file:
@@ -60,11 +73,11 @@ class SafetensorsFile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors, in the order of their bytes."""
+        """The names of the tensors, in the order of their bytes."""
         return tuple(self.specs)
 
     def tensor(self, name: str) -> RawTensor:
-        """A view of one tensor (KeyError for a name that is not in `specs`)."""
+        """Return a view of one tensor. Raises KeyError for an unknown name."""
         spec = self.specs[name]
         data = self._map[self._start + spec.begin : self._start + spec.end]
         return RawTensor(name=name, dtype=spec.dtype, shape=spec.shape, data=data)
@@ -97,7 +110,7 @@ def _parse_header(header: bytes, dtypes: frozenset[str], data_bytes: int) -> dic
 
 
 def _position(item: tuple[str, TensorSpec]) -> tuple[int, int, int, str]:
-    # Empty tensors share their begin with the next: by width, then name, like the writer.
+    # An empty tensor begins where the next one begins, so the order goes on by width and by name.
     name, spec = item
     return spec.begin, spec.end, -ITEM_BYTES[spec.dtype], name
 
@@ -110,7 +123,7 @@ def _spec(name: str, entry: JSON, dtypes: frozenset[str]) -> TensorSpec:
         raise PackageError("header-dtype", f"expected one of {sorted(dtypes)}, got {dtype!r:.40}")
     if not _is_sizes(shape) or len(shape) > _MAX_DIMENSIONS or not _is_sizes(offsets) or len(offsets) != 2:
         raise PackageError("header-schema", f"expected sizes in shape and data_offsets of {name!r:.100}")
-    # FORMAT 4.1: the product is checked, never computed modulo anything. Python integers do not wrap.
+    # FORMAT 4.1: the product must not overflow. Python's integers do not, so check it after the fact.
     size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if size_bytes > MAX_LAYER_BYTES:
         raise PackageError("header-overflow", f"expected at most {MAX_LAYER_BYTES} bytes, got {size_bytes}")
@@ -130,7 +143,7 @@ def _check_offsets(specs: Mapping[str, TensorSpec], data_bytes: int) -> None:
     for name, spec in specs.items():
         if spec.begin != position:
             raise PackageError("header-offsets", f"expected {name!r:.100} at {position}, got {spec.begin}")
-        # FORMAT 4.1: wide items first, so that every tensor is aligned to its item.
+        # FORMAT 4.1: wide items come first, so that every tensor is aligned to its item size.
         if ITEM_BYTES[spec.dtype] > widest:
             raise PackageError("header-offsets", f"expected wider items before narrower, got {name!r:.100}")
         widest, position = ITEM_BYTES[spec.dtype], spec.end
@@ -138,14 +151,22 @@ def _check_offsets(specs: Mapping[str, TensorSpec], data_bytes: int) -> None:
         raise PackageError("layer-file-size", f"expected {position} bytes of tensors, got {data_bytes}")
 
 
-class SafetensorsWriter:
-    """Writes one layer tensor by tensor; holds none of them. `finish` assembles the blob.
+class SafetensorsWriter(ExitStack):
+    """A writer of one layer, tensor by tensor. `finish` assembles the blob.
 
-    Bytes wait in one unnamed temporary file per item size, because wide items come first in the layer and the
-    header before them all. Twice the layer's size of disk is needed until `finish` returns.
+    The bytes wait in one unnamed temporary file per item size, because the header and the wide
+    items come first in the layer. Until `finish` returns, this takes twice the layer's size on
+    disk.
+
+    Example:
+
+        with SafetensorsWriter(blobs) as writer:
+            writer.add("model.norm.weight", "F32", (64,), np.ones(64, np.float32))
+            digest, size_bytes = writer.finish()
     """
 
     def __init__(self, blobs: BlobFolder) -> None:
+        super().__init__()
         self._blobs = blobs
         self._spools: dict[int, BinaryIO] = {}
         self._entries: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -154,11 +175,12 @@ class SafetensorsWriter:
         """Append a tensor.
 
         Args:
-            data: C-contiguous, little-endian; as many bytes as dtype and shape say.
+            data: C-contiguous and little-endian, with as many bytes as dtype and shape say.
 
         Raises:
-            InputError: the name came before, the dtype is unknown or the bytes do not fit the shape.
-            OSError: as the file system reports it.
+            InputError: the name was added before, the dtype is unknown, or the bytes do not fit the
+                shape.
+            OSError: from the file system.
         """
         if name in self._entries or name == "__metadata__":
             raise InputError(f"expected every tensor once, got {name!r} again")
@@ -169,12 +191,13 @@ class SafetensorsWriter:
         if flat.size != math.prod(shape) * width:
             raise InputError(f"expected {math.prod(shape) * width} bytes of {name!r}, got {flat.size}")
         if width not in self._spools:
-            self._spools[width] = tempfile.TemporaryFile(dir=self._blobs.incoming())  # noqa: SIM115
+            spool = tempfile.TemporaryFile(dir=self._blobs.incoming())  # noqa: SIM115 - `close` closes it
+            self._spools[width] = self.enter_context(spool)
         self._spools[width].write(flat.data)
         self._entries[name] = (dtype, shape)
 
     def finish(self) -> tuple[str, int]:
-        """Write the blob; returns its digest and its size in bytes."""
+        """Write the blob. Return its digest and its size in bytes."""
         header = self._header()
         with self._blobs.writer() as writer:
             writer.write(header)
@@ -183,22 +206,7 @@ class SafetensorsWriter:
                 spool.seek(0)
                 while chunk := spool.read(CHUNK_BYTES):
                     writer.write(chunk)
-            digest = writer.commit()
-            size = writer.size_bytes
-        self.close()
-        return digest, size
-
-    def close(self) -> None:
-        """Give the temporary files back."""
-        for spool in self._spools.values():
-            spool.close()
-        self._spools.clear()
-
-    def __enter__(self) -> "SafetensorsWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            return writer.commit(), writer.size_bytes
 
     def _header(self) -> bytes:
         ordered = {

@@ -1,4 +1,4 @@
-"""Checks of the layers of a package against its manifest and config."""
+"""Checks of a package's layers against its manifest and config."""
 
 import math
 import struct
@@ -74,7 +74,7 @@ def _dense_layout(manifest: Manifest, dense: SafetensorsFile) -> Layout:
     scheme, group_size = manifest.scheme.name, manifest.scheme.group_size
     found: Layout = {}
     for tensor in manifest.tensors:
-        # Of SOURCE the layer itself tells in how many bits, and with minima or not.
+        # For SOURCE the layer itself decides the bits of each tensor, and whether it has minima.
         is_eight = scheme is Scheme.SOURCE and is_int8(dense, tensor.name)
         has_minima = not is_eight and tensor.name + MINIMA in dense.specs
         bits = 8 if is_eight else bits_of(scheme)
@@ -84,7 +84,7 @@ def _dense_layout(manifest: Manifest, dense: SafetensorsFile) -> Layout:
 
 
 def is_int8(dense: SafetensorsFile, name: str) -> bool:
-    """Say whether a tensor's codes are bytes with a sign."""
+    """Return whether the codes of a tensor are signed bytes."""
     return name in dense.specs and dense.specs[name].dtype == "I8"
 
 
@@ -101,7 +101,7 @@ def _check_layer_shapes(role: Role, layer: SafetensorsFile, shapes: Mapping[str,
 
 
 def check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:
-    """Check that the indices of a weight rise strictly and are in range (FORMAT 4.4).
+    """Check that the indices of a weight increase strictly and are in range (FORMAT 4.4).
 
     Raises:
         PackageError: `mask-order` or `mask-range`.
@@ -115,7 +115,8 @@ def check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:
 
 
 def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None:
-    """Check that scales are finite, and except for source not negative (FORMAT 4.2).
+    """Check that scales are finite. Scales of schemes other than SOURCE must not be negative (FORMAT
+    4.2).
 
     Raises:
         PackageError: `dense-scales`.
@@ -124,13 +125,14 @@ def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None
         if not np.isfinite(scales).all():
             raise PackageError("dense-scales", f"The scales or minima of {name} are not all finite.")
         return
-    # NaN fails the comparison too.
+    # A NaN fails both comparisons.
     if not np.all((scales >= 0) & (scales < np.inf)):
         raise PackageError("dense-scales", f"expected finite scales of {name} from 0, got others")
 
 
 def check_codes(name: str, tensor: QuantizedTensor) -> None:
-    """Check that codes are valid for the scheme, with 0 after an odd number (FORMAT 4.2).
+    """Check that codes are valid for the scheme, and that the padding after an odd number is 0 (FORMAT
+    4.2).
 
     Raises:
         PackageError: `dense-codes` or `dense-padding`.
@@ -143,7 +145,8 @@ def check_codes(name: str, tensor: QuantizedTensor) -> None:
 
 
 def check_program(path: Path) -> None:
-    """Check that a program's header fits the file: description, then segments (FORMAT 4.11).
+    """Check that a program's header fits the file: first the description, then the segments (FORMAT
+    4.11).
 
     Raises:
         PackageError: `program-header`.
