@@ -1,9 +1,10 @@
-"""Logs and traces of the service and its workers. One id leads from a request to the job that it started.
+"""Logs and traces of the service and its workers. One id connects a request with the process that does
+its job.
 
-The id is the trace id of W3C trace context. It comes from the request's `traceparent` header, or is new. The
-response has it in `X-Request-ID`, the job stores it, and every log line of the request and of the job ends
-with it. Spans are exported only if `OTEL_EXPORTER_OTLP_ENDPOINT` is set and the extra `telemetry` is
-installed.
+It is the id of W3C trace context. A request takes it from its `traceparent` header, or gets a new
+one. The answer returns it as `X-Request-ID`, the row of a job stores it, and every log line
+contains it. Spans are exported only if `OTEL_EXPORTER_OTLP_ENDPOINT` is set. This uses
+OpenTelemetry's own exporter, in the extra `telemetry`.
 """
 
 import logging
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII)
 _FIELDS: Final = "%(asctime)s %(levelname)s %(name)s %(message)s %(request_id)s %(job_id)s"
-# Paths and messages come from anyone. None may look like two log lines, or paint a terminal.
+# Messages may quote strangers. So they cannot forge a second log line or send codes to a terminal.
 _PLAIN: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
 _PLAIN[ord("\n")] = "\n    "
 _QUIET: Final = ("alembic", "botocore", "opentelemetry", "tuf")
@@ -42,7 +43,7 @@ class LogFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Position of a span: the id of its trace, its own id, and whether it is sampled."""
+    """The position of a span: the trace's id, the parent span's id, and whether the trace is sampled."""
 
     trace_id: str
     span_id: str
@@ -50,15 +51,18 @@ class Trace:
 
     @classmethod
     def new(cls) -> "Trace":
-        """Start a trace."""
+        """Return a new trace."""
         return cls(secrets.token_hex(16), secrets.token_hex(8))
 
     @classmethod
     def parse(cls, traceparent: str | None) -> "Trace | None":
-        """Parse a `traceparent` header. Return None if it is missing or malformed.
+        """Parse a `traceparent` header, or return None if it is invalid.
 
-        >>> str(Trace.parse("00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"))
-        '00-abababababababababababababababab-cdcdcdcdcdcdcdcd-01'
+        Example:
+            >>> str(Trace.parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"))
+            '00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01'
+            >>> Trace.parse("none") is None
+            True
         """
         match = _TRACEPARENT.fullmatch(traceparent or "")
         if match is None or not int(match[1], 16) or not int(match[2], 16):
@@ -77,7 +81,7 @@ def configure_logging(form: LogFormat) -> None:
     """Log to standard error, as text or as one JSON object per line.
 
     Raises:
-        OperatorError: JSON needs python-json-logger, which is not installed.
+        OperatorError: the library for JSON is not installed.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_ids)
@@ -88,10 +92,10 @@ def configure_logging(form: LogFormat) -> None:
 
 
 def start_tracing(program: str) -> None:
-    """Export spans to `OTEL_EXPORTER_OTLP_ENDPOINT`. Do nothing if it is not set.
+    """Export spans if `OTEL_EXPORTER_OTLP_ENDPOINT` is set.
 
     Raises:
-        OperatorError: the variable is set, but the extra `telemetry` is not installed.
+        OperatorError: it is set, and the extra `telemetry` is not installed.
     """
     if not os.environ.get(ENDPOINT):
         return
@@ -111,7 +115,7 @@ def start_tracing(program: str) -> None:
 
 
 def stop_tracing() -> None:
-    """Export the remaining spans. Wait some seconds for a collector that does not answer."""
+    """Export the remaining spans. This waits some seconds for a collector that does not answer."""
     if os.environ.get(ENDPOINT):
         from opentelemetry import trace
 
@@ -122,18 +126,16 @@ def stop_tracing() -> None:
 
 @dataclass(slots=True)
 class Outage:
-    """Log a repeated failure once when it begins, again when its reason changes, and once when it ends.
+    """Log when an operation begins to fail, when the reason changes, and when it works again.
 
-    For code that tries again every few seconds:
+    This is for operations that are repeated every few seconds. Attributes: `what` names the failure
+    in words.
 
-        outage = Outage(log, "cannot reach the database")
-        outage.note(exc)    # logs a warning at the first failure
-        outage.note(None)   # logs that it is over
+    Example:
 
-    Attributes:
-        log: the logger.
-        what: the failure, in words.
-        level: the level of the first line.
+        outage = Outage(log, "the database cannot be reached")
+        outage.note(error)  # logs a warning once
+        outage.note(None)  # logs once that it is over
     """
 
     log: logging.Logger
@@ -142,13 +144,13 @@ class Outage:
     _reason: str | None = None
 
     def note(self, failed: Exception | str | None) -> None:
-        """Note the error of the last try, or None if it succeeded."""
+        """Record the result of the last try: an error, or None for success."""
         if failed is None:
             if self._reason is not None:
                 self.log.info("over: %s", self.what)
             self._reason = None
             return
-        # Messages of a database contain values that change with each try, so only its class is compared.
+        # Messages of a database contain changing values, so compare only the type of its errors.
         reason = str(failed) if isinstance(failed, (str, PermilleError)) else type(failed).__name__
         if reason != self._reason:
             self.log.log(self.level, "%s: %s", self.what, failed)
@@ -157,7 +159,9 @@ class Outage:
 
 @contextmanager
 def span(name: str, above: Trace | None, attributes: Mapping[str, str | int]) -> Iterator[Trace]:
-    """Open a span below `above`, or start a trace. Log lines within the block have its id."""
+    """Record a span for a piece of work, below `above` or as the root of a trace. Log lines within
+    have its id.
+    """
     tracer = _tracer()
     if tracer is None:
         here = above or Trace.new()
@@ -181,7 +185,7 @@ def span(name: str, above: Trace | None, attributes: Mapping[str, str | int]) ->
 
 @contextmanager
 def request(above: Trace | None) -> Iterator[Trace]:
-    """Set the trace of a request. If spans are on, FastAPI has already opened one."""
+    """Set the trace of a request. FastAPI's instrumentation makes its span, if there is one."""
     here = above or Trace.new()
     if _tracer() is not None:
         from opentelemetry import trace
@@ -194,7 +198,7 @@ def request(above: Trace | None) -> Iterator[Trace]:
 
 @contextmanager
 def watching(job_id: str, above: Trace | None) -> Iterator[None]:
-    """Set the ids of a job that another process computes. Log lines within the block have them."""
+    """Add the ids of a job to the log lines of this block, while another process does the job."""
     token = current_job.set(job_id)
     try:
         with _within(above):
@@ -232,7 +236,7 @@ def _add_ids(record: logging.LogRecord) -> bool:
 
 
 class _TextFormatter(logging.Formatter):
-    """Text for people, with the ids at the end of a line."""
+    """A formatter for people. The ids stand at the end of a line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(name)s %(levelname)s %(message)s%(ids)s")

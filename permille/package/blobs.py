@@ -148,7 +148,9 @@ class BlobFolder:
             PackageError: `blob-missing` or `blob-digest`.
         """
         with self.open(digest) as file:
-            found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            # `BinaryIO` does not declare `readinto`, which all our files have.
+            hashed = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
+        found = f"sha256:{hashed.hexdigest()}"
         if found != digest:
             raise PackageError("blob-digest", f"expected {digest}, got {found}")
 

@@ -1,1 +1,3 @@
-"""Foreign tokenizers and templates at work: a confined child process and its parent. No torch, no numpy."""
+"""A confined child process for foreign tokenizers, chat templates and documents. It loads no torch and
+no numpy.
+"""

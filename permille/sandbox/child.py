@@ -1,11 +1,13 @@
-"""The child process in which a package's tokenizer and chat template work: one JSON line in, one out.
+"""The child process that runs the tokenizer and the chat template of a package. It answers a JSON line
+per line.
 
-Both come with the package, so they are code and data of somebody else. A tokenizer's rules can double a text
-thirty times, its patterns can look for ever; a template can loop. jinja2's immutable sandbox bounds what a
-template may touch, nothing bounds how long either works or how much it allocates. So this process has limits
-(`confinement.py`), and the parent bounds the time and the answers (`process.py`).
+Both come with the package, so they are code and data of a stranger. The rules of a tokenizer can
+double a text thirty times, its patterns can search for ever, and a template can loop. The immutable
+sandbox of jinja2 limits what a template may access. It does not limit time and memory. So this
+process has limits (`confinement.py`), and its parent limits the time and the size of answers
+(`process.py`).
 
-A user's documents (`documents.py`), which others may have made, are read in a child of their own.
+A user's documents may also come from strangers. They are read in another child (`documents.py`).
 """
 
 import json
@@ -27,18 +29,20 @@ if TYPE_CHECKING:
 # A vocabulary of 256,000 tokens takes 240 MB.
 MEMORY_BYTES = 1 << 30
 MAX_STREAMS = 64
-# Of one request, where no parent is left to end it.
+# Limit of processor time for one request, in case the parent has died and cannot end it.
 ORPHAN_CPU_S = 600
 
 Answer = Mapping[str, object]
 
 
 class _RefusedError(Exception):
-    """A request that cannot be done. Its message is the answer."""
+    """A request that cannot be done. The message is the answer."""
 
 
 class _Child:
-    """The tokenizer, once it was loaded, and the environment of templates, once one was rendered."""
+    """The tokenizer, once it is loaded, and the environment of templates, once a template was
+    rendered.
+    """
 
     def __init__(self) -> None:
         self._loaded: Tokenizer | None = None
@@ -48,7 +52,7 @@ class _Child:
         self._compiled: tuple[str, Template] | None = None
 
     def answer(self, request: dict[str, Any]) -> Answer:
-        """Do what one request asks for."""
+        """Do one request."""
         requests: dict[str, Callable[..., Answer]] = {
             "load": self.load,
             "encode": self.encode,
@@ -66,7 +70,9 @@ class _Child:
             return {"error": str(exc)[:500]}
 
     def load(self, size: int, tokens: list[str]) -> Answer:
-        """Take a `tokenizer.json` of `size` bytes, which follow; the ids of some tokens."""
+        """Load a `tokenizer.json` of `size` bytes, which follow the request. Return the ids of some
+        tokens.
+        """
         from tokenizers import Tokenizer
 
         data = sys.stdin.buffer.read(size)
@@ -81,8 +87,12 @@ class _Child:
         return {"ids": [self._loaded.token_to_id(token) for token in tokens]}
 
     def encode(self, text: str, literal: bool, ends: bool, limit: int) -> Answer:
-        """Ids of a text and where each stands in it: where `literal`, special tokens in it are text; with the
-        tokenizer's own beginning and end where `ends`."""
+        """Return the ids of a text, and the begin and end of each token in it.
+
+        Args:
+            literal: treat special tokens in the text as plain text.
+            ends: add the tokenizer's own tokens at the begin and the end.
+        """
         self._tokenizer.encode_special_tokens = literal
         found = self._tokenizer.encode(text, add_special_tokens=ends)
         if len(found) > limit:
@@ -95,11 +105,11 @@ class _Child:
         }
 
     def decode(self, ids: list[int], limit: int) -> Answer:
-        """The text of ids, without special tokens."""
+        """Return the text of ids, without special tokens."""
         return {"text": _bounded(self._tokenizer.decode(ids, skip_special_tokens=True), limit)}
 
     def step(self, stream: int, ids: list[int], limit: int) -> Answer:
-        """Return the text that the next ids add to a stream. No ids end the stream."""
+        """Return the text that the next ids add to a stream. An empty list of ids ends the stream."""
         from tokenizers.decoders import DecodeStream
 
         if not ids:
@@ -127,9 +137,14 @@ class _Child:
         tools: list[dict[str, Any]] | None = None,
         documents: list[dict[str, Any]] | None = None,
     ) -> Answer:
-        """The text of messages, with the start of an answer or without; and for the text of so many of them,
-        with it or without, how long it is where the whole text begins with it. `today`: an ISO date, which
-        templates may print."""
+        """Render messages, and measure prefixes of the text.
+
+        Args:
+            prompt: add the start of an answer.
+            prefixes: pairs of a number of messages and `prompt`. For each, the answer has the
+                length of its text, or None if the whole text does not begin with it.
+            today: an ISO date, which templates may print.
+        """
         from jinja2 import TemplateError
         from jinja2.exceptions import SecurityError
 
@@ -143,7 +158,7 @@ class _Child:
             def text_of(part: list[dict[str, Any]], with_prompt: bool) -> str:
                 pieces, room = [], limit
                 given = {**variables, "messages": part, "add_generation_prompt": with_prompt}
-                # As transformers gives them: templates ask whether they are none, too.
+                # transformers always passes these, and templates test whether they are none.
                 given |= {"tools": tools, "documents": documents, "strftime_now": day.strftime}
                 for piece in generate(**given):
                     pieces.append(piece)
@@ -162,7 +177,9 @@ class _Child:
         return {"text": whole, "prefixes": lengths}
 
     def extract(self, suffix: str, size: int, limit: int) -> Answer:
-        """The texts of a document of `size` bytes, which follow; of mail one a message."""
+        """Return the texts of a document of `size` bytes, which follow the request. Mail gives one
+        text per message.
+        """
         from permille.sandbox.documents import texts_of
 
         data = sys.stdin.buffer.read(size)
@@ -174,7 +191,7 @@ class _Child:
             raise _RefusedError(
                 f"reading {suffix} needs {exc.name}: pip install 'permille[documents]'"
             ) from exc
-        except Exception as exc:  # libraries raise anything for what is damaged
+        except Exception as exc:  # for damaged documents, libraries raise anything
             raise _RefusedError(f"cannot be read as {suffix} ({type(exc).__name__})") from exc
         if sum(map(len, texts)) > limit:
             raise _RefusedError(f"more than {limit} characters")
@@ -194,12 +211,12 @@ def _environment() -> "ImmutableSandboxedEnvironment":
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """`{% generation %}...{% endgeneration %}` renders its body: so templates mark answers."""
+        """The tag `{% generation %}...{% endgeneration %}`, which marks answers. It renders its body."""
 
         tags = {"generation"}  # noqa: RUF012 - the name and type are jinja2's
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
-            """The body alone."""
+            """Return the body."""
             next(parser.stream)
             return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
@@ -242,7 +259,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter of transformers, with its arguments in its order. jinja2's own escapes HTML."""
+    """The filter `tojson` of transformers, with its arguments in its order. That of jinja2 escapes
+    HTML.
+    """
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

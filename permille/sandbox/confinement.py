@@ -1,23 +1,23 @@
 """Limits that a child process sets on itself before it reads foreign data.
 
-They limit memory, time, written files and the network.
-
-Linux holds all of it. Elsewhere what the system does not know is left out, and the parent's time limit stays.
+They limit memory, processor time, written files and the network. Linux enforces all of them. Other
+systems lack some, and then only the parent's timeout remains.
 """
 
 import sys
 import time
 
-_NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # of linux/sched.h
+_NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # from linux/sched.h
 
 
 def confine(*, memory_bytes: int, cpu_s: int | None = None, file_bytes: int = 0) -> None:
-    """Confine this process for the rest of its life. Call it before threads start, so before numpy.
+    """Confine this process for the rest of its life. Call it before threads start, and before numpy is
+    imported.
 
     Args:
-        memory_bytes: address space, mapped files included.
-        file_bytes: the largest file that it may write.
-        cpu_s: seconds of processor time, after which the system kills it; None leaves that to the parent.
+        memory_bytes: the most address space, including mapped files.
+        cpu_s: the most seconds of processor time; None for no limit.
+        file_bytes: the size of the largest file that it may write.
     """
     if sys.platform == "win32":
         return
@@ -32,11 +32,15 @@ def confine(*, memory_bytes: int, cpu_s: int | None = None, file_bytes: int = 0)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (most, most))
     if sys.platform == "linux":
-        _leave_network()
+        import ctypes
+
+        # Enter an empty network namespace. Systems may forbid this to users, and the call then fails
+        # without harm: our own code opens no sockets.
+        ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)
 
 
 def allow_cpu(seconds: int) -> None:
-    """Let the system end this process after so many more seconds of processor time."""
+    """Let the system end this process after this many more seconds of processor time."""
     if sys.platform == "win32":
         return
     import resource
@@ -46,10 +50,3 @@ def allow_cpu(seconds: int) -> None:
     resource.setrlimit(
         resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard)
     )
-
-
-def _leave_network() -> None:
-    """Enter an empty network; where the system forbids it to users, code that opens no sockets must do."""
-    import ctypes
-
-    ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)

@@ -1,8 +1,10 @@
-"""The child that opens pickled weights and slow tokenizers: `python -m permille.sandbox.conversion FOLDER
-PICKLE...`
+"""The child process that opens pickled weights and slow tokenizers.
 
-It writes `model.safetensors` into FOLDER, and `tokenizer.json` where FOLDER has none. What it cannot
-read it says on its standard output, in one line. Memory, written bytes and the network are limited.
+    python -m permille.sandbox.conversion FOLDER PICKLE...
+
+It writes `model.safetensors` into FOLDER, and also `tokenizer.json` if it is missing. On failure it
+prints the reason in one line on standard output. Its memory, its written bytes and its network are
+limited.
 """
 
 import sys
@@ -13,16 +15,16 @@ from typing import Any
 
 from permille.sandbox.confinement import confine
 
-# Address space of torch and transformers, most of which is never touched.
+# The address space that torch and transformers reserve. They touch only a small part of it.
 _LIBRARIES_BYTES = 16 << 30
 
 
 class _UnreadableError(Exception):
-    pass
+    """A file that cannot be converted. The message is for the user."""
 
 
 def main(folder: Path, pickles: list[Path]) -> int:
-    """Convert; returns the exit code."""
+    """Convert the files. Return the exit code."""
     size = sum(path.stat().st_size for path in pickles)
     # Weights are written once; a tied head may be written twice.
     confine(memory_bytes=_LIBRARIES_BYTES + 4 * size, file_bytes=2 * size + (256 << 20))
@@ -46,9 +48,9 @@ def _convert_weights(folder: Path, pickles: list[Path]) -> None:
     for path in pickles:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except Exception as exc:  # whatever a foreign file provokes
+        except Exception as exc:  # a foreign file can raise anything
             raise _UnreadableError(
-                # Not the library's own words, which advise to open it without protection.
+                # Do not quote torch, which advises to load the file without protection.
                 f"{path.name} is damaged, or holds more than tensors ({type(exc).__name__}). Download it "
                 "again, or take the model's safetensors."
             ) from exc
@@ -59,7 +61,7 @@ def _convert_weights(folder: Path, pickles: list[Path]) -> None:
                 raise _UnreadableError(f"{path.name} holds {name!r:.80}, which is no tensor with a name.")
             if name in found:
                 raise _UnreadableError(f"{path.name} holds {name!r:.80}, which another file holds, too.")
-            # The format of safetensors knows no shared tensors, as a tied head is one.
+            # The safetensors format has no shared tensors, such as a tied head, so copy them.
             is_shared = tensor.data_ptr() in places
             places.add(tensor.data_ptr())
             found[name] = tensor.contiguous().clone() if is_shared else tensor.contiguous()
@@ -71,7 +73,7 @@ def _convert_tokenizer(folder: Path) -> None:
 
     alone = (folder / "tokenizer.model").exists() and not (folder / "vocab.json").exists()
     if alone and find_spec("sentencepiece") is None:
-        # transformers would ask for tiktoken here, which cannot read most of these files.
+        # transformers would ask for tiktoken, which cannot read most of these files.
         raise _UnreadableError(
             "There is no tokenizer.json, and tokenizer.model is read by a package that is not installed: "
             "pip install sentencepiece"
@@ -81,7 +83,7 @@ def _convert_tokenizer(folder: Path) -> None:
             folder, use_fast=True, trust_remote_code=False, local_files_only=True
         )
         document = tokenizer.backend_tokenizer.to_str()
-    except Exception as exc:  # as above
+    except Exception as exc:  # a foreign file can raise anything
         raise _UnreadableError(
             f"There is no tokenizer.json, and none can be made of the other files: {exc}"[:400]
         ) from exc

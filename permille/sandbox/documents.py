@@ -1,7 +1,8 @@
-"""The text of documents that are more than text: PDF, Word, HTML and mail.
+"""Text extraction from PDF, Word, HTML and mail.
 
-All of it is foreign and some of it compressed, so it is read in the child process (`child.py`), within its
-limits. PDF and Word take a library each (the extra `documents`); the rest is the standard library's.
+Such documents may come from strangers, and some are compressed. So they are read in the child
+process (`child.py`), within its limits. PDF and Word need one library each (the extra `documents`).
+HTML and mail need only the standard library.
 """
 
 import email
@@ -23,17 +24,21 @@ _SPACE: Final = re.compile(r"[ \t\r\f\v\n]+")
 
 
 def texts_of(suffix: str, data: bytes) -> list[str]:
-    """Return the texts of a document by the suffix of its name; of mail one a message.
+    """Return the texts of a document, by the suffix of its name. Mail gives one text per message.
 
     Raises:
         ModuleNotFoundError: the library that reads it is not installed.
-        Exception: whatever a library says of a damaged document.
+        Exception: any error of a library about a damaged document.
     """
     match suffix:
         case ".pdf":
-            return [_pdf(data)]
+            from pypdf import PdfReader
+
+            return ["\n\n".join(page.extract_text() for page in PdfReader(BytesIO(data)).pages)]
         case ".docx":
-            return [_word(data)]
+            from docx import Document
+
+            return ["\n\n".join(text for text in _paragraphs(Document(BytesIO(data))) if text.strip())]
         case ".html" | ".htm":
             return [html_text(data.decode("utf-8-sig"))]
         case ".mbox":
@@ -42,7 +47,12 @@ def texts_of(suffix: str, data: bytes) -> list[str]:
 
 
 def html_text(source: str) -> str:
-    """Return what a page shows, a paragraph for each block."""
+    r"""Return the visible text of a page, one paragraph per block.
+
+    Example:
+        >>> html_text("<h1>Hello</h1><p>big <b>world</b><script>1</script></p>")
+        'Hello\n\nbig world'
+    """
     page = _Page()
     page.feed(source)
     page.close()
@@ -50,7 +60,7 @@ def html_text(source: str) -> str:
 
 
 class _Page(HTMLParser):
-    """Collects the text outside of scripts and styles."""
+    """A parser that collects the text outside of scripts and styles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,19 +68,20 @@ class _Page(HTMLParser):
         self._silent = 0
 
     def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002 - the name is html.parser's
-        """A block begins a paragraph."""
+        """Begin a paragraph with each block."""
         self._silent += _SILENT.fullmatch(tag) is not None
         if _BLOCKS.fullmatch(tag):
             self._blocks.append("")
 
     def handle_endtag(self, tag: str) -> None:
-        """A block ends its paragraph; an end without a beginning is passed over."""
+        """End the paragraph with each block."""
+        # A page may close an element that it never opened.
         self._silent = max(0, self._silent - (_SILENT.fullmatch(tag) is not None))
         if _BLOCKS.fullmatch(tag):
             self._blocks.append("")
 
     def handle_data(self, data: str) -> None:
-        """Text between tags."""
+        """Collect the text between tags."""
         if not self._silent:
             self._blocks[-1] += data
 
@@ -78,18 +89,6 @@ class _Page(HTMLParser):
         """Return the paragraphs, with single spaces."""
         found = (_SPACE.sub(" ", block).strip() for block in self._blocks)
         return "\n\n".join(block for block in found if block)
-
-
-def _pdf(data: bytes) -> str:
-    from pypdf import PdfReader
-
-    return "\n\n".join(page.extract_text() for page in PdfReader(BytesIO(data)).pages)
-
-
-def _word(data: bytes) -> str:
-    from docx import Document
-
-    return "\n\n".join(text for text in _paragraphs(Document(BytesIO(data))) if text.strip())
 
 
 def _paragraphs(document: object) -> Iterator[str]:
@@ -104,8 +103,10 @@ def _paragraphs(document: object) -> Iterator[str]:
 
 
 def _mailbox(data: bytes) -> Iterator[str]:
-    """Yield the texts of messages; empty where one is damaged or of an unknown charset, as some spam is."""
-    # A message begins with a line `From ` and has `>` before such lines of its own (RFC 4155).
+    """Yield the texts of messages. A message that is damaged or has an unknown charset gives an empty
+    text.
+    """
+    # A message begins with a line `From `. Such lines within a message are quoted by `>` (RFC 4155).
     for message in _FROM_LINE.split(data):
         if message.strip():
             try:
@@ -115,7 +116,7 @@ def _mailbox(data: bytes) -> Iterator[str]:
 
 
 def _mail(data: bytes) -> str:
-    """Return a message's text without the lines that it quotes; empty where it has none."""
+    """Return the text of a message without its quotations, or an empty text if it has none."""
     message = email.message_from_bytes(data, _class=EmailMessage, policy=default)
     body = message.get_body(preferencelist=("plain", "html"))
     if body is None:

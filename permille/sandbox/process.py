@@ -1,8 +1,9 @@
-"""The parent's side of `child.py`: one child a package, limits of time for a call and for all calls.
+"""The parent's side of `child.py`: one child per package, with timeouts per call and for all calls
+together.
 
-A call may take some seconds, and more for a long text. All calls together may take a minute, and more for
-much text: so a template that needs five seconds a conversation ends a run after a minute, not after a night.
-What breaks a limit ends the child; the next call begins another one.
+A call may take some seconds, and more for a long text. All calls together may take a minute, and
+more for much text. Without this second limit, a template that needs five seconds per conversation
+could run all night. A broken limit ends the child, and the next call starts another one.
 """
 
 import itertools
@@ -19,14 +20,14 @@ from typing import Any
 
 from permille.errors import PermilleError
 
-START_S = 60.0  # Python and a vocabulary are loaded first, on a machine that may be busy
+START_S = 60.0  # a busy machine takes long to load Python and a vocabulary
 CALL_S = 5.0
 BUDGET_S = 60.0
 EARNED_A_CALL_S = 0.01
-# A tenth of what tokenizers and templates do on a small machine.
+# Tokenizers and templates are ten times as fast, even on a small machine.
 CHARACTERS_A_SECOND = 50_000
 MAX_ANSWER_BYTES = 256 << 20
-# No tokenizer makes more of a character.
+# An upper bound for all tokenizers that we know.
 MAX_TOKENS_A_CHARACTER = 80
 
 
@@ -35,11 +36,18 @@ class SandboxError(PermilleError):
 
 
 class Sandbox:
-    """The child of one package; it starts at the first call and ends with `close`, or with this object.
+    """The child of one package. It starts with the first call, and ends with `close` or with this
+    object.
 
     Args:
-        load: the bytes of `tokenizer.json`; None where only templates are rendered.
-        tokens: whose ids are wanted.
+        load: returns the bytes of `tokenizer.json`; None if only templates are rendered.
+        tokens: the tokens whose ids `start` returns.
+
+    Example:
+
+        sandbox = Sandbox(lambda: Path("tokenizer.json").read_bytes(), tokens=("</s>",))
+        answer = sandbox.ask({"do": "decode", "ids": [1, 2], "limit": 100}, characters=100)
+        print(answer["text"])
     """
 
     def __init__(self, load: Callable[[], bytes] | None = None, *, tokens: tuple[str, ...] = ()) -> None:
@@ -52,7 +60,8 @@ class Sandbox:
         self._streams = itertools.count()
 
     def start(self) -> Mapping[str, Any]:
-        """Begin the child and load the tokenizer; what it says of it, its `error` where it cannot be read.
+        """Start the child and load the tokenizer. Return its answer, which has an `error` for an
+        unreadable file.
 
         Raises:
             SandboxError: a limit is broken.
@@ -61,10 +70,11 @@ class Sandbox:
             return self._start()
 
     def ask(self, request: Mapping[str, object], *, characters: int, data: bytes = b"") -> Mapping[str, Any]:
-        """The answer to a request about so many characters; its `error` where the child refuses.
+        """Send a request and return its answer, which has an `error` if the child refuses the request.
 
         Args:
-            data: bytes that follow the request, whose size it names.
+            characters: the size of the work, from which the timeout follows.
+            data: bytes that follow the request. The request names their size.
 
         Raises:
             SandboxError: a limit is broken.
@@ -77,7 +87,7 @@ class Sandbox:
             return self._exchange(json.dumps(request).encode() + b"\n" + data, CALL_S + work_s)
 
     def new_stream(self) -> int:
-        """A number for a stream of decoded text."""
+        """Return a number for a new stream of decoded text."""
         return next(self._streams)
 
     def close(self) -> None:
@@ -94,7 +104,7 @@ class Sandbox:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the command: it ends the child where it has to
+            start_new_session=True,  # Ctrl-C goes to the parent only, which ends the child itself
         )
         self._child = child
         self._end = weakref.finalize(self, _end, child)
@@ -126,7 +136,7 @@ class Sandbox:
 
 
 def _converse(to: int, back: int, data: bytes, limit_s: float) -> bytes:
-    """Write `data` and read one line.
+    """Write `data` and read one line, both without blocking.
 
     Raises:
         TimeoutError: it takes longer than `limit_s`.

@@ -1,1 +1,1 @@
-"""Trust in releases: The Update Framework's roles, and the repository that signs them."""
+"""The trust metadata of releases: a TUF repository per tenant."""

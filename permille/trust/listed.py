@@ -1,11 +1,11 @@
-"""A team's list, in a form that needs no TUF: workers compare it with the rows of releases."""
+"""A listed version without types of TUF, so that workers can compare it with the rows of releases."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A version that is listed: its package's digest, and the aliases under which devices may take it."""
+    """A listed version: the digest of its package, and the aliases under which devices may install it."""
 
     digest: str
     aliases: frozenset[str]

@@ -1,4 +1,4 @@
-"""Pieces of TUF metadata: parsing, whose signatures a role needs, which are missing, and what is edited."""
+"""Functions on single pieces of TUF metadata: parse, check signatures, and edit lists."""
 
 import hashlib
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from permille.trust.roles import (
 )
 
 KEY_TYPE = "ed25519"
-# Between the service's clock and that of who signs elsewhere.
+# The most by which the clock of a person who signs elsewhere may differ from ours.
 CLOCK_SLACK: Final = timedelta(days=1)
 
 AnySigned = TypeVar("AnySigned", Root, Targets, Snapshot, Timestamp)
@@ -32,12 +32,12 @@ Delegator = Root | Targets
 
 
 class KeyElsewhereError(InputError):
-    """The change needs signatures by keys that are not here."""
+    """The change needs signatures by keys that the service does not hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """Signatures that a role needs: `threshold` of these public keys."""
+    """The signatures that a role needs: `threshold` of these public keys."""
 
     keys: tuple[Key, ...]
     threshold: int = 1
@@ -52,7 +52,7 @@ class Holders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleState:
-    """Summary of a role, for people."""
+    """Summary of a role for operators."""
 
     role: str
     version: int
@@ -63,39 +63,42 @@ class RoleState:
 
 
 def expiry_of(data: bytes) -> datetime:
-    """Until when a role's metadata is good."""
+    """Return the expiry of a role's metadata."""
     expires_at: datetime = Metadata.from_bytes(data).signed.expires
     return expires_at
 
 
 def is_due(role: str, data: bytes, now: datetime) -> bool:
-    """Return whether a role's metadata is past half its life, or was signed under a clock that went too far:
-    what is good for years would hold devices at it for as long.
+    """Return whether a role's metadata should be signed again.
+
+    This is so after half of its life, and if it lasts too long because it was signed under a wrong
+    clock.
     """
     left, life = expiry_of(data) - now, life_of(role)
+    # Clients refuse older versions, so metadata that lasts for years would hold devices at it for years.
     return not life / 2 <= left <= life + CLOCK_SLACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A role's next version that lacks signatures by keys which are elsewhere."""
+    """The next version of a role, which lacks signatures by keys that are elsewhere."""
 
     role: str
     data: bytes
 
 
 def new_signer() -> CryptoSigner:
-    """A new Ed25519 key pair."""
+    """Return a new Ed25519 key pair."""
     return CryptoSigner.generate_ed25519()
 
 
 def root_digest(data: bytes) -> str:
-    """Return the digits of a root that an invitation contains."""
+    """Return the first digits of the SHA-256 of a root, as invitations contain them."""
     return hashlib.sha256(data).hexdigest()[:ROOT_DIGEST_DIGITS]
 
 
 def parse(kind: type[AnySigned], data: bytes) -> Metadata[AnySigned]:
-    """Metadata of this kind. Raises InputError."""
+    """Parse metadata of this kind. Raises InputError."""
     try:
         metadata: Metadata[AnySigned] = Metadata.from_bytes(data)
     except (RepositoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
@@ -115,20 +118,25 @@ def lacking_signatures(delegator: Delegator, role: str, metadata: Metadata[Any])
 
 
 def check_keys(keys: Iterable[Key]) -> None:
+    """Check that all keys are Ed25519 keys. Raises InputError."""
     if any(key.keytype != KEY_TYPE for key in keys):
         raise InputError(f"All keys must be {KEY_TYPE} keys.")
 
 
 def check_delegations(targets: Targets) -> None:
+    """Check that `targets` lists nothing and delegates to terminating roles with paths. Raises
+    InputError.
+    """
     if targets.targets or targets.delegations is None or not targets.delegations.roles:
         raise InputError("targets must list nothing itself, and delegate to named roles.")
     check_keys(targets.delegations.keys.values())
+    # A role that is not terminating would let another role sign its targets, too.
     if not all(role.terminating and role.paths for role in targets.delegations.roles.values()):
         raise InputError("Delegated roles must be terminating and have paths.")
 
 
 def hand_over(delegator: Delegator, role: str, holders: Holders) -> None:
-    """Let these keys sign a role, and no others; keys that sign nothing any more go."""
+    """Let only these keys sign a role. Keys that no role uses any more are removed."""
     rule = delegator.get_delegated_role(role)
     for key_id in list(rule.keyids):
         delegator.revoke_key(key_id, role)
@@ -144,9 +152,13 @@ def list_version(
     aliases: Iterable[str],
     training: Training = Training(),
 ) -> None:
-    """List a version by name and number; None for the manifest of one that is listed already.
+    """List a version, or change the aliases of a listed one. Other versions of the name lose these
+    aliases.
 
-    Devices take it under these aliases, which other versions of the name lose, and train as it says.
+    Args:
+        version: name and number.
+        manifest: None for a version that is listed already.
+        training: options for the devices.
     """
     path = target_path(*version)
     if manifest is not None:
@@ -158,13 +170,13 @@ def list_version(
 
 
 def list_definition(targets: Targets, definition: bytes) -> None:
-    """List a federation's definition, by its digest."""
+    """List the definition of a federation by its digest."""
     path = federation_path(digest_of(definition))
     targets.targets[path] = TargetFile.from_data(path, definition, ["sha256"])
 
 
 def name_alias(targets: Targets, name: str, alias: str, path: str | None) -> None:
-    """Put an alias on the version at `path`, and take it from the name's others."""
+    """Point an alias at the version at `path`, and take it from all other versions of the name."""
     for known, target in targets.targets.items():
         if not is_target_path(known) or parse_target_path(known)[0] != name:
             continue

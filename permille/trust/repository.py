@@ -1,17 +1,18 @@
-"""TUF repository of a tenant: its signed metadata, its keys, and changes to them.
+"""The TUF repository of a tenant: its signed metadata, its keys, and changes to them.
 
-It does no I/O and reads no clock.
+Open a `Repository` on the newest metadata and the available private keys. Each change makes new
+versions of the roles that it touches, then of snapshot and timestamp, so that clients always find a
+consistent set. `changed` collects the new files until the caller stores them. This module does no
+I/O and reads no clock.
 
-A `Repository` is opened on the newest metadata and the private keys that are here. Each change makes new
-versions of the roles that it touches, then of snapshot and timestamp, so that clients always find a set that
-belongs together; `changed` holds these files until the caller has kept them. What is edited is verified
-first: bytes that somebody else put into the database are never signed over.
+A role is verified before it is edited. So the service never signs bytes that somebody else put into
+the database.
 
-A change that needs a key which is elsewhere raises KeyElsewhereError, or makes drafts that are signed there
-and come back by `accept`.
+A change that needs a missing key raises KeyElsewhereError, or makes drafts. A draft is signed
+elsewhere and comes back by `accept`.
 
-python-tuf's `tuf.repository` is not used: it knows no thresholds across several holders of keys, and its
-maintainers do not call it stable.
+`tuf.repository` of python-tuf was considered. It does not handle thresholds with several holders of
+keys, and its maintainers do not call it stable.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ from tuf.api.metadata import (
     Delegations,
     Metadata,
     MetaFile,
+    Role,
     Root,
     Signed,
     Snapshot,
@@ -77,20 +79,27 @@ from permille.trust.roles import (
     target_path,
 )
 
-# Largest size of a file, some 3,000 versions. python-tuf's client reads no larger root.
+# The largest file, with some 3,000 versions. The client of python-tuf accepts no larger root.
 MAX_BYTES = 500_000
 KEYS_AT_START = 5
 
 
 @dataclass(slots=True, kw_only=True)
 class Repository:
-    """A tenant's metadata at one moment.
+    """The metadata of a tenant at one moment.
 
     Attributes:
-        newest: bytes of the newest version of each role.
-        signers: the private keys that are here, by key id.
-        now: an aware datetime, against which expiries are held and from which new ones count.
-        changed: files that changes made, by name, in their order. Kept together or not at all.
+        newest: the bytes of the newest version of each role.
+        signers: the available private keys, by key id.
+        now: an aware time, from which expiries are counted.
+        changed: the new files by name, in their order. Store all of them or none.
+
+    Example:
+
+        repository = Repository.create(now=datetime.now(UTC))
+        repository.publish("chat", 1, manifest_bytes, aliases=["stable"])
+        for name, data in repository.changed.items():
+            (folder / name).write_bytes(data)
     """
 
     newest: dict[str, bytes]
@@ -100,11 +109,11 @@ class Repository:
 
     @classmethod
     def create(cls, *, now: datetime, signers: Iterable[Signer] | None = None) -> "Repository":
-        """A new repository without targets.
+        """Create a repository without targets.
 
         Args:
-            signers: keys of root, targets, the team's releases, the service, and its rollouts, in this order;
-                else new.
+            signers: the keys of root, targets, the team's releases, the service and its rollouts,
+                in this order. New keys are made if they are left out.
         """
         made = list(signers or (new_signer() for _ in range(KEYS_AT_START)))
         root_key, targets_key, releases_key, online_key, rollouts_key = (one.public_key for one in made)
@@ -127,7 +136,9 @@ class Repository:
 
     @classmethod
     def open(cls, newest: Mapping[str, bytes], signers: Mapping[str, Signer], now: datetime) -> "Repository":
-        """The repository of these bytes. Raises OperatorError where somebody changed them."""
+        """Open the repository with these bytes. Raises OperatorError if somebody changed them after
+        signing.
+        """
         repository = cls(newest=dict(newest), signers=dict(signers), now=now)
         for role in (ROOT, TARGETS, *repository._delegated()):
             if role in newest and (lacking := repository._lacking(role, repository._metadata(role))):
@@ -138,35 +149,37 @@ class Repository:
 
     @property
     def root_digest(self) -> str:
-        """Return the digits of the newest root that an invitation contains."""
+        """The digits of the newest root that an invitation contains."""
         return root_digest(self.newest[ROOT])
 
     @property
     def key_ids(self) -> set[str]:
-        """Ids of all keys that some role names now."""
+        """The ids of all keys that a role names now."""
         delegations = self.targets(TARGETS).delegations
         return set(self.root().keys) | (set(delegations.keys) if delegations else set())
 
     def files(self) -> dict[str, bytes]:
-        """The newest metadata under the names by which clients fetch it."""
+        """Return the newest metadata under the names by which clients download it."""
         return {file_name(role, self.version(role)): data for role, data in self.newest.items()}
 
     def version(self, role: str) -> int:
-        """The newest version of a role's metadata; 0 where it has none."""
+        """Return the newest version of a role's metadata, or 0 if there is none."""
         return self._metadata(role).signed.version if role in self.newest else 0
 
     def root(self) -> Root:
-        """The newest root."""
+        """Return the newest root."""
         return parse(Root, self.newest[ROOT]).signed
 
     def targets(self, role: str) -> Targets:
-        """The newest metadata of targets or of a role below it. Raises InputError where it has none."""
+        """Return the newest metadata of `targets` or of a delegated role. Raises InputError if there
+        is none.
+        """
         if role in (ROOT, *ONLINE) or role not in self.newest:
             raise InputError(f"no metadata of a role {role!r:.80}")
         return parse(Targets, self.newest[role]).signed
 
     def target(self, path: str) -> TargetFile | None:
-        """The target that clients find under a path, or None."""
+        """Return the target that clients find under a path, or None."""
         role = self._role_of(path)
         return self.targets(role).targets.get(path) if role in self.newest else None
 
@@ -182,7 +195,7 @@ class Repository:
         return found
 
     def states(self) -> list[RoleState]:
-        """Return summaries of all roles, the root first."""
+        """Return summaries of all roles, root first."""
         found = []
         for role in (*TOP_LEVEL, *self._delegated()):
             if role not in self.newest:
@@ -195,7 +208,7 @@ class Repository:
                     expires_at=signed.expires,
                     threshold=rule.threshold,
                     key_ids=tuple(rule.keyids),
-                    signed_here=len(self.signers.keys() & set(rule.keyids)) >= rule.threshold,
+                    signed_here=self._can_sign(rule),
                 )
             )
         return found
@@ -209,29 +222,33 @@ class Repository:
         aliases: Iterable[str] = (),
         training: Training = Training(),
     ) -> None:
-        """List a version. Devices take it under these aliases, which other versions of the name lose.
+        """List a version under these aliases, which other versions of the name lose.
+
+        Args:
+            training: options for the devices.
 
         Raises:
-            KeyElsewhereError: the team's key is not here.
+            KeyElsewhereError: the team's key is not available.
         """
         role = self._role_of(target_path(name, version))
         listed = (name, version)
         self._edit(role, lambda targets: list_version(targets, listed, manifest, aliases, training))
 
     def withdraw(self, name: str, version: int) -> None:
-        """List a version no longer: no device installs it. Idempotent. Raises KeyElsewhereError."""
-        path = target_path(name, version)
-        role = self._role_of(path)
-        if path in self.targets(role).targets:
-            self._edit(role, lambda targets: targets.targets.pop(path))
+        """Remove a version from the list, so that no device installs it. Idempotent. Raises
+        KeyElsewhereError.
+        """
+        self.drop(target_path(name, version))
 
     def move_alias(self, name: str, alias: str, version: int | None) -> None:
-        """Let devices take this version under an alias, and no other; None: none.
+        """Let devices install only this version under an alias, or no version for None.
 
-        Where the team's key is elsewhere, a version that is signed for the alias already may be chosen.
+        Without the team's key, only a version that is already signed for the alias can be chosen.
 
         Raises:
-            KeyElsewhereError: the version is not signed for the alias, and the team's key is not here.
+            InputError: the version is not listed.
+            KeyElsewhereError: the version is not signed for the alias, and the team's key is not
+                available.
         """
         path = target_path(name, version or 1)
         role = self._role_of(path)
@@ -247,37 +264,39 @@ class Repository:
                 raise
 
     def may_move_alias(self, name: str, alias: str, version: int) -> bool:
-        """Return whether `move_alias` would succeed with the keys that are here."""
+        """Return whether `move_alias` would succeed with the available keys."""
         path = target_path(name, version)
         role, listed = self._role_of(path), self.target(path)
         rule = self._delegator(role).get_delegated_role(role)
-        has_key = len(self.signers.keys() & set(rule.keyids)) >= rule.threshold
-        return listed is not None and (has_key or alias in aliases_of(listed))
+        return listed is not None and (self._can_sign(rule) or alias in aliases_of(listed))
 
     def list_federation(self, definition: bytes) -> None:
-        """List a federation's definition: devices may join it. Idempotent. Raises KeyElsewhereError."""
+        """List the definition of a federation, so that devices may join it. Idempotent. Raises
+        KeyElsewhereError.
+        """
         path = federation_path(digest_of(definition))
         role = self._role_of(path)
         if path not in self.targets(role).targets:
             self._edit(role, lambda targets: list_definition(targets, definition))
 
     def list_rollout(self, name: str, alias: str, document: dict[str, Any]) -> None:
-        """Say who of an alias tries which version (FORMAT 14). Raises KeyElsewhereError."""
+        """List the record of a rollout (FORMAT 14). Raises KeyElsewhereError."""
         path = rollout_path(name, alias)
         target = TargetFile.from_data(path, canonical_json(document), ["sha256"])
         target.unrecognized_fields["custom"] = document
         self._edit(self._role_of(path), lambda targets: targets.targets.update({path: target}))
 
     def drop(self, path: str) -> None:
-        """List a definition or a rollout no longer. Idempotent. Raises KeyElsewhereError."""
+        """Remove a target from the list of its role. Idempotent. Raises KeyElsewhereError."""
         role = self._role_of(path)
         if path in self.targets(role).targets:
             self._edit(role, lambda targets: targets.targets.pop(path))
 
     def renew(self, roles: Iterable[str] = ()) -> list[Draft]:
-        """Sign again what is past half its life or lasts too long, and these roles in any case.
+        """Sign these roles again, and all roles that are due.
 
-        Returns: drafts of the named roles whose keys are elsewhere.
+        Returns:
+            Drafts of the named roles whose keys are elsewhere.
         """
         named, drafts, made = list(roles), [], []
         for role in (ROOT, TARGETS, *self._delegated()):
@@ -295,13 +314,16 @@ class Repository:
         return drafts
 
     def rotate(self, holders: Mapping[str, Holders]) -> list[Draft]:
-        """Give roles to other keys, and sign again what these keys sign. Nobody enrols again.
+        """Give roles to other keys, and sign everything again that these keys sign. Devices need not
+        enrol again.
 
-        With new keys of snapshot and timestamp, clients forget the versions that they saw of both: so a jump
-        of a version by a thief, or a database that went back, ends here.
+        New keys of snapshot and timestamp also repair a repository after a thief raised a version,
+        or after an old database was restored: clients forget the versions of both that they saw
+        before.
 
-        Returns: nothing where all is signed and in `changed`; else drafts, to be signed elsewhere and to
-            come back in this order, and nothing has changed.
+        Returns:
+            An empty list if everything is signed and in `changed`. Otherwise nothing has changed,
+            and the drafts must be signed elsewhere and come back in this order.
         """
         delegated = self._delegated()
         if unknown := set(holders) - {*TOP_LEVEL, *delegated}:
@@ -311,7 +333,11 @@ class Repository:
         for role, holder in holders.items():
             hand_over(next_targets if role in delegated else next_root, role, holder)
         made: list[tuple[str, Metadata[Any], Delegator]] = []
-        elsewhere = [role for role, holder in holders.items() if not self._holds(holder)]
+        elsewhere = [
+            role
+            for role in holders
+            if not self._can_sign((next_targets if role in delegated else next_root).get_delegated_role(role))
+        ]
         for role in elsewhere:
             if role in delegated and role in self.newest:
                 signed = self._next(self.targets(role), role)
@@ -330,11 +356,11 @@ class Repository:
         return []
 
     def accept(self, role: str, data: bytes) -> None:
-        """Take a role's next version, signed elsewhere.
+        """Take the next version of a role, which was signed elsewhere.
 
         Raises:
-            InputError: it is not the next version, not signed by enough keys, expires too late or too early,
-                or leaves a set behind that clients would refuse.
+            InputError: it is not the next version, lacks signatures, has a wrong expiry, or would
+                leave a set of metadata that clients refuse.
         """
         if role in ONLINE or not (role in (ROOT, TARGETS) or role in self._delegated()):
             raise InputError(f"Only root, targets or a role below it is signed elsewhere, not {role!r:.80}.")
@@ -372,7 +398,7 @@ class Repository:
             raise InputError("root must have consistent snapshots.")
         check_keys(root.keys.values())
         for role in ONLINE:
-            if len(self.signers.keys() & set(root.roles[role].keyids)) < root.roles[role].threshold:
+            if not self._can_sign(root.roles[role]):
                 raise InputError(f"root must name keys of {role} that the service holds.")
 
     def _check_listed(self, role: str, offered: Targets) -> None:
@@ -398,7 +424,7 @@ class Repository:
         self._finish([role])
 
     def _sign_again(self, made: Iterable[str]) -> None:
-        """Sign what other keys than before must sign now. Raises InputError where these are elsewhere."""
+        """Sign every role whose keys have changed. Raises InputError if the new keys are elsewhere."""
         touched = set(made)
         for role in (TARGETS, *self._delegated()):
             if role in self.newest and self._lacking(role, self._metadata(role)):
@@ -410,12 +436,14 @@ class Repository:
         self._finish(touched)
 
     def _finish(self, made: Iterable[str]) -> None:
-        """A new timestamp, and a new snapshot where roles have changed that it lists, or it is due."""
+        """Make a new timestamp, and a new snapshot if roles that it lists have changed or if it is
+        due.
+        """
         listed = [role for role in made if role != ROOT]
         if listed or self._is_due(SNAPSHOT) or self._lacking(SNAPSHOT, self._metadata(SNAPSHOT)):
             snapshot = self._next(self._snapshot(), SNAPSHOT)
             for role in listed:
-                # What was listed once stays: clients refuse a snapshot that lacks a role.
+                # Never remove an entry: clients refuse a snapshot that lacks a role which it had before.
                 snapshot.meta[f"{role}.json"] = MetaFile(self.version(role))
             self._keep_online(SNAPSHOT, snapshot)
         stamp = parse(Timestamp, self.newest[TIMESTAMP]).signed if TIMESTAMP in self.newest else None
@@ -444,7 +472,7 @@ class Repository:
         return following
 
     def _sign(self, role: str, signed: Signed, *delegators: Delegator) -> Metadata[Any]:
-        """Signed by every key here that one of the delegators names for the role."""
+        """Sign with every available key that one of the delegators names for the role."""
         metadata: Metadata[Any] = Metadata(signed)
         for delegator in delegators:
             for key_id in delegator.get_delegated_role(role).keyids:
@@ -452,8 +480,8 @@ class Repository:
                     metadata.sign(self.signers[key_id], append=True)
         return metadata
 
-    def _holds(self, holders: Holders) -> bool:
-        return sum(key.keyid in self.signers for key in holders.keys) >= holders.threshold
+    def _can_sign(self, rule: Role) -> bool:
+        return len(self.signers.keys() & set(rule.keyids)) >= rule.threshold
 
     def _lacking(self, role: str, metadata: Metadata[Any]) -> str:
         return lacking_signatures(self._delegator(role), role, metadata)

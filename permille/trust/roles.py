@@ -1,10 +1,14 @@
-"""Names, lifetimes and file names of the roles under which a tenant's releases are trusted.
+"""Names, lifetimes and files of the roles that sign a tenant's releases. Service and agent share them.
 
-Service and agent share these. The roles are TUF's: root names all keys; targets delegates to the teams'
-roles; these list what devices may install; snapshot and timestamp say which versions belong together, and
-that they are fresh. A target is `releases/<name>/<version>.json`, and its bytes are a package's manifest;
-or `federations/<SHA-256>.json`, a federation's definition (FORMAT 13.1); or `rollouts/<name>/<alias>.json`,
-which version devices of an alias try (FORMAT 14).
+The roles are those of TUF. `root` names all keys. `targets` delegates to the roles of the teams.
+These roles list what devices may install. `snapshot` and `timestamp` tell which versions belong
+together, and that they are fresh.
+
+There are three kinds of targets:
+
+- `releases/<name>/<version>.json`: the manifest of a package.
+- `federations/<SHA-256>.json`: the definition of a federation (FORMAT 13.1).
+- `rollouts/<name>/<alias>.json`: the version that devices of an alias try (FORMAT 14).
 """
 
 import re
@@ -24,11 +28,11 @@ SNAPSHOT: Final = Snapshot.type
 TIMESTAMP: Final = Timestamp.type
 # The team's role that signs releases, unless `targets` delegates a role `release-<name>`.
 RELEASES: Final = "releases"
-# The service signs this role itself, so a rollout can stop while nobody watches. It cannot offer a
-# version that the team has not listed.
+# The service holds the key of this role, so that a rollout can stop while nobody watches. With it, the
+# service cannot offer a version that the team has not listed.
 ROLLOUTS: Final = "rollouts"
 TOP_LEVEL: Final = (ROOT, TARGETS, SNAPSHOT, TIMESTAMP)
-# Always signed by the service itself.
+# The service always signs these roles itself.
 ONLINE: Final = (SNAPSHOT, TIMESTAMP)
 TIMESTAMP_FILE: Final = f"{TIMESTAMP}.json"
 # Number of hex digits of the root's SHA-256 in an invitation.
@@ -48,17 +52,31 @@ _TARGET_PATH: Final = re.compile(r"releases/([a-z0-9][a-z0-9._-]{0,62})/([1-9][0
 
 
 def life_of(role: str) -> timedelta:
-    """Validity period of a role's metadata."""
+    """Return the validity period of a role's metadata.
+
+    Example:
+        >>> life_of("timestamp").days, life_of("releases").days
+        (1, 90)
+    """
     return _LIFE.get(role, _DELEGATED_LIFE)
 
 
 def file_name(role: str, version: int) -> str:
-    """The name under which clients fetch a role's metadata."""
+    """Return the name under which clients download a role's metadata.
+
+    Example:
+        >>> file_name("releases", 7), file_name("timestamp", 7)
+        ('7.releases.json', 'timestamp.json')
+    """
     return TIMESTAMP_FILE if role == TIMESTAMP else f"{version}.{role}.json"
 
 
 def parse_file_name(file: str) -> tuple[str, int]:
-    """Role and version of a file; the timestamp's name has no version: 0. Raises InputError."""
+    """Return the role and the version of a file. The timestamp has no version in its name, and gets 0.
+
+    Raises:
+        InputError: the file is not named as metadata.
+    """
     if file == TIMESTAMP_FILE:
         return TIMESTAMP, 0
     found = _FILE_NAME.fullmatch(file)
@@ -68,22 +86,27 @@ def parse_file_name(file: str) -> tuple[str, int]:
 
 
 def target_path(name: str, version: int) -> str:
-    """The target of one version of a release."""
+    """Return the path of the target for one version of a release."""
     return f"releases/{name}/{version}.json"
 
 
 def federation_path(digest: str) -> str:
-    """The target of a federation's definition, by its digest."""
+    """Return the path of the target for a federation's definition."""
     return f"federations/{digest.removeprefix('sha256:')}.json"
 
 
 def rollout_path(name: str, alias: str) -> str:
-    """The target of the rollout to the devices of an alias."""
+    """Return the path of the target for the rollout to the devices of an alias."""
     return f"rollouts/{name}/{alias}.json"
 
 
 def parse_target_path(path: str) -> tuple[str, int]:
-    """Name and version of a release's target. Raises InputError for any other path."""
+    """Return the name and the version of a release's target. Raises InputError for any other path.
+
+    Example:
+        >>> parse_target_path("releases/chat/3.json")
+        ('chat', 3)
+    """
     found = _TARGET_PATH.fullmatch(path)
     if found is None or not is_target_path(path):
         raise InputError(f"expected a target `releases/<name>/<version>.json`, got {path!r:.120}")
@@ -91,21 +114,21 @@ def parse_target_path(path: str) -> tuple[str, int]:
 
 
 def is_target_path(path: str) -> bool:
-    """Return whether a path names a version of a release."""
+    """Return whether a path is the target of a release's version."""
     found = _TARGET_PATH.fullmatch(path)
     return found is not None and int(found[2]) <= MAX_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Training options that a release signs for its devices. None leaves a choice to the device.
+    """Training options that a release signs for its devices. None leaves the choice to the device.
 
-    A device's owner overrides each of these by a flag or the policy.
+    The owner of a device can override each option by a flag or the policy.
 
     Attributes:
-        method: how steps are found.
-        steps: how many.
-        first_layer: the masked weights of this decoder layer and those above it are trained, no others.
+        method: how a device finds its steps.
+        steps: the number of steps.
+        first_layer: train only the masked weights in this decoder layer and above.
 
     Raises:
         InputError: a number is out of range.
@@ -121,12 +144,12 @@ class Training:
                 raise InputError(f"expected {name} from {least} to {MAX_STEPS}, got {number!r}")
 
     def to_json(self) -> JSON:
-        """Return what a target's custom record holds."""
+        """Return the options that are set, for the target's custom record."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def training_of(target: TargetFile) -> Training:
-    """Read what a release asks of training. Raises InputError where it is no record of that."""
+    """Read the training options of a release. Raises InputError for an invalid record."""
     fields = (target.custom or {}).get("training", {})
     try:
         method = fields.get("method")
@@ -136,7 +159,9 @@ def training_of(target: TargetFile) -> Training:
 
 
 def aliases_of(target: TargetFile) -> frozenset[str]:
-    """The aliases under which devices may take a version. Raises InputError when there is no such list."""
+    """Return the aliases under which devices may install a version. Raises InputError if there is no
+    such list.
+    """
     custom = target.custom
     aliases = custom.get("aliases") if isinstance(custom, dict) else None
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
