@@ -1,1 +1,1 @@
-"""Rounds: many devices' integers as one state, exactly, in any order (FORMAT 13)."""
+"""Federations: rounds that combine the integers of many devices exactly, in any order (FORMAT 13)."""

@@ -1,7 +1,7 @@
-"""Catching up: what a device lacks of a federation's history, as one byte string (FORMAT 13.5).
+"""Catch-up: the part of a federation's history that a device lacks, as one byte string (FORMAT 13.5).
 
-Either the rounds that it lacks, or a checkpoint and the rounds after it, whichever is smaller; in both cases
-the head that says where they lead.
+It holds the missing rounds, or a checkpoint and the rounds after it, whichever is smaller. A signed
+head at the end vouches for them.
 """
 
 import struct
@@ -22,18 +22,18 @@ _SIZE = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledCheckpoint:
-    """A packed state of a federation (FORMAT 11) and the signed head that names it."""
+    """A packed state of a federation (FORMAT 11), and the signed head that names it."""
 
     state: bytes
     head: bytes
 
 
 def encode_catch_up(checkpoint: PooledCheckpoint | None, records: Sequence[bytes], head: bytes) -> bytes:
-    """The only bytes of a catching up.
+    """Return the canonical bytes of a catch-up.
 
     Args:
-        records: bytes of rounds, one after the other without a gap.
-        head: signed, of the history after the last of them.
+        records: the bytes of consecutive rounds.
+        head: the signed head after the last of them.
     """
     state = b"" if checkpoint is None else checkpoint.state
     segment = b"".join(records)
@@ -42,11 +42,11 @@ def encode_catch_up(checkpoint: PooledCheckpoint | None, records: Sequence[bytes
 
 
 def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
-    """The history that a device has after what a service sent; the held one is not changed.
+    """Return the history of a device after a catch-up. The `held` history is not changed.
 
     Raises:
-        PackageError: a rule of FORMAT 11 or 13 is broken; `round-chain` also where what was sent is older
-            than what is held, or leads to the same round by another way.
+        PackageError: a rule of FORMAT 11 or 13 is broken. `round-chain` also tells that the new
+            history is older than `held`, or reaches the same round in another way.
     """
     if len(data) > max_bytes:
         raise PackageError("round-limit", f"expected at most {max_bytes} bytes, got {len(data)}")
@@ -71,7 +71,7 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
 
 
 def pack_state(definition: Definition, s_W: NDArray[np.int64]) -> bytes:
-    """A federation's state as checkpoints hold it."""
+    """Return the federation's state as a checkpoint stores it."""
     log = definition.log
     header = StateHeader(
         package_digest=log.package_digest,
@@ -94,7 +94,7 @@ def _state(data: bytes, definition: Definition) -> NDArray[np.int64]:
 
 
 def _sized(data: bytes, position: int) -> tuple[bytes, int]:
-    """A part that follows its size, and where the next begins."""
+    """Return a part that follows its size, and the position after it."""
     begin = position + _SIZE.size
     if len(data) < begin:
         raise PackageError("round-content", f"expected the size of a part, got {len(data)} bytes")

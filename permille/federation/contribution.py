@@ -1,6 +1,7 @@
 """Contribution of a device to a round: the signed integers of its local steps (FORMAT 13.2).
 
-Nobody is believed: limits come before what they bound is allocated, and a contribution has one byte string.
+Contributions come from untrusted devices. Limits are checked before memory is allocated, and each
+contribution has exactly one encoding.
 
 Shapes: T = local steps done, Q = a device's queries.
 """
@@ -26,13 +27,13 @@ _HEAD = struct.Struct("<8s32sIBH32sI")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Invitation of a device: a round, and the digest of the state to start from."""
+    """An invitation of a device: the round, and the digest of the state to begin from."""
 
     round_number: int
     start_digest: str
 
     def check(self, found: "Place") -> None:
-        """Refuse a contribution to anything else.
+        """Check that a contribution answers this invitation.
 
         Raises:
             PackageError: `round-binding`.
@@ -46,10 +47,11 @@ class Contribution:
     """The local steps of one device in one round.
 
     Attributes:
-        start_digest: of the pooled state that it began from.
-        c_TQ: int64 [T, q], on the unit `2**(e + F)`; T is at most the definition's `steps`.
-        gain: what the state took off the base's loss a token on text of the device that no round trains on,
-            in units of `GAIN_NATS / gain_bound`, within `gain_bound`.
+        start_digest: of the pooled state from which the device began.
+        c_TQ: int64 [T, Q], in units of `2**(e + F)`. T is at most the definition's `steps`.
+        gain: by how much the pooled state lowers the base's loss per token, on text of the device
+            that no round trains on. It is in units of `GAIN_NATS / gain_bound`, and within
+            `gain_bound`.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 13.2.
@@ -80,12 +82,12 @@ class Contribution:
 
     @property
     def place(self) -> Place:
-        """The invitation that it answers."""
+        """The invitation that the contribution answers."""
         return Place(round_number=self.round_number, start_digest=self.start_digest)
 
 
 def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> bytes:
-    """The only bytes of a contribution, signed with its device's key."""
+    """Return the canonical bytes of a contribution, signed with the device's key."""
     numbers = np.append(contribution.c_TQ.reshape(-1), np.int64(contribution.gain))
     payload = encode_varints(zigzag(numbers))
     head = _HEAD.pack(
@@ -101,10 +103,10 @@ def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> b
 
 
 def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicKey) -> Contribution:
-    """Read what a device sent for a round of this federation.
+    """Parse the contribution of a device to a round of this federation.
 
     Args:
-        key: the device's, as it enrolled.
+        key: the device's public key, known from its enrolment.
 
     Raises:
         PackageError: `round-content`, `round-binding` or `round-signature` (FORMAT 13.2).

@@ -1,7 +1,8 @@
-"""Definition of a federation, agreed on before its first round (FORMAT 13.1).
+"""Definition of a federation, fixed before its first round (FORMAT 13.1).
 
-The history of a federation is a log as a device's own is, with the same directions for every device. So its
-directions, limits and replay are those of FORMAT 6 to 9, and the header of that log says most of this.
+The history of a federation is a log like that of a single device, with the same directions for
+every device. So FORMAT 6 to 9 define its directions, limits and replay, and the header of this log
+holds most of the definition.
 """
 
 import base64
@@ -25,48 +26,50 @@ MAX_BYTES = (1 << 20) + 4096
 MAX_CONTRIBUTED = 1 << 13
 MAX_DEVICES = 1 << 16
 MAX_WEIGHT = 16
-# The most that a device's gain counts, in nats per token.
+# Larger gains of a device are clipped to this, in nats per token.
 GAIN_NATS = 0.25
-# A gain is at most the clip over this.
+# A gain in units is at most the clip divided by this.
 GAIN_SHARE = 10
 _GAIN_UNITS = 1024
 MAX_LOCAL_STEPS = 1024
-# The largest learning rate and epsilon: values of weights lie below one.
+# The largest learning rate and epsilon. Weights lie below one, so larger values make no sense.
 MAX_RATE = 10.0
 
 
 class Rule(StrEnum):
-    """Rule that joins the integers of a coordinate: weighted mean, or trimmed mean."""
+    """The rule that combines the integers of a coordinate: weighted mean, or trimmed mean."""
 
     MEAN = "mean"
     TRIMMED = "trimmed"
 
 
-# A sum over fewer devices says much of each: both sides agree to it by a flag of its own.
+# A sum over fewer devices reveals much about each. Operators and devices must allow it by a flag.
 FEW_DEVICES: Final = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """A federation: its directions, its rounds, its rule, and what a device trains with.
+    """A federation: its directions, its rounds, its rule, and the training of its devices.
 
     Attributes:
-        log: header of the history, on the pooled state's unit; round r owns its steps rK to rK + K - 1.
-        round_key: Ed25519 public key that signs heads, base64url without padding.
+        log: the header of the history, in units of the pooled state. Round r has its steps rK to rK
+            + K - 1.
+        round_key: the Ed25519 public key that signs heads, base64url without padding.
         steps: K, the local steps of a round.
-        guard_bits: F; a device's coefficients stand on the unit `2**(e + F)`.
-        rate_shift: g; the pooled state moves by `2**g` times what the rule gives.
-        clip: bound on the Euclidean norm of a device's vector, or None.
-        trim_percent: of the devices, at each end of a coordinate, for `Rule.TRIMMED`; 50: the median.
-        max_weight: largest weight of a device, 1 where all count the same.
-        minimum: devices below which a round is void.
-        batch_rows: texts of a device's batch.
+        guard_bits: F. The coefficients of a device are in units of `2**(e + F)`.
+        rate_shift: g. The pooled state moves by `2**g` times the result of the rule.
+        clip: the bound on the Euclidean norm of a device's vector, or None.
+        trim_percent: the share of devices to drop at each end of a coordinate, for `Rule.TRIMMED`.
+            With 50, the median remains.
+        max_weight: the largest weight of a device; 1 if all devices count equally.
+        minimum: a round of fewer devices is void.
+        batch_rows: the number of texts in a device's batch.
         row_tokens: the most tokens of a text that are trained on.
-        local_steps: along a gradient, Adam's steps on every weight whose sum one step of the log holds.
-        privacy: noise in the sums of the devices' integers, or None.
+        local_steps: for the gradient, the number of Adam steps whose sum makes one step of the log.
+        privacy: the noise in the sums of the devices' integers, or None.
 
     Raises:
-        InputError: a field is outside the limits of FORMAT 13.1, or does not fit another.
+        InputError: a field is outside the limits of FORMAT 13.1, or does not fit another field.
     """
 
     log: LogHeader
@@ -86,7 +89,7 @@ class Definition:
 
     @property
     def exposes_few(self) -> bool:
-        """Say that a sum without noise may be published of fewer devices than hide one of them."""
+        """True if sums without noise may cover so few devices that they reveal each one."""
         return self.privacy is None and self.minimum < FEW_DEVICES
 
     def __post_init__(self) -> None:
@@ -112,13 +115,13 @@ class Definition:
             raise InputError(f"expected trim_percent for trimmed and only there, got {self.trim_percent}")
         if self.rule is Rule.TRIMMED and self.max_weight > 1:
             raise InputError("expected equal weights: order statistics compare single integers")
-        self.device_log()
+        self.device_log()  # raises if the unit of the devices is out of range
         if self.privacy is not None:
             self._check_privacy(self.privacy)
 
     @property
     def rounds(self) -> int:
-        """The most rounds there can be."""
+        """The most rounds that there can be."""
         return self.log.total_steps // self.steps
 
     @property
@@ -128,16 +131,16 @@ class Definition:
 
     @property
     def gain_bound(self) -> int:
-        """G: a gain of `GAIN_NATS` or more is so many units (FORMAT 13.2)."""
+        """G, the number of units of a gain of `GAIN_NATS` or more (FORMAT 13.2)."""
         return _GAIN_UNITS if self.clip is None else self.clip // GAIN_SHARE
 
     @property
     def digest(self) -> str:
-        """sha256 of the canonical bytes: the federation's name."""
+        """The SHA-256 of the canonical bytes, which is the federation's name."""
         return digest_of(self.to_bytes())
 
     def device_log(self) -> LogHeader:
-        """Return the header of one device's steps, on the unit of its integers.
+        """Return the header of one device's steps, in the unit of its integers.
 
         Raises:
             InputError: that unit is out of range.
@@ -145,22 +148,23 @@ class Definition:
         return replace(self.log, step_unit_exponent=self.log.step_unit_exponent + self.guard_bits)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON (FORMAT 13.1)."""
+        """Return the canonical JSON (FORMAT 13.1)."""
         fields = asdict(self) | {"log": json.loads(self.log.to_bytes()), "format": FORMAT, "version": VERSION}
         return canonical_json(fields)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Definition":
-        """Read a definition, refusing every byte string that `to_bytes` would not have made.
+        """Parse canonical bytes, and refuse all others.
 
         Raises:
-            PackageError: `round-definition`, with what is wrong.
+            PackageError: `round-definition`.
         """
         if len(data) > MAX_BYTES:
             raise PackageError("round-definition", f"expected at most {MAX_BYTES} bytes, got {len(data)}")
         try:
             fields = json.loads(data)
-            del fields["format"], fields["version"]  # to_bytes knows the only value of each
+            # Other values of these two fail below, in the comparison with the canonical bytes.
+            del fields["format"], fields["version"]
             log = LogHeader.from_bytes(canonical_json(fields["log"]))
             privacy = None if fields["privacy"] is None else Privacy.from_json(fields["privacy"])
             definition = cls(**fields | {"log": log, "rule": Rule(fields["rule"]), "privacy": privacy})
@@ -184,7 +188,10 @@ class Definition:
 
 
 def check_signature(key: Ed25519PublicKey, signature: bytes, signed: bytes, whose: str) -> None:
-    """Refuse what this key did not sign.
+    """Check a signature.
+
+    Args:
+        whose: the owner of the key, for the message.
 
     Raises:
         PackageError: `round-signature`.
@@ -196,12 +203,12 @@ def check_signature(key: Ed25519PublicKey, signature: bytes, signed: bytes, whos
 
 
 def encode_key(key: Ed25519PublicKey) -> str:
-    """A public key as definitions write it: base64url without padding."""
+    """Return a public key in the form of definitions: base64url without padding."""
     return base64.urlsafe_b64encode(key.public_bytes_raw()).rstrip(b"=").decode("ascii")
 
 
 def decode_key(text: str) -> Ed25519PublicKey:
-    """Read what `encode_key` wrote, and nothing else. Raises InputError."""
+    """Parse a key in the canonical form of `encode_key`. Raises InputError."""
     try:
         raw = base64.b64decode(text + "=", altchars=b"-_", validate=True)
         key = Ed25519PublicKey.from_public_bytes(raw)

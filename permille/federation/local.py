@@ -1,10 +1,11 @@
 """A device's part in a round: K steps from the pooled state on its own text (FORMAT 13.2).
 
-A step is one of a log (`permille.zo.steps`), along its directions. Its integers are what
-is sent, and what moves the state for the next step; so they add up to exactly the local state. A step along
-the gradient holds the change that `local_steps` steps of Adam on every weight have made.
+A step is like one of a log (`permille.zo.steps`), with the same directions. The device sends the
+integers of its steps, and the same integers move its state before the next step. So they sum up
+exactly to the local state. With the gradient, one step holds the sum of `local_steps` Adam steps on
+every weight.
 
-Each step is durable before it counts: a device that is killed goes on with the same integers.
+Each step is durable before it counts. A device that is killed continues with the same integers.
 
 Shapes: T = steps done, Q = queries, W = masked weights.
 """
@@ -38,8 +39,8 @@ class LocalRound:
 
     Attributes:
         number: of the round.
-        start_W: int64, the pooled state before the round, on the history's unit.
-        w_base_W: the values that state zero stands for.
+        start_W: int64, the pooled state before the round, in the unit of the history.
+        w_base_W: the weights for which state zero stands.
     """
 
     definition: Definition
@@ -49,11 +50,11 @@ class LocalRound:
 
     @property
     def first_step(self) -> int:
-        """The history's number of the first step."""
+        """The number of the round's first step in the history."""
         return self.number * self.definition.steps
 
     def descent(self) -> Descent:
-        """Steps from the pooled state; their state begins at zero."""
+        """Return the descent from the pooled state. Its own state begins at zero."""
         rules = self.definition
         return Descent(
             header=rules.device_log(),
@@ -61,7 +62,10 @@ class LocalRound:
         )
 
     def moved(self, c_TQ: NDArray[np.int64], *, after: int = 0) -> NDArray[np.int64]:
-        """Replay steps from `after` on: the state's move, on the device's unit, int64 [W]."""
+        """Replay steps from step `after` of the round on. Return the change of the state, int64 [W].
+
+        The change is in the device's unit.
+        """
         return replay(self.definition.log, c_TQ, start=self.first_step + after)
 
 
@@ -71,17 +75,18 @@ def take_local_steps(
     batches: Callable[[int], Batch],
     folder: Path,
 ) -> NDArray[np.int64]:
-    """Take the steps of a round, or what is left of them; returns their integers, int64 [T, Q].
+    """Take the steps of a round that are not done yet. Return the integers of all steps, int64 [T, Q].
 
     Args:
-        part: what is the same at every step.
-        engine: of the package; for the gradient one that also differentiates backward.
-        batches: the batch of each step of the history, or along the gradient of each local step.
-        folder: of this round alone, where the steps are durable.
+        part: the constants of the round.
+        engine: of the package. For the gradient it must be able to differentiate.
+        batches: returns the batch of a step of the history. For the gradient, returns that of a
+            local step.
+        folder: a folder for this round alone, where the steps are stored.
 
     Raises:
         InputError: the engine cannot do what the estimator needs.
-        PackageError, OperatorError: what is in the folder is damaged.
+        PackageError, OperatorError: a file in the folder is damaged.
     """
     descent, path = part.descent(), folder / JOURNAL
     header, follows = descent.header, descent.header.estimator is EstimatorKind.GRADIENT
@@ -99,11 +104,10 @@ def take_local_steps(
 
 
 class _GradientSteps:
-    """Records of steps along a gradient, as far as the groups of the history hold them.
+    """Records of steps along a gradient, projected on the groups of the history.
 
-    What the groups do not hold is lost, and Adam begins anew in each round: to carry either over did not make
-    the pooled loss lower (docs/adr/0014). What Adam remembers is durable before the journal is, so after a
-    kill the record is there to append.
+    The projection loses what groups cannot express, and Adam begins anew in each round. Carrying
+    either over did not lower the pooled loss (ADR 14).
     """
 
     def __init__(self, part: LocalRound, descent: Descent, path: Path) -> None:
@@ -117,8 +121,9 @@ class _GradientSteps:
     def record(
         self, engine: LossEngine, batches: Callable[[int], Batch], s_W: NDArray[np.int64], step: int
     ) -> StepRecord:
-        """Take the local steps of one step from a state; durable on return."""
-        if self._moments.step == step + 1:  # killed before the journal had it
+        """Take the local steps of one step from a state. The result is durable on return."""
+        if self._moments.step == step + 1:
+            # A kill came between storing the moments and appending to the journal: append this record.
             return self._moments.record()
         gradients, rules, header = differentiable(engine), self._rules, self._descent.header
         exponent = rules.log.step_unit_exponent
@@ -145,16 +150,14 @@ class _GradientSteps:
 
 
 def _stretched(change_K: NDArray[np.float64], header: LogHeader) -> NDArray[np.float64]:
-    """Make a change as much longer as its projection on the header's groups makes it shorter.
-
-    A projection on groups of g weights shortens; `min(g, 2 sqrt(g))` is what learned most.
-    """
-    weights = header.k / header.queries  # of a group
+    """Lengthen a change by about as much as its projection on groups of weights shortens it."""
+    weights = header.k / header.queries  # g, the weights of a group
+    # Among the factors that we measured, `min(g, 2 sqrt(g))` learned most.
     return change_K * max(1.0, min(weights, 2 * math.sqrt(weights)))
 
 
 def _bounded(record: StepRecord) -> StepRecord:
-    """A step whose integers are within what may be sent (FORMAT 13.2); a longer one is made shorter."""
+    """Return the step with its integers scaled into the limit of FORMAT 13.2, if they exceed it."""
     largest = max(abs(c) for c in record.coefficients)
     if largest <= MAX_CONTRIBUTED:
         return record

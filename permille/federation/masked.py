@@ -1,9 +1,10 @@
-"""Masked contributions of a round with a keeper, and the request to the keeper (FORMAT 13.7).
+"""Masked contributions for a round with a keeper, and the request to the keeper (FORMAT 13.7).
 
-The service sees uniform integers, the keeper sees seals and never the integers: neither alone learns a
-device's vector, and what both compute together has the keeper's noise.
+The service sees uniformly random integers. The keeper sees seals and never the integers. Neither
+alone learns the vector of a device, and the sum that they compute together contains the keeper's
+noise.
 
-Shapes: V = integers of a device's vector, K q coefficients and the gain.
+Shapes: V = integers of a device's vector, which are K q coefficients and the gain.
 """
 
 import secrets
@@ -44,11 +45,11 @@ MAX_REQUEST_BYTES: Final = _ASKED.size + MAX_BYTES + MAX_DEVICES * _ENTRY.size
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Masked:
-    """A device's masked vector, and the seal by which a keeper finds its mask.
+    """A device's masked vector, and the seal from which a keeper derives its mask.
 
     Attributes:
-        device_key: 32 bytes, the device's public key.
-        seal_signature: the device's, of the seal and what it is bound to.
+        device_key: the device's public key, 32 bytes.
+        seal_signature: the device's signature of the seal and of its context.
         masked_V: uint32 [V].
     """
 
@@ -62,16 +63,16 @@ class Masked:
 
     @property
     def place(self) -> Place:
-        """The invitation that it answers."""
+        """The invitation that the contribution answers."""
         return Place(round_number=self.round_number, start_digest=self.start_digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """Request to the keeper for the noisy sum of the masks of these devices.
+    """A request to the keeper for the noisy sum of the masks of these devices.
 
     Attributes:
-        entries: device key, seal and its signature of each device, by device key.
+        entries: device key, seal and signature of each device, sorted by device key.
     """
 
     definition: Definition
@@ -80,18 +81,18 @@ class Opening:
 
     @property
     def answer_bytes(self) -> int:
-        """Return the length of the answer."""
+        """The length of the answer."""
         return _ANSWER_HEAD_BYTES + 4 * vector_size(self.definition)
 
     def to_bytes(self) -> bytes:
-        """The only bytes of a question: one set of devices has one name, their digest."""
+        """Return the canonical bytes. Their digest identifies the set of devices."""
         rules = self.definition.to_bytes()
         head = _ASKED.pack(_ASKED_MAGIC, self.round_number, len(rules))
         return head + rules + b"".join(_ENTRY.pack(*entry) for entry in self.entries)
 
 
 def vector_size(definition: Definition) -> int:
-    """V: the integers that one device sends for one round."""
+    """Return V, the number of integers that a device sends for a round."""
     return definition.steps * definition.log.queries + 1
 
 
@@ -102,7 +103,9 @@ def encode_masked(
     vector_V: NDArray[np.int64],
     key: Ed25519PrivateKey,
 ) -> bytes:
-    """A device's vector under a fresh mask, signed: two calls differ, so the caller keeps what it sent.
+    """Return a device's vector under a fresh mask, signed.
+
+    Two calls give different bytes, so the caller must store what it has sent.
 
     Args:
         vector_V: int64, within the clip (`private_rounds.vector_of`).
@@ -128,7 +131,7 @@ def encode_masked(
 
 
 def decode_masked(data: bytes, definition: Definition, key: Ed25519PublicKey) -> Masked:
-    """Read what a device sent for a round with a keeper.
+    """Parse the contribution of a device to a round with a keeper.
 
     Raises:
         PackageError: `round-content`, `round-binding` or `round-signature` (FORMAT 13.7).
@@ -161,10 +164,11 @@ def decode_masked(data: bytes, definition: Definition, key: Ed25519PublicKey) ->
 def decode_sent(
     data: bytes, definition: Definition, key: Ed25519PublicKey, place: Place
 ) -> Contribution | Masked:
-    """Read what a device sent to this place, in the form that the federation asks for.
+    """Parse a contribution in the form that the federation uses, and check that it answers the
+    invitation.
 
     Raises:
-        PackageError: as `decode_contribution`, `decode_masked` and `Place.check`.
+        PackageError: as for `decode_contribution`, `decode_masked` and `Place.check`.
     """
     privacy = definition.privacy
     decode = decode_contribution if privacy is None or privacy.keeper is None else decode_masked
@@ -180,10 +184,11 @@ def opening_of(definition: Definition, number: int, masked: Sequence[Masked]) ->
 
 
 def decode_opening(data: bytes) -> Opening:
-    """Read what somebody asks of the keeper; nothing of it is believed but what devices signed.
+    """Parse a request to the keeper. The keeper trusts only the signatures of the devices in it.
 
     Raises:
-        PackageError: `round-definition`, `round-content`, `round-signature`; `round-limit`: too few devices.
+        PackageError: `round-definition`, `round-content` or `round-signature`; `round-limit` for
+            too few devices.
     """
     if len(data) < _ASKED.size or len(data) > MAX_REQUEST_BYTES:
         raise PackageError("round-content", f"expected a set of seals, got {len(data)} bytes")
@@ -196,6 +201,7 @@ def decode_opening(data: bytes) -> Opening:
         raise PackageError("round-content", f"expected a round of a federation with a keeper, got {number}")
     entries = tuple(_ENTRY.iter_unpack(data[_ASKED.size + size :]))
     keys = [entry[0] for entry in entries]
+    # Strictly increasing keys: one set of devices has one encoding, and no device counts twice.
     if any(left >= right for left, right in pairwise(keys)):
         raise PackageError("round-content", "expected every device once, by its key")
     if not max(KEEPER_MINIMUM, definition.minimum) <= len(entries) <= MAX_DEVICES:
@@ -213,15 +219,15 @@ def decode_opening(data: bytes) -> Opening:
 
 
 def encode_answer(opening: Opening, sum_V: NDArray[np.uint32]) -> bytes:
-    """The keeper's answer: the sum of masks less noise, for the digest of what was asked."""
+    """Return the keeper's answer: the sum of the masks less noise, with the digest of the request."""
     return _ANSWER_MAGIC + digest_bytes(digest_of(opening.to_bytes())) + sum_V.astype("<u4").tobytes()
 
 
 def decode_answer(data: bytes, opening: Opening) -> NDArray[np.uint32]:
-    """The sum of masks less noise, uint32 [V].
+    """Return the sum of the masks less noise, uint32 [V].
 
     Raises:
-        PackageError: `round-content`: no answer to this.
+        PackageError: `round-content` if this is not the answer to the request.
     """
     head = _ANSWER_MAGIC + digest_bytes(digest_of(opening.to_bytes()))
     count = vector_size(opening.definition)

@@ -1,6 +1,8 @@
-"""Rounds of a federation with privacy: what bounds a device, and what noise its sums get (FORMAT 13.6, 13.7).
+"""Rounds of a federation with privacy: the bound on each device, and the noise in sums (FORMAT 13.6,
+13.7).
 
-Shapes: K = steps of a round, q = a device's queries, V = K q + 1 integers of a vector, the gain last.
+Shapes: K = steps of a round, q = a device's queries, V = K q + 1 integers of a vector, of which the
+gain is the last.
 """
 
 import math
@@ -19,18 +21,18 @@ from permille.federation.rounds import Round, check_together, clipped, divided
 from permille.privacy.discrete_gaussian import RandBelow, draw_noise
 from permille.privacy.masks import signed_sum
 
-_TAIL: Final = 8.0
+_TAIL: Final = 8.0  # a Gaussian norm exceeds its typical value by 8 sigma less than once in 10**13 draws
 
 
 def vector_of(contribution: Contribution) -> NDArray[np.int64]:
-    """A device's integers as one vector within the clip C, int64 [V]; steps that it did not do are zeros.
-
-    The coefficients are within `isqrt(98 C**2 / 100)` and the gain within `C / 10`.
+    """Return a device's integers as one vector within the clip C, int64 [V]. Steps that it did not do
+    are zeros.
     """
     rules = contribution.definition
     if rules.clip is None:
         raise InputError("expected a federation with a clip")
     vector_V = np.zeros(vector_size(rules), dtype=np.int64)
+    # FORMAT 13.6: the gain is within C / 10, so coefficients within sqrt(0.98) C leave the whole within C.
     c_TQ = clipped(contribution.c_TQ, math.isqrt(98 * rules.clip * rules.clip // 100))
     vector_V[: c_TQ.size] = c_TQ.reshape(-1)
     vector_V[-1] = contribution.gain
@@ -38,7 +40,11 @@ def vector_of(contribution: Contribution) -> NDArray[np.int64]:
 
 
 def draw_round_noise(definition: Definition, randbelow: RandBelow = secrets.randbelow) -> NDArray[np.int64]:
-    """Fresh noise for every integer of a round's sum, int64 [V]; never twice for a sum that was seen."""
+    """Draw fresh noise for every integer of a round's sum, int64 [V].
+
+    Never draw twice for a sum that anyone has seen: the mean of two noises would reveal more than
+    one.
+    """
     if definition.privacy is None or definition.clip is None:
         raise InputError("expected a federation with privacy")
     return draw_noise(vector_size(definition), definition.privacy.variance(definition.clip), randbelow)
@@ -50,10 +56,11 @@ def noised_sum(
     contributions: Sequence[Contribution],
     noise_V: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """The sum of the devices' vectors and noise, int64 [V]: all that may leave the service.
+    """Return the sum of the devices' vectors and the noise, int64 [V]. Nothing else may leave the
+    service.
 
     Raises:
-        InputError: contributions that do not belong together.
+        InputError: the contributions do not belong together.
     """
     check_together(definition, number, contributions)
     total_V = noise_V.copy()
@@ -65,13 +72,13 @@ def noised_sum(
 def unmasked_sum(
     definition: Definition, number: int, masked: Sequence[Masked], answer_V: NDArray[np.uint32]
 ) -> NDArray[np.int64]:
-    """The sum of the devices' vectors and the keeper's noise, int64 [V].
+    """Return the sum of the devices' vectors and the keeper's noise, int64 [V].
 
     Args:
-        answer_V: of the keeper for exactly these devices: the sum of their masks less noise.
+        answer_V: the keeper's answer for exactly these devices.
 
     Raises:
-        InputError: contributions that do not belong together.
+        InputError: the contributions do not belong together.
     """
     check_together(definition, number, masked)
     total_V = np.zeros(vector_size(definition), dtype=np.uint32)
@@ -81,13 +88,14 @@ def unmasked_sum(
 
 
 def round_of_sum(definition: Definition, number: int, devices: int, sum_V: NDArray[np.int64]) -> Round:
-    """The round that a noised sum makes; every device counts at every step, for who stopped early is hidden.
+    """Return the round that a noised sum makes. Every device counts at every step.
 
     Raises:
-        PackageError: `round-limit`: a coefficient leaves the range of a log, or no such devices and noise
-            make this sum, so that the keeper or a device lies.
+        PackageError: `round-limit`: a coefficient exceeds the range of a log, or no such devices
+            and noise can make this sum, so the keeper or a device lies.
     """
     _check_possible(definition, devices, sum_V)
+    # The sum must not reveal which devices stopped early, so all count as if they did every step.
     weight_K = np.full(definition.steps, devices, dtype=np.int64)
     sum_KJ = sum_V[:-1].reshape(definition.steps, definition.log.queries)
     return divided(definition, number, sum_KJ, weight_K, weight_K)
@@ -96,8 +104,7 @@ def round_of_sum(definition: Definition, number: int, devices: int, sum_V: NDArr
 def _check_possible(definition: Definition, devices: int, sum_V: NDArray[np.int64]) -> None:
     """Refuse a sum that is longer than the clips of its devices and the noise together.
 
-    The noise is within `sigma (sqrt(V) + 8)` but once in 10**13 rounds (concentration of a Gaussian's norm).
-    A lie within that is as small as what noise hides.
+    A smaller lie goes unnoticed, but the noise hides changes of that size anyway.
     """
     if definition.privacy is None or definition.clip is None:
         raise InputError("expected a federation with privacy")
@@ -113,12 +120,13 @@ def _check_possible(definition: Definition, devices: int, sum_V: NDArray[np.int6
 
 
 def noised_gains(definition: Definition, devices: int, gain_sum: int) -> tuple[float, float]:
-    """Mean of the devices' gains and its standard error, in nats per token, from the noised sum alone.
-
-    How much gains differ is not asked: a gain within a bound has at most its square as variance.
+    """Return the mean of the devices' gains and its standard error, in nats per token, from the noised
+    sum.
     """
     if definition.privacy is None or definition.clip is None:
         raise InputError("expected a federation with privacy")
+    # The variance of the gains is not known, since only their sum is. A variable within a bound has at
+    # most the square of the bound as variance.
     unit = GAIN_NATS / definition.gain_bound
     noise = unit * definition.privacy.noise_multiplier * definition.clip / devices
     return unit * gain_sum / devices, math.hypot(noise, GAIN_NATS / math.sqrt(devices))

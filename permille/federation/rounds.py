@@ -1,10 +1,11 @@
-"""Rounds: the rule that makes one step of many, and the history that anyone can replay (FORMAT 13.3, 13.4).
+"""Rounds: the rule that combines many devices into one step, and the history (FORMAT 13.3, 13.4).
 
-Sums of integers over a multiset of devices: order, machine and threads cannot matter. The only rounding is
-after the sum, half to even, and what is rounded is published, so the history replays as a log does.
+A round is a sum of integers over its devices, so order, machine and threads do not matter. The only
+rounding comes after the sum, half to even. The rounded numbers are published, so anyone can replay
+the history like a log.
 
-Shapes: M = devices, K = steps of a round, J = directions a step of the history,
-W = masked weights.
+Shapes: M = devices, K = steps of a round, J = directions of a step of the history, W = masked
+weights.
 """
 
 import hashlib
@@ -38,10 +39,10 @@ _MOST_WEIGHT = MAX_DEVICES * MAX_WEIGHT
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Round:
-    """Published record of a round. A void round has no weight and does not change the state.
+    """The published record of a round. A void round has no weight and does not change the state.
 
     Attributes:
-        weight_K: int64 [K], sum of the weights of the devices that did the step.
+        weight_K: int64 [K], for each step the sum of the weights of the devices that did it.
         u_KJ: int64 [K, J], the history's coefficients.
     """
 
@@ -50,33 +51,38 @@ class Round:
     u_KJ: NDArray[np.int64]
 
     def to_bytes(self) -> bytes:
-        """The only bytes of a round (FORMAT 13.3)."""
+        """Return the canonical bytes (FORMAT 13.3)."""
         numbers = np.concatenate([self.weight_K.astype(np.uint64), zigzag(self.u_KJ.reshape(-1))])
         payload = encode_varints(numbers)
         return _SIZES.pack(self.number, len(payload)) + payload
 
 
 def void_round(definition: Definition, number: int) -> Round:
-    """A round of nobody: it moves nothing and uses its number up."""
+    """Return a round without devices. It moves nothing, but uses up its number."""
     shape = (definition.steps, definition.log.queries)
     return Round(number=number, weight_K=np.zeros(shape[0], np.int64), u_KJ=np.zeros(shape, np.int64))
 
 
 def chain_after(chain: str, record: bytes, state_digest: str) -> str:
-    """The digest of a history one round longer, by that round's bytes and where it leads (FORMAT 13.4)."""
+    """Return the digest of a history that is longer by one round (FORMAT 13.4).
+
+    Args:
+        chain: the digest of the history before.
+        record: the bytes of the round.
+        state_digest: of the state after the round.
+    """
     chained = hashlib.sha256(_DOMAIN + chain.encode() + record + state_digest.encode())
     return f"sha256:{chained.hexdigest()}"
 
 
 def combine(definition: Definition, number: int, contributions: Sequence[Contribution]) -> Round:
-    """Compute a round from its devices' integers, by the definition's rule.
-
-    Without integers the round is void.
+    """Compute a round from its devices' integers, by the definition's rule. Without devices the round
+    is void.
 
     Raises:
-        InputError: a contribution of another federation, round or start, more devices than FORMAT 13.3
-            allows, or a sum that would lack the noise which the definition promises.
-        PackageError: `round-limit`: a coefficient leaves the range of a log.
+        InputError: contributions of another federation, round or start; too many devices (FORMAT
+            13.3); or a federation with privacy, whose sums need noise.
+        PackageError: `round-limit`: a coefficient exceeds the range of a log.
     """
     if definition.privacy is not None and contributions:
         raise InputError("expected a federation without privacy: its sums need noise")
@@ -101,10 +107,10 @@ def divided(
     divisor_K: NDArray[np.int64],
     weight_K: NDArray[np.int64],
 ) -> Round:
-    """The round that a sum makes: `u = rne(2**(F + g) A / N)`, zero where nobody did the step.
+    """Return the round of a sum: `u = rne(2**(F + g) A / N)`, and zero for steps that nobody did.
 
     Raises:
-        PackageError: `round-limit`: a coefficient leaves the range of a log.
+        PackageError: `round-limit`: a coefficient exceeds the range of a log.
     """
     shift = definition.guard_bits + definition.rate_shift
     u_KJ = _divide_half_even(sum_KJ << max(shift, 0), np.maximum(divisor_K, 1)[:, None] << max(-shift, 0))
@@ -114,10 +120,17 @@ def divided(
 
 
 def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
-    """A device's vector within the norm `clip`, in integers: `sum c'**2 <= clip**2` exactly.
+    """Return a device's vector, shortened to the norm `clip` in integers: `sum c'**2 <= clip**2`
+    exactly.
 
-    A vector within it is unchanged; each element of any other is multiplied by
-    `clip / (isqrt(sum c**2) + 1)` and cut toward zero.
+    A vector within the clip does not change. Any other is multiplied by `clip / (isqrt(sum c**2) +
+    1)` and cut toward zero.
+
+    Example:
+        >>> clipped(np.array([[300, 400]]), 100)
+        array([[59, 79]])
+        >>> clipped(np.array([[30, 40]]), 100)
+        array([[30, 40]])
     """
     squares = int((c_TQ * c_TQ).sum())
     if clip is None or squares <= clip * clip:
@@ -129,12 +142,12 @@ def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Head of a federation's history (FORMAT 13.4).
+    """The head of a federation's history (FORMAT 13.4).
 
     Attributes:
-        number: rounds done.
-        reach: bound on |s| (FORMAT 7.3).
-        chain: of all rounds so far.
+        number: the number of rounds done.
+        reach: the bound on |s| (FORMAT 7.3).
+        chain: the digest of all rounds so far.
     """
 
     definition_digest: str
@@ -144,16 +157,19 @@ class Head:
     state_digest: str
 
     def signed(self, key: Ed25519PrivateKey) -> bytes:
-        """The only bytes of a head, by the definition's key."""
-        data = self._to_bytes()
+        """Return the canonical bytes of the head, signed by the definition's key."""
+        digests = (digest_bytes(self.chain), digest_bytes(self.state_digest))
+        named = digest_bytes(self.definition_digest)
+        data = _HEAD.pack(HEAD_MAGIC, named, self.number, self.reach, *digests)
         return data + key.sign(data)
 
     @classmethod
     def read(cls, data: bytes, definition: Definition) -> "Head":
-        """Read a head of this federation.
+        """Parse and verify a head of this federation.
 
         Raises:
-            PackageError: `round-content`, `round-signature`, or `round-chain`: another federation is meant.
+            PackageError: `round-content`, `round-signature`, or `round-chain` for another
+                federation.
         """
         if len(data) != HEAD_BYTES or not data.startswith(HEAD_MAGIC):
             raise PackageError("round-content", f"expected a head, got {len(data)} bytes")
@@ -169,19 +185,22 @@ class Head:
             state_digest=f"sha256:{state.hex()}",
         )
 
-    def _to_bytes(self) -> bytes:
-        digests = (digest_bytes(self.chain), digest_bytes(self.state_digest))
-        return _HEAD.pack(HEAD_MAGIC, digest_bytes(self.definition_digest), self.number, self.reach, *digests)
-
 
 @dataclass(slots=True)
 class History:
-    """The pooled state of a federation, and the chain of digests that names how it came about.
+    """The pooled state of a federation, and the chain of digests that identifies its history.
 
     Attributes:
-        s_W: int64 [k], on the unit of the definition's log.
-        chain: of all rounds so far; before the first it is the definition's own digest.
-        reach: bound on |s| (FORMAT 7.3).
+        s_W: int64 [k], in the unit of the definition's log.
+        chain: the digest of all rounds so far. Before the first round it is the definition's
+            digest.
+        reach: the bound on |s| (FORMAT 7.3).
+
+    Example:
+
+        history = History.begin(definition)
+        history.apply(decode_segment(data, definition, max_bytes=len(data)))
+        history.check_head(head)
     """
 
     definition: Definition
@@ -192,15 +211,15 @@ class History:
 
     @classmethod
     def begin(cls, definition: Definition) -> "History":
-        """The history before the first round: the package's own weights."""
+        """Return the history before the first round, which stands for the package's own weights."""
         zero = np.zeros(definition.log.k, dtype=np.int64)
         return cls(definition=definition, s_W=zero, chain=definition.digest)
 
     def apply(self, rounds: Iterable[Round]) -> None:
-        """Move on by the next rounds; one that is refused changes nothing.
+        """Apply the next rounds. A round that is refused changes nothing.
 
         Raises:
-            PackageError: `round-content` (not the next one, or of another shape) or `round-limit`.
+            PackageError: `round-content` for a wrong number or shape, or `round-limit`.
         """
         for each in rounds:
             self._check_next(each)
@@ -214,13 +233,13 @@ class History:
 
     @property
     def digest(self) -> str:
-        """Digest of the pooled state (FORMAT 10)."""
+        """The digest of the pooled state (FORMAT 10)."""
         log = self.definition.log
         return state_digest(self.s_W, mask_digest=log.mask_digest, step_unit_exponent=log.step_unit_exponent)
 
     @property
     def head(self) -> Head:
-        """Return the head of this history."""
+        """The head of this history."""
         return Head(
             definition_digest=self.definition.digest,
             number=self.number,
@@ -230,10 +249,10 @@ class History:
         )
 
     def check_head(self, data: bytes) -> None:
-        """Refuse a head that is not of this very history.
+        """Check that a signed head belongs to exactly this history.
 
         Raises:
-            PackageError: as `Head.read`; `round-chain` also where another history is meant.
+            PackageError: as for `Head.read`, or `round-chain` for another history.
         """
         if Head.read(data, self.definition) != self.head:
             raise PackageError(
@@ -242,10 +261,11 @@ class History:
 
     @classmethod
     def resume(cls, definition: Definition, s_W: NDArray[np.int64], head: bytes) -> "History":
-        """The history at a checkpoint: a packed state (FORMAT 11) and the head that names it.
+        """Return the history at a checkpoint, from a packed state (FORMAT 11) and the head that names
+        it.
 
         Raises:
-            PackageError: as `check_head`.
+            PackageError: as for `check_head`.
         """
         named = Head.read(head, definition)
         history = cls.begin(definition)
@@ -266,8 +286,8 @@ class History:
 
 
 def decode_segment(data: bytes, definition: Definition, *, max_bytes: int) -> list[Round]:
-    """Read consecutive rounds, which a returning device lacks, and nobody vouches for; the head after them
-    says whether they are the federation's.
+    """Parse consecutive rounds, which a returning device lacks. Nobody vouches for them until
+    `check_head`.
 
     Raises:
         PackageError: `round-limit` or `round-content` (FORMAT 13.3).
@@ -313,7 +333,7 @@ def _decode_round(payload: bytes, number: int, definition: Definition) -> Round:
 def check_together(
     definition: Definition, number: int, contributions: Sequence[Contribution | Masked]
 ) -> None:
-    """Refuse contributions that do not belong together. Raises InputError."""
+    """Check that contributions belong to the same federation, round and start. Raises InputError."""
     if len(contributions) > MAX_DEVICES:
         raise InputError(f"expected at most {MAX_DEVICES} devices, got {len(contributions)}")
     for each in contributions:
@@ -330,7 +350,9 @@ def check_together(
 def _trimmed(
     definition: Definition, contributions: Sequence[Contribution]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Sums without the extremes of each coordinate [K, J], how many were summed [K], all devices [K]."""
+    """Return the sums without the extremes [K, J], the number of summed devices [K], and of all
+    devices [K].
+    """
     shape = (definition.steps, definition.log.queries)
     sum_KJ, divisor_K = np.zeros(shape, dtype=np.int64), np.zeros(definition.steps, dtype=np.int64)
     all_K = np.zeros(definition.steps, dtype=np.int64)
@@ -347,6 +369,7 @@ def _trimmed(
 
 
 def _divide_half_even(numerator: NDArray[np.int64], denominator: NDArray[np.int64]) -> NDArray[np.int64]:
+    # `divmod` rounds down, so the rest is not negative, also for a negative numerator.
     quotient, rest = np.divmod(numerator, denominator)
     quotient += (2 * rest > denominator) | ((2 * rest == denominator) & (quotient % 2 == 1))
     return np.asarray(quotient, dtype=np.int64)

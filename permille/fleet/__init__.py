@@ -1,1 +1,3 @@
-"""Rollouts without I/O: who takes a version when, and what the reports of devices say of it."""
+"""Decisions of rollouts, without I/O: which device takes a version when, and what the reports say
+about it.
+"""

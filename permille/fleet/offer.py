@@ -1,7 +1,8 @@
-"""The signed record of a rollout. From it, a device decides by itself whether it takes part.
+"""The signed record of a rollout, from which a device decides by itself whether it takes part.
 
-The record is the `custom` field of a TUF target (FORMAT 14). So nobody between service and device can open a
-wave, move a device to another one, or hide a halt for longer than the timestamp's life.
+The record is the `custom` field of a TUF target (FORMAT 14). So nobody between service and device
+can open a wave, move a device to another wave, or hide a halt for longer than the lifetime of the
+timestamp.
 """
 
 import hashlib
@@ -26,9 +27,12 @@ _NUMBERS: Final = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){2}", re.ASCII)
 class RolloutState(StrEnum):
     """State of a rollout.
 
-    In a draft no wave is open yet. A paused rollout may go on, a stopped one may not; devices that have the
-    version keep it in both. Done: all devices take the version. Reverted: all take a new version that holds
-    the package of before.
+    - draft: no wave is open yet.
+    - running: waves are open.
+    - paused: it may continue. Devices that have the version keep it.
+    - stopped: it cannot continue. Devices that have the version keep it.
+    - done: all devices take the version.
+    - reverted: all devices take a new version with the package from before.
     """
 
     DRAFT = "draft"
@@ -40,7 +44,7 @@ class RolloutState(StrEnum):
 
 
 class ReportCode(StrEnum):
-    """Result of a version on a device. SILENT is set by the service: no report came in time."""
+    """Result of a version on a device. The service sets SILENT if no report came in time."""
 
     OK = "ok"
     REFUSED = "refused"
@@ -52,10 +56,10 @@ class ReportCode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a device, which groups select by. The engine is known after the first run.
+    """Facts about a device, by which groups select. The engine is known after the first run.
 
     Attributes:
-        tags: that its owner has set; the service knows others, of its operators.
+        tags: set by the device's owner. The service also knows tags that operators set.
     """
 
     agent_version: str
@@ -66,13 +70,13 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The devices of a group; each condition that is given must hold.
+    """The devices of a group. A device must meet all conditions that are given.
 
     Attributes:
         agent_version: the lowest version of the agent.
-        engines: one of these computed the device's newest run.
+        engines: one of these must have computed the device's newest run.
         memory_bytes: the least memory.
-        members: digests of the devices, by `member_digest`; None: any device.
+        members: digests of devices (`member_digest`); None for any device.
     """
 
     agent_version: str | None = None
@@ -81,7 +85,13 @@ class Choice:
     members: tuple[str, ...] | None = None
 
     def fits(self, facts: Facts) -> bool:
-        """Return whether the facts of a device meet the conditions, apart from membership."""
+        """Return whether the facts of a device meet all conditions except membership.
+
+        Example:
+            >>> laptop = Facts(agent_version="1.4.0", engine="torch", memory_bytes=16 << 30)
+            >>> Choice(agent_version="1.10.0").fits(laptop), Choice(memory_bytes=8 << 30).fits(laptop)
+            (False, True)
+        """
         if self.agent_version is not None and numbers(facts.agent_version) < numbers(self.agent_version):
             return False
         if self.engines and facts.engine not in self.engines:
@@ -91,12 +101,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A rollout as it is signed.
+    """A rollout in the form that is signed.
 
     Attributes:
-        version: the version of the release that devices in an open wave install.
-        window: when devices may begin to install. None: at any time.
+        version: the version that devices in an open wave install.
         places: a device may take the version if its place (`place_of`) is below this number.
+        window: the times at which devices may begin to install; None for any time.
     """
 
     rollout: str
@@ -108,7 +118,7 @@ class Offer:
 
     @classmethod
     def parse(cls, document: object) -> "Offer":
-        """Read a record. Raises InputError for anything else."""
+        """Parse a record. Raises InputError for anything else."""
         try:
             fields: dict[str, Any] = dict(document)  # type: ignore[call-overload]
             choice = dict(fields.pop("choice"))
@@ -127,7 +137,8 @@ class Offer:
             if offer.version < 1 or offer.places > PARTS:
                 raise ValueError("version or places out of range")
             texts = (offer.rollout, read.agent_version or "", *engines, *(read.members or ()))
-            # The id is part of a path of the service, which is asked with this device's own token.
+            # The device puts the id into a path of the service and sends its token there. So the id must
+            # not lead to another path.
             if not all(isinstance(text, str) for text in texts) or not _ID.fullmatch(offer.rollout):
                 raise ValueError("a text in another form")
         except (AttributeError, KeyError, TypeError, ValueError, InputError) as exc:
@@ -135,7 +146,7 @@ class Offer:
         return offer
 
     def to_document(self) -> dict[str, Any]:
-        """Return the record in the types of JSON."""
+        """Return the record as JSON values."""
         document = asdict(self)
         document["choice"]["engines"] = list(self.choice.engines)
         if self.choice.members is not None:
@@ -157,9 +168,14 @@ class Offer:
 
 
 def place_of(rollout_id: str, device_id: str) -> int:
-    """Return a device's place in a rollout, from 0 to 9,999: a wave holds the places below its bound.
+    """Return a device's place in a rollout, from 0 to 9,999. A wave holds the places below its bound.
 
-    The place is a hash, so it needs no row. It differs from rollout to rollout: no device is always first.
+    The place is a hash, so no row stores it. It differs between rollouts, so no device is always
+    first.
+
+    Example:
+        >>> place_of("rollout_1", "dev_1") == place_of("rollout_1", "dev_1")
+        True
     """
     return int.from_bytes(_hash("wave", rollout_id, device_id)[:8], "big") % PARTS
 
@@ -170,7 +186,7 @@ def member_digest(rollout_id: str, device_id: str) -> str:
 
 
 def members_of(rollout_id: str, device_ids: Iterable[str]) -> tuple[str, ...]:
-    """Return the members of a group for a record, in order. Raises InputError for too many."""
+    """Return the members of a group for a record, sorted. Raises InputError if they are too many."""
     members = tuple(sorted(member_digest(rollout_id, one) for one in device_ids))
     if len(members) > MAX_MEMBERS:
         raise InputError(
@@ -181,7 +197,12 @@ def members_of(rollout_id: str, device_ids: Iterable[str]) -> tuple[str, ...]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the three numbers of a version, to compare them; zeros for anything else."""
+    """Return the three numbers of a version for comparisons, or zeros for any other text.
+
+    Example:
+        >>> numbers("1.10.0") > numbers("1.9.2"), numbers("unknown")
+        (True, (0, 0, 0))
+    """
     return tuple(map(int, version.split("."))) if _NUMBERS.fullmatch(version) else (0, 0, 0)
 
 

@@ -27,10 +27,9 @@ from permille.fleet.statistics import lower_mean, lower_share
 
 ALPHA: Final = 0.01
 FIRST_LOOK: Final = 20
-# Bound of a reported loss difference, in nats per token. Clipping keeps one report from dominating.
+# Reported loss differences are clipped to this, in nats per token, so that no report dominates a mean.
 MAX_DIFFERENCE: Final = 0.25
-# Rise of the loss above which a device counts as worse, in nats per token. Noise of training is
-# smaller.
+# A larger rise of the loss counts as worse, in nats per token. The noise of training is smaller.
 WORSE_NATS: Final = 0.02
 LOSS_LIMIT: Final = 0.01
 GENERAL_LIMIT: Final = 0.02

@@ -1,7 +1,7 @@
-"""Exact bounds from few numbers: the share of a binomial count, and a mean by Student's t.
+"""Exact confidence bounds: for a share by the binomial distribution, and for a mean by Student's t.
 
-Both distributions are regularized incomplete beta functions. scipy has them too, but neither the API nor a
-device installs it for that.
+Both distributions are regularized incomplete beta functions. scipy was considered, but it is too
+large for the API and for devices.
 """
 
 import math
@@ -15,20 +15,27 @@ _HALVINGS: Final = 60
 
 
 def at_least(count: int, n: int, share: float) -> float:
-    """Return the probability of `count` or more successes in `n` trials of this chance."""
+    """Return the probability of at least `count` successes in `n` trials with this chance.
+
+    Example:
+        >>> round(at_least(2, 2, 0.5), 4)
+        0.25
+    """
     return 1.0 if count <= 0 else beta_share(count, n - count + 1, share)
 
 
 def above(t: float, free: int) -> float:
-    """Return the probability that Student's t of `free` degrees of freedom exceeds `t`."""
+    """Return the probability that Student's t with `free` degrees of freedom exceeds `t`."""
     tail = beta_share(free / 2, 0.5, free / (free + t * t)) / 2
     return tail if t >= 0 else 1 - tail
 
 
 def lower_share(count: int, n: int, alpha: float) -> float:
-    """Return the exact lower bound of a share (Clopper and Pearson), which errs with chance `alpha`.
+    """Return the exact lower bound of a share (Clopper and Pearson), with error probability `alpha`.
 
-    lower_share(8, 80, 0.001)  # 0.025: eight failures of eighty are surely more than 2 %
+    Example:
+        >>> round(lower_share(8, 80, 0.001), 3)  # eight failures of eighty: surely more than 2 %
+        0.025
     """
     if count == 0:
         return 0.0
@@ -36,7 +43,9 @@ def lower_share(count: int, n: int, alpha: float) -> float:
 
 
 def lower_mean(mean: float, deviation: float, n: int, alpha: float) -> float:
-    """Return the lower bound of a mean of `n` values by Student's t; minus infinity for fewer than two."""
+    """Return the lower bound of a mean of `n` values by Student's t, or minus infinity for fewer than
+    two.
+    """
     if n < 2:
         return -math.inf
     t = _crossing(lambda value: alpha - above(value, n - 1), 0.0, 1e6)
@@ -44,7 +53,7 @@ def lower_mean(mean: float, deviation: float, n: int, alpha: float) -> float:
 
 
 def _crossing(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a growing function passes zero, from below."""
+    """Return the zero of an increasing function, by bisection from below."""
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if function(middle) < 0:
@@ -55,14 +64,18 @@ def _crossing(function: Callable[[float], float], low: float, high: float) -> fl
 
 
 def beta_share(a: float, b: float, x: float) -> float:
-    """Return the regularized incomplete beta function I_x(a, b), by its continued fraction.
+    """Return the regularized incomplete beta function I_x(a, b) by its continued fraction.
 
-    NIST Handbook, 8.17.22, evaluated by Lentz's method; for `x` past the mean by I_x(a, b) = 1 - I_1-x(b, a),
-    where the fraction converges fast.
+    The fraction is NIST Handbook 8.17.22, evaluated by Lentz's method.
+
+    Example:
+        >>> round(beta_share(2.0, 3.0, 0.5), 4)
+        0.6875
     """
     if x <= 0 or x >= 1:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):
+        # Beyond the mean the fraction converges slowly: use I_x(a, b) = 1 - I_1-x(b, a) (NIST 8.17.4).
         return 1 - beta_share(b, a, 1 - x)
     scale = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     c, d = 1.0, 1 / _safe(1 - (a + b) * x / (a + 1))

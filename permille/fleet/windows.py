@@ -1,6 +1,6 @@
 """Maintenance windows: the times at which a device may begin to install a version.
 
-A window opens at the times of a cron expression and stays open for some minutes. The device looks at
+A window opens at the times of a cron expression, and stays open for some minutes. The device uses
 its own clock.
 """
 
@@ -22,11 +22,11 @@ class Window:
     """Times at which a device may begin to install.
 
     Attributes:
-        cron: minute, hour, day of the month, month and weekday (0 and 7 are Sunday), each `*`, a
-            number, a range `1-5`, a step `*/15`, or several of these with commas. Where both days are
+        cron: minute, hour, day of the month, month and weekday (0 and 7 are Sunday). Each is `*`, a
+            number, a range `1-5`, a step `*/15`, or several of these with commas. If both days are
             given, either suffices, as in cron.
-        minutes: how long the window is open, 1 to 1440.
-        zone: a time zone such as `Europe/Berlin`; None: the device's own.
+        minutes: how long the window stays open, 1 to 1440.
+        zone: a time zone such as `Europe/Berlin`; None for the device's own.
 
     Example:
         >>> from datetime import UTC
@@ -49,12 +49,12 @@ class Window:
         _zone(self.zone)
 
     def is_open(self, at: datetime) -> bool:
-        """Return whether the window is open at a moment, which has a time zone."""
+        """Return whether the window is open at an aware time."""
         minutes, hours, days, months, weekdays = _fields(self.cron)
         parts, zone = self.cron.split(), _zone(self.zone)
         is_either = not (parts[2].startswith("*") or parts[4].startswith("*"))
         for ago in range(self.minutes):
-            # The moments are stepped through in UTC: where clocks change, an hour is missing or comes twice.
+            # Step back in real time, then convert. When clocks change, local time lacks or repeats an hour.
             begin = (at - timedelta(minutes=ago)).astimezone(zone)
             fits = (begin.day in days, begin.isoweekday() % 7 in weekdays)
             if (
@@ -95,5 +95,5 @@ def _values(text: str, low: int, high: int) -> set[int]:
 def _zone(name: str | None) -> ZoneInfo | None:
     try:
         return None if name is None else ZoneInfo(name)
-    except (KeyError, ValueError, TypeError, OSError) as exc:  # also a path out of the folder of zones
+    except (KeyError, ValueError, TypeError, OSError) as exc:  # ValueError: a path out of the zone folder
         raise InputError(f"There is no time zone {name!r:.80} here. For example `Europe/Berlin`.") from exc

@@ -1,1 +1,3 @@
-"""Privacy of the devices of a federation: exact noise, what it costs, and masks that only a keeper lifts."""
+"""Differential privacy for the devices of a federation: exact noise, its cost, and masks that a keeper
+lifts.
+"""

@@ -1,9 +1,10 @@
-"""Draw discrete Gaussian noise exactly: with integers alone, no float is rounded anywhere.
+"""Exact discrete Gaussian noise, drawn with integers only, so that no float is rounded.
 
-The probability of an integer x is proportional to `exp(-x**2 / (2 variance))`. The sampler is that of
-Canonne, Kamath and Steinke, "The discrete Gaussian for differential privacy" (2020), algorithms 1 to 3.
-OpenDP has the same in Rust (47 MB); a test compares the two. How long a draw takes depends on what it draws:
-it is not for a place where others time it.
+The probability of an integer x is proportional to `exp(-x**2 / (2 variance))`. The sampler is that
+of Canonne, Kamath and Steinke, "The discrete Gaussian for differential privacy" (2020), algorithms
+1 to 3. OpenDP has the same sampler in Rust (47 MB), and a test compares both.
+
+The time of a draw depends on its value. Do not use the sampler where others can measure that time.
 """
 
 import secrets
@@ -13,7 +14,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-# A uniform integer from 0 to below its argument.
+# A function that returns a uniform integer from 0 to below its argument.
 RandBelow = Callable[[int], int]
 
 
@@ -21,10 +22,11 @@ def draw_noise(count: int, variance: Fraction, randbelow: RandBelow = secrets.ra
     """Draw `count` independent integers, int64 [count].
 
     Args:
-        variance: the parameter sigma**2 above zero, within 2**100; the variance itself is a trifle smaller.
-        randbelow: where the randomness comes from: the operating system's, except in tests.
+        variance: the parameter sigma**2, above zero and at most 2**100. The true variance is
+            slightly smaller.
+        randbelow: the source of randomness, which tests replace.
     """
-    scale = int(variance**0.5) + 1  # any whole number is right, one near sigma is fast
+    scale = int(variance**0.5) + 1  # any positive integer is correct, and one near sigma is fast
     a, b = variance.numerator, variance.denominator
     divisor = 2 * a * b * scale * scale
     drawn: list[int] = []
@@ -37,7 +39,7 @@ def draw_noise(count: int, variance: Fraction, randbelow: RandBelow = secrets.ra
 
 
 def _laplace(scale: int, randbelow: RandBelow) -> int:
-    """An integer with probability proportional to `exp(-abs(x) / scale)`."""
+    """Draw an integer with probability proportional to `exp(-abs(x) / scale)` (algorithm 2)."""
     while True:
         low = randbelow(scale)
         if not _flip_exp(low, scale, randbelow):
@@ -47,12 +49,14 @@ def _laplace(scale: int, randbelow: RandBelow) -> int:
             high += 1
         size = low + scale * high
         negative = randbelow(2)
-        if size or not negative:  # else zero would count twice
+        if size or not negative:  # accept zero with one sign only, or it would be twice as likely
             return -size if negative else size
 
 
 def _flip_exp(numerator: int, denominator: int, randbelow: RandBelow) -> bool:
-    """True with probability `exp(-numerator / denominator)`, whatever non-negative fraction that is."""
+    """Return True with probability `exp(-numerator / denominator)`, for any fraction from zero on
+    (algorithm 1).
+    """
     while numerator > denominator:
         if not _flip_exp(1, 1, randbelow):
             return False

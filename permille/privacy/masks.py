@@ -1,8 +1,10 @@
-"""Mask a device's integers, and seal the mask to a keeper, who lifts it from sums alone (FORMAT 13.7).
+"""Masks for a device's integers, and seals by which a keeper removes the masks from sums (FORMAT
+13.7).
 
-A mask is the keystream of ChaCha20 under a fresh seed, a `u32` an integer. The seed is sealed with HPKE
-(RFC 9180) to the keeper's key, bound to federation, round and device, so that it opens nowhere else.
-Sums are modulo 2**32; noise and devices leave them within (`rules.LARGEST_DEVIATION`).
+A mask is the keystream of ChaCha20 under a fresh seed, with one `u32` per integer. HPKE (RFC 9180)
+seals the seed to the keeper's key. The seal is bound to federation, round and device, so it opens
+nowhere else. Sums are modulo 2**32, which noise and devices do not exceed
+(`rules.LARGEST_DEVIATION`).
 """
 
 import struct
@@ -32,15 +34,15 @@ def seal_context(definition_digest: str, round_number: int, device_key: bytes) -
 
 
 def seal_seed(seed: bytes, keeper: X25519PublicKey, context: bytes) -> bytes:
-    """Seal a mask's seed to the keeper, 80 bytes."""
+    """Seal the seed of a mask to the keeper, 80 bytes."""
     return _SUITE.encrypt(seed, keeper, info=context)
 
 
 def open_seed(seal: bytes, keeper: X25519PrivateKey, context: bytes) -> bytes:
-    """The seed in a seal.
+    """Return the seed in a seal.
 
     Raises:
-        PackageError: `round-seal`: not sealed to this keeper for this round and device.
+        PackageError: `round-seal`: it is not sealed to this keeper for this round and device.
     """
     try:
         seed = _SUITE.decrypt(seal, keeper, info=context)
@@ -52,11 +54,17 @@ def open_seed(seal: bytes, keeper: X25519PrivateKey, context: bytes) -> bytes:
 
 
 def mask_of(seed: bytes, count: int) -> NDArray[np.uint32]:
-    """The mask of `count` integers, uint32 [count]: ChaCha20 from block 0 with a nonce of zeros."""
+    """Return the mask of `count` integers, uint32 [count]."""
+    # A nonce of zeros is safe here, since each seed is used for one mask only.
     stream = Cipher(ChaCha20(seed, bytes(16)), mode=None).encryptor().update(bytes(4 * count))
     return np.frombuffer(stream, dtype="<u4")
 
 
 def signed_sum(sum_V: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """The integers nearest to zero that these are modulo 2**32."""
+    """Return the integers nearest to zero that are congruent to these modulo 2**32.
+
+    Example:
+        >>> signed_sum(np.array([5, 2**32 - 3], np.uint32))
+        array([ 5, -3])
+    """
     return sum_V.astype(np.int64) - ((sum_V >= 1 << 31).astype(np.int64) << 32)

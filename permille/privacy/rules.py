@@ -1,4 +1,4 @@
-"""Privacy guarantees of a federation: `privacy` of its definition (FORMAT 13.6)."""
+"""Privacy rules of a federation: the part `privacy` of its definition (FORMAT 13.6)."""
 
 import base64
 import binascii
@@ -14,14 +14,16 @@ from permille.errors import InputError
 from permille.privacy.zcdp import dp_epsilon_of, rho_of
 from permille.zo.header import check_range
 
-# Fewer devices than these a keeper does not sum.
+# A keeper refuses to sum fewer devices.
 KEEPER_MINIMUM: Final = 32
-# Largest deviation of one integer's noise. With 2**16 devices, 16 deviations fit into 32 bits.
+# The largest standard deviation of an integer's noise. With 2**16 devices, 16 deviations fit into 32 bits.
 LARGEST_DEVIATION: Final = 1 << 26
 
 
 class PrivacyMode(StrEnum):
-    """Party that draws the noise and sees single vectors: the service, or nobody."""
+    """The party that draws the noise. In mode central the service sees single vectors, in mode keeper
+    nobody does.
+    """
 
     CENTRAL = "central"
     KEEPER = "keeper"
@@ -29,14 +31,14 @@ class PrivacyMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeper:
-    """The second party that lifts masks.
+    """The second party, which removes the masks.
 
     Attributes:
         key: its X25519 public key, base64url without padding.
-        url: where it answers; https, or http to this very machine.
+        url: its address: https, or http to this machine.
 
     Raises:
-        InputError: a field is none of these.
+        InputError: the key or the address is invalid.
     """
 
     key: str
@@ -67,13 +69,14 @@ class Keeper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Privacy:
-    """Noise in the integers of every round, and how often a device may take part.
+    """The noise in the integers of every round, and how often a device may take part.
 
     Attributes:
-        noise_hundredths: 100 z; each integer of a sum gets noise of the parameter `(z C)**2`, C the clip.
+        noise_hundredths: 100 z. Each integer of a sum gets noise with parameter `(z C)**2`, for the
+            clip C.
         participations: the most rounds of one device.
-        delta_exponent: d; all promises are of (epsilon, 10**-d)-differential privacy.
-        keeper: in mode keeper and only there.
+        delta_exponent: d. The guarantee is (epsilon, 10**-d)-differential privacy.
+        keeper: set in mode keeper only.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 13.6.
@@ -94,38 +97,39 @@ class Privacy:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, JSON]) -> "Privacy":
-        """Read the record of a definition.
+        """Read the record in a definition.
 
         Raises:
-            InputError, TypeError, ValueError, KeyError: a key or what it holds is wrong.
+            InputError, TypeError, ValueError, KeyError: a key or its value is wrong.
         """
         found = dict(fields)
         mode, keeper = PrivacyMode(str(found.pop("mode"))), found.pop("keeper")
         if isinstance(keeper, Mapping):
-            texts = {name: str(text) for name, text in keeper.items()}  # what was none is not canonical
+            # `str` hides a wrong type, but then the definition differs from its canonical bytes.
+            texts = {name: str(text) for name, text in keeper.items()}
             return cls(mode=mode, keeper=Keeper(**texts), **found)  # type: ignore[arg-type]
         return cls(mode=mode, **found)  # type: ignore[arg-type]
 
     @property
     def noise_multiplier(self) -> float:
-        """z, the noise over the clip."""
+        """z, the noise divided by the clip."""
         return self.noise_hundredths / 100
 
     def variance(self, clip: int) -> Fraction:
-        """The parameter of the noise of one integer, exactly."""
+        """Return the exact noise parameter of one integer."""
         return Fraction(self.noise_hundredths * clip, 100) ** 2
 
     def dp_epsilon(self, participations: int) -> float:
-        """Return the budget that a device has spent after a number of rounds."""
+        """Return the epsilon that a device has spent after this many rounds."""
         if participations == 0:
             return 0.0
         return dp_epsilon_of(rho_of(self.noise_multiplier, participations), 10.0**-self.delta_exponent)
 
     def check_clip(self, clip: int | None) -> None:
-        """Refuse a clip under which sums would not be private, or not fit into 32 bits.
+        """Check the clip of a definition.
 
         Raises:
-            InputError: there is none, or its noise is too wide.
+            InputError: there is no clip, or the noise under it exceeds 32 bits.
         """
         if clip is None:
             raise InputError("expected a clip with privacy: noise hides what is bounded, got none")

@@ -1,36 +1,47 @@
-"""Account for noise: zero-concentrated differential privacy, and the epsilon that it implies.
+"""Privacy accounting by zero-concentrated differential privacy (zCDP).
 
-A device's vector has norm at most C, and each integer of the sum gets discrete Gaussian noise of parameter
-`(z C)**2`: one participation costs `rho = 1 / (2 z**2)`, in any dimension, and participations add (Canonne,
-Kamath, Steinke 2020, theorem 14; Bun, Steinke 2016). Neighbours differ in one device, whose vectors of all
-rounds are zeros; that it took part is public. Nothing is claimed for being sampled.
+The vector of a device has norm at most C, and each integer of the sum gets discrete Gaussian noise
+with parameter `(z C)**2`. So one participation costs `rho = 1 / (2 z**2)` in any dimension, and
+costs add up (Canonne, Kamath, Steinke 2020, theorem 14; Bun, Steinke 2016).
 
-dp-accounting has the same accountant; it brings scipy and absl, so that a device computes the formula itself
-and a test compares the two.
+Neighbours differ in one device, whose vectors of all rounds become zeros. The participation itself
+is public. Sampling of devices is not used to claim more privacy.
+
+dp-accounting has the same accountant, but it needs scipy and absl. So devices use this formula, and
+a test compares both.
 """
 
 import math
 
-# Of the mean of the devices' vectors, over the clip: what a prediction assumes before the first
-# round.
+# The norm of the devices' mean vector divided by the clip. Predictions before the first round assume it.
 MEAN_NORM = 0.5
 
 _HALVINGS = 200
 
 
 def rho_of(noise_multiplier: float, participations: int) -> float:
-    """The zCDP cost of so many participations under noise of `z` times the clip."""
+    """Return the zCDP cost of this many participations under noise of `z` times the clip.
+
+    Example:
+        >>> rho_of(noise_multiplier=2.0, participations=8)
+        1.0
+    """
     return participations / (2 * noise_multiplier**2)
 
 
 def dp_epsilon_of(rho: float, delta: float) -> float:
-    """The smallest epsilon for which rho-zCDP is shown to be (epsilon, delta)-differentially private.
+    """Return the smallest epsilon for which rho-zCDP is known to imply (epsilon, delta)-differential
+    privacy.
 
-    The minimum over alpha > 1 of `rho alpha + log(1 - 1/alpha) - log(delta alpha) / (alpha - 1)` (Canonne,
-    Kamath, Steinke 2020, corollary 13). Every alpha is a proof, so that a search that stops early only claims
-    less privacy than there is.
+    It is the minimum over alpha > 1 of `rho alpha + log(1 - 1/alpha) - log(delta alpha) / (alpha -
+    1)` (Canonne, Kamath, Steinke 2020, corollary 13).
+
+    Example:
+        >>> round(dp_epsilon_of(0.5, 1e-6), 2)
+        5.22
     """
-    low, high = math.log(1e-9), math.log(1e9)  # of alpha - 1
+    # Search over log(alpha - 1). Every alpha gives a valid epsilon, so an inexact search is still safe.
+    low, high = math.log(1e-9), math.log(1e9)
     for _ in range(_HALVINGS):
         third = (high - low) / 3
         if _bound(rho, delta, low + third) < _bound(rho, delta, high - third):
@@ -47,10 +58,11 @@ def _bound(rho: float, delta: float, log_beyond: float) -> float:
 
 
 def noise_for(dp_epsilon: float, delta: float, participations: int) -> int:
-    """The least noise, in hundredths of the clip, with which so many rounds cost at most `dp_epsilon`.
+    """Return the least noise, in hundredths of the clip, with which all rounds cost at most
+    `dp_epsilon`.
 
     Returns:
-        at least 1; a million where even that would not be enough.
+        At least 1, and a million if even that is not enough.
     """
     low, high = 0, 1_000_000
     while high - low > 1:
@@ -63,5 +75,5 @@ def noise_for(dp_epsilon: float, delta: float, participations: int) -> int:
 
 
 def signal_to_noise(devices: int, coefficients: int, noise_multiplier: float) -> float:
-    """The predicted norm of the sum of the devices' vectors over that of the noise: `m a / (z sqrt(Kq))`."""
+    """Predict the norm of the sum of the vectors divided by that of the noise: `m a / (z sqrt(K q))`."""
     return devices * MEAN_NORM / (noise_multiplier * math.sqrt(coefficients))

@@ -203,9 +203,7 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
 
 @dataclass(slots=True)
 class Kept:
-    """What the service keeps of a device: the numbers of reports and of uploads, and the uploads'
-    bytes.
-    """
+    """The stored amount of a device: its reports, its uploads, and the bytes of the uploads."""
 
     runs: int = 0
     uploads: int = 0
