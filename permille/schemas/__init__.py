@@ -1,1 +1,3 @@
-"""The REST contract, shared by service and agent: one module a domain, pydantic models only."""
+"""The REST contract, which service and agent share. Each module holds the pydantic models of one
+domain.
+"""

@@ -1,4 +1,4 @@
-"""Operators: tenants, roles, tokens, the log of what operators changed, and what they have kept."""
+"""Tenants, roles, tokens of operators, the audit log, and what the service keeps."""
 
 import hashlib
 import json
@@ -9,13 +9,16 @@ from pydantic import Field
 
 from permille.schemas.fields import Closed, Count, Digest, Id, Name, Positive, Timestamp, WholeNumber
 
-# The digest before the first entry of a tenant.
+# The chain of a tenant's audit log begins with this digest.
 FIRST_DIGEST = "sha256:" + "0" * 64
 
 
 class Role(StrEnum):
-    """Rights of an operator token: admin everything, operator all but access, viewer reads, watcher sees
-    numbers of many devices alone."""
+    """Rights of an operator token.
+
+    An admin may do everything, and an operator everything except managing access. A viewer may
+    read. A watcher may read numbers about many devices only.
+    """
 
     ADMIN = "admin"
     OPERATOR = "operator"
@@ -30,7 +33,7 @@ class TenantCreate(Closed):
 
 
 class Tenant(Closed):
-    """A tenant. Nothing of it is visible to other tenants."""
+    """A tenant. Other tenants cannot see anything of it."""
 
     id: Id
     name: Name
@@ -38,13 +41,15 @@ class Tenant(Closed):
 
 
 class TokenCreate(Closed):
-    """A new operator token, in the caller's tenant or, for an admin of the first tenant, in a named one."""
+    """A new operator token, in the caller's tenant. An admin of the first tenant may name another
+    tenant.
+    """
 
-    name: Name = Field(examples=["ci"], description="what the token is called in lists")
-    role: Role = Field(default=Role.VIEWER, description="what it may do")
-    tenant_id: Id | None = Field(default=None, description="another tenant; else the caller's")
+    name: Name = Field(examples=["ci"], description="name of the token in lists")
+    role: Role = Field(default=Role.VIEWER, description="rights of the token")
+    tenant_id: Id | None = Field(default=None, description="tenant of the token (default: the caller's)")
     expires_in_days: Annotated[int, Field(strict=True, ge=1, le=3650), WholeNumber] | None = Field(
-        default=None, description="days until it is refused; else never"
+        default=None, description="days until it expires (default: never)"
     )
 
 
@@ -61,24 +66,24 @@ class Token(Closed):
 
 
 class TokenSecret(Token):
-    """A new operator token; `secret` is shown once, here, and stored hashed."""
+    """A new operator token. `secret` is shown only here, and stored as a hash."""
 
     secret: str
 
 
 class AuditEntry(Closed):
-    """A change by an operator, written in the transaction that made it."""
+    """A change by an operator, written in the same transaction as the change."""
 
     seq: Positive = Field(description="1, 2, 3 ... within the tenant")
     at: Timestamp
-    token_id: Id = Field(description="of the operator's token")
-    action: str = Field(description="the operation of this document", examples=["yank_release"])
-    subject: str = Field(description="the path of the request, with the id of what it made")
-    request: dict[str, Any] | None = Field(description="its body; null where it had none")
-    digest: Digest = Field(description="of this entry and of the digest before it")
+    token_id: Id = Field(description="id of the operator's token")
+    action: str = Field(description="operation id in this document", examples=["yank_release"])
+    subject: str = Field(description="path of the request, with the id of the object that it made")
+    request: dict[str, Any] | None = Field(description="body of the request, or null")
+    digest: Digest = Field(description="digest of this entry and of the digest before it")
 
     def digest_after(self, previous: str) -> str:
-        """The digest that this entry has after another one's."""
+        """Return the digest of this entry if it follows an entry with the digest `previous`."""
         fields = self.model_dump(mode="json", exclude={"digest"})
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         chained = hashlib.sha256(f"permille-audit-1\0{previous}\0{text}".encode())
@@ -86,15 +91,19 @@ class AuditEntry(Closed):
 
 
 class BlobCollection(Closed):
-    """Result of a collection: the blobs that it found, and deleted or (in a dry run) would delete."""
+    """Result of a collection: the blobs that it found, and those that it deleted, or would delete in a
+    dry run.
+    """
 
     dry_run: bool
-    stored_bytes: Count = Field(description="of all blobs, before it")
-    unreferenced_bytes: Count = Field(description="of those that no row names, too young ones included")
-    removed_bytes: Count = Field(description="of those that are old, and of files of sparse models")
+    stored_bytes: Count = Field(description="bytes of all blobs before the collection")
+    unreferenced_bytes: Count = Field(description="bytes of blobs that no row names, including young ones")
+    removed_bytes: Count = Field(
+        description="bytes of deleted blobs, and of deleted folders of sparse models"
+    )
     removed_count: Count
     removed: list[str] = Field(
-        description="the largest, at most 1,000: digests of blobs, folders of sparse models",
+        description="the 1,000 largest of them: digests of blobs, and folders of sparse models",
         examples=[["sha256:" + "0123456789abcdef" * 4]],
     )
 
@@ -103,25 +112,33 @@ _Days = Annotated[int, Field(strict=True, ge=1, le=36_500), WholeNumber]
 
 
 class RetentionRule(Closed):
-    """Retention rule: days until objects of each kind are deleted. Null keeps them."""
+    """A retention rule: the days until objects of each kind are deleted. Null keeps them."""
 
     result_days: _Days | None = Field(
-        default=None, description="packages, quantizations and masks that nothing names, no release either"
+        default=None, description="days after which unused packages, quantizations and masks are deleted"
     )
     keep_newest: Annotated[
         int,
-        Field(strict=True, ge=0, le=1_000_000, description="of each of these, the newest of a model stay"),
+        Field(
+            strict=True, ge=0, le=1_000_000, description="number of newest results to keep per model and kind"
+        ),
         WholeNumber,
     ] = 3
-    log_days: _Days | None = Field(default=None, description="shared logs and states of runs")
-    report_days: _Days | None = Field(default=None, description="reports of runs, with their logs")
+    log_days: _Days | None = Field(
+        default=None, description="days after which shared logs and states of runs are deleted"
+    )
+    report_days: _Days | None = Field(
+        default=None, description="days after which reports of runs and their logs are deleted"
+    )
     job_days: _Days | None = Field(
-        default=None, description="records of jobs that have ended, once what they made is gone"
+        default=None, description="days after which ended jobs without remaining results are deleted"
     )
 
 
 class Retired(Closed):
-    """Objects that the rule deleted or (in a dry run) would delete, at most 500 of each at a time."""
+    """Objects that the rule deleted, or would delete in a dry run. A call handles at most 500 of each
+    kind.
+    """
 
     dry_run: bool
     packages: list[Digest]

@@ -1,4 +1,4 @@
-"""Devices: invitations, enrolment, tokens, what an operator sees of each and of all together."""
+"""Devices: invitations, enrolment, tokens, and the views of single devices and of the fleet."""
 
 from datetime import date
 from enum import StrEnum
@@ -48,20 +48,22 @@ AgentVersion = Annotated[
 
 
 def token_message(device_id: str, nonce: str) -> bytes:
-    """Return the message that a device signs to get a token: context, device id, NUL, nonce."""
+    r"""Return the message that a device signs to get a token: context, device id, NUL, nonce.
+
+    Example:
+        >>> token_message("dev_1", "q83v")
+        b'permille-device-token-1\x00dev_1\x00q83v'
+    """
     return TOKEN_CONTEXT + device_id.encode("ascii") + b"\0" + nonce.encode("ascii")
 
 
 def enrolment_message(invitation: str, public_key: str) -> bytes:
-    """Return the message that a device signs to enrol.
-
-    It is the context, the invitation with the digits of the root, NUL, and the public key.
-    """
+    """Return the message that a device signs to enrol: context, invitation, NUL, public key."""
     return ENROLMENT_CONTEXT + invitation.encode("ascii") + b"\0" + public_key.encode("ascii")
 
 
 class DeviceState(StrEnum):
-    """State of a device. Only an active one may do anything."""
+    """State of a device. Only an active device may use the API."""
 
     ACTIVE = "active"
     REVOKED = "revoked"
@@ -69,14 +71,14 @@ class DeviceState(StrEnum):
 
 
 class InvitationCreate(Closed):
-    """An invitation for one device to follow one release."""
+    """An invitation for one device, which will follow one release."""
 
     release: Name = Field(examples=["tiny-llama"])
     alias: Name = Field(default="stable", examples=["stable"])
 
 
 class Invitation(Closed):
-    """A one-time invitation; the code is shown once, here."""
+    """A one-time invitation. The code is shown only here."""
 
     id: Id
     invitation: InvitationCode
@@ -95,20 +97,21 @@ class InvitationState(StrEnum):
 
 
 class InvitationRecord(Closed):
-    """An invitation as operators see it later: without its code."""
+    """An invitation without its code, as operators see it later."""
 
     id: Id
     release: Name
     alias: Name
     state: InvitationState
-    used_by: Id | None = Field(description="the device that it enrolled")
+    used_by: Id | None = Field(description="device that used it")
     created_at: Timestamp
     expires_at: Timestamp
 
 
 class EnrolmentCreate(Closed):
-    """Request of a device to enrol itself. The signature of `enrolment_message` proves that the key is its
-    own."""
+    """A device's request to enrol. The signature of `enrolment_message` proves that the device owns
+    the key.
+    """
 
     invitation: InvitationCode
     public_key: PublicKey
@@ -118,26 +121,26 @@ class EnrolmentCreate(Closed):
 
 
 class Enrolment(Closed):
-    """Enrolment that a device keeps: its identity, its release, and its root of trust."""
+    """The enrolment that a device keeps: its identity, its release, and its root of trust."""
 
     device_id: Id
     tenant_id: Id
     release: Name
     alias: Name
     root: str = Field(
-        max_length=512_000, description="the signed root metadata whose digest the invitation names, as text"
+        max_length=512_000, description="signed root metadata, as text; its digest is in the invitation"
     )
     server_time: Timestamp
 
 
 class NonceCreate(Closed):
-    """Request for a nonce by a device."""
+    """A device's request for a nonce."""
 
     device_id: Id
 
 
 class DeviceNonce(Closed):
-    """A nonce to sign once, within its time."""
+    """A nonce, to be signed once before it expires."""
 
     nonce: Nonce
     expires_at: Timestamp
@@ -152,7 +155,7 @@ class DeviceTokenCreate(Closed):
 
 
 class DeviceToken(Closed):
-    """A bearer token for one hour."""
+    """A bearer token that is valid for one hour."""
 
     access_token: str
     token_type: str = Field(default="Bearer", examples=["Bearer"])
@@ -160,18 +163,18 @@ class DeviceToken(Closed):
 
 
 class DeviceStorage(Closed):
-    """Stored amounts of a device, with their limits."""
+    """The stored amounts of a device, with their limits."""
 
     reports: Count
     most_reports: Count
-    uploads: Count = Field(description="shared logs and states")
+    uploads: Count = Field(description="number of shared logs and states")
     most_uploads: Count
     upload_bytes: Count
     most_upload_bytes: Count
 
 
 class Device(Closed):
-    """A device, as it and its operators see it."""
+    """A device, as its owner and the operators see it."""
 
     id: Id
     tenant_id: Id
@@ -186,7 +189,7 @@ class Device(Closed):
 
 
 class Group(Closed):
-    """Numbers of devices with a common property. Null means too few to show."""
+    """The number of devices with a common property. Null means too few to show."""
 
     name: str
     devices: Count | None
@@ -203,13 +206,13 @@ class RunsOfDay(Closed):
 class Fleet(Closed):
     """Counts of all active devices of a tenant.
 
-    Who may see each device sees all counts; who may not sees none of fewer than ten devices, and others in
-    tens; what fewer have in common is not named.
+    A watcher sees no count of fewer than ten devices. Other counts are rounded to tens, and
+    properties of fewer devices are not named.
     """
 
     devices: Count | None
-    seen: list[Group] = Field(description="when they were seen last")
-    agents: list[Group] = Field(description="by the version of their agent")
-    engines: list[Group] = Field(description="by what computed their newest run")
-    versions: list[VersionResults] = Field(description="newest first: those that devices have or report")
-    days: list[RunsOfDay] = Field(description="the last 30 days, oldest first")
+    seen: list[Group] = Field(description="devices by the time when they were last seen")
+    agents: list[Group] = Field(description="devices by the version of their agent")
+    engines: list[Group] = Field(description="devices by the engine of their newest run")
+    versions: list[VersionResults] = Field(description="versions that devices have or report, newest first")
+    days: list[RunsOfDay] = Field(description="runs of the last 30 days, oldest day first")

@@ -1,6 +1,7 @@
-"""Federations: many devices improve one state in rounds. What operators ask for, what they and devices see.
+"""Federations, in which many devices improve one state in rounds: requests of operators, and their
+views.
 
-What a device sends and what a round publishes are bytes (FORMAT 13), not records.
+Contributions of devices and published rounds are bytes (FORMAT 13), not records.
 """
 
 from enum import StrEnum
@@ -27,23 +28,23 @@ CONTRIBUTION_MEDIA_TYPE: Final = "application/vnd.permille.contribution"
 CATCH_UP_MEDIA_TYPE: Final = "application/vnd.permille.catch-up"
 ROUND_MEDIA_TYPE: Final = "application/vnd.permille.round"
 DEFINITION_MEDIA_TYPE: Final = "application/vnd.permille.federation+json"
-# The most integers of a contribution: they fit the body of a request.
+# The most integers of a contribution, so that it fits the body of a request.
 MAX_INTEGERS: Final = 200_000
-# The most rounds of a federation: a column of 32 bits holds their numbers.
+# The most rounds of a federation. A column of 32 bits holds their numbers.
 MAX_ROUNDS: Final = 1 << 20
 # The most devices of a round.
 MAX_DEVICES: Final = 65536
 MAX_DP_EPSILON: Final = 1000
-# The largest learning rate and perturbation: values of weights lie below one.
+# The largest learning rate and epsilon. Weights lie below one, so larger values make no sense.
 MAX_RATE: Final = 10
-# So many devices' gains say whether a state may be adopted.
+# A state is adopted on the evidence of at least this many devices.
 EVIDENCE_DEVICES: Final = 30
 
 _Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE, allow_inf_nan=False)]
 
 
 class FederationState(StrEnum):
-    """State of a federation. Only a running one opens rounds; a finished one never runs again."""
+    """State of a federation. Only a running federation opens rounds. A finished one never runs again."""
 
     DRAFT = "draft"
     RUNNING = "running"
@@ -52,7 +53,9 @@ class FederationState(StrEnum):
 
 
 class RoundState(StrEnum):
-    """State of a round. A void one changed no state. Published and void are final."""
+    """State of a round. A void round did not change the federation's state. Published and void are
+    final.
+    """
 
     OPEN = "open"
     CLOSING = "closing"
@@ -61,7 +64,7 @@ class RoundState(StrEnum):
 
 
 class ChargeState(StrEnum):
-    """State of a device's charge for a round. Spent is final."""
+    """State of a device's privacy charge for a round. Spent is final."""
 
     RESERVED = "reserved"
     SPENT = "spent"
@@ -69,38 +72,42 @@ class ChargeState(StrEnum):
 
 
 class ScheduleCreate(Closed):
-    """End of a round, and the number of rounds."""
+    """The number of rounds, and the conditions that end a round."""
 
     rounds: Annotated[
-        int, Field(strict=True, ge=1, le=MAX_ROUNDS, description="the most rounds there will be"), WholeNumber
+        int, Field(strict=True, ge=1, le=MAX_ROUNDS, description="most rounds of the federation"), WholeNumber
     ] = 100
     target: Annotated[
         int,
-        Field(strict=True, ge=1, le=MAX_DEVICES, description="a round closes with so many devices"),
+        Field(
+            strict=True, ge=1, le=MAX_DEVICES, description="a round closes once this many devices contributed"
+        ),
         WholeNumber,
     ] = 100
     minimum: Annotated[
-        int, Field(strict=True, ge=1, le=MAX_DEVICES, description="a round of fewer is void"), WholeNumber
+        int,
+        Field(strict=True, ge=1, le=MAX_DEVICES, description="a round of fewer devices is void"),
+        WholeNumber,
     ] = 10
     deadline_s: Annotated[
         int,
-        Field(strict=True, ge=1, le=30 * 86400, description="seconds until a round closes in any case"),
+        Field(strict=True, ge=1, le=30 * 86400, description="most seconds until a round closes"),
         WholeNumber,
     ] = 86400
 
 
 class TrainingCreate(Closed):
-    """Computation of a device in a round."""
+    """The training of a device in a round."""
 
-    method: Method = Field(default=Method.GRADIENT, description="how a device finds its steps")
+    method: Method = Field(default=Method.GRADIENT, description="method by which a device finds its steps")
     estimator: EstimatorKind | None = Field(
-        default=None, description="of zeroth order, how a step is estimated; else one_sided"
+        default=None, description="estimator of zeroth-order steps (default: one_sided)"
     )
     steps: Annotated[
         int, Field(strict=True, ge=1, le=65535, description="logged steps of a round"), WholeNumber
     ] = 1
     queries: Annotated[
-        int, Field(strict=True, ge=1, le=8192, description="integers a step of one device"), WholeNumber
+        int, Field(strict=True, ge=1, le=8192, description="integers per step and device"), WholeNumber
     ] = 1024
     local_steps: Annotated[
         int,
@@ -108,29 +115,33 @@ class TrainingCreate(Closed):
             strict=True,
             ge=1,
             le=1024,
-            description="of Adam on every weight, whose sum one logged step holds; 1 in zeroth order",
+            description="Adam steps on every weight that one logged step sums up; 1 for zeroth order",
         ),
         WholeNumber,
     ] = 1
     learning_rate: _Rate | None = Field(
-        default=None, description="along the gradient by default that of the package's weights"
+        default=None, description="learning rate (default for the gradient: derived from the package)"
     )
-    epsilon: _Rate | None = Field(default=None, description="perturbation scale, of zeroth order")
+    epsilon: _Rate | None = Field(default=None, description="perturbation scale of zeroth order")
     batch_rows: Annotated[
-        int, Field(strict=True, ge=1, le=1024, description="texts of a device's batch"), WholeNumber
+        int, Field(strict=True, ge=1, le=1024, description="texts in a device's batch"), WholeNumber
     ] = 4
     row_tokens: Annotated[
-        int, Field(strict=True, ge=8, le=8192, description="the most tokens of a text"), WholeNumber
+        int, Field(strict=True, ge=8, le=8192, description="most tokens of a text"), WholeNumber
     ] = 128
 
 
 class AggregationCreate(Closed):
-    """Rule that joins the integers of a round's devices."""
+    """The rule that combines the integers of a round's devices."""
 
-    rule: Literal["mean", "trimmed"] = Field(default="mean", description="how devices' integers become one")
+    rule: Literal["mean", "trimmed"] = Field(
+        default="mean", description="rule that combines the integers of the devices"
+    )
     trim_percent: Annotated[
         int,
-        Field(strict=True, ge=0, le=50, description="left out at each end, for trimmed; 50: the median"),
+        Field(
+            strict=True, ge=0, le=50, description="percent that trimmed drops at each end; 50 is the median"
+        ),
         WholeNumber,
     ] = 0
     clip: Annotated[
@@ -140,53 +151,56 @@ class AggregationCreate(Closed):
     ] = None
     few_devices: bool = Field(
         default=False,
-        description="publish sums without noise over fewer than ten devices, each of which they expose",
+        description="allow sums without noise over fewer than ten devices, although they expose each device",
     )
 
 
 class PrivacyCreate(Closed):
-    """Privacy of each device: noise in every sum, and a limit of participations."""
+    """The privacy of each device: noise in every sum, and a limit of its participations."""
 
     dp_epsilon: Annotated[float, Field(strict=True, gt=0, le=MAX_DP_EPSILON, allow_inf_nan=False)] = Field(
-        description="the most that all rounds of one device cost; decides the noise"
+        description="privacy budget of one device over all rounds; decides the noise"
     )
     participations: Annotated[
-        int, Field(strict=True, ge=1, le=1 << 20, description="the most rounds of one device"), WholeNumber
+        int, Field(strict=True, ge=1, le=1 << 20, description="most rounds of one device"), WholeNumber
     ]
     delta_exponent: Annotated[
         int,
-        Field(strict=True, ge=3, le=12, description="of delta: 6 is a millionth; below one over all devices"),
+        Field(
+            strict=True, ge=3, le=12, description="n for a delta of 1e-n, which should be below 1 / devices"
+        ),
         WholeNumber,
     ] = 6
     keeper_key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")] | None = Field(
-        default=None, description="public key of a keeper, who adds the noise so that no one sees a vector"
+        default=None, description="public key of a keeper, which adds the noise so that nobody sees a vector"
     )
     keeper_url: Annotated[str, Field(min_length=1, max_length=200, pattern=TEXT_PATTERN)] | None = Field(
-        default=None, description="where the keeper answers"
+        default=None, description="address of the keeper"
     )
 
 
 class FederationCreate(Closed):
-    """Define a federation on a release; devices join it by their own choice once it runs.
+    """Define a federation on a release. Devices join it by their own choice once it runs.
 
-    Example:
+    For example:
 
-        FederationCreate(name="readers", release="chat", schedule=ScheduleCreate(rounds=50, minimum=30))
+        FederationCreate(name="readers", release="chat", schedule=ScheduleCreate(rounds=50,
+        minimum=30))
     """
 
-    name: Name = Field(description="of the federation")
-    release: Name = Field(description="the release whose devices may join")
-    version: Version | None = Field(default=None, description="of the release; else its newest")
-    schedule: ScheduleCreate = Field(default=ScheduleCreate(), description="when rounds end")
-    training: TrainingCreate = Field(default=TrainingCreate(), description="what devices compute")
+    name: Name = Field(description="name of the federation")
+    release: Name = Field(description="release whose devices may join")
+    version: Version | None = Field(default=None, description="version of the release (default: the newest)")
+    schedule: ScheduleCreate = Field(default=ScheduleCreate(), description="conditions that end rounds")
+    training: TrainingCreate = Field(default=TrainingCreate(), description="training on the devices")
     aggregation: AggregationCreate = Field(
-        default=AggregationCreate(), description="how devices' integers become one"
+        default=AggregationCreate(), description="rule that combines the integers of the devices"
     )
-    privacy: PrivacyCreate | None = Field(default=None, description="noise in the sums; wants a clip")
+    privacy: PrivacyCreate | None = Field(default=None, description="noise in the sums; needs a clip")
 
 
 class FederationSummary(Closed):
-    """Public view of a federation. Its definition is a signed target named by the digest."""
+    """The public view of a federation. The digest names its definition, which is a signed target."""
 
     id: Id
     name: Name
@@ -195,16 +209,16 @@ class FederationSummary(Closed):
     version: Version
     package_digest: Digest
     definition_digest: Digest
-    number: Count = Field(description="rounds done")
-    rounds: Positive = Field(description="the most there will be")
-    adopted_round: Count | None = Field(description="devices begin with the state after so many rounds")
+    number: Count = Field(description="number of rounds done")
+    rounds: Positive = Field(description="most rounds of the federation")
+    adopted_round: Count | None = Field(description="devices begin with the state after this many rounds")
 
 
 class FederationOffer(FederationSummary):
     """A federation that a device may join, or is a member of."""
 
     member: bool
-    target: Positive = Field(description="a round closes with so many devices")
+    target: Positive = Field(description="a round closes once this many devices contributed")
 
 
 class Federation(FederationSummary):
@@ -213,14 +227,14 @@ class Federation(FederationSummary):
     target: Positive
     minimum: Positive
     deadline_s: Positive
-    members: Count = Field(description="devices that joined and may still come")
-    chain: Digest = Field(description="of all rounds so far")
+    members: Count = Field(description="number of devices that joined and did not leave")
+    chain: Digest = Field(description="digest of all rounds so far")
     state_digest: Digest
     created_at: Timestamp
 
 
 class PrivacySpent(Closed):
-    """Number of devices with this number of rounds, and the cost to each."""
+    """The number of devices that took part in this many rounds, and the cost to each."""
 
     rounds: Count
     devices: Count
@@ -228,24 +242,26 @@ class PrivacySpent(Closed):
 
 
 class FederationPrivacy(Closed):
-    """Privacy guarantee of a federation, and the part that is spent."""
+    """The privacy guarantee of a federation, and the part that is spent."""
 
-    mode: Literal["central", "keeper"] = Field(description="who adds the noise: the service, or a keeper")
-    noise_multiplier: Finite = Field(description="of each integer of a sum, over the clip")
+    mode: Literal["central", "keeper"] = Field(description="central: the service adds the noise; or keeper")
+    noise_multiplier: Finite = Field(description="noise of each integer of a sum, divided by the clip")
     clip: Positive
     delta: Finite
-    participations: Positive = Field(description="the most rounds of one device")
-    dp_epsilon: Finite = Field(description="after so many")
-    dp_epsilon_of_one: Finite = Field(description="after one round")
-    signal_to_noise: Finite = Field(description="predicted, of a round that reaches its target")
+    participations: Positive = Field(description="most rounds of one device")
+    dp_epsilon: Finite = Field(description="epsilon of a device after that many rounds")
+    dp_epsilon_of_one: Finite = Field(description="epsilon of a device after one round")
+    signal_to_noise: Finite = Field(description="predicted ratio for a round that reaches its target")
     keeper_url: str | None
-    spent: list[PrivacySpent] = Field(description="by rounds; devices that took part in none are not listed")
+    spent: list[PrivacySpent] = Field(
+        description="by number of rounds, without devices that took part in none"
+    )
 
 
 class RoundRecord(Closed):
     """A round, as operators see it.
 
-    Its gain, in nats per token, is that of the state that devices started from.
+    Its gain, in nats per token, is that of the state from which the devices started.
     """
 
     number: Count
@@ -254,11 +270,11 @@ class RoundRecord(Closed):
     deadline_at: Timestamp
     closed_at: Timestamp | None
     invited: Count
-    received: Count = Field(description="contributions accepted so far, those of devices that left excluded")
-    counted: Count | None = Field(description="devices of the published round")
-    refused: dict[str, Count] = Field(description="how many were refused, by the code of the refusal")
-    reason: str | None = Field(description="why it is void")
-    job_id: Id | None = Field(description="that closes it")
+    received: Count = Field(description="accepted contributions, without those of devices that left")
+    counted: Count | None = Field(description="number of devices in the published round")
+    refused: dict[str, Count] = Field(description="number of refused contributions, by error code")
+    reason: str | None = Field(description="reason of a void round")
+    job_id: Id | None = Field(description="job that closes the round")
     mean_gain: float | None
     gain_low: float | None = Field(description="lower end of the 95 % interval of the mean")
     chain: Digest | None
@@ -266,44 +282,46 @@ class RoundRecord(Closed):
 
 
 class RoundRequest(Closed):
-    """Close a round: the payload of a job that the service starts itself."""
+    """Close a round. This is the payload of a job that the service starts itself."""
 
     federation_id: Id
     number: Count
 
 
 class RoundInvitation(Closed):
-    """Inputs of a device's part in the open round."""
+    """The inputs of a device's part in the open round."""
 
     round: Count
     seconds_left: Annotated[float, Field(ge=0)] = Field(
-        description="to the deadline, so that no device's clock need be right"
+        description="seconds until the deadline; a device's clock may be wrong"
     )
-    start_digest: Digest = Field(description="of the state to begin from")
+    start_digest: Digest = Field(description="digest of the state to begin from")
 
 
 class ContributionReceipt(Closed):
-    """That a contribution is kept; the same bytes may be sent again."""
+    """The receipt of a stored contribution. The device may send the same bytes again."""
 
     round: Count
     digest: Digest
 
 
 class AdoptionCreate(Closed):
-    """Have members' devices begin with the federation's state after `round` rounds."""
+    """Let the devices of members begin with the federation's state after `round` rounds."""
 
-    round: Count | None = Field(default=None, description="else the newest whose gain is known")
+    round: Count | None = Field(
+        default=None, description="number of rounds (default: the newest state with a known gain)"
+    )
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] | None = Field(
-        default=None, description="adopt it even where its gain is not sure, for this reason"
+        default=None, description="reason to adopt it even if its gain is not sure"
     )
 
 
 class Adoption(Closed):
-    """A state that devices begin with, and the evidence."""
+    """A state with which devices begin, and the evidence for it."""
 
     round: Count
     state_digest: Digest
-    devices: Count = Field(description="whose gains were measured")
-    mean_gain: float | None = Field(description="nats per token")
+    devices: Count = Field(description="number of devices that measured the gain")
+    mean_gain: float | None = Field(description="mean gain in nats per token")
     gain_low: float | None
-    sure: bool = Field(description=f"the lower end is above 0, of at least {EVIDENCE_DEVICES} devices")
+    sure: bool = Field(description=f"`gain_low` is above 0, from at least {EVIDENCE_DEVICES} devices")

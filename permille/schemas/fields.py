@@ -1,7 +1,7 @@
-"""The small types that every part of the REST contract is made of.
+"""Small types from which the whole REST contract is built.
 
-Integers are bounded (databases hold 64 bits), texts carry no control or format characters, floats are finite,
-no model accepts a field that it does not know. Numbers are strict: `"5"` is not 5.
+Integers are bounded, since databases hold 64 bits. Texts contain no control or format characters,
+and floats are finite. No model accepts an unknown field. Numbers are strict: `"5"` is not 5.
 """
 
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 
 Item = TypeVar("Item")
 
-# Larger integers are not the same in every JSON reader (RFC 8259, section 6); databases hold more.
+# JSON readers disagree about larger integers (RFC 8259, section 6).
 MAX_INTEGER = 2**53 - 1
 
-# Written out for a validator and a document alike: anchored, one line, no look-around.
+# These patterns serve the validator and the OpenAPI document: anchored, one line, no look-around.
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 ULID_PATTERN = "[0-9a-hjkmnp-tv-z]{26}"
 ID_PATTERN = rf"^[a-z]{{2,8}}_{ULID_PATTERN}$"
 PATH_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}(/[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}){0,19}$"
-# Control and format characters (Unicode's Cc and Cf) turn lines around or hide what is there. The category
-# is written out, as ranges: not every reader of the document knows \p{Cf}.
+# Control and format characters (Unicode's Cc and Cf) reverse or hide parts of a line. The ranges are
+# written out, since not every reader of the document knows \p{Cf}.
 _FORMAT_CHARACTERS = (
     r"\u00ad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064"
     r"\u2066-\u206f\ufeff\ufff9-\ufffb"
@@ -34,13 +34,13 @@ EXAMPLE_ULID: Final = "01jd3kq8z7m4n5p6r7s8t9v0wx"
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Marks a field whose command-line flag is not made of its name."""
+    """The name of a command-line flag that differs from the name of its field."""
 
     name: str
 
 
 def _whole(value: object) -> object:
-    """JSON has one kind of number: 5.0 is the integer 5 (JSON Schema); "5" and true are not."""
+    # JSON has one kind of number, so 5.0 is the integer 5 (JSON Schema). "5" and true are not.
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -63,14 +63,19 @@ Density = Annotated[
         le=0.5,
         allow_inf_nan=False,
         examples=[0.001],
-        description="Share of the weights that is selected: 0.001 selects one weight in a thousand.",
+        description="Share of the weights to select: 0.001 selects one weight in a thousand.",
     ),
 ]
 Timestamp = AwareDatetime
 
 
 class Closed(BaseModel):
-    """A record that refuses unknown fields and does not change once made."""
+    """An immutable record that refuses unknown fields.
+
+    Example:
+        >>> Health(status="ok", version="0.1.0").model_dump()
+        {'status': 'ok', 'version': '0.1.0'}
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="null")
 
@@ -83,7 +88,7 @@ class Page(Closed, Generic[Item]):
 
 
 class Health(Closed):
-    """That the service answers, and which version it is."""
+    """The answer of a healthy service, with its version."""
 
     status: str = Field(examples=["ok"])
     version: str = Field(examples=["0.1.0"])

@@ -1,6 +1,7 @@
 """Inputs that operators register: base models, and corpora for sensitivity and perplexity.
 
-A model is a folder or a GGUF file below the configured root, or a hub repository pinned to a commit.
+A model is a folder or a GGUF file below the configured root, or a hub repository pinned to a
+commit.
 """
 
 from typing import Annotated, Literal
@@ -32,7 +33,7 @@ class FolderModel(Closed):
 
 
 class HubModel(Closed):
-    """A hub repository at one commit. The worker downloads it; nothing in it is ever executed."""
+    """A hub repository at one commit. The worker downloads it, and never executes anything in it."""
 
     kind: Literal["hub"]
     repository: Annotated[
@@ -44,21 +45,21 @@ class HubModel(Closed):
         str,
         StringConstraints(pattern=COMMIT_PATTERN),
         Field(
-            description="full commit, so that the model cannot change",
+            description="full commit hash, which pins the model",
             examples=["0123456789abcdef" * 2 + "01234567"],
         ),
     ]
 
 
 class GgufModel(Closed):
-    """A GGUF file below the service's model root, as llama.cpp has it. The first job converts it."""
+    """A GGUF file below the service's model root. The first job converts it."""
 
     kind: Literal["gguf"]
     path: RelativePath
 
 
 class SparsifiedModel(Closed):
-    """Model of a sparsification. Its files are below the model root, under their digest."""
+    """The model of a sparsification. Its files are below the model root, under their digest."""
 
     kind: Literal["sparsified"]
     sparsification_id: Id
@@ -75,14 +76,14 @@ class ModelCreate(Closed):
 
 
 class Model(Closed):
-    """A registered base model. Family and sizes are null for a hub model that no worker has read yet."""
+    """A registered base model. Family and sizes are null until a worker has read a hub model."""
 
     id: Id
     name: Name
     source: Annotated[FolderModel | HubModel | GgufModel | SparsifiedModel, Field(discriminator="kind")]
     family: str | None = Field(examples=["llama"])
     parameters: Count | None
-    scoped_parameters: Count | None = Field(description="weights of the decoder blocks' linear layers")
+    scoped_parameters: Count | None = Field(description="weights of the linears in the decoder layers")
     size_bytes: Count | None
     created_at: Timestamp
 
@@ -113,7 +114,7 @@ class CorpusCreate(Closed):
 
 
 class Corpus(Closed):
-    """A registered corpus. The size is null for a streamed one."""
+    """A registered corpus. The size of a streamed corpus is null."""
 
     id: Id
     name: Name

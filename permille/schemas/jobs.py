@@ -1,4 +1,6 @@
-"""Long work: its state, its progress, the events that it leaves, and whether a machine can hold it."""
+"""Jobs: their states, progress, events and results; and preflights, which compare needs with the
+machine.
+"""
 
 from enum import StrEnum
 from typing import Annotated, Final
@@ -10,8 +12,11 @@ from permille.schemas.problems import Figure
 
 
 class JobKind(StrEnum):
-    """Kind of a job. A build is done by its child jobs, a mask of much work by shards; a shared log starts
-    its replay, a federation the closing of a round."""
+    """Kind of a job.
+
+    A build consists of child jobs, and a large mask is split into shards. A shared log starts its
+    replay, and a federation starts the closing of a round.
+    """
 
     SPARSIFICATION = "sparsification"
     MASK = "mask"
@@ -26,8 +31,11 @@ class JobKind(StrEnum):
 
 
 class JobState(StrEnum):
-    """State of a job. `failed`: its input or a part is wrong; `dead`: it was tried too often. Both, and
-    `cancelled`, may be retried; `succeeded` is final."""
+    """State of a job.
+
+    A `failed` job has a wrong input or a failed part. A `dead` job used up its attempts. Failed,
+    dead and cancelled jobs may be retried; `succeeded` is final.
+    """
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -58,7 +66,7 @@ class JobProgress(Closed):
 
 
 class JobError(Closed):
-    """Reason that an attempt or a job failed, and whether a retry may help."""
+    """The reason for which an attempt or a job failed, and whether a retry may help."""
 
     type: str = Field(examples=["InputError"])
     message: str
@@ -66,8 +74,11 @@ class JobError(Closed):
 
 
 class Job(Closed):
-    """One job. `result` is the path of what it made, once it succeeded; `result_id` its id (a package's
-    digest). A shard's sums are of use to its parent alone, and have no path."""
+    """One job.
+
+    After success, `result_id` names the result, and `result` is its path. A package's id is its
+    digest. A shard has no path, since only its parent reads its result.
+    """
 
     id: Id
     kind: JobKind
@@ -90,18 +101,19 @@ class EventData(Closed):
 
     state: JobState | None = None
     progress: float | None = None
-    eta_s: float | None = Field(default=None, description="seconds left, as estimated")
+    eta_s: float | None = Field(default=None, description="estimate of the seconds left")
     message: str | None = None
     attempt: Count | None = None
     worker: str | None = None
-    job_id: Id | None = Field(default=None, description="the part that was added")
+    job_id: Id | None = Field(default=None, description="id of an added part")
     result_id: str | None = None
     error: JobError | None = None
 
 
 class JobEvent(Closed):
-    """One event of a job. `seq` counts 1, 2, 3 within the job; it is the id of the event's line in the
-    stream."""
+    """One event of a job. `seq` counts 1, 2, 3 within the job, and is the id of the event in the
+    stream.
+    """
 
     seq: Count
     job_id: Id
@@ -111,19 +123,19 @@ class JobEvent(Closed):
 
 
 class Preflight(Closed):
-    """Needs of the work, and whether the machine can meet them."""
+    """The needs of a job, and whether the machine meets them."""
 
     accepted: bool
     figures: list[Figure]
     unknown: str | None = Field(
         default=None,
-        description="why needs are unknown, so that nothing is refused",
+        description="reason for unknown needs; then nothing is refused",
         examples=["the files of this hub model have not been read yet: its first job does"],
     )
 
 
 class Made(Closed):
-    """Fields of every result of a job."""
+    """Fields that all results of jobs have."""
 
     model_id: Id
     job_id: Id

@@ -1,7 +1,8 @@
-"""The kinds of jobs that a request starts, each described once.
+"""The kinds of jobs that a request can start, each described once.
 
-The service makes their routes from this table, the command line its commands, the store and the workers parse
-the payload of a job by it: a request is the job's payload as it stands. A new option is a field of a request.
+From this table the service makes routes, the command line makes commands, and store and workers
+parse the payload of a job. A request is the payload of its job, unchanged. So a new option needs
+only a field of a request.
 """
 
 from collections.abc import Mapping
@@ -36,18 +37,19 @@ _FISHER: Final = {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkKind:
-    """A kind of job over REST.
+    """A kind of job in the REST API.
 
     Attributes:
-        request: what a client sends and a worker gets: a model, or a union of models.
-        record: what the job makes, as the API shows it.
-        collection: the last part of its path, `/v1/masks`; and the name of its group of commands.
-        about: what the collection holds.
-        starts: what starting such a job does.
-        shows: what its report says; None where there is none.
-        examples: bodies to start from, by a line that says what each does.
-        key: the path parameter of one record.
-        prefix: of its ids; None where it is a digest.
+        request: the model, or union of models, of the request and of the payload.
+        record: the model of the result.
+        collection: the last part of the path, as in `/v1/masks`, and the name of the group of
+            commands.
+        about: a description of the collection.
+        starts: a description of the operation that starts such a job.
+        shows: a description of the report, or None if there is none.
+        examples: example requests, by a description of each.
+        key: the path parameter of a single record.
+        prefix: the prefix of ids, or None if a digest is the id.
     """
 
     kind: JobKind
@@ -226,7 +228,7 @@ def _preflight(work: WorkKind) -> type[Closed]:
     )
 
 
-# A request for work of which only the needs are asked: one form a kind.
+# A request for the needs of a job, with one form for each kind.
 PreflightCreate: Final[Any] = Annotated[
     Union[tuple(map(_preflight, WORK.values()))],  # noqa: UP007 - the fix would be another type
     Field(discriminator="kind"),
@@ -240,10 +242,16 @@ _REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {
 
 
 def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
-    """The request that a job's payload is, of the class that its kind has.
+    """Parse the payload of a job into the request class of its kind.
 
     Raises:
-        InputError: no such kind, or fields that this version does not write; they are named.
+        InputError: the kind is unknown, or this version does not write such fields. The message
+            names them.
+
+    Example:
+        >>> payload = {"model_id": "model_" + EXAMPLE_ULID, "method": "magnitude"}
+        >>> parse_request("mask", payload).density
+        0.001
     """
     if kind not in _REQUESTS:
         raise InputError(f"There is no job of kind {kind!r}, only {', '.join(_REQUESTS)}.")
@@ -255,7 +263,12 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
 
 
 def result_path(kind: JobKind, result_id: str) -> str | None:
-    """Return the API path of a result of this kind, or None if only the parent job reads it."""
+    """Return the API path of a result of this kind, or None if only the parent job reads it.
+
+    Example:
+        >>> result_path(JobKind.MASK, "mask_1")
+        '/v1/masks/mask_1'
+    """
     if kind is JobKind.SHARD:
         return None
     if kind is JobKind.ROUND:

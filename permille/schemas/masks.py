@@ -1,4 +1,4 @@
-"""Masks: which weights are sensitive, and the evidence for it."""
+"""Masks: the choice of sensitive weights, and the evidence for it."""
 
 from typing import Annotated, Literal
 
@@ -64,7 +64,7 @@ class FisherMask(_AnyMask):
 
 
 class WeightMask(_AnyMask):
-    """The largest weights, or a random choice: no corpus is read."""
+    """The largest weights, or a random choice. This reads no corpus."""
 
     method: Literal[MaskMethod.MAGNITUDE, MaskMethod.RANDOM]
 
@@ -91,14 +91,14 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ShardRequest(Closed):
-    """Sum the squared gradients of some of a mask's sequences: a part of a mask job."""
+    """Sum the squared gradients of some of a mask's sequences, as a part of a mask job."""
 
     model_id: Id
     scope: Scope
-    plan: Digest = Field(description="of what the mask job has drawn from its corpus")
+    plan: Digest = Field(description="digest of the sequences that the mask job has drawn")
     first: Count
     stop: Count = Field(description="one past the last sequence")
-    dtype: Dtype = Field(description="of the worker that cut the mask job: the same for all shards")
+    dtype: Dtype = Field(description="dtype of the worker that split the mask job, for all its shards")
 
 
 class Mask(Made):
@@ -106,4 +106,4 @@ class Mask(Made):
 
     id: Id
     request: MaskCreate
-    k: Count = Field(description="weights that it selects")
+    k: Count = Field(description="number of selected weights")

@@ -1,4 +1,4 @@
-"""Packages: what a device downloads; and builds, which make one in a single request."""
+"""Packages, which devices download, and builds, which make a package in a single request."""
 
 from typing import Annotated, Any, Final, Self
 
@@ -22,7 +22,7 @@ _EITHER: Final = "Give either a mask or an adapter"
 
 
 class Adapter(Closed):
-    """Low-rank matrices beside the linears, trained in place of masked weights."""
+    """Low-rank matrices beside the linears, trained instead of masked weights."""
 
     kind: Annotated[AdapterKind, Flag("--adapter")] = Field(
         description="adapter to train in place of sensitive weights: lora, or lora-fa (half of it frozen)"
@@ -45,7 +45,9 @@ class Adapter(Closed):
 
 
 def _either(mask: str, kind: str) -> ConfigDict:
-    """Return the JSON schema of `_check_trainable`: the field `mask`, of this type, or an adapter."""
+    """Return the JSON schema of `_check_trainable`: either the field `mask`, of this type, or an
+    adapter.
+    """
     nothing: JsonDict = {"type": "null"}
     with_mask: JsonDict = {"required": [mask], "properties": {mask: {"type": kind}, "adapter": nothing}}
     with_adapter: JsonDict = {
@@ -61,7 +63,9 @@ def _check_trainable(mask: object, adapter: object) -> None:
 
 
 class PackageCreate(Closed):
-    """Make a package of a quantization and, of the same model, a mask; or of an adapter in its place."""
+    """Make a package from a quantization and a mask of the same model, or from a quantization and an
+    adapter.
+    """
 
     model_config = _either("mask_id", "string")
 
@@ -133,8 +137,10 @@ class PackageLayer(Closed):
 
 
 class PackageRecord(Made):
-    """A package, addressed by the digest of its manifest. A layer `pooled` is what devices begin with, a
-    layer `program` what an inference engine runs."""
+    """A package. Its id is the digest of its manifest.
+
+    Devices begin with the layer `pooled`. An inference engine runs the layer `program`.
+    """
 
     request: PackageCreate | PoolingCreate | ExportCreate
     k: Count
@@ -142,7 +148,7 @@ class PackageRecord(Made):
 
 
 class BuildCreate(Closed):
-    """Make a package of a model in one go."""
+    """Make a package of a model in one request."""
 
     model_config = _either("mask", "object")
 
@@ -155,7 +161,7 @@ class BuildCreate(Closed):
     @model_validator(mode="before")
     @classmethod
     def _check_either(cls, data: Any) -> Any:
-        """Before the parts are looked at: what a mask lacks says nothing to who wants an adapter."""
+        # Before the fields are parsed: errors about a mask would confuse a user who wants an adapter.
         if isinstance(data, dict) and data.get("adapter") is not None and isinstance(data.get("mask"), dict):
             raise ValueError(f"{_EITHER}: {', '.join(data['mask'])} do not go with an adapter")
         return data
@@ -181,7 +187,7 @@ class BuildCreate(Closed):
         )
 
     def package_request(self, mask_id: str | None, quantization_id: str) -> PackageCreate:
-        """Return the request of the package job, once the other parts are finished."""
+        """Return the request of the package job, once the other parts have succeeded."""
         return PackageCreate(
             mask_id=mask_id,
             adapter=self.adapter,
@@ -208,7 +214,7 @@ class Pooling(Closed):
     id: Id
     state: JobState
     request: PoolingCreate
-    package_digest: Digest | None = Field(description="the package that carries the state, once it is made")
+    package_digest: Digest | None = Field(description="digest of the package with the state, once it exists")
     created_at: Timestamp
 
 
@@ -218,5 +224,7 @@ class Export(Closed):
     id: Id
     state: JobState
     request: ExportCreate
-    package_digest: Digest | None = Field(description="the package with the program, once it is made")
+    package_digest: Digest | None = Field(
+        description="digest of the package with the program, once it exists"
+    )
     created_at: Timestamp

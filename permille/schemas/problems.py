@@ -1,6 +1,7 @@
-"""Errors of the API: RFC 9457 problem details with a stable type URI.
+"""Errors of the API: problem details of RFC 9457 with stable type URIs.
 
-A client branches on `type`, never on `title` or `detail`. The list is closed; a slug keeps its meaning.
+A client branches on `type`, never on `title` or `detail`. The list is closed, and a slug keeps its
+meaning.
 """
 
 from enum import StrEnum
@@ -15,7 +16,12 @@ TYPE_BASE: Final = "https://permille.dev/problems/"
 
 
 class ProblemType(StrEnum):
-    """Slugs of the type URIs `https://permille.dev/problems/<slug>`."""
+    """The slugs of the type URIs `https://permille.dev/problems/<slug>`.
+
+    Example:
+        >>> ProblemType.NOT_FOUND.uri, ProblemType.NOT_FOUND.status
+        ('https://permille.dev/problems/not-found', 404)
+    """
 
     BAD_REQUEST = "bad-request"
     UNAUTHENTICATED = "unauthenticated"
@@ -48,12 +54,12 @@ class ProblemType(StrEnum):
 
     @property
     def status(self) -> int:
-        """The HTTP status that it is answered with."""
+        """The HTTP status of the answer."""
         return _FACTS[self][0]
 
     @property
     def summary(self) -> str:
-        """Return a title for people."""
+        """The title for people."""
         return _FACTS[self][1]
 
 
@@ -88,7 +94,7 @@ _FACTS: Final[dict[ProblemType, tuple[int, str]]] = {
 
 
 class FieldError(Closed):
-    """An invalid field: its location and the expected value."""
+    """An invalid field: its location, and a message about the expected value."""
 
     location: str = Field(examples=["body.density"])
     message: str = Field(examples=["Input should be less than or equal to 0.5"])

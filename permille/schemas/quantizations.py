@@ -1,4 +1,4 @@
-"""Quantizations: the dense layer of a package, and what it costs."""
+"""Quantizations: the dense layer of a package, and its cost."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -39,7 +39,7 @@ CalibrationLength = Annotated[int, Field(strict=True, ge=8, le=4096, examples=[5
 
 
 class Tables(Closed):
-    """Storage of embedding and head, with any scheme of the linears."""
+    """The storage of embedding and head, which all schemes share."""
 
     embeddings: Embeddings = Field(
         default=Embeddings.Q8_0,
@@ -71,8 +71,11 @@ class Int4(Tables):
 
 
 class AutoRound(Tables):
-    """int4 in groups of 128 whose rounding and scales auto-round calibrates on texts of a corpus. It loses
-    less, and holds the whole model in memory, for minutes or hours; devices read it as any int4."""
+    """int4 in groups of 128, with rounding and scales that auto-round calibrates on texts of a corpus.
+
+    It loses less than int4. It needs the whole model in memory, and takes minutes or hours. Devices
+    read it like any int4.
+    """
 
     scheme: Literal[SchemeName.AUTO_ROUND]
     group_size: Annotated[Literal[128], WholeNumber] = 128
@@ -89,7 +92,9 @@ class AutoRound(Tables):
 
 
 class Int8(Tables):
-    """Symmetric integers of 8 bits in groups of 128 along a row: twice the bytes, hardly any loss."""
+    """Symmetric integers of 8 bits in groups of 128 along a row. They take twice the bytes and lose
+    hardly anything.
+    """
 
     scheme: Literal[SchemeName.INT8]
     group_size: Annotated[Literal[128], WholeNumber] = 128
@@ -97,7 +102,7 @@ class Int8(Tables):
 
 
 class Source(Tables):
-    """The codes of the GGUF file that the model was added from, bit for bit: Q4_0, Q4_1 and Q8_0."""
+    """The codes of the GGUF file from which the model was added, bit for bit: Q4_0, Q4_1 and Q8_0."""
 
     scheme: Literal[SchemeName.SOURCE]
     group_size: Annotated[Literal[32], WholeNumber] = 32
@@ -109,7 +114,7 @@ QuantizationOptions = Annotated[AnyOptions, Field(discriminator="scheme")]
 
 
 class QuantizationCreate(Closed):
-    """Quantize a model. A corpus adds perplexity."""
+    """Quantize a model. With a corpus, also measure perplexity."""
 
     model_id: Id = Field(description="model to quantize")
     evaluation_corpus_id: EvaluationCorpus = None
@@ -117,7 +122,7 @@ class QuantizationCreate(Closed):
 
 
 class Quantization(Made):
-    """A quantized dense layer. The digest is of that layer."""
+    """A quantized dense layer. The digest is that of the layer."""
 
     id: Id
     request: QuantizationCreate

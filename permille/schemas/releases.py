@@ -1,4 +1,4 @@
-"""Releases: a name and a growing version for a package, aliases of them, and what devices make of them."""
+"""Releases: packages under a name and a version, their aliases, and the results of devices."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -22,26 +22,26 @@ Version = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER, examples=[1]),
 
 
 class ReleaseTraining(Closed):
-    """Training options that a release signs for its devices. Each device's owner may override them."""
+    """Training options that a release signs for its devices. The owner of a device may override them."""
 
     method: Method | None = Field(
-        default=None, description="how devices find their steps; else the engine decides"
+        default=None, description="method by which devices find their steps (default: the engine decides)"
     )
     steps: Annotated[int, Field(strict=True, ge=1, le=1_000_000), WholeNumber] | None = Field(
-        default=None, description="of a run; else what its minutes give"
+        default=None, description="steps of a run (default: as many as its minutes allow)"
     )
     first_layer: Annotated[int, Field(strict=True, ge=0, le=1000), WholeNumber] | None = Field(
-        default=None, description="train the masked weights of this decoder layer and those above; else all"
+        default=None, description="train only masked weights of this decoder layer and above (default: all)"
     )
 
 
 class ReleaseCreate(Closed):
     """Publish a package under a name, as its next version."""
 
-    name: Name = Field(description="of the release")
-    package_digest: Digest = Field(description="the package to publish")
+    name: Name = Field(description="name of the release")
+    package_digest: Digest = Field(description="package to publish")
     alias: Name | None = Field(default=None, description="alias to point at this version, e.g. `stable`")
-    training: ReleaseTraining | None = Field(default=None, description="how devices train")
+    training: ReleaseTraining | None = Field(default=None, description="training options for devices")
 
 
 class Release(Closed):
@@ -50,7 +50,7 @@ class Release(Closed):
     name: Name
     version: Version
     manifest_digest: Digest
-    size_bytes: Count = Field(description="bytes of the manifest and all layers")
+    size_bytes: Count = Field(description="bytes of the manifest and of all layers")
     yanked: bool
 
 
@@ -63,19 +63,19 @@ class ReleaseRecord(Release):
 
 
 class ReleaseYank(Closed):
-    """Reason for withdrawing a version."""
+    """The reason for yanking a version."""
 
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] = "withdrawn"
 
 
 class ReleaseYanked(ReleaseRecord):
-    """A version that was withdrawn. Whoever has it keeps it, until its alias points at another one."""
+    """A yanked version. Devices that have it keep it until their alias points at another version."""
 
-    devices: Count = Field(description="active devices that were told this version last")
+    devices: Count = Field(description="active devices that were last told this version")
 
 
 class AliasPut(Closed):
-    """Version that an alias points at."""
+    """The version to which an alias should point."""
 
     version: Version
 
@@ -89,7 +89,9 @@ class Alias(Closed):
 
 
 class Band(Closed):
-    """The median of many devices, and between which values it lies with 95 % confidence; null: too few."""
+    """The median over devices, with its 95 % confidence interval. The bounds are null for too few
+    devices.
+    """
 
     median: Finite
     low: Finite | None
@@ -97,7 +99,7 @@ class Band(Closed):
 
 
 class Outcomes(Closed):
-    """Numbers of devices by the outcome of their newest run on a version. Null means too few."""
+    """The number of devices by the outcome of their newest run on a version. Null means too few."""
 
     adopted: Count | None
     kept_base: Count | None
@@ -109,7 +111,7 @@ class Outcomes(Closed):
 class VersionResults(Closed):
     """Results of devices on a version. Only the newest run of each device counts.
 
-    Null: nobody, or too few devices to be told to who may not see each.
+    Null means that there are no devices, or too few to show.
     """
 
     name: Name
@@ -117,21 +119,23 @@ class VersionResults(Closed):
     aliases: list[Name]
     yanked: bool
     published_at: Timestamp
-    devices: Count | None = Field(description="that were told this version last, as the one of their alias")
-    reported: Count | None = Field(description="that have reported a run on it")
+    devices: Count | None = Field(description="devices that were last told this version")
+    reported: Count | None = Field(description="devices that reported a run on it")
     outcomes: Outcomes
-    adopted_fraction: Finite | None = Field(description="of those that reported")
-    improvement: Band | None = Field(description="nats per token that the personal state takes off the base")
-    general_rise: Finite | None = Field(
-        description="median of the nats per token by which the personal state raises the loss on general text"
+    adopted_fraction: Finite | None = Field(description="share of adopted runs among those that reported")
+    improvement: Band | None = Field(
+        description="by how much the personal state lowers the loss, in nats per token"
     )
-    peak_rss_bytes: Count | None = Field(description="median")
+    general_rise: Finite | None = Field(
+        description="median rise of the loss on general text by the personal state, in nats per token"
+    )
+    peak_rss_bytes: Count | None = Field(description="median peak memory")
 
 
 class Measure(StrEnum):
-    """Measure for comparing two versions.
+    """A measure for comparing two versions.
 
-    The loss is that after training, for devices that have reported both.
+    The loss is that after training, over devices that reported both versions.
     """
 
     ADOPTED = "adopted"
@@ -150,7 +154,7 @@ class Verdict(StrEnum):
 
 
 class Change(Closed):
-    """A measure of two versions, and its change: `low` to `high` with 95% confidence."""
+    """A measure of two versions, and its change with the 95 % confidence interval `low` to `high`."""
 
     measure: Measure
     before: Finite
@@ -162,10 +166,10 @@ class Change(Closed):
 
 
 class Comparison(Closed):
-    """Comparison of two versions. A version is worse if any measure is significantly worse."""
+    """A comparison of two versions. A version is worse if any measure is significantly worse."""
 
     version: VersionResults
     against: VersionResults
-    both: Count = Field(description="devices that have reported both")
+    both: Count = Field(description="devices that reported both versions")
     verdict: Verdict
     changes: list[Change]

@@ -1,4 +1,6 @@
-"""Runs: what a device reports of one personalisation. Numbers and closed sets: no text of a user fits in."""
+"""Runs: the reports of devices about their trainings. They hold numbers and closed sets, so no text of
+a user.
+"""
 
 from enum import StrEnum
 from typing import Annotated, Final
@@ -17,7 +19,7 @@ MAX_LOG_BYTES: Final = 64 * 1024 * 1024
 RunId = Annotated[
     str,
     StringConstraints(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"),
-    Field(description="uuid made by the device", examples=["5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11"]),
+    Field(description="UUID that the device made", examples=["5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11"]),
 ]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
@@ -62,7 +64,7 @@ class Machine(StrEnum):
 
 
 class Accelerator(StrEnum):
-    """Description of the engine that computed the forward passes."""
+    """The device on which the engine computed the forward passes."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -71,7 +73,7 @@ class Accelerator(StrEnum):
 
 
 class RunMetrics(Closed):
-    """The metrics of a run. Unknown fields are refused; losses are null where none was measured."""
+    """The metrics of a run. Losses that were not measured are null."""
 
     package_digest: Digest
     release: Name
@@ -98,31 +100,29 @@ class RunMetrics(Closed):
     step_unit_exponent: Annotated[int, Field(strict=True, ge=-1074, le=1023), WholeNumber]
     k: Count
     peak_rss_bytes: Count
-    personal_bytes: Count = Field(description="of the log, of a gradient run of the packed state")
-    state_digest: Digest | None = Field(
-        description="of the state that is shared, as log or as state; null where neither is"
-    )
+    personal_bytes: Count = Field(description="bytes of the log, or of the packed state of a gradient run")
+    state_digest: Digest | None = Field(description="digest of the shared state; null if none is shared")
     agent_version: AgentVersion
     engine: EngineName
     operating_system: OperatingSystem
     machine: Machine
     accelerator: Accelerator
     general_loss_base: Finite | None = Field(
-        default=None, description="on the package's reference of general text; null where it has none"
+        default=None, description="loss of the base on the package's reference; null without a reference"
     )
     general_loss_personal: Finite | None = Field(
-        default=None, description="the same of the state at its strength"
+        default=None, description="loss of the personal state, at its strength, on the reference"
     )
     strength: Annotated[int, Field(strict=True, ge=0, le=8), WholeNumber] | None = Field(
-        default=None, description="eighths of the trained state that were judged; 0: none was"
+        default=None, description="strength of the judged state in eighths of the trained one; 0: none"
     )
     scaled_digest: Digest | None = Field(
-        default=None, description="of a shared log's state at a strength below 8; null otherwise"
+        default=None, description="digest of a shared log's state at a strength below 8, else null"
     )
 
 
 class RunCreate(Closed):
-    """Report of a run. The same id with the same metrics may be sent again."""
+    """A report of a run. A device may send the same report again."""
 
     run_id: RunId
     metrics: RunMetrics
@@ -136,10 +136,11 @@ class LogForm(StrEnum):
 
 
 class LogState(StrEnum):
-    """Status of an uploaded log.
+    """State of a shared log.
 
-    Verified and refused are verdicts of its replay. Undecided: the replay failed or was cancelled, which says
-    nothing of the log; it is pending again once its job is retried, or the same log is sent again.
+    Verified and refused are verdicts of its replay. A log is undecided if its replay failed or was
+    cancelled. It becomes pending again if its job is retried, or if the device sends the same log
+    again.
     """
 
     PENDING = "pending"
@@ -149,8 +150,9 @@ class LogState(StrEnum):
 
 
 class RunLog(Closed):
-    """An uploaded log, or a packed state in its place: personal data of its device, checked once and deleted
-    on request."""
+    """A shared log, or a packed state in its place. It is personal data of its device and is deleted
+    on request.
+    """
 
     form: LogForm
     state: LogState
@@ -158,7 +160,7 @@ class RunLog(Closed):
     state_digest: Digest | None
     reason: str | None
     size_bytes: Count
-    job_id: Id | None = Field(description="of its replay: retry that job where the log is undecided")
+    job_id: Id | None = Field(description="job of its replay; retry it if the log is undecided")
 
 
 class Run(Closed):
@@ -166,22 +168,19 @@ class Run(Closed):
 
     run_id: RunId
     device_id: Id
-    created_at: Timestamp = Field(description="when its report arrived")
-    ended_at: Timestamp = Field(
-        description="when it ended by its device's clock, and never later than its report arrived"
-    )
+    created_at: Timestamp = Field(description="arrival of the report")
+    ended_at: Timestamp = Field(description="end by the device's clock, at most the arrival of the report")
     metrics: RunMetrics
     log: RunLog | None
 
 
 class ReplayRequest(Closed):
-    """Replay the log, or read the state, that a run has shared: the payload of a job that the service starts
-    itself."""
+    """Replay the log, or check the state, that a run has shared. The service itself starts this job."""
 
     run_id: RunId
 
 
 class LogAccepted(Closed):
-    """The job that checks an uploaded log or state."""
+    """The job that checks a shared log or state."""
 
     job_id: Id

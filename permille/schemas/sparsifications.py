@@ -1,4 +1,4 @@
-"""Sparsifications: a model with weights set to zero, registered as a model of its own."""
+"""Sparsifications: models with weights set to zero, registered as models of their own."""
 
 from typing import Annotated, Literal
 
@@ -22,7 +22,7 @@ Rate = Annotated[
 ]
 Rows = Annotated[
     int,
-    Field(strict=True, ge=1, le=4096, examples=[128], description="sequences whose inputs decide"),
+    Field(strict=True, ge=1, le=4096, examples=[128], description="number of sequences to choose weights by"),
     WholeNumber,
 ]
 RowLength = Annotated[
@@ -38,15 +38,15 @@ RowLength = Annotated[
 ]
 EvaluationRows = Annotated[
     int,
-    Field(strict=True, ge=0, le=4096, examples=[16], description="other sequences, to measure perplexity on"),
+    Field(strict=True, ge=0, le=4096, examples=[16], description="number of other sequences for perplexity"),
     WholeNumber,
 ]
 
 
 class Recovery(Closed):
-    """Fine-tune LoRA adapters on the corpus and merge them into the weights that stay.
+    """Fine-tune LoRA adapters on the corpus, and merge them into the remaining weights.
 
-    The whole model is held in memory.
+    This needs the whole model in memory.
     """
 
     steps: Annotated[
@@ -61,11 +61,11 @@ class Recovery(Closed):
         WholeNumber,
     ]
     rank: Annotated[
-        int, Field(strict=True, ge=1, le=256, examples=[8], description="of LoRA"), WholeNumber
+        int, Field(strict=True, ge=1, le=256, examples=[8], description="rank of LoRA"), WholeNumber
     ] = 8
     rows: Annotated[
         int,
-        Field(strict=True, ge=1, le=1024, examples=[8], description="sequences of a step"),
+        Field(strict=True, ge=1, le=1024, examples=[8], description="sequences in a step"),
         WholeNumber,
     ] = 8
     learning_rate: Annotated[
@@ -75,11 +75,11 @@ class Recovery(Closed):
 
     @property
     def sequences(self) -> int:
-        """Of the corpus: each is trained on once, up to a limit."""
+        """The number of sequences to read. Each is trained on once, up to a limit."""
         return min(self.steps * self.rows, _MOST_SEQUENCES)
 
     def plan(self, seed: int) -> RecoveryPlan:
-        """Return what the library is asked for."""
+        """Return the options of the library."""
         return RecoveryPlan(
             steps=self.steps, rows=self.rows, rate=self.learning_rate, rank=self.rank, seed=seed
         )
@@ -88,36 +88,39 @@ class Recovery(Closed):
 class SparsificationCreate(Closed):
     """Set weights of a model to zero, and register the result as a model."""
 
-    model_id: Id = Field(description="the model to make sparse")
-    corpus_id: Id = Field(description="text whose inputs decide which weights go")
-    name: Name = Field(description="of the model that is made")
+    model_id: Id = Field(description="model to make sparse")
+    corpus_id: Id = Field(description="corpus whose activations decide which weights to remove")
+    name: Name = Field(description="name of the sparse model")
     method: PruningMethod = Field(
         default=PruningMethod.WANDA,
-        description="by the size of weights and inputs; sparsegpt also changes the weights that stay",
+        description="wanda goes by the size of weights and inputs; sparsegpt also adjusts the others",
     )
     rate: Rate | None = Field(
         default=None,
-        description="share of zeros in each linear; where it is left out, one half or the pattern's own",
+        description="share of zeros in each linear (default: one half, or the rate of the pattern)",
     )
     pattern: Literal["2:4", "4:8"] | None = Field(
-        default=None, description="so many of so many neighbours stay; without it zeros may be anywhere"
+        default=None, description="keep 2 of 4, or 4 of 8, neighbours (default: zeros may be anywhere)"
     )
     sequences: Rows = 128
     length: RowLength = 512
-    seed: Seed = Field(default=0, description="of the choice of sequences")
+    seed: Seed = Field(default=0, description="seed of the choice of sequences")
     evaluation_sequences: EvaluationRows = 16
-    recovery: Recovery | None = Field(default=None, description="fine-tune what is left")
+    recovery: Recovery | None = Field(default=None, description="fine-tuning of the remaining weights")
 
     def plan(self) -> PruningPlan:
-        """Return the library's options."""
+        """Return the options of the library."""
         pattern = None if self.pattern is None else Pattern.parse(self.pattern)
         own = _HALF if pattern is None else pattern.rate
         return PruningPlan(method=self.method, rates=self.rate or own, pattern=pattern)
 
 
 class Sparsification(Made):
-    """A model that was made sparse. `model_id` is the model before, `made_model_id` the sparse one (null once
-    that was removed), the digest that of its files."""
+    """A sparse model. The digest is that of its files.
+
+    `model_id` is the original model, and `made_model_id` the sparse one. The latter is null once
+    that model was removed.
+    """
 
     id: Id
     made_model_id: Id | None

@@ -1,6 +1,6 @@
-"""Trust: what operators see of a tenant's TUF roles, and how keys change hands.
+"""Trust: the TUF roles of a tenant as operators see them, and rotations of their keys.
 
-The metadata itself is TUF's own format, served and taken as bytes.
+The metadata itself has the format of TUF. The API sends and takes it as bytes.
 """
 
 from typing import Annotated
@@ -23,20 +23,22 @@ class TrustRole(Closed):
     role: RoleName
     version: Count
     expires_at: Timestamp
-    threshold: Positive = Field(description="so many of the keys must sign")
+    threshold: Positive = Field(description="number of keys that must sign")
     key_ids: list[str]
-    signed_here: bool = Field(description="the service holds enough of the keys")
+    signed_here: bool = Field(description="true if the service holds enough of the keys")
 
 
 class Trust(Closed):
-    """A tenant's roles, root first; `root_digest` is what invitations carry."""
+    """The roles of a tenant, root first. Invitations contain `root_digest`."""
 
     root_digest: str = Field(examples=["0123456789abcdef" * 2])
     roles: list[TrustRole]
 
 
 class RoleKeys(Closed):
-    """New keys of a role: public keys whose private halves are elsewhere, or none: the service makes one."""
+    """New public keys of a role, whose private keys are elsewhere. With an empty list the service
+    makes a key.
+    """
 
     role: RoleName
     public_keys: Annotated[list[PublicKey], Field(max_length=20)] = Field(default=[])
@@ -44,7 +46,7 @@ class RoleKeys(Closed):
 
 
 class TrustRotation(Closed):
-    """Roles that get new keys. `snapshot` and `timestamp` always have keys of the service."""
+    """Roles that get new keys. The service always holds the keys of `snapshot` and `timestamp`."""
 
     roles: Annotated[list[RoleKeys], Field(min_length=1, max_length=20)]
 
@@ -56,14 +58,14 @@ class TrustRenewal(Closed):
 
 
 class TrustDraft(Closed):
-    """A role's next metadata, which must be signed elsewhere before it counts."""
+    """The next metadata of a role, which must be signed elsewhere before it takes effect."""
 
     role: RoleName
-    metadata: str = Field(description="TUF metadata; send it signed, as it is then, to `PUT`")
+    metadata: str = Field(description="TUF metadata; sign it, and send the signed file with `PUT`")
 
 
 class TrustChange(Closed):
-    """The roles afterwards, and what must be signed elsewhere first, in the order in which to send it."""
+    """The roles after a change, and the drafts to sign elsewhere, in the order in which to send them."""
 
     trust: Trust
     drafts: list[TrustDraft]

@@ -1,4 +1,4 @@
-"""Webhooks: addresses that are told when a rollout stops itself or ends."""
+"""Webhooks: addresses that receive events when a rollout stops itself or ends."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -15,7 +15,7 @@ Url = Annotated[
 
 
 class EventType(StrEnum):
-    """Event of a rollout that webhooks are told of."""
+    """An event of a rollout, which webhooks receive."""
 
     HALTED = "rollout.halted"
     STOPPED = "rollout.stopped"
@@ -24,7 +24,7 @@ class EventType(StrEnum):
 
 
 class WebhookCreate(Closed):
-    """An address to tell of rollouts."""
+    """An address that receives events of rollouts."""
 
     url: Url = Field(description="receives a POST for each event")
 
@@ -37,7 +37,7 @@ class Webhook(WebhookCreate):
 
 
 class WebhookSecret(Webhook):
-    """A new webhook. `secret`, by which its receiver checks signatures, is shown once, here."""
+    """A new webhook. The receiver checks signatures by `secret`, which is shown only here."""
 
     secret: str
 
@@ -45,9 +45,9 @@ class WebhookSecret(Webhook):
 class Delivery(Closed):
     """An event on its way to a webhook."""
 
-    id: Id = Field(description="the header `webhook-id`, the same for each attempt")
+    id: Id = Field(description="value of the header `webhook-id`, the same for each attempt")
     event: EventType
     created_at: Timestamp
     attempts: Count
-    next_at: Timestamp | None = Field(description="of the next attempt; null: delivered, or given up")
-    failure: str | None = Field(description="why the last attempt failed; null: none did")
+    next_at: Timestamp | None = Field(description="time of the next attempt; null if delivered or given up")
+    failure: str | None = Field(description="reason of the last attempt's failure, or null")

@@ -1,4 +1,4 @@
-"""Groups of devices, and what they are chosen by."""
+"""Groups of devices, and the rules that select their members."""
 
 from pydantic import Field
 
@@ -9,19 +9,19 @@ from permille.schemas.runs import EngineName
 
 
 class GroupRule(Closed):
-    """Conditions of a group. A device belongs to it if it meets all that are given."""
+    """Conditions of a group. A device belongs to the group if it meets all that are given."""
 
-    devices: list[Id] = Field(default=[], max_length=MAX_MEMBERS, description="these devices, by id")
-    tags: list[Name] = Field(default=[], max_length=20, description="that have one of these tags")
-    agent_version: AgentVersion | None = Field(default=None, description="the lowest version of the agent")
+    devices: list[Id] = Field(default=[], max_length=MAX_MEMBERS, description="ids of the devices")
+    tags: list[Name] = Field(default=[], max_length=20, description="the device has one of these tags")
+    agent_version: AgentVersion | None = Field(default=None, description="lowest version of the agent")
     engines: list[EngineName] = Field(
-        default=[], max_length=len(EngineName), description="whose newest run one of these computed"
+        default=[], max_length=len(EngineName), description="one of these computed the newest run"
     )
-    memory_bytes: Count = Field(default=0, description="with at least so much memory")
+    memory_bytes: Count = Field(default=0, description="least memory of the device")
 
 
 class GroupCreate(Closed):
-    """A group under a name. Without any condition it is of all devices."""
+    """A named group. Without any condition it contains all devices."""
 
     name: Name
     rule: GroupRule = GroupRule()
@@ -31,12 +31,12 @@ class DeviceGroup(GroupCreate):
     """A group as operators see it."""
 
     id: Id
-    devices: Count = Field(description="that belong to it now")
+    devices: Count = Field(description="number of devices that belong to it now")
     created_at: Timestamp
 
 
 class TagsPut(Closed):
-    """Tags of a device."""
+    """The new tags of a device."""
 
     tags: list[Name] = Field(max_length=20)
 
@@ -48,9 +48,9 @@ class DeviceTags(TagsPut):
 
 
 class FactsPut(Closed):
-    """Facts that a device reports, which groups select by."""
+    """Facts that a device reports, by which groups select."""
 
     agent_version: AgentVersion
     engine: EngineName | None
     memory_bytes: Count | None
-    tags: list[Name] = Field(default=[], max_length=20, description="that the device's owner has set")
+    tags: list[Name] = Field(default=[], max_length=20, description="tags that the device's owner has set")

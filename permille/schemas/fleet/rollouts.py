@@ -1,4 +1,4 @@
-"""Rollouts, and what devices report of them."""
+"""Rollouts, and the reports of devices about them."""
 
 from enum import StrEnum
 from typing import Annotated, Final
@@ -16,7 +16,7 @@ MAX_WAVES: Final = 20
 _DEFAULT: Final = Rules()
 
 Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False, examples=[2.0])]
-# A percentage of the group's devices, or a count of them.
+# A wave is a percentage of the group's devices, or a number of devices.
 Wave = Annotated[
     str, StringConstraints(pattern=r"^([1-9][0-9]?%|100%|[1-9][0-9]{0,5})$"), Field(examples=["100%"])
 ]
@@ -24,7 +24,7 @@ Seconds = Annotated[int, Field(strict=True, ge=0, le=90 * 86_400), WholeNumber]
 
 
 class OnStop(StrEnum):
-    """Action of a rollout that stops itself: keep the version on devices, or revert it."""
+    """The action of a rollout that stops itself: keep the version on devices, or revert it."""
 
     HOLD = "hold"
     REVERT = "revert"
@@ -37,32 +37,36 @@ class RolloutRules(Closed):
         default=list(_DEFAULT.waves),
         min_length=1,
         max_length=MAX_WAVES,
-        description="share (`10%`) or number (`50`) of the group's devices that have the version from this "
-        "wave on; repeat, up to `100%`",
+        description="share (`10%`) or number (`50`) of the group's devices in this and all earlier waves; "
+        "repeat for each wave, up to `100%`",
     )
     min_reports: Positive = Field(
-        default=_DEFAULT.min_reports, description="of a wave's devices, before the next one opens"
+        default=_DEFAULT.min_reports, description="reports of a wave's devices before the next wave opens"
     )
-    soak_s: Seconds = Field(default=_DEFAULT.soak_s, description="seconds that a wave lasts at least")
+    soak_s: Seconds = Field(default=_DEFAULT.soak_s, description="least seconds of a wave")
     success_percent: Percent = Field(
-        default=_DEFAULT.success_percent, description="of a wave's devices that began, to open the next wave"
+        default=_DEFAULT.success_percent,
+        description="success rate that a wave needs, among the devices that began",
     )
     failure_percent: Percent = Field(
-        default=_DEFAULT.failure_percent, description="a share of failures surely above this stops it"
+        default=_DEFAULT.failure_percent,
+        description="the rollout stops if the share of failures is significantly above this",
     )
     worse_percent: Percent = Field(
         default=_DEFAULT.worse_percent,
-        description="a share of devices with a worse model surely above this stops it",
+        description="the rollout stops if the share of worse models is significantly above this",
     )
     deadline_s: Seconds = Field(
-        default=_DEFAULT.deadline_s, description="seconds after which a device that began is silent"
+        default=_DEFAULT.deadline_s,
+        description="seconds after which a device without a result counts as silent",
     )
     approval: bool = Field(
-        default=_DEFAULT.approval, description="waves after the first also wait for `rollouts approve`"
+        default=_DEFAULT.approval, description="each wave after the first waits for `rollouts approve`"
     )
 
     @model_validator(mode="after")
     def _check_waves(self) -> "RolloutRules":
+        # Shares and counts are checked apart: only a rollout on known devices can compare them.
         for is_share in (True, False):
             sizes = [int(wave.removesuffix("%")) for wave in self.waves if wave.endswith("%") is is_share]
             if sizes != sorted(set(sizes)) or self.waves[-1] != "100%":
@@ -79,16 +83,16 @@ class MaintenanceWindow(Closed):
 
     cron: str = Field(
         max_length=100,
-        description="when it opens: minute, hour, day, month, weekday",
+        description="opening times: minute, hour, day, month, weekday",
         examples=["0 2 * * *"],
     )
     minutes: Annotated[int, Field(strict=True, ge=1, le=MAX_MINUTES), WholeNumber] = Field(
-        default=120, description="how long it is open"
+        default=120, description="minutes for which it stays open"
     )
     zone: str | None = Field(
         default=None,
         max_length=60,
-        description="time zone; else the device's own",
+        description="time zone (default: the device's own)",
         examples=["Europe/Berlin"],
     )
 
@@ -105,30 +109,30 @@ class RolloutCreate(Closed):
     """Bring a version to the devices of an alias, wave by wave."""
 
     release: Name = Field(examples=["tiny-llama"])
-    version: Version | None = Field(default=None, description="else the newest")
-    alias: Name = Field(default="stable", description="whose devices take it", examples=["stable"])
-    group_id: Id | None = Field(default=None, description="only devices of this group; else all")
+    version: Version | None = Field(default=None, description="version to roll out (default: the newest)")
+    alias: Name = Field(default="stable", description="alias of the devices", examples=["stable"])
+    group_id: Id | None = Field(default=None, description="group of the devices (default: all devices)")
     rules: RolloutRules = RolloutRules()
     window: MaintenanceWindow | None = None
-    on_stop: OnStop = Field(default=OnStop.HOLD, description="what follows when it stops itself")
-    draft: bool = Field(default=False, description="open no wave before `resume`")
+    on_stop: OnStop = Field(default=OnStop.HOLD, description="action when the rollout stops itself")
+    draft: bool = Field(default=False, description="do not open a wave before `resume`")
 
 
 class RolloutApproval(Closed):
     """Permission to open the next wave of a rollout."""
 
     wave: Annotated[int, Field(strict=True, ge=2, le=MAX_WAVES), WholeNumber] = Field(
-        description="the wave that may open: the one after the open wave"
+        description="number of the next wave"
     )
 
 
 class WaveFunnel(Closed):
     """Progress of the devices of a wave."""
 
-    size: Wave = Field(description="of the group, earlier waves included")
+    size: Wave = Field(description="size of this and all earlier waves")
     offered: Count = Field(description="devices that began to install")
     installed: Count
-    trained: Count = Field(description="that compared their model with the one before")
+    trained: Count = Field(description="devices that compared their model with the one before")
     better: Count
     worse: Count
     failed: Count
@@ -141,18 +145,18 @@ class Rollout(Closed):
     id: Id
     release: Name
     version: Version
-    before: Version = Field(description="version of the alias when it was made")
+    before: Version = Field(description="version of the alias before the rollout")
     alias: Name
     group_id: Id | None
     state: RolloutState
-    wave: Positive = Field(description="the open wave, from 1")
-    wave_devices: Count = Field(description="devices of that wave alone")
-    awaits_approval: bool = Field(description="only an approval is missing to open the next wave")
+    wave: Positive = Field(description="number of the open wave, from 1")
+    wave_devices: Count = Field(description="devices of the open wave, without earlier waves")
+    awaits_approval: bool = Field(description="the next wave waits for an approval only")
     rules: RolloutRules
     window: MaintenanceWindow | None
     on_stop: OnStop
-    reason: Reason | None = Field(description="why it stopped itself")
-    numbers: dict[str, Finite] | None = Field(description="by which it stopped itself")
+    reason: Reason | None = Field(description="reason for which it stopped itself")
+    numbers: dict[str, Finite] | None = Field(description="figures behind the reason")
     opened_at: Timestamp | None
     created_at: Timestamp
     ended_at: Timestamp | None
@@ -160,20 +164,21 @@ class Rollout(Closed):
 
 
 class RolloutReport(Closed):
-    """Progress of a device with a rollout's version. A new report replaces the previous one."""
+    """A device's progress with the version of a rollout. A new report replaces the previous one."""
 
     installed: bool = False
-    code: ReportCode | None = Field(default=None, description="how it ended; null: it has begun")
+    code: ReportCode | None = Field(default=None, description="result, or null while it has only begun")
     damage: (
         Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,39}$"), Field(examples=["blob-digest"])]
         | None
-    ) = Field(default=None, description="the code of a refused package")
+    ) = Field(default=None, description="error code of a refused package")
     worse: bool | None = Field(default=None, description="whether the retrained model is worse than before")
     difference: (
         Annotated[float, Field(strict=True, ge=-MAX_DIFFERENCE, le=MAX_DIFFERENCE, allow_inf_nan=False)]
         | None
     ) = Field(
-        default=None, description="nats per token by which it is worse, clipped; null where one bit is told"
+        default=None,
+        description="clipped rise of the loss in nats per token; null if the owner shares one bit only",
     )
 
     @model_validator(mode="after")
