@@ -65,8 +65,10 @@ class Trace:
             True
         """
         match = _TRACEPARENT.fullmatch(traceparent or "")
+        # W3C trace context: ids of zeros are invalid.
         if match is None or not int(match[1], 16) or not int(match[2], 16):
             return None
+        # Bit 0 of the flags.
         return cls(match[1], match[2], sampled=bool(int(match[3], 16) & 1))
 
     def __str__(self) -> str:
@@ -87,6 +89,7 @@ def configure_logging(form: LogFormat) -> None:
     handler.addFilter(_add_ids)
     handler.setFormatter(_json_formatter() if form is LogFormat.JSON else _TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    # These libraries log each of their requests at level INFO.
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
 

@@ -53,6 +53,7 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
     if not data.startswith(MAGIC):
         raise PackageError("round-content", f"expected {MAGIC!r}, got {data[: len(MAGIC)]!r}")
     state, position = _sized(data, len(MAGIC))
+    # A copy, so that an error leaves the held history as it was.
     history = replace(held)
     if state:
         head, position = data[position : position + HEAD_BYTES], position + HEAD_BYTES
@@ -61,6 +62,7 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
     segment, position = _sized(data, position)
     history.apply(decode_segment(segment, held.definition, max_bytes=len(segment)))
     history.check_head(data[position:])
+    # A service must not lead a device back, or to another history.
     if history.number < held.number or (history.number == held.number and history.chain != held.chain):
         raise PackageError(
             "round-chain",

@@ -119,8 +119,10 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
     if digest != digest_bytes(definition.digest):
         raise PackageError("round-binding", f"expected federation {definition.digest}, got {digest.hex()}")
     values = steps * definition.log.queries + 1
+    # Each integer takes 1 to MAX_BYTES bytes, so this bounds memory before parsing.
     if not values <= size <= values * MAX_BYTES:
         raise PackageError("round-content", f"expected {values} integers, got {size} bytes")
+    # Verify the signature before the payload is parsed.
     check_signature(key, data[-SIGNATURE_BYTES:], data[:-SIGNATURE_BYTES], "the device")
     try:
         numbers = unzigzag(decode_varints(data[_HEAD.size : -SIGNATURE_BYTES]))

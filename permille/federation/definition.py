@@ -26,6 +26,16 @@ MAX_BYTES = (1 << 20) + 4096
 MAX_CONTRIBUTED = 1 << 13
 MAX_DEVICES = 1 << 16
 MAX_WEIGHT = 16
+# FORMAT 13.1: the range of each number that does not depend on another field.
+_LIMITS = {
+    "guard_bits": (0, 8),
+    "rate_shift": (-8, 8),
+    "max_weight": (1, MAX_WEIGHT),
+    "trim_percent": (0, 50),
+    "minimum": (1, MAX_DEVICES),
+    "batch_rows": (1, 1024),
+    "row_tokens": (8, 8192),
+}
 # Larger gains of a device are clipped to this, in nats per token.
 GAIN_NATS = 0.25
 # A gain in units is at most the clip divided by this.
@@ -94,15 +104,10 @@ class Definition:
 
     def __post_init__(self) -> None:
         check_range("steps", self.steps, 1, self.log.total_steps)
-        check_range("guard_bits", self.guard_bits, 0, 8)
-        check_range("rate_shift", self.rate_shift, -8, 8)
-        check_range("max_weight", self.max_weight, 1, MAX_WEIGHT)
         gradient = self.log.estimator is EstimatorKind.GRADIENT
         check_range("local_steps", self.local_steps, 1, MAX_LOCAL_STEPS if gradient else 1)
-        check_range("trim_percent", self.trim_percent, 0, 50)
-        check_range("minimum", self.minimum, 1, MAX_DEVICES)
-        check_range("batch_rows", self.batch_rows, 1, 1024)
-        check_range("row_tokens", self.row_tokens, 8, 8192)
+        for name, (least, most) in _LIMITS.items():
+            check_range(name, getattr(self, name), least, most)
         if self.clip is not None:
             check_range("clip", self.clip, GAIN_SHARE, (1 << 31) - 1)
         for name, number in (("learning_rate", self.log.learning_rate), ("epsilon", self.log.epsilon)):

@@ -127,6 +127,7 @@ class _GradientSteps:
             return self._moments.record()
         gradients, rules, header = differentiable(engine), self._rules, self._descent.header
         exponent = rules.log.step_unit_exponent
+        # The device's unit is coarser than the history's by the guard bits.
         before_W = s_W << rules.guard_bits
         moments, losses = replace(self._moments, s_K=before_W), []
         for number in range(step * rules.local_steps, (step + 1) * rules.local_steps):
@@ -161,5 +162,6 @@ def _bounded(record: StepRecord) -> StepRecord:
     largest = max(abs(c) for c in record.coefficients)
     if largest <= MAX_CONTRIBUTED:
         return record
+    # Round toward zero, so that no integer exceeds the limit.
     shorter = tuple((1 if c > 0 else -1) * (abs(c) * MAX_CONTRIBUTED // largest) for c in record.coefficients)
     return replace(record, coefficients=shorter, flags=record.flags | StepFlag.CLIPPED)

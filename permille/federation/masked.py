@@ -115,8 +115,10 @@ def encode_masked(
     device_key = key.public_key().public_bytes_raw()
     context = seal_context(definition.digest, round_number, device_key)
     keeper = X25519PublicKey.from_public_bytes(definition.privacy.keeper.public_bytes)
+    # A fresh seed for each call: masks of one seed would cancel out between two vectors.
     seed = secrets.token_bytes(SEED_BYTES)
     seal = seal_seed(seed, keeper, context)
+    # Both are modulo 2**32: conversion and addition wrap around.
     masked_V = vector_V.astype(np.uint32) + mask_of(seed, len(vector_V))
     head = _HEAD.pack(
         MAGIC,

@@ -112,6 +112,7 @@ def divided(
     Raises:
         PackageError: `round-limit`: a coefficient exceeds the range of a log.
     """
+    # A negative shift would lose bits, so it multiplies the divisor instead.
     shift = definition.guard_bits + definition.rate_shift
     u_KJ = _divide_half_even(sum_KJ << max(shift, 0), np.maximum(divisor_K, 1)[:, None] << max(-shift, 0))
     if max(int(u_KJ.max()), -int(u_KJ.min())) > MAX_COEFFICIENT:
@@ -226,6 +227,7 @@ class History:
             reach = self.reach + weight_of_rows(each.u_KJ)
             if reach > STATE_LIMIT:
                 raise PackageError("round-limit", f"expected sum |u| within 2**53, got {reach}")
+            # Directions depend on the step's number in the whole history.
             start = each.number * self.definition.steps
             self.s_W = self.s_W + replay(self.definition.log, each.u_KJ, start=start)
             self.reach, self.number = reach, each.number + 1
@@ -323,6 +325,7 @@ def _decode_round(payload: bytes, number: int, definition: Definition) -> Round:
         raise PackageError(
             "round-content", "expected weights and coefficients of FORMAT 13.3, got larger ones"
         )
+    # A device does its steps in order, so fewer devices do later steps.
     if u_KJ[weight_K == 0].any() or (np.diff(weight_K) > 0).any():
         raise PackageError(
             "round-content", "expected weights that only fall, and steps of nobody without move"
@@ -362,6 +365,7 @@ def _trimmed(
         if not rows:
             break
         c_MJ = np.sort(np.stack(rows), axis=0)
+        # At least one value must remain, also at 50 percent.
         cut = min(len(rows) * definition.trim_percent // 100, (len(rows) - 1) // 2)
         sum_KJ[step] = c_MJ[cut : len(rows) - cut].sum(axis=0)
         divisor_K[step], all_K[step] = len(rows) - 2 * cut, len(rows)

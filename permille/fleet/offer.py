@@ -132,6 +132,7 @@ class Offer:
                 **fields,
             )
             whole = (offer.version, offer.places, read.memory_bytes)
+            # `type`, not `isinstance`: True must not pass for an integer.
             if not all(type(number) is int and 0 <= number <= _MOST for number in whole):
                 raise ValueError("a number out of range")
             if offer.version < 1 or offer.places > PARTS:
@@ -177,6 +178,7 @@ def place_of(rollout_id: str, device_id: str) -> int:
         >>> place_of("rollout_1", "dev_1") == place_of("rollout_1", "dev_1")
         True
     """
+    # The bias of this remainder is below 1e-15.
     return int.from_bytes(_hash("wave", rollout_id, device_id)[:8], "big") % PARTS
 
 

@@ -101,6 +101,7 @@ class Moments:
         """Compute the moments from the sum of the values and the sum of their squares."""
         if n < 2:
             return cls(n=n, mean=total / max(n, 1))
+        # Rounding may make the difference slightly negative.
         variance = max(0.0, (squares - total * total / n) / (n - 1))
         return cls(n=n, mean=total / n, deviation=math.sqrt(variance))
 
@@ -226,6 +227,7 @@ def advance(standing: Standing, rules: Rules, tally: Tally, now: datetime) -> St
             print(f"stopped by {step.reason}: {step.numbers}")
     """
     looks = standing.looks
+    # Damage needs no statistics: equal damage on several devices is not an accident.
     count = max(tally.damage.values(), default=0)
     if count >= SAME_CODE:
         return _halt(standing, Reason.INTEGRITY, {"devices": count, "reports": tally.ended})
@@ -260,12 +262,14 @@ def _gate(standing: Standing, rules: Rules, tally: Tally, now: datetime, looks: 
     soaked_at = standing.opened_at + timedelta(seconds=rules.soak_s)
     if now < soaked_at:
         return here
+    # A small wave may have fewer devices than the rules demand.
     needed = min(rules.min_reports, tally.wave_devices)
     if tally.wave_ended < needed:
         if now < soaked_at + timedelta(seconds=rules.deadline_s):
             return here
         return _halt(standing, Reason.SILENCE, {"reports": tally.wave_ended, "needed": needed}, looks)
     if tally.wave_ok * 100 < rules.success_percent * tally.wave_began:
+        # Devices that have not ended yet may still raise the success rate.
         if tally.wave_ended < tally.wave_began:
             return here
         numbers = {"ok": tally.wave_ok, "of": tally.wave_began, "needed_percent": rules.success_percent}

@@ -135,6 +135,7 @@ class BlobFolder:
         """
         with self.open(digest) as file:
             data = file.read(limit + 1)
+        # The read above asked for one byte more than the limit, so more memory is never used.
         if len(data) > limit:
             raise PackageError("blob-size", f"expected at most {limit} bytes of {digest}, got more")
         if digest_of(data) != digest:

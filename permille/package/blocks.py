@@ -92,6 +92,7 @@ def damaged_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> list[Block]:
     Raises:
         PackageError: `blob-missing`.
     """
+    # One descriptor per layer serves all threads, since `pread` moves no position.
     files = {digest: blobs.open(digest) for digest in {block.layer.digest for block in blocks}}
     try:
         handles = {digest: file.fileno() for digest, file in files.items()}
@@ -113,6 +114,7 @@ def mend_block(blobs: BlobFolder, block: Block, data: bytes) -> None:
     if hashlib.sha256(data).digest() != block.sha256:
         raise PackageError("block-digest", f"expected {block}, got other bytes")
     path = blobs.path(block.layer.digest)
+    # Blobs are read-only, to protect them from mistakes.
     path.chmod(0o644)
     with path.open("r+b") as file:
         os.pwrite(file.fileno(), data, block.begin)

@@ -201,6 +201,7 @@ def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
     Raises:
         PackageError: `blob-missing`, or a check of `Package` fails.
     """
+    # Open it before it gets a name, so that no broken package is ever stored.
     Package(blobs, manifest)
     return blobs.put_bytes(manifest.to_bytes())
 
@@ -237,8 +238,10 @@ def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask) -> _Tra
 
 def _write_adapter(blobs: BlobFolder, model: SourceModel, chosen: ChosenAdapter) -> _Trainable:
     covered = dict(scoped_tensors(model.config, chosen.scope))
+    # k is known after the loop, once all counts are.
     about = AdapterInfo(kind=chosen.kind, rank=chosen.rank, alpha=chosen.alpha, scope=chosen.scope, k=0)
     for name, (rows, columns) in covered.items():
+        # FORMAT 3.2: a count is at most the number of weights.
         if about.count((rows, columns)) > rows * columns:
             raise InputError(
                 f"expected an adapter smaller than the weights beside it, got rank {chosen.rank} of {name} "

@@ -14,6 +14,7 @@ from permille.models.descriptions import Family
 from permille.models.families import expected_tensors, family_of
 
 MAX_CONFIG_BYTES = 8 << 20  # chat templates and added tokens live in tokenizer_config.json
+# The configs of all families that we know stay within these two.
 _MAX_DEPTH = 4
 _MAX_TEXT = 200
 
@@ -42,6 +43,7 @@ def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family_of(config)
     cleaned = {key: config[key] for key in sorted(config) if key in CONFIG_KEYS}
+    # It raises if a needed key is missing, so the writer of a package learns it before the reader.
     expected_tensors(cleaned)
     return cleaned
 
@@ -137,6 +139,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
+    # Parsers disagree about repeated keys, so a repeated key could hide a value from this check.
     if len(found) != len(pairs):
         raise ValueError("expected every key once")
     return found

@@ -74,6 +74,7 @@ def write_mask(blobs: BlobFolder, mask: Mapping[str, NDArray[np.uint32]], order:
     Raises:
         InputError: a name is not in `order`, or indices do not increase.
     """
+    # A misspelt name would otherwise lose its mask without a word.
     unknown = sorted(mask.keys() - set(order))
     if unknown:
         raise InputError(f"expected masks of quantized tensors only, got {unknown[:3]}")
@@ -156,6 +157,7 @@ def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:
 def masked_values(weight: RawTensor, indices: NDArray[np.uint32]) -> RawTensor:
     """Return the sparse values of one weight, in the weight's own dtype."""
     _check_float(weight)
+    # Copy bits, not numbers: numpy has no bfloat16.
     items = weight.data.view("<u4" if weight.dtype == "F32" else "<u2")[indices]
     data = np.ascontiguousarray(items).view(np.uint8)
     return RawTensor(name=weight.name, dtype=weight.dtype, shape=indices.shape, data=data)

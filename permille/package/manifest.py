@@ -331,6 +331,7 @@ class Manifest:
         if isinstance(top, Mapping) and (top.get("format"), top.get("version")) != (FORMAT, VERSION):
             got = f"{top.get('format')!r:.60} {top.get('version')!r:.20}"
             raise PackageError("manifest-version", f"expected {FORMAT} version {VERSION}, got {got}")
+        # The key `mask` or `adapter` decides the kind of the package (FORMAT 3.1).
         chosen = "adapter" if isinstance(top, Mapping) and "adapter" in top else "mask"
         fields = _fields(top, "manifest", _TOP | {chosen: dict})
         scheme = _fields(fields["scheme"], "scheme", _SCHEME)
@@ -351,8 +352,10 @@ class Manifest:
             raise PackageError("manifest-tensors", f"expected 1 to {MAX_TENSORS} tensors, got {number}")
         if len({tensor.name for tensor in self.tensors}) != number:
             raise PackageError("manifest-tensors", "expected every tensor once, got a name twice")
+        # GGUF codes come in blocks of 32 weights along a row.
         if self.scheme.name is Scheme.SOURCE and any(t.shape[1] % 32 for t in self.tensors):
             raise PackageError("manifest-tensors", "expected widths in groups of 32 for source, got others")
+        # A log stores k and replay depends on it, so it must match the counts (FORMAT 8.1).
         if total != self.k or not 1 <= total <= MAX_K:
             raise PackageError(
                 "manifest-counts", f"expected k = {self.k} from 1 to {MAX_K}, got counts of {total}"
@@ -377,6 +380,7 @@ class Manifest:
         files = [layer.path for layer in self.layers if layer.role is Role.FILE]
         if len(set(files)) != len(files):
             raise PackageError("manifest-layers", f"expected every file once, got {files}")
+        # One order, so that equal packages have equal manifests and digests.
         if sort_layers(self.layers) != self.layers:
             raise PackageError("manifest-layers", "expected layers by role, then by path")
         config = self.files().get("config.json")
@@ -389,6 +393,7 @@ class Manifest:
         """Check the size of each layer, so that a reader knows it before the download (FORMAT 3.4)."""
         k, dense = self.k, [self.scheme.dense_bounds(tensor.shape) for tensor in self.tensors]
         weights = sum(math.prod(t.shape) for t in self.tensors)
+        # A safetensors file begins with 8 bytes for the size of its header.
         overhead = MAX_HEADER_BYTES + 8
         blocks = BLOCK_HASH_BYTES * sum(-(-self.layer(r).size_bytes // BLOCK_BYTES) for r in BLOCKED_ROLES)
         rank = 0 if self.adapter is None else self.adapter.rank
@@ -461,6 +466,7 @@ def _fields(value: object, what: str, kinds: Mapping[str, type]) -> dict[str, An
             "manifest-schema", f"expected {what} to have {sorted(kinds)}, got {sorted(value)!r:.300}"
         )
     for key, kind in kinds.items():
+        # `type`, not `isinstance`: True must not pass for an integer.
         if kind is not object and type(value[key]) is not kind:
             got = type(value[key]).__name__
             raise PackageError("manifest-schema", f"expected {what}.{key} to be {kind.__name__}, got {got}")

@@ -75,6 +75,7 @@ class Package:
         for layer in _needed(blobs, manifest):
             _check_size(blobs, layer)
         for layer in manifest.layers:
+            # The big layers are checked by blocks, and a program when it is used.
             if layer.role not in (*BLOCKED_ROLES, Role.PROGRAM):
                 blobs.check(layer.digest)
         for path in manifest.files():
@@ -93,6 +94,7 @@ class Package:
         check_shapes(manifest, self.config, self._layers)
         for tensor in manifest.tensors if manifest.adapter is None else ():
             check_indices(tensor.name, self.mask(tensor.name), tensor.shape[0] * tensor.shape[1])
+        # The result is dropped. The call checks the rows while the package opens.
         self.reference_rows()
 
     def __repr__(self) -> str:
@@ -155,6 +157,7 @@ class Package:
         Raises:
             PackageError: `block-digest`.
         """
+        # Threads of an engine may ask for their first tensors at the same time.
         with self._checking:
             check_blocks(self.blobs, self._unchecked)
             self._unchecked = []
@@ -181,6 +184,7 @@ class Package:
             PackageError: `block-digest`, `plain-not-finite` or `plain-scales`.
         """
         tensor = self._checked(Role.PLAIN).tensor(name)
+        # Q8_0 has no dtype in safetensors, so tables are stored as bytes (FORMAT 4.3).
         if tensor.dtype == "U8":
             tensor = replace(tensor, dtype=Q8_0, shape=self._plain_shapes[name])
             if not are_table_scales(tensor):
@@ -240,6 +244,7 @@ class Package:
             if tensor.count:
                 a_RK = self.adapter_matrix(tensor.name)
                 parts += [a_RK.reshape(-1)] if adapter.kind is AdapterKind.LORA else []
+                # B begins at zero, so the adapter does not change the model before training.
                 parts.append(np.zeros(tensor.shape[0] * adapter.rank, np.float32))
         return np.concatenate(parts)
 
@@ -308,6 +313,7 @@ def read_codes(
     Raises:
         PackageError: `dense-scales`, `dense-codes` or `dense-padding`.
     """
+    # NF4 uses the tensor names of bitsandbytes.
     beside = ABSMAX if how.name is Scheme.NF4 else SCALES
     packed, scales = dense.tensor(name).data, dense.tensor(name + beside).float32()
     wanted = scales_shape(how.name, shape, how.group_size)

@@ -100,11 +100,13 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
     begin_N, end_N = spans_N2.T
     if not ((begin_N >= 1) & (begin_N < end_N) & (end_N <= length)).all():
         raise _refused("has a span of targets outside its row")
+    # This bounds the time that a package can take from each training.
     if int(end_N.sum()) > MOST_TOGETHER:
         raise _refused(f"has {end_N.sum()} tokens, more than {MOST_TOGETHER}")
     if positions is not None and int(end_N.max()) > positions:
         raise _refused(f"has a row of {end_N.max()} tokens; the model reads {positions}")
     chat_N, pulls_N = (column_N.astype(np.bool_) for column_N in kinds_N2.T)
+    # Training needs rows to pull, and other rows to measure with.
     if not pulls_N.any() or pulls_N.all():
         raise _refused("lacks rows that pull, or rows that measure")
     targets = int((end_N - begin_N)[pulls_N].sum())

@@ -69,6 +69,7 @@ class SafetensorsFile:
             header = _read_header(file, size)
             self._start = 8 + len(header)
             self.specs = _parse_header(header, frozenset(dtypes), size - self._start)
+            # The map outlives the file descriptor, so the file need not stay open.
             self._map = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
     @property
@@ -88,6 +89,7 @@ def _read_header(file: BinaryIO, size: int) -> bytes:
     if len(prefix) < 8:
         raise PackageError("header-size", f"expected 8 bytes of header length, got {len(prefix)}")
     length = int.from_bytes(prefix, "little")
+    # Check the length before the header is read: a forged one could ask for terabytes.
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8) or length % 8:
         raise PackageError(
             "header-size",
@@ -98,6 +100,7 @@ def _read_header(file: BinaryIO, size: int) -> bytes:
 
 def _parse_header(header: bytes, dtypes: frozenset[str], data_bytes: int) -> dict[str, TensorSpec]:
     text = header.rstrip(b" ")
+    # FORMAT 4.1: spaces pad the header to a multiple of 8, so there are at most 7.
     if len(header) - len(text) >= 8:
         raise PackageError("header-size", f"expected at most 7 spaces, got {len(header) - len(text)}")
     entries = parse_canonical(text, MAX_HEADER_BYTES)
@@ -141,6 +144,8 @@ def _check_offsets(specs: Mapping[str, TensorSpec], data_bytes: int) -> None:
     position = 0
     widest = max(ITEM_BYTES.values())
     for name, spec in specs.items():
+        # Each byte belongs to exactly one tensor. So nothing can hide in gaps, and tensors cannot
+        # overlap.
         if spec.begin != position:
             raise PackageError("header-offsets", f"expected {name!r:.100} at {position}, got {spec.begin}")
         # FORMAT 4.1: wide items come first, so that every tensor is aligned to its item size.

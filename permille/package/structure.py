@@ -39,6 +39,7 @@ def check_shapes(
         PackageError: `tensor-names`, `tensor-shape` or `header-dtype`.
     """
     scoped = tuple((tensor.name, tensor.shape) for tensor in manifest.tensors)
+    # The order defines the tensor_id, which keys the random directions. So it must match, too.
     if scoped != scoped_tensors(config):
         raise PackageError(
             "tensor-shape", "expected manifest.tensors to be the config's linear layers, in order"
@@ -65,6 +66,7 @@ def check_shapes(
             expected[role] = counts
     for role, shapes in expected.items():
         _check_layer_shapes(role, layers[role], shapes)
+    # Names and shapes are known to be right here, so each lookup succeeds.
     for name, (dtype, _) in dense.items():
         if (got := layers[Role.DENSE].specs[name].dtype) != dtype:
             raise PackageError("header-dtype", f"expected {dtype} of {name}, got {got}")

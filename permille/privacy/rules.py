@@ -49,6 +49,7 @@ class Keeper:
             raw = base64.urlsafe_b64decode(self.key + "=")
         except (ValueError, binascii.Error) as exc:
             raise InputError(f"expected the keeper's key in base64url, got {self.key!r:.60}") from exc
+        # The decoder ignores invalid characters, so compare with the canonical text.
         if len(raw) != 32 or base64.urlsafe_b64encode(raw).decode().rstrip("=") != self.key:
             raise InputError(f"expected 32 bytes of a keeper's key in base64url, got {self.key!r:.60}")
         try:

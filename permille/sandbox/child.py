@@ -80,6 +80,7 @@ class _Child:
             self._loaded = Tokenizer.from_buffer(data)
         except Exception as exc:  # the library raises bare Exception for every malformed file
             raise _RefusedError(f"The tokenizers library cannot read tokenizer.json: {exc}") from exc
+        # The file may ask for truncation or padding. We need all tokens, and no others.
         self._loaded.no_truncation()
         self._loaded.no_padding()
         added = self._loaded.get_added_tokens_decoder().values()
@@ -151,6 +152,7 @@ class _Child:
         if self._templates is None:
             self._templates = _environment()
         try:
+            # A conversation renders the same template many times, and compiling is slow.
             if self._compiled is None or self._compiled[0] != template:
                 self._compiled = (template, self._templates.from_string(template))
             generate, day = self._compiled[1].generate, datetime.fromisoformat(today)
@@ -236,6 +238,7 @@ def main() -> int:
     confine(memory_bytes=MEMORY_BYTES)
     child = _Child()
     while line := sys.stdin.buffer.readline():
+        # The limit counts from the start of each request, since the child lives long.
         allow_cpu(ORPHAN_CPU_S)
         sys.stdout.buffer.write(json.dumps(child.answer(json.loads(line))).encode() + b"\n")
         sys.stdout.buffer.flush()
@@ -243,6 +246,7 @@ def main() -> int:
 
 
 def _packed(numbers: list[int]) -> str:
+    # JSON lists of numbers would take several times the space and time.
     return b64encode(array("I", numbers).tobytes()).decode()
 
 

@@ -28,6 +28,7 @@ def confine(*, memory_bytes: int, cpu_s: int | None = None, file_bytes: int = 0)
     if cpu_s is not None:
         limits[resource.RLIMIT_CPU] = cpu_s
     for limit, most in limits.items():
+        # A process may lower its hard limit, but not raise it.
         _, hard = resource.getrlimit(limit)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (most, most))

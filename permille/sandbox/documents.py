@@ -69,6 +69,7 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002 - the name is html.parser's
         """Begin a paragraph with each block."""
+        # Count the depth: a template may contain a script.
         self._silent += _SILENT.fullmatch(tag) is not None
         if _BLOCKS.fullmatch(tag):
             self._blocks.append("")

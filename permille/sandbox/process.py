@@ -82,6 +82,7 @@ class Sandbox:
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self._start()
+            # Honest work takes time in proportion to its text, so the budget grows with it.
             work_s = characters / CHARACTERS_A_SECOND
             self._budget_s = min(BUDGET_S, self._budget_s + EARNED_A_CALL_S) + work_s
             return self._exchange(json.dumps(request).encode() + b"\n" + data, CALL_S + work_s)
@@ -98,6 +99,7 @@ class Sandbox:
     def _start(self) -> Mapping[str, Any]:
         self.close()
         child = subprocess.Popen(
+            # `-P`: the current folder must not provide modules to the child.
             [sys.executable, "-P", "-m", "permille.sandbox.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -107,8 +109,10 @@ class Sandbox:
             start_new_session=True,  # Ctrl-C goes to the parent only, which ends the child itself
         )
         self._child = child
+        # This also ends the child if the caller forgets `close`.
         self._end = weakref.finalize(self, _end, child)
         for pipe in (child.stdin, child.stdout):
+            # A child that neither reads nor writes must not block the parent beyond its timeout.
             os.set_blocking(_number(pipe), False)
         if self._load is None:
             return {}
@@ -128,6 +132,7 @@ class Sandbox:
             )
         except (TimeoutError, EOFError, ValueError) as exc:
             self.close()
+            # The smaller limit is the one that was broken.
             why = "of all texts together" if limit_s < call_s else "of one text"
             raise SandboxError(f"The tokenizer or template broke its limits {why}: {exc}") from exc
         finally:

@@ -84,6 +84,7 @@ class AuditEntry(Closed):
 
     def digest_after(self, previous: str) -> str:
         """Return the digest of this entry if it follows an entry with the digest `previous`."""
+        # Anyone can repeat this computation with the entries of the API, so it must stay as it is.
         fields = self.model_dump(mode="json", exclude={"digest"})
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         chained = hashlib.sha256(f"permille-audit-1\0{previous}\0{text}".encode())

@@ -77,6 +77,7 @@ class Closed(BaseModel):
         {'status': 'ok', 'version': '0.1.0'}
     """
 
+    # JSON has no NaN and no infinity, so none may enter or leave.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="null")
 
 

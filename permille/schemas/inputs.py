@@ -22,6 +22,7 @@ RelativePath = Annotated[
 ]
 
 REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
+# A full SHA-1 hash. A branch or a tag could move.
 COMMIT_PATTERN = r"^[0-9a-f]{40}$"
 
 

@@ -258,6 +258,7 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
     try:
         return _REQUESTS[kind].validate_python(dict(payload))
     except ValidationError as exc:
+        # Five errors suffice for a person, and a payload may have thousands.
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()[:5])
         raise InputError(f"This version does not write such a job: {wrong}") from exc
 

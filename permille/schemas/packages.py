@@ -48,6 +48,7 @@ def _either(mask: str, kind: str) -> ConfigDict:
     """Return the JSON schema of `_check_trainable`: either the field `mask`, of this type, or an
     adapter.
     """
+    # pydantic cannot express this rule in JSON schema, so write it out for clients.
     nothing: JsonDict = {"type": "null"}
     with_mask: JsonDict = {"required": [mask], "properties": {mask: {"type": kind}, "adapter": nothing}}
     with_adapter: JsonDict = {

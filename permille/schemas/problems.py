@@ -63,6 +63,7 @@ class ProblemType(StrEnum):
         return _FACTS[self][1]
 
 
+# The HTTP status and the title of each type.
 _FACTS: Final[dict[ProblemType, tuple[int, str]]] = {
     ProblemType.BAD_REQUEST: (400, "The request cannot be read"),
     ProblemType.UNAUTHENTICATED: (401, "A valid bearer token is needed"),

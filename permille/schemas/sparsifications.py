@@ -10,6 +10,7 @@ from permille.schemas.jobs import Made
 
 _HALF = 0.5
 _LEARNING_RATE = 0.003
+# Longer recoveries repeat sequences instead of reading more of the corpus.
 _MOST_SEQUENCES = 4096
 Rate = Annotated[
     float,

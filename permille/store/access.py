@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from permille.schemas.access import Role
 from permille.store import devices, rows
 from permille.store.database import NOW, Database, moment, now
-from permille.store.errors import ConflictError, NotFoundError
+from permille.store.errors import ConflictError, require
 from permille.store.ids import (
     DEVICE_TOKEN_PREFIX,
     OPERATOR_TOKEN_PREFIX,
@@ -52,10 +52,7 @@ def create_tenant(session: Session, *, name: str) -> Tenant:
 
 def get_tenant(session: Session, *, tenant_id: str) -> Tenant:
     """Read a tenant. Raises NotFoundError."""
-    tenant = session.get(Tenant, tenant_id)
-    if tenant is None:
-        raise NotFoundError(f"no tenant {tenant_id!r}")
-    return tenant
+    return require(session.get(Tenant, tenant_id), f"no tenant {tenant_id!r}")
 
 
 def first_tenant(session: Session) -> Tenant | None:
@@ -134,6 +131,7 @@ def find_caller(database: Database, secret: str) -> Any | None:
 
     The columns of the row are named `caller_...`.
     """
+    # Reject nonsense before it is hashed, since anyone may send it.
     if len(secret) > MAX_TOKEN_CHARACTERS or not secret.isascii():
         return None
     statement = _CALLERS.get(secret[: len(OPERATOR_TOKEN_PREFIX)])

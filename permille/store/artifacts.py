@@ -15,7 +15,7 @@ from permille.schemas.jobs import UNFINISHED, JobKind
 from permille.schemas.kinds import MAKES_PACKAGES
 from permille.store import inputs, rows
 from permille.store.database import now
-from permille.store.errors import ConflictError, NotFoundError
+from permille.store.errors import ConflictError, NotFoundError, require
 from permille.store.ids import Prefix, new_id
 from permille.store.jobs.claims import Claim
 from permille.store.rows import FIRST, Page, Window, fetch_page
@@ -66,9 +66,10 @@ def add(session: Session, *, job: Claim, made: Made) -> Artifact:
     """Add the result of a job. If the same package exists already, return the existing row."""
     kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
     if kind is JobKind.PACKAGE:
-        earlier = _package(session, job.tenant_id, made.digest)
+        earlier = session.scalar(_packages(job.tenant_id, made.digest))
         if earlier is not None:
             return earlier
+    # By digest, since a package may contain the same blob under two names.
     sizes = {blob.digest: blob.size_bytes for blob in made.blobs if blob.role != REPORT}
     artifact = rows.add(
         session,
@@ -105,17 +106,11 @@ def add(session: Session, *, job: Claim, made: Made) -> Artifact:
 
 def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifact:
     """Read an artifact by its id, or a package by its digest. Raises NotFoundError."""
-    if kind is JobKind.PACKAGE:
-        found = _package(session, tenant_id, key)
-    else:
-        found = session.scalar(
-            select(Artifact).where(
-                Artifact.tenant_id == tenant_id, Artifact.kind == kind.value, Artifact.id == key
-            )
-        )
-    if found is None:
-        raise NotFoundError(f"There is no {kind} {key!r}.")
-    return found
+    query = select(Artifact).where(Artifact.tenant_id == tenant_id, Artifact.kind == kind.value)
+    found = session.scalar(
+        _packages(tenant_id, key) if kind is JobKind.PACKAGE else query.where(Artifact.id == key)
+    )
+    return require(found, f"There is no {kind} {key!r}.")
 
 
 def remove(
@@ -135,11 +130,13 @@ def remove(
     """
     row = get(session, tenant_id=tenant_id, kind=kind, key=key)
     # While the row is locked, nobody can publish the artifact, and the queries below see each job that
-    # ends as an unfinished job or by its result.
-    if session.scalar(select(Artifact.id).where(Artifact.id == row.id).with_for_update()) is None:
-        raise NotFoundError(f"There is no {kind} {key!r}.")  # another transaction removed it meanwhile
+    # ends as an unfinished job or by its result. Another transaction may have removed the row meanwhile.
+    locked = session.scalar(select(Artifact.id).where(Artifact.id == row.id).with_for_update())
+    require(locked, f"There is no {kind} {key!r}.")
+    # The key may occur in any field of an unfinished job's request.
     unfinished = (inputs.named_by_jobs(session, tenant_id=tenant_id) if named is None else named).get(key)
     part = aliased(Job)
+    # A build names the results of its parts nowhere else than in the rows of the parts.
     made_it = select(part.id).where(part.parent_id == Job.id, part.result_id == key).exists()
     builds = select(Job.id).where(Job.tenant_id == tenant_id, Job.state.in_(UNFINISHED))
     build = session.scalar(builds.where(made_it).limit(1))
@@ -164,6 +161,7 @@ def remove(
         raise ConflictError(f"The {kind} {key} is needed by {user}. Remove that first.")
     for table in (ArtifactBlob, ArtifactSource):
         session.execute(delete(table).where(table.artifact_id == row.id))
+    # The row is deleted by a statement, so the session must forget the object first.
     session.expunge(row)
     session.execute(delete(Artifact).where(Artifact.id == row.id))
 
@@ -221,26 +219,18 @@ def package_for_device(session: Session, *, tenant_id: str, release: str, digest
         Release.yanked_at.is_(None),
     )
     found = session.scalar(_packages(tenant_id, digest).where(published))
-    if found is None:
-        raise NotFoundError(f"There is no package {digest!r}. See `permille packages list`.")
-    return found
+    return require(found, f"There is no package {digest!r}. See `permille packages list`.")
 
 
 def blob_with(artifact: Artifact, *, digest: str) -> ArtifactBlob:
     """Return the blob of an artifact with this digest. Raises NotFoundError."""
-    for blob in artifact.blobs:
-        if blob.digest == digest:
-            return blob
-    raise NotFoundError(f"no blob {digest!r} in this {artifact.kind}")
+    found = next((blob for blob in artifact.blobs if blob.digest == digest), None)
+    return require(found, f"no blob {digest!r} in this {artifact.kind}")
 
 
 def blob_of(artifact: Artifact, role: str) -> ArtifactBlob | None:
     """Return the first blob with this role, or None."""
     return next((blob for blob in artifact.blobs if blob.role == role), None)
-
-
-def _package(session: Session, tenant_id: str, digest: str) -> Artifact | None:
-    return session.scalar(_packages(tenant_id, digest))
 
 
 def _packages(tenant_id: str, digest: str) -> Select[Artifact]:

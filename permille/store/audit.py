@@ -36,6 +36,7 @@ class Change:
 def append(session: Session, *, tenant_id: str, change: Change) -> None:
     """Add an entry to a tenant's log. Concurrent writers wait for the lock on the tenant's row."""
     session.execute(select(Tenant.id).where(Tenant.id == tenant_id).with_for_update(key_share=True))
+    # The lock above ensures that nobody adds an entry between this read and our insert.
     newest = select(AuditEntry).where(AuditEntry.tenant_id == tenant_id).order_by(AuditEntry.seq.desc())
     last = session.scalar(newest.limit(1))
     row = AuditEntry(

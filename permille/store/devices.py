@@ -113,9 +113,11 @@ def enrol(session: Session, *, code: str, public_key: str, name: str, agent_vers
     device = session.scalar(
         select(Device).where(Device.tenant_id == invitation.tenant_id, Device.public_key == public_key)
     )
+    # A revoked key stays revoked, whatever invitation comes with it.
     if device is not None and device.revoked_at is not None:
         raise InvitationError()
     if invitation.used_at is not None:
+        # A used code works only for the device that used it, as a repeated request.
         if device is None or invitation.device_id != device.id or device.unenrolled_at is not None:
             raise InvitationError()
         return Enrolment(device=device, created=False)
@@ -195,6 +197,7 @@ def use_nonce(session: Session, *, device_id: str, nonce: str, issued_at: dateti
     if device is None or stale or not issued_at <= at < issued_at + NONCE_LIFE:
         return None
     try:
+        # The unique key of the row makes a second use fail, also a concurrent one.
         with session.begin_nested():
             session.add(_used_nonce(device, hash_secret(nonce), at))
     except IntegrityError:
@@ -220,6 +223,7 @@ def issue_token(session: Session, *, device: Device) -> tuple[str, datetime]:
 def purge_expired(session: Session) -> None:
     """Delete expired nonces and access tokens."""
     at = now(session)
+    # The limit keeps the transaction short. The next call deletes the rest.
     for table in (DeviceNonce, DeviceToken):
         for row in session.scalars(select(table).where(table.expires_at <= at).limit(1000)):
             session.delete(row)
@@ -255,5 +259,6 @@ def _use(session: Session, invitation: Invitation, device: Device, at: datetime)
         )
         .values(used_at=at, device_id=device.id)
     )
+    # No row was updated: another request has used the code, or it has expired.
     if not isinstance(used, CursorResult) or used.rowcount != 1:
         raise InvitationError()

@@ -4,11 +4,25 @@ The API maps `NotFoundError` to 404, `ConflictError` to 409 and `QuotaError` to 
 another tenant is a `NotFoundError`, as if it did not exist.
 """
 
+from typing import TypeVar
+
 from permille.errors import InputError, PermilleError, RetryableError
+
+Row = TypeVar("Row")
 
 
 class NotFoundError(InputError):
     """The tenant has no such row."""
+
+
+def require(row: Row | None, message: str) -> Row:
+    """Return the row that a query has found. Raise NotFoundError with this message if there is none.
+
+    For example, `require(session.get(Tenant, tenant_id), f"no tenant {tenant_id!r}")`.
+    """
+    if row is None:
+        raise NotFoundError(message)
+    return row
 
 
 class ConflictError(InputError):

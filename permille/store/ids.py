@@ -59,6 +59,7 @@ class _Clock:
     def next(self) -> int:
         fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
         with self._lock:
+            # A random step, so that an id does not reveal the next one.
             after = self._last + 1 + secrets.randbits(_STEP_BITS)
             self._last = max(fresh, after)
             return self._last

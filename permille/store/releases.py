@@ -13,7 +13,7 @@ from permille.errors import InputError
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, rows
 from permille.store.database import Database, now
-from permille.store.errors import ConflictError, NotFoundError
+from permille.store.errors import ConflictError, require
 from permille.store.ids import Prefix, new_id
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Alias, Artifact, Release
@@ -61,6 +61,7 @@ def follow(session: Session, *, tenant_id: str, before: Listing, after: Listing)
         NotFoundError: a listed package does not exist.
         ConflictError, InputError: as for `publish`.
     """
+    # In a fixed order, so that concurrent transactions lock rows alike.
     for name, version in sorted(before.keys() - after.keys()):
         yank(session, tenant_id=tenant_id, name=name, version=version, reason="no longer listed")
     for name, version in sorted(after.keys() - before.keys()):
@@ -84,10 +85,8 @@ def get(session: Session, *, tenant_id: str, name: str, version: int) -> Release
     query = select(Release).where(
         Release.tenant_id == tenant_id, Release.name == name, Release.version == version
     )
-    release = session.scalar(query)
-    if release is None:
-        raise NotFoundError(f"There is no release {name!r} version {version}. See `permille releases list`.")
-    return release
+    message = f"There is no release {name!r} version {version}. See `permille releases list`."
+    return require(session.scalar(query), message)
 
 
 def list_releases(
@@ -138,9 +137,7 @@ def delete_alias(session: Session, *, tenant_id: str, name: str, alias: str) -> 
 def get_alias(session: Session, *, tenant_id: str, name: str, alias: str, lock: bool = False) -> Alias:
     """Read an alias, and lock it on request. Raises NotFoundError."""
     row = session.get(Alias, (tenant_id, name, alias), with_for_update=True if lock else None)
-    if row is None:
-        raise NotFoundError(f"no alias {alias!r} of release {name!r}")
-    return row
+    return require(row, f"no alias {alias!r} of release {name!r}")
 
 
 def list_aliases(session: Session, *, tenant_id: str, name: str) -> Sequence[Alias]:
@@ -170,6 +167,4 @@ def resolve_alias(
     Every device calls this at every poll, so it takes one prepared statement.
     """
     found = database.first(_RESOLVED, tenant_id=tenant_id, name=name, alias=alias)
-    if found is None:
-        raise NotFoundError(f"no alias {alias!r} of release {name!r}")
-    return found
+    return require(found, f"no alias {alias!r} of release {name!r}")

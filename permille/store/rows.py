@@ -8,13 +8,13 @@ since such an id does not sort by time.
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from sqlalchemy import Select, bindparam, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.errors import InputError
-from permille.store.errors import NotFoundError
+from permille.store.errors import require
 from permille.store.tables import EPOCH, MICROSECOND, Base, Named, microseconds_of
 
 Row = TypeVar("Row")
@@ -52,7 +52,8 @@ def get(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str)
         model = rows.get(session, tables.Model, tenant_id=operator.tenant_id,
         row_id="model_01jd3k...")
     """
-    return _find(session, _row_of(table), table, tenant_id, row_id)
+    found: NamedRow | None = session.scalar(_row_of(table), {"tenant_id": tenant_id, "row_id": row_id})
+    return require(found, f"no {table.noun} {row_id!r}")
 
 
 def add(session: Session, row: NewRow) -> NewRow:
@@ -73,8 +74,10 @@ def lock(
             do not find it.
     """
     # We never change a key, so inserts of rows that refer to this one need not wait (PostgreSQL).
-    query = _row_of(table).with_for_update(key_share=not to_remove)
-    return _find(session, query.execution_options(populate_existing=True), table, tenant_id, row_id)
+    locked = _row_of(table).with_for_update(key_share=not to_remove)
+    query = locked.execution_options(populate_existing=True)
+    found: NamedRow | None = session.scalar(query, {"tenant_id": tenant_id, "row_id": row_id})
+    return require(found, f"no {table.noun} {row_id!r}")
 
 
 @cache
@@ -83,15 +86,6 @@ def _row_of(table: type[NamedRow]) -> Select[NamedRow]:
     running it.
     """
     return select(table).where(table.tenant_id == bindparam("tenant_id"), table.id == bindparam("row_id"))
-
-
-def _find(
-    session: Session, query: Select[Any], table: type[NamedRow], tenant_id: str, row_id: str
-) -> NamedRow:
-    found: NamedRow | None = session.scalar(query, {"tenant_id": tenant_id, "row_id": row_id})
-    if found is None:
-        raise NotFoundError(f"no {table.noun} {row_id!r}")
-    return found
 
 
 def list_all(

@@ -68,6 +68,7 @@ def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
     """Return the columns of a run that counts of the fleet use."""
     base, personal = (_loss(metrics.get(name)) for name in ("loss_base", "loss_personal"))
     general = [_loss(metrics.get(f"general_loss_{name}")) for name in ("base", "personal")]
+    # The device keeps using the base model unless it adopted the personal state.
     adopted = metrics.get("outcome") == Outcome.ADOPTED
     return {
         **{name: metrics.get(name) for name in ("release", "version", "outcome", "peak_rss_bytes")},

@@ -46,31 +46,28 @@ class BucketAddress:
             'team'
         """
         try:
-            return cls._parse(text)
+            parts, prefix = urlsplit(text), urlsplit(text).path.strip("/")
+            asked = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+            endpoint, region = asked.pop("endpoint", [None])[-1], asked.pop("region", [None])[-1]
+            at = urlsplit(endpoint or "https://aws")
+            well_formed = (
+                parts.scheme == "s3"
+                and _BUCKET.fullmatch(parts.netloc)
+                and _PREFIX.fullmatch(prefix)
+                and not (asked or parts.fragment or at.query or at.fragment)
+                and at.scheme in ("http", "https")
+                and _HOST.fullmatch(at.hostname or "")
+                and at.port != 0
+                and "@" not in at.netloc
+                and (region is None or _REGION.fullmatch(region))
+            )
         except ValueError:
-            # `from None`: the messages of urllib quote the address, which may contain a secret.
-            message = "expected s3://bucket/prefix?endpoint=https://host&region=name, got another form"
-            raise ValueError(message) from None
-
-    @classmethod
-    def _parse(cls, text: str) -> "BucketAddress":
-        parts, prefix = urlsplit(text), urlsplit(text).path.strip("/")
-        asked = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-        endpoint, region = asked.pop("endpoint", [None])[-1], asked.pop("region", [None])[-1]
-        at = urlsplit(endpoint or "https://aws")
-        well_formed = (
-            parts.scheme == "s3"
-            and _BUCKET.fullmatch(parts.netloc)
-            and _PREFIX.fullmatch(prefix)
-            and not (asked or parts.fragment or at.query or at.fragment)
-            and at.scheme in ("http", "https")
-            and _HOST.fullmatch(at.hostname or "")
-            and at.port != 0
-            and "@" not in at.netloc
-            and (region is None or _REGION.fullmatch(region))
-        )
+            well_formed = False
         if not well_formed:
-            raise ValueError(text)
+            # The message does not quote the address, or urllib's error about it: they may hold a secret.
+            raise ValueError(
+                "expected s3://bucket/prefix?endpoint=https://host&region=name, got another form"
+            )
         return cls(bucket=parts.netloc, prefix=prefix, endpoint=endpoint, region=region)
 
 
@@ -153,6 +150,7 @@ class FolderSettings(SettingsGroup):
         others = self.tenant_root.resolve()
         for what, root in (("model", self.model_root), ("corpus", self.corpus_root)):
             own = root.resolve()
+            # Otherwise the first tenant could register the models of the others.
             if others.is_relative_to(own):
                 raise ValueError(
                     f"The {what} root {own} contains {others}, the folder of other tenants. Choose a "

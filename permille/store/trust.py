@@ -15,7 +15,7 @@ from sqlalchemy import CursorResult, bindparam, delete, func, select, tuple_, up
 from sqlalchemy.orm import Session
 
 from permille.store.database import NOW, Database, now
-from permille.store.errors import ChangedError, NotFoundError
+from permille.store.errors import ChangedError, require
 from permille.store.tables import Rollout, TrustMetadata
 from permille.trust.metadata import root_digest
 from permille.trust.repository import Repository
@@ -55,18 +55,13 @@ def read_file(database: Database, *, tenant_id: str, file: str) -> tuple[bytes, 
     Every device calls this at every poll, so it takes one prepared statement. Raises NotFoundError.
     """
     found = database.first(_FILE, tenant_id=tenant_id, file=file)
-    if found is None:
-        raise NotFoundError(f"no metadata {file!r:.120}")
-    data, at, is_unsigned = found
+    data, at, is_unsigned = require(found, f"no metadata {file!r:.120}")
     return data, at, is_unsigned
 
 
 def newest_root(session: Session, *, tenant_id: str) -> bytes:
     """Return the newest root. Raises NotFoundError if the tenant has no repository yet."""
-    found = newest(session, tenant_id=tenant_id).get(ROOT)
-    if found is None:
-        raise NotFoundError("this tenant has no trust metadata yet")
-    return found
+    return require(newest(session, tenant_id=tenant_id).get(ROOT), "this tenant has no trust metadata yet")
 
 
 def root_by_digest(session: Session, *, tenant_id: str, digest: str) -> bytes | None:
@@ -88,6 +83,7 @@ def keep(session: Session, *, tenant_id: str, repository: Repository, seen: int)
     if not repository.changed:
         return
     made = dict(repository.changed)
+    # The timestamp is replaced by compare-and-set. All other files are new names.
     timestamp = made.pop(TIMESTAMP_FILE)
     version = repository.version(TIMESTAMP)
     if seen:
@@ -99,6 +95,7 @@ def keep(session: Session, *, tenant_id: str, repository: Repository, seen: int)
         row = TrustMetadata(tenant_id=tenant_id, file=file, role=role, version=number or version, data=data)
         row.created_at = now(session)
         session.add(row)
+        # Clients walk through all roots, and there is only one timestamp.
         if role not in (ROOT, TIMESTAMP):
             _prune(session, tenant_id, role, before=number - KEPT_VERSIONS)
     session.flush()

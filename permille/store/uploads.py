@@ -63,6 +63,7 @@ def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quot
         raise _used_up(f"{quota.uploads_a_day} logs or states a day", at, oldest)
     if size >= quota.bytes_a_day:
         raise _used_up(f"{quota.bytes_a_day} bytes of logs and states a day", at, oldest)
+    # Checks cost workers' time, so one device may not fill the queue with them.
     if _outstanding(session, device_id, at) >= quota.outstanding:
         raise QuotaError(
             f"{quota.outstanding} logs or states of the device wait for their check already. Send it later.",
@@ -90,6 +91,7 @@ def check_runs(session: Session, *, device_id: str, quota: Quota) -> None:
         QuotaError: the device has sent too many reports today.
     """
     kept = kept_of(session, [device_id])[device_id].runs
+    # The comparison is strict, because this transaction has already added the report.
     if kept > quota.runs_kept:
         raise QuotaSpentError(
             f"The service keeps {kept} reports of this device; at most {quota.runs_kept} are allowed."
@@ -187,6 +189,8 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
         )
         query = select(Upload).where(Upload.state == UploadState.DOOMED.value).limit(_MOST_SWEPT)
         doomed = session.scalars(query).all()
+    # Files are erased outside of a transaction. A kill here leaves the rows doomed, and the next
+    # sweep erases them again.
     for row in doomed:
         erase(open_folder(blobs, tenant_id=row.tenant_id, upload_id=row.id))
     with db.write() as session:
@@ -252,6 +256,7 @@ def _outstanding(session: Session, device_id: str, at: datetime) -> int:
         Job.kind == JobKind.REPLAY.value,
         Job.state.in_(UNFINISHED),
     )
+    # An upload is either under way, or has a replay job that has not ended.
     return (session.scalar(coming) or 0) + (session.scalar(waiting) or 0)
 
 

@@ -111,7 +111,9 @@ def claim(session: Session) -> list[Message]:
     )
     messages = []
     for row, webhook in session.execute(query).all():
+        # If this worker is killed, the event becomes due again after the claim.
         row.next_at, row.attempts = at + CLAIMED_FOR, row.attempts + 1
+        # The signature covers bytes, so the body is serialized once, here.
         body = json.dumps(row.body, separators=(",", ":")).encode()
         messages.append(Message(id=row.id, url=webhook.url, secret=webhook.secret, body=body))
     return messages
@@ -122,6 +124,7 @@ def note(session: Session, delivery_id: str, failure: str | None) -> None:
     row = session.get(WebhookDelivery, delivery_id, with_for_update=True)
     if row is None:  # the webhook was removed meanwhile
         return
+    # The receiver may choose this text, so cut it.
     row.failure = None if failure is None else failure[:_FAILURE_CHARACTERS]
     row.next_at = None
     if failure is not None and row.attempts <= len(RETRY_AFTER_S):

@@ -101,6 +101,7 @@ def parse(kind: type[AnySigned], data: bytes) -> Metadata[AnySigned]:
     """Parse metadata of this kind. Raises InputError."""
     try:
         metadata: Metadata[AnySigned] = Metadata.from_bytes(data)
+    # python-tuf raises any of these for malformed input.
     except (RepositoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise InputError(f"expected TUF metadata of type {kind.type}: {exc}") from exc
     if metadata.signed.type != kind.type:
@@ -138,6 +139,7 @@ def check_delegations(targets: Targets) -> None:
 def hand_over(delegator: Delegator, role: str, holders: Holders) -> None:
     """Let only these keys sign a role. Keys that no role uses any more are removed."""
     rule = delegator.get_delegated_role(role)
+    # A copy, since revoking changes the list.
     for key_id in list(rule.keyids):
         delegator.revoke_key(key_id, role)
     for key in holders.keys:

@@ -259,6 +259,8 @@ class Repository:
             self._edit(
                 role, lambda targets: name_alias(targets, name, alias, None if version is None else path)
             )
+        # The signed list already lets devices use this version, so only our row of the alias
+        # changes.
         except KeyElsewhereError:
             if version is not None and alias not in aliases_of(listed[path]):
                 raise
@@ -309,6 +311,7 @@ class Repository:
                 made.append(role)
             elif role in named:
                 drafts.append(Draft(role=role, data=metadata.to_bytes()))
+        # Even if nothing else changed, the timestamp must not expire.
         if made or any(role in named or self._is_due(role) for role in ONLINE):
             self._finish(made)
         return drafts
@@ -342,6 +345,7 @@ class Repository:
             if role in delegated and role in self.newest:
                 signed = self._next(self.targets(role), role)
                 made.append((role, self._sign(role, signed, targets, next_targets), next_targets))
+        # `targets` changes if it delegates to new keys, or if its own keys change.
         if set(holders) & set(delegated) or TARGETS in elsewhere:
             made.append((TARGETS, self._sign(TARGETS, next_targets, root, next_root), next_root))
         if set(holders) & set(TOP_LEVEL):
@@ -383,6 +387,8 @@ class Repository:
         if signed.version != expected:
             raise InputError(f"The next version of {role} is {expected}, not {signed.version}.")
         latest = self.now + life_of(role) + CLOCK_SLACK
+        # An old date would lock devices out, and a far one would keep stolen metadata valid for
+        # long.
         if not self.now < signed.expires <= latest:
             raise InputError(
                 f"{role} must expire after {self.now:%F} and by {latest:%F}, not on {signed.expires:%F}."
@@ -410,6 +416,8 @@ class Repository:
                 raise InputError(f"{role} must list its own targets by sha256, not {path!r:.120}.")
             if is_target_path(path):
                 aliases_of(target)
+            # A listed version never changes. Otherwise devices of one version could have different
+            # packages.
             known = before.get(path, target)
             if (target.hashes, target.length) != (known.hashes, known.length):
                 raise InputError(f"{path!r:.120} was signed before and must stay what it was.")
@@ -507,6 +515,7 @@ class Repository:
         if SNAPSHOT in self.newest:
             return parse(Snapshot, self.newest[SNAPSHOT]).signed
         first = Snapshot(meta={})
+        # `_next` adds one, so the first snapshot has version 1.
         first.version = 0
         return first
 

@@ -37,6 +37,7 @@ ONLINE: Final = (SNAPSHOT, TIMESTAMP)
 TIMESTAMP_FILE: Final = f"{TIMESTAMP}.json"
 # Number of hex digits of the root's SHA-256 in an invitation.
 ROOT_DIGEST_DIGITS: Final = 32
+# The largest integer that all JSON readers represent exactly (RFC 8259, section 6).
 MAX_VERSION: Final = 2**53 - 1
 MAX_STEPS: Final = 1_000_000
 

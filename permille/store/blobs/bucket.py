@@ -96,6 +96,7 @@ class Bucket:
         """Return the same bucket with two attempts and short timeouts, for callers that keep others
         waiting.
         """
+        # The copy shares the clients and the limit of waiting threads.
         other = copy.copy(self)
         other._attempts, other._timeout_s = 2, 10.0
         return other
@@ -133,6 +134,7 @@ class Bucket:
                 except (HTTPClientError, IncompleteReadError) as exc:
                     broken = exc
             if at < end:
+                # Progress resets the count: a long download may break often and still finish.
                 failed = 1 if at > was else failed + 1
                 if failed >= self._attempts:
                     raise BlobStoreError(f"{key} broke off at byte {at} of {end}") from broken
@@ -144,6 +146,7 @@ class Bucket:
         Raises:
             PackageError: `blob-digest`: the file holds other bytes.
         """
+        # A single PUT is limited to 5 GB on S3, and cannot be continued.
         if path.stat().st_size > self._part_bytes:
             self._put_parts(key, path, digest)
             return
@@ -289,6 +292,7 @@ class Bucket:
             code = str(exc.response.get("Error", {}).get("Code", "?"))[:60]
             if code in _GONE:
                 raise PackageError("blob-missing", f"{failed}: {code}") from exc
+            # Wrong credentials do not heal by themselves, so do not repeat such a request.
             kind = OperatorError if code in _PERSON else BlobStoreError
             raise kind(f"{failed}: {code}") from exc
         except (exceptions.HTTPClientError, exceptions.ConnectionError) as exc:
@@ -306,6 +310,7 @@ class Bucket:
         with self._errors(f"the size of {key}"):
             part = self._ask("get_object", Key=key, **asked)
             begins, size_bytes = str(part.get("ContentRange", ""))[:80], int(part["ContentLength"])
+        # A server may ignore the range and send the whole object, which would corrupt the blob.
         if asked and not begins.startswith(f"bytes {at}-"):
             part["Body"].close()
             raise BlobStoreError(f"Asked for {key} from byte {at}, the bucket sent {begins or 'the whole'}")
@@ -328,6 +333,7 @@ class Bucket:
         """Send the parts, several at a time. The bucket checks each part, and we check the digest of
         the whole.
         """
+        # S3 allows at most 10,000 parts.
         part_bytes = max(self._part_bytes, -(-path.stat().st_size // _MOST_PARTS))
         whole = hashlib.sha256()
         parts: list[dict[str, object]] = []

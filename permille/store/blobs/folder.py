@@ -76,6 +76,7 @@ class BlobCache(BlobFolder):
             file = path.open("rb")
         except FileNotFoundError:
             return None
+        # A shared lock marks the copy as used. `_let_go` needs an exclusive one.
         fcntl.flock(file, fcntl.LOCK_SH)
         if os.fstat(file.fileno()).st_nlink == 0:  # it was deleted before we got the lock
             file.close()
@@ -92,6 +93,7 @@ class BlobCache(BlobFolder):
         with self._lock:
             before = self._held.pop(digest, None)
             self._held[digest] = file
+            # The dictionary is ordered by the last use, so its first item is the oldest.
             oldest = self._held.popitem(last=False)[1] if len(self._held) > _MOST_HELD else None
         for let_go in (before, oldest):
             if let_go is not None:
@@ -105,6 +107,7 @@ class BlobCache(BlobFolder):
         with self.locked("room"):
             copies = sorted(self.entries(), key=lambda copy: copy.written_at_s)
             over = sum(copy.size_bytes for copy in copies) + size_bytes - self._most_bytes
+            # Other programs may fill the disk, whatever our own bound is.
             over = max(over, size_bytes - shutil.disk_usage(self.root).free)
             for copy in copies:
                 if over <= 0:

@@ -34,6 +34,7 @@ def members_left(session: Session, federation: Federation, *, besides: int) -> i
             .group_by(PrivacyCharge.device_id)
             .having(func.count() >= federation.participations)
         )
+        # @@ permille/store/migrations/schema.py
         members = members.where(FederationMember.device_id.not_in(spent))
     return session.scalar(members) or 0
 

@@ -54,6 +54,7 @@ def invite(session: Session, *, federation: Federation, device_id: str) -> tuple
     members.check(session, federation.id, device_id)
     if federation.state != FederationState.RUNNING:
         return None
+    # The lock makes sure that the round does not close while the device is invited.
     row = rounds.lock(session, federation.id, federation.number)
     if row is None or row.state != RoundState.OPEN or now(session) >= row.deadline_at:
         return None
@@ -112,6 +113,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
     )
     if row is None or held is None:
         raise NotFoundError(f"no invitation to round {sent.number}")
+    # A device repeats its request if it did not get the answer.
     if held.digest == sent.digest:
         return False, None
     if row.state != RoundState.OPEN or now(session) >= row.deadline_at:
@@ -158,7 +160,9 @@ def received(session: Session, *, federation_id: str, number: int) -> Sequence[R
 
 
 def _is_drawn(session: Session, federation: Federation, row: Round, device_id: str) -> bool:
+    # Only members with budget left can take part, so draw among them.
     able = charges.members_left(session, federation, besides=row.number)
     share = INVITED_SHARE * federation.target / max(1, able)
     drawn = hashlib.sha256(f"permille-draw-1\0{federation.chain}\0{row.number}\0{device_id}".encode())
+    # 48 bits, which a float holds exactly.
     return int.from_bytes(drawn.digest()[:6], "big") < share * 2**48

@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from permille.federation.rounds import Head
-from permille.store.errors import NotFoundError
+from permille.store.errors import NotFoundError, require
 from permille.store.rows import Page, Window, fetch_page
 from permille.store.tables import Federation, FederationCheckpoint, Round
 
@@ -38,6 +38,7 @@ def way_to(session: Session, federation: Federation, *, after: int, until: int) 
     )
     newest = session.execute(query.order_by(FederationCheckpoint.number.desc()).limit(1)).first()
     begin = after
+    # A checkpoint replaces the records before it, and pays off if it is smaller.
     if newest is not None and newest[1] < _record_bytes(session, federation, after, newest[0]):
         begin = newest[0]
     return _way(session, federation, begin, until, has_state=begin == after)
@@ -67,9 +68,7 @@ def _way(session: Session, federation: Federation, begin: int, until: int, *, ha
 def get_round(session: Session, federation: Federation, number: int) -> Round:
     """Read one round. Raises NotFoundError."""
     row = session.get(Round, (federation.id, number)) if number <= federation.number else None
-    if row is None:
-        raise NotFoundError(f"no round {number}")
-    return row
+    return require(row, f"no round {number}")
 
 
 def list_rounds(session: Session, federation: Federation, window: Window) -> Page[Round]:

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from permille.schemas.federations import FederationState, FederationSummary, RoundState
 from permille.store.database import now
-from permille.store.errors import ConflictError, NotFoundError
+from permille.store.errors import ConflictError, require
 from permille.store.federations import charges
 from permille.store.tables import Device, Federation, FederationMember, Participation, Round
 
@@ -108,8 +108,8 @@ def check(session: Session, federation_id: str, device_id: str, *, lock: bool = 
     )
     if lock:
         query = query.with_for_update(key_share=True, of=FederationMember)
-    if session.scalar(query.execution_options(populate_existing=True)) is None:
-        raise NotFoundError(f"no membership of federation {federation_id!r}")
+    member = session.scalar(query.execution_options(populate_existing=True))
+    require(member, f"no membership of federation {federation_id!r}")
 
 
 def withdraw(session: Session, *, federation_id: str, device_id: str, number: int | None = None) -> None:

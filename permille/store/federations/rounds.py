@@ -28,6 +28,7 @@ from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Federation, FederationCheckpoint, Instant, Job, Participation, Round
 
+# A lost round wastes the work and the privacy budget of many devices, so try hard.
 _ATTEMPTS: Final = 20
 _WITHOUT_RESULT: Final = (JobState.FAILED.value, JobState.DEAD.value, JobState.CANCELLED.value)
 _KEPT_CHECKPOINTS: Final = 2
@@ -109,6 +110,7 @@ def end(session: Session, federation: Federation, row: Round) -> str | None:
     if row.state != RoundState.OPEN:
         return None
     invited, sent = counts(session, row)
+    # Devices poll rarely. A round that nobody has seen yet loses nothing by waiting.
     if not invited and federation.state != FederationState.FINISHED:
         row.deadline_at = now(session) + timedelta(seconds=federation.deadline_s)
         if _all_spent(session, federation, row):
@@ -220,6 +222,7 @@ def _finish(session: Session, federation: Federation, row: Round, record: bytes)
             Participation.federation_id == federation.id, Participation.number < row.number
         )
     )
+    # The chain continues from the digest of the new state (FORMAT 13.4).
     federation.number = row.number + 1
     federation.chain = chain_after(federation.chain, record, federation.state_digest)
     row.chain, row.state_digest, row.reach = federation.chain, federation.state_digest, federation.reach

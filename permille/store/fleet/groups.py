@@ -71,6 +71,7 @@ def put_facts(session: Session, *, device_id: str, facts: Facts) -> None:
     row = session.get(Device, device_id)
     if row is not None:
         row.agent_version, row.memory_bytes = facts.agent_version, facts.memory_bytes
+        # A device that has not run yet does not know its engine.
         row.engine = facts.engine or row.engine
         row.own_tags = list(facts.tags)
 

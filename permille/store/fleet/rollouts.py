@@ -42,6 +42,7 @@ def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCrea
         ConflictError: the version is yanked, the alias already points at it, or another rollout of
             the alias has not ended.
     """
+    # The newest version may be yanked, which the check below refuses.
     version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
     release = releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
     if release.yanked_at is not None:
@@ -229,11 +230,13 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
         is_chosen = not isinstance(members, list) or member_digest(row.id, device.id) in members
         if row.state != RolloutState.RUNNING or place >= row.bounds[row.wave] or not is_chosen:
             raise ConflictError("The device's wave is not open: ask again at the next poll.")
+        # A device counts for the wave of its place, even if it begins during a later wave.
         wave = next(number for number, bound in enumerate(row.bounds) if place < bound)
         found = RolloutReport(
             rollout_id=row.id, device_id=device.id, tenant_id=row.tenant_id, wave=wave, began_at=at
         )
         session.add(found)
+    # The same result again is a retry, and must not reset `acknowledged`.
     ends = report.code is not None and report.code != found.code
     found.installed, found.damage = report.installed, report.damage
     found.worse, found.difference = report.worse, report.difference

@@ -103,6 +103,7 @@ def _days(session: Session, tenant_id: str, at: datetime) -> list[RunsOfDay]:
     """Count the runs of the last 30 days by the day on which they ended."""
     first = at.date() - timedelta(days=DAYS - 1)
     begin = datetime(first.year, first.month, first.day, tzinfo=UTC)
+    # Integer division works alike in SQLite and PostgreSQL. Their date functions differ.
     day = type_coerce(Run.ended_at, BigInteger) // _DAY_US
     adopted = func.sum(case((Run.outcome == Outcome.ADOPTED.value, 1), else_=0))
     query = (

@@ -89,6 +89,7 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
     if job is None:
         return None
     job.attempt += 1
+    # The new fence invalidates all older claims of this job, even if their workers still run.
     job.fence += 1
     job.started_at = at
     job.message = None
@@ -174,13 +175,13 @@ def oldest_start(session: Session) -> datetime | None:
     )
 
 
-def check(session: Session, held: Claim) -> None:
-    """Lock the job for this transaction.
+def check(session: Session, held: Claim) -> Job:
+    """Lock the job of a claim for this transaction, and return it.
 
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.
     """
-    _held(session, held)
+    return _current(held, transitions.lock(session, held.job_id))
 
 
 def is_cancel_requested(session: Session, held: Claim) -> bool:
@@ -205,7 +206,7 @@ def renew(session: Session, held: Claim, *, lease_s: float) -> datetime | None:
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.
     """
-    job = _held(session, held)
+    job = check(session, held)
     at = now(session)
     job.lease_expires_at = at + timedelta(seconds=lease_s)
     job.updated_at = at
@@ -222,9 +223,10 @@ def report_progress(
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.
     """
-    job = _held(session, held)
+    job = check(session, held)
     at = now(session)
     fraction = min(max(fraction, 0.0), 1.0)
+    # Each event is a row, so skip changes that nobody could see.
     moved = message != job.message or int(200 * fraction) != int(200 * job.progress)
     job.progress, job.message = fraction, message
     job.eta_at = None if eta_s is None else at + timedelta(seconds=eta_s)
@@ -242,7 +244,7 @@ def complete(session: Session, held: Claim, *, result_id: str) -> None:
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended. Nothing is published.
     """
-    job = _held(session, held)
+    job = check(session, held)
     job.result_id = result_id
     job.message, job.error = None, None
     transitions.transition(session, job, JobState.SUCCEEDED, result_id=result_id)
@@ -258,7 +260,7 @@ def split(session: Session, held: Claim, due: Sequence[parents.Part]) -> None:
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended. No part is added.
     """
-    job = _held(session, held)
+    job = check(session, held)
     job.attempt -= 1
     job.fence += 1
     transitions.leave(job)
@@ -286,7 +288,7 @@ def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryabl
     Raises:
         StaleClaimError: another attempt has begun.
     """
-    job = _held(session, held)
+    job = check(session, held)
     if not retryable:
         return _end(session, job, JobState.FAILED, {**error, "retryable": False})
     return _after_lost_attempt(session, job, error)
@@ -298,7 +300,7 @@ def cancelled(session: Session, held: Claim) -> None:
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.
     """
-    _end(session, _held(session, held), JobState.CANCELLED, None)
+    _end(session, check(session, held), JobState.CANCELLED, None)
 
 
 def release(session: Session, held: Claim) -> None:
@@ -307,7 +309,7 @@ def release(session: Session, held: Claim) -> None:
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.
     """
-    job = _held(session, held)
+    job = check(session, held)
     job.attempt -= 1
     job.available_at = now(session)
     job.dispatched_at = None
@@ -324,6 +326,7 @@ def sweep(db: Database) -> SweepReport:
         leased = select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
         expired = session.scalars(leased.where(Job.lease_expires_at < at)).all()
         waiting = session.scalars(select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_(None))).all()
+    # One transaction per job: a long transaction would block other writers (SQLite).
     states = [state for job_id in expired if (state := _sweep_one(db, job_id)) is not None]
     for job_id in waiting:
         with db.write() as session:
@@ -373,10 +376,6 @@ def mark_undispatched(session: Session, job_ids: Sequence[str]) -> None:
 def backoff_s(attempt: int) -> float:
     """Return the pause after a failed attempt: 2, 4, 8, ... up to 300 seconds."""
     return min(BACKOFF_FIRST_S * 2.0 ** (attempt - 1), BACKOFF_LONGEST_S)
-
-
-def _held(session: Session, held: Claim) -> Job:
-    return _current(held, transitions.lock(session, held.job_id))
 
 
 def _current(held: Claim, job: Job | None) -> Job:

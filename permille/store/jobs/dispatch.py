@@ -25,6 +25,7 @@ QUEUE = "permille"
 SEND_TIMEOUT_S = 3.0
 _NOTED_EVERY: Final = timedelta(minutes=1)
 _SILENT_FOR: Final = timedelta(minutes=5)
+# Rows of workers that never come back are deleted after this time.
 _KEPT_FOR: Final = timedelta(days=1)
 
 _log = logging.getLogger(__name__)
@@ -113,4 +114,5 @@ def none_can_export(session: Session) -> bool:
     """
     running = select(Worker.exports).where(Worker.seen_at > now(session) - _SILENT_FOR)
     found = session.scalars(running).all()
+    # No worker at all is not the same as no worker that can export.
     return bool(found) and not any(found)

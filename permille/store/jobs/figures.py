@@ -50,9 +50,11 @@ def read_figures(session: Session) -> Figures:
     ]
     oldest = session.execute(
         select(Job.kind, func.min(Job.available_at))
+        # A build never waits for a worker.
         .where(transitions.IS_QUEUED, Job.kind != JobKind.BUILD.value, Job.available_at <= at)
         .group_by(Job.kind)
     )
+    # Several artifacts may share a blob, which is stored once.
     distinct = select(ArtifactBlob.digest, func.max(ArtifactBlob.size_bytes).label("size_bytes"))
     sizes = distinct.group_by(ArtifactBlob.digest).subquery()
     devices = session.execute(

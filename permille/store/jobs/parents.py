@@ -105,6 +105,7 @@ def show_progress(session: Session, job: Job) -> None:
     parts = transitions.children(session, job.id)
     running = [part for part in parts if part.state == JobState.RUNNING]
     if job.kind == JobKind.BUILD:
+        # A build with an adapter has no mask, so its other parts make up the whole.
         whole = 1.0 if job.payload.get("mask") else 1.0 - _WEIGHTS[JobKind.MASK]
         fraction = sum(_WEIGHTS[JobKind(part.kind)] * part.progress for part in parts) / whole
         job.message = "; ".join(f"{part.kind}: {part.message or 'running'}" for part in running) or None
@@ -113,6 +114,7 @@ def show_progress(session: Session, job: Job) -> None:
         ended = sum(transitions.has_ended(part) for part in parts)
         job.message = f"parts: {ended} of {len(parts)} done, {len(running)} running"
     job.updated_at = now(session)
+    # Whole percents are enough here: each event is a row.
     moved = int(100 * fraction) != int(100 * job.progress)
     job.progress = min(fraction, 1.0)
     if moved:
@@ -132,6 +134,7 @@ def show_parent(session: Session, job: Job) -> None:
 
 
 def _move(session: Session, job: Job) -> None:
+    # A worker still computes this attempt, so the job does not wait for parts.
     if job.worker is not None:
         return
     parts = transitions.children(session, job.id)
@@ -176,6 +179,7 @@ def _wait(session: Session, job: Job) -> None:
 def _stop(session: Session, job: Job, parts: Sequence[Job], broken: Job | None) -> None:
     """Stop all parts. Once they have ended, end the job in the same way as its broken part."""
     at = now(session)
+    # The parts come oldest first, which is the order of locks.
     for part in (transitions.lock_one(session, part.id) for part in parts):
         if part is None or transitions.has_ended(part):
             continue
@@ -186,6 +190,7 @@ def _stop(session: Session, job: Job, parts: Sequence[Job], broken: Job | None) 
             _move(session, part)
     if not all(transitions.has_ended(part) for part in parts):
         return
+    # Someone cancelled the job or one of its parts. That is not a failure.
     if job.cancel_requested_at is not None or broken is None or broken.state == JobState.CANCELLED:
         transitions.transition(session, job, JobState.CANCELLED)
         return

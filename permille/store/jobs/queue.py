@@ -238,6 +238,7 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
     job = lock(session, tenant_id=tenant_id, job_id=job_id)
     if job.kind != kind:
         raise NotFoundError(f"no {kind} {job_id!r}")
+    # A part must stay while its parent does, since the parent reads its result.
     if not transitions.has_ended(job) or job.parent_id is not None:
         raise ConflictError(
             f"{job_id} is a part of {job.parent_id}: remove that."
@@ -253,7 +254,9 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
     if left := ", then ".join(f"{one.kind} {artifacts.key_of(one)}" for one in made):
         raise ConflictError(f"What {job_id} made is still there. First remove {left}.")
     session.execute(delete(JobEvent).where(JobEvent.job_id.in_(family)))
+    # The row is deleted by a statement below, so the session must forget the object first.
     session.expunge(job)
+    # Parts first: they refer to their parent.
     for one in reversed(family):
         session.execute(delete(Job).where(Job.id == one))
 

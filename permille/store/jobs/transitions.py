@@ -48,6 +48,7 @@ def insert(session: Session, new: NewJob) -> Job:
     """Add a queued job and its first event."""
     at = now(session)
     parent = session.get(Job, new.parent_id) if new.parent_id else None
+    # A part continues the trace of its parent. Any other job continues the trace of its request.
     here = telemetry.current.get()
     job = rows.add(
         session,
@@ -87,6 +88,7 @@ def request_digest(kind: str, payload: Mapping[str, object]) -> str:
 
 def lock(session: Session, job_id: str) -> Job | None:
     """Lock a job, after all the jobs of which it is a part. Return None if there is no such job."""
+    # Walk up without locks first, then lock from the top down: that is the order of locks.
     line = [job_id]
     while (parent_id := session.scalar(select(Job.parent_id).where(Job.id == line[-1]))) is not None:
         line.append(parent_id)
@@ -126,6 +128,7 @@ def transition(session: Session, job: Job, state: JobState, **details: object) -
     `undecided`.
     """
     at = now(session)
+    # A job that waits for its parts has no worker, and takes no turn.
     if JobState.RUNNING in (job.state, state) and job.worker is not None:
         _note_turn(session, job, at)
     job.state = state.value

@@ -49,8 +49,10 @@ def migrate(url: str, scripts: Path = SCRIPTS) -> None:
         _make_private(engine.url.database)
         event.listen(engine, "connect", _defer_foreign_keys)
     config = Config()
+    # Alembic's configuration treats `%` as the begin of a variable.
     config.set_main_option("script_location", str(scripts).replace("%", "%%"))
     try:
+        # This check only reads, so it does not wait for the write lock of another process.
         if _is_newest(engine, config):
             return
         with _begin(engine) as connection:

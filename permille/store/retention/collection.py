@@ -160,6 +160,7 @@ def _collect_blobs(
             if not dry_run:
                 _check_lock(session)
                 blobs.delete(blob.digest)
+            # Each deletion in a bucket is a request, so a batch may take long.
             if time.monotonic() - begun > _LONGEST_BATCH_S:
                 break
     return removed
@@ -227,6 +228,7 @@ def _size(folder: Path) -> int:
 
 def _horizon(session: Session, grace_s: float) -> float:
     """Return the Unix time before which a blob must have been stored to be collected."""
+    # A running attempt may already have stored blobs that it names only at its end.
     oldest = claims.oldest_start(session)
     by_age = now(session).timestamp() - grace_s
     return by_age if oldest is None else min(by_age, oldest.timestamp() - _CLOCKS_DIFFER_S)
