@@ -43,7 +43,7 @@ _CALLERS: dict[str, Select[*tuple[Any, ...]]] = {
 def create_tenant(session: Session, *, name: str) -> Tenant:
     """Add a tenant. Raises ConflictError if the name is taken."""
     if session.scalar(select(Tenant.id).where(Tenant.name == name)) is not None:
-        raise ConflictError(f"there is a tenant {name!r} already")
+        raise ConflictError(f"There is a tenant {name!r} already. Choose another name.")
     # The oldest tenant administers the server. A clock that went back must not make a new one the oldest.
     newest = session.scalar(select(func.max(Tenant.created_at)))
     at = now(session) if newest is None else max(now(session), newest + timedelta(microseconds=1))
@@ -52,7 +52,7 @@ def create_tenant(session: Session, *, name: str) -> Tenant:
 
 def get_tenant(session: Session, *, tenant_id: str) -> Tenant:
     """Read a tenant. Raises NotFoundError."""
-    return require(session.get(Tenant, tenant_id), f"no tenant {tenant_id!r}")
+    return require(session.get(Tenant, tenant_id), f"There is no tenant {tenant_id!r}.")
 
 
 def first_tenant(session: Session) -> Tenant | None:

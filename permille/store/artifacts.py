@@ -225,7 +225,7 @@ def package_for_device(session: Session, *, tenant_id: str, release: str, digest
 def blob_with(artifact: Artifact, *, digest: str) -> ArtifactBlob:
     """Return the blob of an artifact with this digest. Raises NotFoundError."""
     found = next((blob for blob in artifact.blobs if blob.digest == digest), None)
-    return require(found, f"no blob {digest!r} in this {artifact.kind}")
+    return require(found, f"There is no blob {digest!r} in this {artifact.kind}.")
 
 
 def blob_of(artifact: Artifact, role: str) -> ArtifactBlob | None:

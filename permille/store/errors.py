@@ -18,7 +18,7 @@ class NotFoundError(InputError):
 def require(row: Row | None, message: str) -> Row:
     """Return the row that a query has found. Raise NotFoundError with this message if there is none.
 
-    For example, `require(session.get(Tenant, tenant_id), f"no tenant {tenant_id!r}")`.
+    For example, `require(session.get(Tenant, tenant_id), f"There is no tenant {tenant_id!r}.")`.
     """
     if row is None:
         raise NotFoundError(message)

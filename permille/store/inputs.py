@@ -135,7 +135,7 @@ def check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: s
     query = select(table.id).where(table.tenant_id == tenant_id, table.name == name)
     if (found := session.scalar(query)) is not None:
         raise ConflictError(
-            f"there is a {table.__name__.lower()} {name!r} already, {found}: take another name"
+            f"There is a {table.__name__.lower()} {name!r} already: {found}. Choose another name."
         )
 
 

@@ -137,7 +137,7 @@ def delete_alias(session: Session, *, tenant_id: str, name: str, alias: str) -> 
 def get_alias(session: Session, *, tenant_id: str, name: str, alias: str, lock: bool = False) -> Alias:
     """Read an alias, and lock it on request. Raises NotFoundError."""
     row = session.get(Alias, (tenant_id, name, alias), with_for_update=True if lock else None)
-    return require(row, f"no alias {alias!r} of release {name!r}")
+    return require(row, f"There is no alias {alias!r} of release {name!r}.")
 
 
 def list_aliases(session: Session, *, tenant_id: str, name: str) -> Sequence[Alias]:
@@ -167,4 +167,4 @@ def resolve_alias(
     Every device calls this at every poll, so it takes one prepared statement.
     """
     found = database.first(_RESOLVED, tenant_id=tenant_id, name=name, alias=alias)
-    return require(found, f"no alias {alias!r} of release {name!r}")
+    return require(found, f"There is no alias {alias!r} of release {name!r}.")

@@ -53,7 +53,7 @@ def get(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str)
         row_id="model_01jd3k...")
     """
     found: NamedRow | None = session.scalar(_row_of(table), {"tenant_id": tenant_id, "row_id": row_id})
-    return require(found, f"no {table.noun} {row_id!r}")
+    return require(found, f"There is no {table.noun} {row_id!r}.")
 
 
 def add(session: Session, row: NewRow) -> NewRow:
@@ -77,7 +77,7 @@ def lock(
     locked = _row_of(table).with_for_update(key_share=not to_remove)
     query = locked.execution_options(populate_existing=True)
     found: NamedRow | None = session.scalar(query, {"tenant_id": tenant_id, "row_id": row_id})
-    return require(found, f"no {table.noun} {row_id!r}")
+    return require(found, f"There is no {table.noun} {row_id!r}.")
 
 
 @cache

@@ -103,7 +103,7 @@ def get(session: Session, *, tenant_id: str, run_id: str, device_id: str | None 
     """Read one run, optionally only if it belongs to this device. Raises NotFoundError."""
     run = session.get(Run, (tenant_id, run_id))
     if run is None or run.deleted_at is not None or (device_id is not None and run.device_id != device_id):
-        raise NotFoundError(f"no run {run_id!r}")
+        raise NotFoundError(f"There is no run {run_id!r}.")
     return run
 
 
@@ -237,7 +237,7 @@ def _lock(session: Session, run: Run) -> Run:
     """
     session.refresh(run, with_for_update={"key_share": True})
     if run.deleted_at is not None:
-        raise NotFoundError(f"no run {run.run_id!r}")
+        raise NotFoundError(f"There is no run {run.run_id!r}.")
     return run
 
 

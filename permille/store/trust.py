@@ -55,13 +55,13 @@ def read_file(database: Database, *, tenant_id: str, file: str) -> tuple[bytes, 
     Every device calls this at every poll, so it takes one prepared statement. Raises NotFoundError.
     """
     found = database.first(_FILE, tenant_id=tenant_id, file=file)
-    data, at, is_unsigned = require(found, f"no metadata {file!r:.120}")
+    data, at, is_unsigned = require(found, f"There is no metadata {file!r:.120}.")
     return data, at, is_unsigned
 
 
 def newest_root(session: Session, *, tenant_id: str) -> bytes:
     """Return the newest root. Raises NotFoundError if the tenant has no repository yet."""
-    return require(newest(session, tenant_id=tenant_id).get(ROOT), "this tenant has no trust metadata yet")
+    return require(newest(session, tenant_id=tenant_id).get(ROOT), "This tenant has no trust metadata yet.")
 
 
 def root_by_digest(session: Session, *, tenant_id: str, digest: str) -> bytes | None:

@@ -175,7 +175,7 @@ class Repository:
         is none.
         """
         if role in (ROOT, *ONLINE) or role not in self.newest:
-            raise InputError(f"no metadata of a role {role!r:.80}")
+            raise InputError(f"There is no metadata of a role {role!r:.80}.")
         return parse(Targets, self.newest[role]).signed
 
     def target(self, path: str) -> TargetFile | None:
@@ -330,7 +330,7 @@ class Repository:
         """
         delegated = self._delegated()
         if unknown := set(holders) - {*TOP_LEVEL, *delegated}:
-            raise InputError(f"no role {min(unknown)!r:.80}")
+            raise InputError(f"There is no role {min(unknown)!r:.80}.")
         root, targets = self.root(), self.targets(TARGETS)
         next_root, next_targets = self._next(root, ROOT), self._next(targets, TARGETS)
         for role, holder in holders.items():

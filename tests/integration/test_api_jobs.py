@@ -241,7 +241,7 @@ def test_sparsifications_that_cannot_be_are_refused_before_they_begin(stocked: A
         "no step": ({"recovery": {"steps": 0}}, 422, "greater than or equal to 1"),
         "another pattern": ({"pattern": "3:4"}, 422, "2:4"),
         "another method": ({"method": "random"}, 422, "wanda"),
-        "a name that is taken": ({"name": "tiny"}, 409, "there is a model 'tiny' already"),
+        "a name that is taken": ({"name": "tiny"}, 409, "There is a model 'tiny' already"),
         "no such model": ({"model_id": "model_" + "0" * 26}, 404, "no model"),
         "no such corpus": ({"corpus_id": "corpus_" + "0" * 26}, 404, "no corpus"),
     }

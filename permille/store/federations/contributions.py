@@ -92,7 +92,7 @@ def place_of(session: Session, *, federation: Federation, number: int, device_id
             raise RoundClosedError(
                 f"The contribution is to round {number}, but round {federation.number} is open."
             )
-        raise NotFoundError(f"no invitation to round {number}")
+        raise NotFoundError(f"There is no invitation to round {number}.")
     return Place(round_number=number, start_digest=row.start_digest)
 
 
@@ -112,7 +112,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
         Participation, (sent.federation_id, sent.number, sent.device_id), populate_existing=True
     )
     if row is None or held is None:
-        raise NotFoundError(f"no invitation to round {sent.number}")
+        raise NotFoundError(f"There is no invitation to round {sent.number}.")
     # A device repeats its request if it did not get the answer.
     if held.digest == sent.digest:
         return False, None

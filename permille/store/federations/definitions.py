@@ -101,5 +101,5 @@ def for_device(session: Session, *, tenant_id: str, release: str, federation_id:
     """
     row = rows.get(session, Federation, tenant_id=tenant_id, row_id=federation_id)
     if row.release != release or row.state == FederationState.DRAFT:
-        raise NotFoundError(f"no federation {federation_id!r}")
+        raise NotFoundError(f"There is no federation {federation_id!r}.")
     return row

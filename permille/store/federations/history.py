@@ -30,7 +30,7 @@ def way_to(session: Session, federation: Federation, *, after: int, until: int) 
         NotFoundError: fewer than `until` rounds are done.
     """
     if not after <= until <= federation.number:
-        raise NotFoundError(f"no rounds from {after} to {until}: {federation.number} are done")
+        raise NotFoundError(f"There are no rounds from {after} to {until}: {federation.number} are done.")
     query = select(FederationCheckpoint.number, func.length(FederationCheckpoint.state)).where(
         FederationCheckpoint.federation_id == federation.id,
         FederationCheckpoint.number > after,
@@ -68,7 +68,7 @@ def _way(session: Session, federation: Federation, begin: int, until: int, *, ha
 def get_round(session: Session, federation: Federation, number: int) -> Round:
     """Read one round. Raises NotFoundError."""
     row = session.get(Round, (federation.id, number)) if number <= federation.number else None
-    return require(row, f"no round {number}")
+    return require(row, f"There is no round {number}.")
 
 
 def list_rounds(session: Session, federation: Federation, window: Window) -> Page[Round]:

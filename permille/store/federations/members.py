@@ -109,7 +109,7 @@ def check(session: Session, federation_id: str, device_id: str, *, lock: bool = 
     if lock:
         query = query.with_for_update(key_share=True, of=FederationMember)
     member = session.scalar(query.execution_options(populate_existing=True))
-    require(member, f"no membership of federation {federation_id!r}")
+    require(member, f"There is no membership of federation {federation_id!r}.")
 
 
 def withdraw(session: Session, *, federation_id: str, device_id: str, number: int | None = None) -> None:

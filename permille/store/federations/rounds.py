@@ -206,7 +206,7 @@ def lock_closing(session: Session, federation: Federation, number: int) -> Round
     """Lock the closing round of a locked federation. Raises NotFoundError."""
     row = lock(session, federation.id, number)
     if row is None or row.state != RoundState.CLOSING or federation.number != number:
-        raise NotFoundError(f"no closing round {number} of {federation.id}")
+        raise NotFoundError(f"There is no closing round {number} of {federation.id}.")
     return row
 
 

@@ -51,7 +51,7 @@ def compare(
     row = releases.get(session, tenant_id=tenant_id, name=name, version=version)
     before = _before(session, row) if against is None else against
     if before is None:
-        raise NotFoundError(f"no version of {name!r} before {version} that was not yanked")
+        raise NotFoundError(f"There is no version of {name!r} before {version} that was not yanked.")
     other = releases.get(session, tenant_id=tenant_id, name=name, version=before)
     found = {one.version: one for one in counted}
     missing = [one for one in (row, other) if one.version not in found]

@@ -222,7 +222,7 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
     """
     row = rows.get(session, Rollout, tenant_id=device.tenant_id, row_id=rollout_id)
     if (row.release, row.alias) != (device.release, device.alias) or row.state == RolloutState.DRAFT:
-        raise NotFoundError(f"no rollout {rollout_id!r} for this device")
+        raise NotFoundError(f"There is no rollout {rollout_id!r} for this device.")
     found = session.get(RolloutReport, (row.id, device.id), with_for_update={"key_share": True})
     at, place = now(session), place_of(row.id, device.id)
     if found is None:

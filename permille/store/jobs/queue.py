@@ -82,7 +82,7 @@ def lock(session: Session, *, tenant_id: str, job_id: str) -> Job:
     """Read and lock one job for this transaction. Raises NotFoundError."""
     job = transitions.lock(session, job_id)
     if job is None or job.tenant_id != tenant_id:
-        raise NotFoundError(f"no job {job_id!r}")
+        raise NotFoundError(f"There is no job {job_id!r}.")
     return job
 
 
@@ -237,7 +237,7 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
     """
     job = lock(session, tenant_id=tenant_id, job_id=job_id)
     if job.kind != kind:
-        raise NotFoundError(f"no {kind} {job_id!r}")
+        raise NotFoundError(f"There is no {kind} {job_id!r}.")
     # A part must stay while its parent does, since the parent reads its result.
     if not transitions.has_ended(job) or job.parent_id is not None:
         raise ConflictError(

@@ -125,7 +125,7 @@ def test_what_cannot_be_made_sparse_fails_with_the_reason(
 
 def test_a_name_that_was_taken_meanwhile_registers_nothing(bench: Bench) -> None:
     job = bench.finish(JobKind.SPARSIFICATION, request_of(bench, name="tiny"))
-    assert job.state == "failed" and "there is a model 'tiny' already" in str(job.error)
+    assert job.state == "failed" and "There is a model 'tiny' already" in str(job.error)
     with bench.db.read() as session:
         assert not artifacts.list_artifacts(
             session, tenant_id=bench.tenant_id, kind=JobKind.SPARSIFICATION
