@@ -114,8 +114,10 @@ class Definition:
             if number > MAX_RATE:
                 raise InputError(f"expected {name} of at most {MAX_RATE:g}, got {number:g}")
         decode_key(self.round_key)
+        # Each round owns the same number of steps, so that its number gives its first step.
         if self.log.total_steps % self.steps:
             raise InputError(f"expected whole rounds of {self.steps} steps, got {self.log.total_steps} steps")
+        # Otherwise two definitions would describe the same rule.
         if (self.rule is Rule.TRIMMED) != (self.trim_percent > 0):
             raise InputError(f"expected trim_percent for trimmed and only there, got {self.trim_percent}")
         if self.rule is Rule.TRIMMED and self.max_weight > 1:

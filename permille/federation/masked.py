@@ -206,6 +206,7 @@ def decode_opening(data: bytes) -> Opening:
     # Strictly increasing keys: one set of devices has one encoding, and no device counts twice.
     if any(left >= right for left, right in pairwise(keys)):
         raise PackageError("round-content", "expected every device once, by its key")
+    # A small set would reveal single devices, however the service asks.
     if not max(KEEPER_MINIMUM, definition.minimum) <= len(entries) <= MAX_DEVICES:
         least = max(KEEPER_MINIMUM, definition.minimum)
         raise PackageError("round-limit", f"expected at least {least} devices, got {len(entries)}")

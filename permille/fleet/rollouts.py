@@ -274,6 +274,7 @@ def _gate(standing: Standing, rules: Rules, tally: Tally, now: datetime, looks: 
             return here
         numbers = {"ok": tally.wave_ok, "of": tally.wave_began, "needed_percent": rules.success_percent}
         return _halt(standing, Reason.SUCCESS, numbers, looks)
+    # The last wave holds all devices, so the rollout is done.
     if standing.wave + 1 == len(rules.waves):
         return Step(state=RolloutState.DONE, wave=standing.wave, looks=looks)
     if rules.approval and standing.approved < standing.wave + 2:

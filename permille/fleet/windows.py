@@ -52,6 +52,7 @@ class Window:
         """Return whether the window is open at an aware time."""
         minutes, hours, days, months, weekdays = _fields(self.cron)
         parts, zone = self.cron.split(), _zone(self.zone)
+        # As in cron: if both day fields are restricted, one match suffices.
         is_either = not (parts[2].startswith("*") or parts[4].startswith("*"))
         for ago in range(self.minutes):
             # Step back in real time, then convert. When clocks change, local time lacks or repeats an hour.

@@ -447,8 +447,15 @@ def decimal_text(number: float) -> str:
 
 # --- from JSON -------------------------------------------------------------------------------------------
 
-_TOP = {"format": str, "version": int, "model": dict, "scheme": dict, "tensors": list, "layers": list}
-_TOP |= {"provenance": dict}
+_TOP = {
+    "format": str,
+    "version": int,
+    "model": dict,
+    "scheme": dict,
+    "tensors": list,
+    "layers": list,
+    "provenance": dict,
+}
 _MODEL = {"family": str, "config": str}
 _SCHEME = {"name": str, "group_size": int}
 _MASK = {"method": str, "density": str, "scope": str, "k": int}
@@ -505,5 +512,6 @@ def _member(kind: type[Member], value: object) -> Member:
 
 
 def _check_word(text: str) -> None:
+    # These words reach logs and pages, so they cannot contain markup or control characters.
     if not re.fullmatch(r"[a-z0-9][a-z0-9_.:-]{0,63}", text, re.ASCII):
         raise PackageError("manifest-schema", f"expected a short lower-case word, got {text!r:.80}")

@@ -64,6 +64,7 @@ def noise_for(dp_epsilon: float, delta: float, participations: int) -> int:
     Returns:
         At least 1, and a million if even that is not enough.
     """
+    # More noise always gives a smaller epsilon, so bisection finds the least noise.
     low, high = 0, 1_000_000
     while high - low > 1:
         middle = (low + high) // 2

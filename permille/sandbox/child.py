@@ -225,6 +225,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
+    # The options of transformers, on which published templates rely.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )

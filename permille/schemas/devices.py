@@ -12,6 +12,7 @@ from permille.schemas.releases import VersionResults
 TOKEN_CONTEXT: Final = b"permille-device-token-1\0"
 ENROLMENT_CONTEXT: Final = b"permille-enrolment-1\0"
 
+# The last character carries 4 bits only, so the pattern admits one text for each key.
 PublicKey = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]$"),
@@ -20,6 +21,7 @@ PublicKey = Annotated[
         examples=["11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"],
     ),
 ]
+# The last character carries 2 bits only.
 Signature = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9_-]{85}[AQgw]$"),

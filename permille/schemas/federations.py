@@ -40,6 +40,7 @@ MAX_RATE: Final = 10
 # A state is adopted on the evidence of at least this many devices.
 EVIDENCE_DEVICES: Final = 30
 
+# Zero would train nothing.
 _Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE, allow_inf_nan=False)]
 
 

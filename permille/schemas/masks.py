@@ -87,6 +87,7 @@ class WeightMaskCreate(WeightMask):
 MaskCreate = Annotated[FisherMaskCreate | WeightMaskCreate, Field(discriminator="method")]
 
 
+# Shards in different dtypes would give sums that depend on which worker took which shard.
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 

@@ -196,36 +196,35 @@ class BuildCreate(Closed):
         )
 
 
-class Build(Closed):
-    """A build and its results so far. Its id is that of its job."""
+class _OfJob(Closed):
+    """Fields of work whose result is a package. Its id is that of its job."""
 
     id: Id
     state: JobState
+    created_at: Timestamp
+
+
+class Build(_OfJob):
+    """A build and its results so far. Its id is that of its job."""
+
     model_id: Id
     request: BuildCreate
     mask_id: Id | None
     quantization_id: Id | None
     package_digest: Digest | None
-    created_at: Timestamp
 
 
-class Pooling(Closed):
+class Pooling(_OfJob):
     """A training of a pooled state. Its id is that of its job."""
 
-    id: Id
-    state: JobState
     request: PoolingCreate
     package_digest: Digest | None = Field(description="digest of the package with the state, once it exists")
-    created_at: Timestamp
 
 
-class Export(Closed):
+class Export(_OfJob):
     """An export of a package. Its id is that of its job."""
 
-    id: Id
-    state: JobState
     request: ExportCreate
     package_digest: Digest | None = Field(
         description="digest of the package with the program, once it exists"
     )
-    created_at: Timestamp

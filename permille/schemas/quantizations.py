@@ -39,12 +39,13 @@ CalibrationLength = Annotated[int, Field(strict=True, ge=8, le=4096, examples=[5
 
 
 class Tables(Closed):
-    """The storage of embedding and head, which all schemes share."""
+    """Options that all schemes share: the storage of embedding and head, and the measurement."""
 
     embeddings: Embeddings = Field(
         default=Embeddings.Q8_0,
         description="storage of embedding and head: 8 bits (q8_0), or the model's own type (source)",
     )
+    evaluation_tokens: EvaluationTokens = 8192
 
 
 class Nf4(Tables):
@@ -59,7 +60,6 @@ class Nf4(Tables):
         description="weights that share a scale: 64 for nf4, 32 or 128 for int4, 32 for source, 128 for int8 "
         "and auto-round",
     )
-    evaluation_tokens: EvaluationTokens = 8192
 
 
 class Int4(Tables):
@@ -67,7 +67,6 @@ class Int4(Tables):
 
     scheme: Literal[SchemeName.INT4]
     group_size: Annotated[Literal[32, 128], WholeNumber] = 32
-    evaluation_tokens: EvaluationTokens = 8192
 
 
 class AutoRound(Tables):
@@ -79,7 +78,6 @@ class AutoRound(Tables):
 
     scheme: Literal[SchemeName.AUTO_ROUND]
     group_size: Annotated[Literal[128], WholeNumber] = 128
-    evaluation_tokens: EvaluationTokens = 8192
     calibration_corpus_id: Annotated[Id, Flag("--calibrate-on")] = Field(
         description="corpus to calibrate auto-round on"
     )
@@ -98,7 +96,6 @@ class Int8(Tables):
 
     scheme: Literal[SchemeName.INT8]
     group_size: Annotated[Literal[128], WholeNumber] = 128
-    evaluation_tokens: EvaluationTokens = 8192
 
 
 class Source(Tables):
@@ -106,7 +103,6 @@ class Source(Tables):
 
     scheme: Literal[SchemeName.SOURCE]
     group_size: Annotated[Literal[32], WholeNumber] = 32
-    evaluation_tokens: EvaluationTokens = 8192
 
 
 AnyOptions = Nf4 | Int4 | AutoRound | Int8 | Source

@@ -65,6 +65,7 @@ class ReleaseRecord(Release):
 class ReleaseYank(Closed):
     """The reason for yanking a version."""
 
+    # The pages and the command line print it, so it has no control characters.
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] = "withdrawn"
 
 

@@ -116,6 +116,7 @@ def end_session(session: Session, *, tenant_id: str, session_id: str, expires_at
     Idempotent.
     """
     at = now(session)
+    # An expired cookie is refused anyway, so its row is not needed.
     session.execute(delete(EndedSession).where(EndedSession.expires_at <= at))
     session.merge(EndedSession(id=session_id, tenant_id=tenant_id, expires_at=expires_at, created_at=at))
 

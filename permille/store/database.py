@@ -125,6 +125,7 @@ class Database:
             ChangedError, IntegrityError: other transactions were faster at every attempt.
             Any exception of `work`: the transaction is rolled back.
         """
+        # The last attempt is outside of the loop, so that its error reaches the caller.
         for _ in range(ATTEMPTS - 1):
             try:
                 with self.write() as session:

@@ -154,6 +154,7 @@ def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
     device.unenrolled_at = device.unenrolled_at or at
     # Tokens and nonces from before would be valid again once the device is back.
     session.execute(delete(DeviceToken).where(DeviceToken.device_id == device.id))
+    # This row tells `use_nonce` to refuse nonces that were issued before the device left.
     session.merge(_used_nonce(device, _leaving(device.id), at))
     return device
 

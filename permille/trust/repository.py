@@ -117,9 +117,11 @@ class Repository:
         """
         made = list(signers or (new_signer() for _ in range(KEYS_AT_START)))
         root_key, targets_key, releases_key, online_key, rollouts_key = (one.public_key for one in made)
+        # With consistent snapshots each version has its own file, so clients never mix versions.
         root = Root(expires=now + life_of(ROOT), consistent_snapshot=True)
         for role, key in zip(TOP_LEVEL, (root_key, targets_key, online_key, online_key), strict=True):
             root.add_key(key, role)
+        # Terminating: no later role may sign for the same paths.
         team = DelegatedRole(RELEASES, [releases_key.keyid], 1, True, paths=["releases/*/*", "federations/*"])
         own = DelegatedRole(ROLLOUTS, [rollouts_key.keyid], 1, True, paths=["rollouts/*/*"])
         keys = {key.keyid: key for key in (releases_key, rollouts_key)}

@@ -106,6 +106,7 @@ def check(session: Session, federation_id: str, device_id: str, *, lock: bool = 
             Device.unenrolled_at.is_(None),
         )
     )
+    # `contributions.place_of` only reads, so it takes no lock.
     if lock:
         query = query.with_for_update(key_share=True, of=FederationMember)
     member = session.scalar(query.execution_options(populate_existing=True))
@@ -118,6 +119,7 @@ def withdraw(session: Session, *, federation_id: str, device_id: str, number: in
     Args:
         number: withdraw only if the open round has this number.
     """
+    # A round that is closing is not selected: its job may have read the contribution already.
     query = select(Round).where(Round.federation_id == federation_id, Round.state == RoundState.OPEN.value)
     if number is not None:
         query = query.where(Round.number == number)

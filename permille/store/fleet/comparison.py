@@ -84,6 +84,7 @@ def _before(session: Session, row: Release) -> int | None:
 
 def _shares(after: VersionResults, before: VersionResults) -> list[Change]:
     n, m = after.reported or 0, before.reported or 0
+    # A share of nothing is not defined.
     if min(n, m) == 0:
         return []
     counts = (
@@ -143,6 +144,7 @@ def _change(measure: Measure, after: Interval, before: Interval, difference: Int
 
 
 def _verdict(after: VersionResults, before: VersionResults, changes: list[Change]) -> Verdict:
+    # A verdict from a few devices would be chance, and might reveal one of them.
     if min(after.reported or 0, before.reported or 0) < LEAST:
         return Verdict.TOO_FEW
     found = {change.verdict for change in changes}

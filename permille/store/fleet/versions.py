@@ -47,6 +47,7 @@ def _results(
     key = (row.name, row.version)
     found = outcomes.get(key, Counter[str | None]())
     reported = found.total()
+    # A median of few devices would reveal the value of one of them.
     visible = reported >= max(least, 1)
     shown = hide({outcome.value: found[outcome.value] for outcome in Outcome}, least)
     adopted, told_reported = shown[Outcome.ADOPTED], rounded(reported, least)
