@@ -143,7 +143,7 @@ class Offer:
             if not all(isinstance(text, str) for text in texts) or not _ID.fullmatch(offer.rollout):
                 raise ValueError("a text in another form")
         except (AttributeError, KeyError, TypeError, ValueError, InputError) as exc:
-            raise InputError(f"This is no record of a rollout: {exc}"[:300]) from exc
+            raise InputError(f"This is not the record of a rollout: {exc}"[:300]) from exc
         return offer
 
     def to_document(self) -> dict[str, Any]:

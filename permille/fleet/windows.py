@@ -89,7 +89,7 @@ def _values(text: str, low: int, high: int) -> set[int]:
         begin = low if first is None else int(first)
         end = int(last) if last is not None else high if first is None else begin
         if match is None or not low <= begin <= end <= high or step == "0":
-            raise InputError(f"{part!r:.40} is no time of a window: it must lie within {low} to {high}.")
+            raise InputError(f"{part!r:.40} is not a time of a window: it must lie within {low} to {high}.")
         found.update(range(begin, end + 1, int(step or 1)))
     return found
 

@@ -123,7 +123,7 @@ class Sandbox:
     def _exchange(self, data: bytes, call_s: float) -> Mapping[str, Any]:
         child = self._child
         if child is None:
-            raise SandboxError("The child has stopped.")
+            raise SandboxError("The child process has stopped.")
         limit_s = min(call_s, max(0.0, self._budget_s))
         began = time.monotonic()
         try:

@@ -260,7 +260,7 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
     except ValidationError as exc:
         # Five errors suffice for a person, and a payload may have thousands.
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()[:5])
-        raise InputError(f"This version does not write such a job: {wrong}") from exc
+        raise InputError(f"This version of permille cannot read the job: {wrong}") from exc
 
 
 def result_path(kind: JobKind, result_id: str) -> str | None:

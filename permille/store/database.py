@@ -190,8 +190,8 @@ def name_fault(exc: DBAPIError) -> str | None:
         return f"the database cannot be written: {exc.orig}"
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return (
-            f"the database is damaged: {exc.orig}. Restore a backup of it; "
-            f"a file that was copied while the service ran is none"
+            f"the database is damaged: {exc.orig}. Restore a backup. "
+            "A file that was copied while the service ran is not a backup"
         )
     return None
 

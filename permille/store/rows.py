@@ -138,7 +138,7 @@ def _parse_key(cursor: str, key: InstrumentedAttribute[str] | InstrumentedAttrib
     if key.type.python_type is str:
         return cursor
     if not (cursor.isascii() and cursor.isdecimal() and len(cursor) <= _LONGEST_NUMBER):
-        raise InputError(f"{cursor[:80]!r} is no cursor that a page returned.")
+        raise InputError(f"{cursor[:80]!r} is not a cursor that a page returned.")
     return int(cursor)
 
 
@@ -146,5 +146,5 @@ def _parse_moment(cursor: str) -> tuple[datetime, str]:
     """Return the time and the key of a cursor `<microseconds>.<key>`. Raises InputError."""
     number, point, key = cursor.partition(".")
     if not (point and number.isascii() and number.isdecimal() and len(number) <= _LONGEST_TIME):
-        raise InputError(f"{cursor[:80]!r} is no cursor that a page returned.")
+        raise InputError(f"{cursor[:80]!r} is not a cursor that a page returned.")
     return EPOCH + int(number) * MICROSECOND, key

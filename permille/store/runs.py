@@ -37,7 +37,7 @@ def report(
     run = session.get(Run, (tenant_id, run_id))
     if run is not None:
         if run.device_id != device_id or run.metrics != metrics:
-            raise ConflictError(f"run {run_id!r} was reported before with other content")
+            raise ConflictError(f"The run {run_id!r} was reported before with other content.")
         return run, False
     # Concurrent reports of one device wait for each other here. Inserts that refer to the device do not.
     device = session.get(Device, device_id, with_for_update={"key_share": True})
@@ -164,7 +164,7 @@ def attach_log(
         return run, _queue_replay(session, run, log)
     if (run.log_form, run.log_digest) != (log.form, log.digest) or run.log_job_id is None:
         had, came = f"{run.log_form} {run.log_digest}", f"{log.form} {log.digest}"
-        raise ConflictError(f"run {run_id!r} has another log: expected {had}, got {came}")
+        raise ConflictError(f"The run {run_id!r} has another log, {had}, not {came}. Delete that log first.")
     if job is None or job.id != run.log_job_id:  # a concurrent request attached the log; its job is new
         return run, rows.get(session, Job, tenant_id=tenant_id, row_id=run.log_job_id)
     if job.state in ENDED and job.state != JobState.SUCCEEDED:

@@ -98,7 +98,8 @@ def find_submitted(session: Session, new: NewJob) -> Job | None:
     earlier = session.scalar(query)
     if earlier is not None and (earlier.kind != new.kind or earlier.payload != dict(new.payload)):
         raise ConflictError(
-            f"idempotency key {new.idempotency_key!r} was used for another request ({earlier.id})"
+            f"The idempotency key {new.idempotency_key!r} was used for another request, {earlier.id}. "
+            "Use a new key."
         )
     return earlier
 

@@ -101,7 +101,7 @@ def _is_newest(engine: Engine, config: Config) -> bool:
     known = {script.revision for script in scripts.walk_revisions()}
     if not known.issuperset(heads):
         raise OperatorError(
-            f"The database is of a newer version of permille: its schema is {', '.join(heads)} "
+            f"A newer version of permille has upgraded the database: its schema is {', '.join(heads)} "
             f"({_where(engine)})."
         )
     return heads == tuple(scripts.get_heads())
@@ -137,7 +137,7 @@ def check_newest(session: Session) -> None:
     if tuple(found) != _known():
         raise OperatorError(
             f"the database has schema {', '.join(found)}, this process knows {', '.join(_known())}. "
-            f"Stop it, and start one of the newer version"
+            "Stop this process, and start the newer version"
         )
 
 

@@ -151,7 +151,9 @@ def test_a_database_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     db = Database(url)
     with db.write() as session:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(OperatorError, match="newer version of permille: its schema is 9999"):
+    with pytest.raises(
+        OperatorError, match="newer version of permille has upgraded the database: its schema is 9999"
+    ):
         migrate(url)
     db.close()
 
