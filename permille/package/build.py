@@ -54,7 +54,7 @@ class SourceModel(Protocol):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Its `config.json`."""
+        """The model's `config.json`."""
 
     @property
     def names(self) -> Sequence[str]:

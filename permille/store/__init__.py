@@ -1,1 +1,3 @@
-"""Tables, queries, blob stores and job leases. Never on a device."""
+"""Tables, queries, blob stores and job leases, for the service and the workers. Devices never import
+it.
+"""

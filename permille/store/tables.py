@@ -157,7 +157,7 @@ class TrustMetadata(Base):
 
 
 class Probe(Base):
-    """A single row that is written to test the database, since a full disk can still be read."""
+    """A single row that is written to test the database: a full disk can be read, but not written."""
 
     __tablename__ = "probes"
     id: Mapped[int] = mapped_column(primary_key=True)

@@ -405,6 +405,7 @@ def _after_lost_attempt(session: Session, job: Job, error: Mapping[str, object])
     if job.attempt >= job.max_attempts:
         return _end(session, job, JobState.DEAD, {**error, "retryable": True, "attempts": job.attempt})
     job.error = {**error, "retryable": True}
+    # Wait before the next attempt: whatever broke this one may need time to recover.
     job.available_at = now(session) + timedelta(seconds=backoff_s(job.attempt))
     job.dispatched_at = None
     transitions.transition(session, job, JobState.QUEUED, error=job.error, attempt=job.attempt)
@@ -418,17 +419,17 @@ def _end(session: Session, job: Job, state: JobState, error: Mapping[str, object
     return state
 
 
-# The clocks of several servers of one database differ by less.
+# The clocks of several servers of one database differ by less than this.
 SLACK: Final = timedelta(minutes=1)
 
 
 def pull_back(db: Database) -> int:
-    """Let unfinished jobs count from now on, where they were changed later than now; return how many.
+    """Move the times of unfinished jobs back to now, if they lie in the future. Return the number of
+    jobs.
 
-    A clock that is ahead by a year makes jobs available, and leases end, in a year. Once it is right again
-    they would wait as long. The sweeps of rounds and uploads see to these themselves.
-
-    Leases keep their length: a worker that is alive renews its own, and another's ends.
+    A clock that was wrong by a year makes jobs available, and leases expire, a year later. Without
+    this they would wait that long once the clock is right again. The sweeps of rounds and uploads
+    correct their own times.
     """
     with db.read() as session:
         late = now(session) + SLACK
@@ -439,6 +440,8 @@ def pull_back(db: Database) -> int:
         return 0
     with db.write() as session:
         at = now(session)
+        # Shift all times of a job by the same amount. So leases keep their length: a living worker renews
+        # its lease, and the lease of a dead one expires.
         earlier = literal(at, Instant()) - type_coerce(Job.updated_at, BigInteger)
         for job_id in job_ids:
             session.execute(
@@ -452,6 +455,6 @@ def pull_back(db: Database) -> int:
                 )
                 .execution_options(synchronize_session=False)
             )
-        for table in (Tenant, Device) if is_late else ():  # both are written at the same time
+        for table in (Tenant, Device) if is_late else ():  # `_note_turn` writes both with the same time
             session.execute(update(table).where(table.served_at > late).values(served_at=at))
     return len(job_ids)
