@@ -183,41 +183,32 @@ def train(
     """
     from permille_agent.state.models import active_model, training_of_release
     from permille_agent.text.documents import Learn
-    from permille_agent.training.options import (
-        DEFAULT_MINUTES,
-        Start,
-        TrainOptions,
-        choose_method,
-        estimator_of,
-    )
+    from permille_agent.training.options import Start, options_for
     from permille_agent.training.progress import LiveProgress
 
     home = home_of(context)
     consent = read_consent(home)
-    if method is None and estimator is not None:
-        method = Method.ZEROTH_ORDER
     if share_log and method is Method.GRADIENT:
         raise InputError(
             "A gradient run has no log of seeds and scalars. Share its state with --share-state, or leave "
             "--method out."
         )
-    logs = consent.share_log if share_log is None else share_log
-    training = training_of_release(home)
-    method = choose_method(method, share_log=logs, release=training.method, engine=engine)
-    if steps is None and minutes is None:
-        steps = training.steps
-    options = TrainOptions.of(
-        estimator_of(method, estimator, engine=engine),
+    options = options_for(
+        training_of_release(home),
+        engine=engine,
+        share_log=consent.share_log if share_log is None else share_log,
+        method=method,
+        estimator=estimator,
+        steps=steps,
+        minutes=minutes,
+        first_layer=first_layer,
         queries=queries,
         rows=rows,
         row_tokens=row_tokens,
         seed=seed,
-        steps=steps,
-        minutes=DEFAULT_MINUTES if minutes is None and steps is None else minutes,
         start=choice_of(Start, start, "a start"),
         learn=choice_of(Learn, learn, "a choice of turns to learn"),
         rate_scale=rate_scale,
-        first_layer=(training.first_layer or 0) if first_layer is None else first_layer,
         keep_general=keep_general,
     )
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)

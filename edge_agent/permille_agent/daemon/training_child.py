@@ -1,8 +1,11 @@
-"""Training in a process of its own, so that the daemon stays small and a crash of the engine does not end it.
+"""Training in a child process. The daemon stays small, and it survives a crash of the engine.
 
-`train_in_child` starts this module as a program. It reads one JSON line, trains, and answers with one JSON
-line. Its standard input is the parent's pipe: where it ends, because the parent asks to stop or died, the
-child stops after the step it is in. The child holds the writers' lock itself. It is handed paths, never text.
+`train_in_child` starts this module as a program:
+
+- The child reads one JSON line, trains, and writes one JSON line.
+- The child stops after its current step when its standard input ends. That happens if the parent asks
+  it to stop, or dies.
+- The child holds the writers' lock. It receives paths and never text.
 """
 
 import json
@@ -38,11 +41,10 @@ class ChildDiedError(RetryableError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest:
-    """Request of the daemon for a training. `engine` is a name.
+    """Request of the daemon for a personal run.
 
-    It is the same on every attempt, so that the run is resumed.
-
-    Without minutes a run has the steps of the release, else the default minutes.
+    The daemon sends the same request after an interruption, so that the run is resumed. If `minutes` is
+    None, the release or the default decides the length of the run.
     """
 
     data_paths: tuple[Path, ...]
@@ -56,7 +58,7 @@ class TrainingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRequest:
-    """Request of the daemon for its part in a round. `federation` is the name of its folder."""
+    """Request of the daemon for a part of a round. `federation` is the name of the federation's folder."""
 
     federation: str
     number: int
@@ -85,16 +87,17 @@ class _Answer:
 def train_in_child(
     home: Home, request: TrainingRequest | RoundRequest, keep_going: Callable[[], bool]
 ) -> str:
-    """Train in a child; returns how the run ended (`permille.schemas.runs.Outcome`), of a part of a round
-    `READY` where it came to its end.
+    """Train in a child process and return the outcome of the run.
+
+    The outcome is a value of `permille.schemas.runs.Outcome`, or `READY` for a finished part of a round.
 
     Args:
         home: the home folder.
-        request: what to train on, and for how long.
-        keep_going: asked every few seconds; the child is told to stop once it says no.
+        request: the training to do.
+        keep_going: called about once a second. The child stops after this returns False.
 
     Raises:
-        PermilleError: what the child raised.
+        PermilleError: the error that the child raised.
         ChildDiedError: the child died without an answer.
     """
     command = [sys.executable, "-P", "-m", "permille_agent.daemon.training_child"]
@@ -107,10 +110,8 @@ def train_in_child(
 
 
 def run_child(stdin: TextIO, stdout: TextIO) -> int:
-    """Run the child process: read one request, write one answer.
-
-    Signals are left to the parent, which stops the child by closing its pipe.
-    """
+    """Run the child process: read one request, write one answer."""
+    # Ctrl-C reaches the whole process group. The parent decides, and stops this child through its pipe.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     order = parse_record(stdin.readline().encode(), _Order, "the parent's line")
@@ -151,13 +152,7 @@ def _train_part(home: Home, request: RoundRequest, stop: threading.Event) -> str
 
 def _train_personal(home: Home, request: TrainingRequest, stop: threading.Event) -> str:
     from permille_agent.state.models import training_of_release
-    from permille_agent.training.options import (
-        DEFAULT_MINUTES,
-        RunContext,
-        TrainOptions,
-        choose_method,
-        estimator_of,
-    )
+    from permille_agent.training.options import RunContext, options_for
     from permille_agent.training.progress import LiveProgress
     from permille_agent.training.train import run_training
 
@@ -170,14 +165,13 @@ def _train_personal(home: Home, request: TrainingRequest, stop: threading.Event)
             progress=progress,
             engine_of=EngineChoice(name=request.engine),
         )
-        training = training_of_release(home)
-        method = choose_method(
-            request.method, share_log=request.share_log, release=training.method, engine=request.engine
+        options = options_for(
+            training_of_release(home),
+            engine=request.engine,
+            share_log=request.share_log,
+            method=request.method,
+            minutes=request.minutes,
         )
-        steps = training.steps if request.minutes is None else None
-        minutes = DEFAULT_MINUTES if request.minutes is None and steps is None else request.minutes
-        estimator, first = estimator_of(method, engine=request.engine), training.first_layer or 0
-        options = TrainOptions.of(estimator, steps=steps, minutes=minutes, first_layer=first)
         result = run_training(home, request.data_paths, options, context)
     return str(result.outcome)
 

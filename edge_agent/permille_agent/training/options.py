@@ -14,6 +14,7 @@ from permille.choices import EstimatorKind, Method
 from permille.digests import JSON
 from permille.errors import InputError
 from permille.training.strength import KEEP_GENERAL
+from permille.trust.roles import Training
 from permille_agent.text.documents import Learn
 from permille_agent.training.engines import ANY_ENGINE, AUTO, EXECUTORCH, OpenEngine
 from permille_agent.training.progress import SILENT, RunProgress
@@ -31,15 +32,24 @@ DEFAULT_QUERIES = {
 # Rows a step: along a gradient, several; for losses alone, more directions are worth more than more rows.
 DEFAULT_ROWS = {kind: 4 if kind is EstimatorKind.GRADIENT else 2 for kind in DEFAULT_QUERIES}
 _ESTIMATORS = {kind.value: kind for kind in DEFAULT_QUERIES if kind is not EstimatorKind.GRADIENT}
-# FedSPZO's 2 lower and 8 upper directions: of five directions of a split, one is the lower block's.
+# FedSPZO uses 2 directions for the lower block and 8 for the upper one, so 1 in 5 is the lower block's.
 SPLIT_QUERIES = 5
+# Smallest and largest value of each numeric option.
+_RANGES = {
+    "steps": (1, 1_000_000),
+    "seed": (0, 2**63 - 1),
+    "batch_rows": (1, 256),
+    "row_tokens": (8, 8192),
+    "first_layer": (0, 1000),
+    "keep_general": (0, 100),
+}
 
 
 class Start(StrEnum):
-    """Start of a run.
+    """Model that a run starts from.
 
-    `ACTIVE` starts at the active model if it has the package's values, else at the package's pooled
-    state, else at the base.
+    `ACTIVE` is the active model if it belongs to the package, else the package's pooled state, else
+    the base.
     """
 
     ACTIVE = "active"
@@ -51,20 +61,25 @@ class Start(StrEnum):
 class TrainOptions:
     """Options of a run.
 
+    For example, a run of 20 minutes with the defaults, and a reproducible one of 500 steps:
+
+        TrainOptions(minutes=20)
+        TrainOptions(steps=500, seed=1)
+
     Attributes:
-        seed: of batches and directions.
-        steps: how many steps; such a run is exactly reproducible on the same machine and threads.
-        minutes: how long, search and judgement included; the number of steps is then what the time gives.
-        estimator: `GRADIENT` follows that of a reverse pass; the others are zeroth order.
-        queries: directions a step of zeroth order, of both blocks together where there are two. Along the
-            gradient 0: every weight moves by its own integer, and there is no log, but a state.
-        start: without a log, a run may go on from a state; the others begin at the base.
-        batch_rows: rows a step.
-        row_tokens: longest row.
-        learn: whose turns of a conversation count in the loss; other documents are learned whole.
-        rate_scale: multiplies the learning rate; less than 1 where training diverges.
-        first_layer: the masked weights of this decoder layer and those above it are trained, no others.
-        keep_general: how much the loss on the package's reference may rise, nats per token.
+        seed: seed of the batches and the directions.
+        steps: number of steps. With the same machine and threads, such a run is reproducible to the bit.
+        minutes: duration of the run, including the search and the judgement.
+        estimator: `GRADIENT` uses a reverse pass. All others are zeroth order.
+        queries: directions per zeroth-order step, for both blocks together if there are two. 0 for the
+            gradient, which has no directions.
+        start: model to start from. Zeroth-order runs always start at the base.
+        batch_rows: rows per step.
+        row_tokens: length of the longest row.
+        learn: roles whose turns of a conversation count in the loss. Other documents count in full.
+        rate_scale: factor of the learning rate. Use less than 1 if training diverges.
+        first_layer: first decoder layer whose masked weights are trained.
+        keep_general: largest allowed rise of the loss on general text, in nats per token.
     """
 
     seed: int = 0
@@ -81,19 +96,23 @@ class TrainOptions:
     keep_general: float = KEEP_GENERAL
 
     def __post_init__(self) -> None:
-        """Refuse what no run can have.
+        """Check the ranges of the options, and which options go together.
 
         Raises:
-            InputError: which number was expected and which came.
+            InputError: an option is out of range, or the method cannot use it.
         """
         if (self.steps is None) == (self.minutes is None):
             raise InputError("Give either --steps or --minutes.")
-        if self.steps is not None and not 1 <= self.steps <= 1_000_000:
-            raise InputError(f"--steps must be 1 to 1,000,000, got {self.steps}")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                flag = "--rows" if name == "batch_rows" else f"--{name.replace('_', '-')}"
+                raise InputError(f"{flag} must be {least:,} to {most:,}, got {value}")
+        # A range with an open lower end, which the table cannot say.
         if self.minutes is not None and not 0 < self.minutes <= 10_080:
             raise InputError(f"--minutes must be above 0 and at most 10,080, got {self.minutes}")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"--seed must be 0 to 2**63 - 1, got {self.seed}")
+        if not 0 < self.rate_scale <= 16:
+            raise InputError(f"--rate-scale must be above 0 and at most 16, got {self.rate_scale}")
         if self.method is Method.GRADIENT and self.queries:
             raise InputError(
                 f"A gradient run takes no queries, got {self.queries}. Leave --queries out, or train with "
@@ -101,26 +120,21 @@ class TrainOptions:
             )
         if self.method is Method.ZEROTH_ORDER and not 1 <= self.queries <= 256:
             raise InputError(f"--queries must be 1 to 256, got {self.queries}")
-        if not 1 <= self.batch_rows <= 256:
-            raise InputError(f"--rows must be 1 to 256, got {self.batch_rows}")
         if self.estimator is EstimatorKind.ONE_SIDED and self.queries < 2:
             raise InputError(f"--queries must be at least 2 for one-sided, got {self.queries}")
         if self.estimator is EstimatorKind.SPLIT and self.queries % SPLIT_QUERIES:
             raise InputError(f"--queries must be a multiple of {SPLIT_QUERIES} for split, got {self.queries}")
-        if not 8 <= self.row_tokens <= 8192:
-            raise InputError(f"--row-tokens must be 8 to 8,192, got {self.row_tokens}")
-        if not 0 < self.rate_scale <= 16:
-            raise InputError(f"--rate-scale must be above 0 and at most 16, got {self.rate_scale}")
-        if not 0 <= self.first_layer <= 1000:
-            raise InputError(f"--first-layer must be 0 to 1,000, got {self.first_layer}")
-        if not 0 <= self.keep_general <= 100:
-            raise InputError(f"--keep-general must be 0 to 100 nats per token, got {self.keep_general}")
 
     @classmethod
     def of(
         cls, estimator: EstimatorKind, *, queries: int | None = None, rows: int | None = None, **others: Any
     ) -> Self:
-        """Return the options of an estimator, with its defaults for what is None."""
+        """Return the options of an estimator. Its defaults replace `queries` and `rows` of None.
+
+        Example:
+            >>> TrainOptions.of(EstimatorKind.SPSA, steps=100).queries
+            8
+        """
         return cls(
             estimator=estimator,
             queries=DEFAULT_QUERIES[estimator] if queries is None else queries,
@@ -139,14 +153,12 @@ class TrainOptions:
         return self.method is Method.ZEROTH_ORDER
 
     def within(self, positions: int) -> "TrainOptions":
-        """Return the same choices, with rows no longer than the model's `positions`."""
+        """Return these options with rows that fit into the model's `positions`."""
         return replace(self, row_tokens=min(self.row_tokens, positions))
 
     def definition(self) -> JSON:
-        """Return the choices that a run's digest includes. All of them affect its result.
-
-        Canonical JSON has no fractions, so these are text.
-        """
+        """Return the options as JSON for the run's digest, since all of them affect the result."""
+        # Canonical JSON has no fractions, so they become text.
         fractions = {
             "minutes": None if self.minutes is None else repr(self.minutes),
             "rate_scale": repr(float(self.rate_scale)),
@@ -157,23 +169,27 @@ class TrainOptions:
 
 
 def utc_now() -> datetime:
-    """Read the clock of this device."""
+    """Return the current time of this device's clock."""
     return datetime.now(UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Context of a run. Only its engine can change the result.
+    """Context of a run. Only the engine can change its result.
+
+    For example, a run that another thread can stop:
+
+        stop = threading.Event()
+        run_training(home, paths, TrainOptions(minutes=20), RunContext(stop=stop))
 
     Attributes:
-        share_log: put the log of the selected state beside the outcome, to be uploaded with the report.
-        share_state: the same of the packed state, where no log is shared.
-        withdrawals: how often consent had been withdrawn when the user agreed to that.
-        stop: once set, the run stops within one call of the engine, resumable.
-        progress: told what happens.
-        now: the time of day, for the report.
-        engine_of: opens an engine on a package. A run that goes on keeps its engine; an active model of
-            another package is opened with what fits it.
+        share_log: upload the log of the selected state with the report.
+        share_state: upload the packed state with the report if no log is uploaded.
+        withdrawals: number of withdrawals of consent when the user agreed to share.
+        stop: set this event to stop the run. The same call resumes it.
+        progress: receives the progress of the run.
+        now: returns the current time, for the report.
+        engine_of: opens an engine for a package. A resumed run keeps its engine.
     """
 
     share_log: bool = False
@@ -185,22 +201,64 @@ class RunContext:
     engine_of: OpenEngine = ANY_ENGINE
 
 
+def options_for(
+    training: Training,
+    *,
+    engine: str,
+    share_log: bool,
+    method: Method | None = None,
+    estimator: str | None = None,
+    steps: int | None = None,
+    minutes: float | None = None,
+    first_layer: int | None = None,
+    **others: Any,
+) -> TrainOptions:
+    """Return the options of a run: those that the owner gives, else the release's, else the defaults.
+
+    Args:
+        training: options that the installed release signs.
+        engine: name of the engine.
+        share_log: whether the owner shares logs.
+        others: other fields of `TrainOptions.of`.
+
+    Raises:
+        InputError: an option is out of range, or the method has no such estimator.
+    """
+    if method is None and estimator is not None:
+        method = Method.ZEROTH_ORDER
+    method = choose_method(method, share_log=share_log, release=training.method, engine=engine)
+    if steps is None and minutes is None:
+        steps = training.steps
+        minutes = DEFAULT_MINUTES if steps is None else None
+    return TrainOptions.of(
+        estimator_of(method, estimator, engine=engine),
+        steps=steps,
+        minutes=minutes,
+        first_layer=(training.first_layer or 0) if first_layer is None else first_layer,
+        **others,
+    )
+
+
 def choose_method(
     asked: Method | None, *, share_log: bool = False, release: Method | None = None, engine: str = AUTO
 ) -> Method:
-    """Choose the method of a run, by the first of these that says one.
+    """Choose the method of a run. The first rule that applies decides:
 
-    - The device's owner, on the command line or in the policy.
-    - A log that is to be shared: only zeroth order has one.
-    - An engine without a reverse pass (ExecuTorch's programs): it has zeroth order alone.
-    - The installed release.
-    - Else the gradient.
+    1. The owner names a method, on the command line or in the policy.
+    2. A log is shared. Only zeroth order writes one.
+    3. The engine has no reverse pass, as ExecuTorch's programs.
+    4. The installed release names a method.
+    5. The default is the gradient.
+
+    Example:
+        >>> choose_method(None, share_log=True, release=Method.GRADIENT).value
+        'zeroth-order'
 
     Args:
-        asked: what the owner says.
-        share_log: the owner shares logs.
-        release: what the installed release says, signed.
-        engine: its name.
+        asked: method that the owner names.
+        share_log: whether the owner shares logs.
+        release: method that the installed release names.
+        engine: name of the engine.
     """
     if asked is not None:
         return asked
@@ -210,10 +268,11 @@ def choose_method(
 
 
 def estimator_of(method: Method, name: str | None = None, *, engine: str = AUTO) -> EstimatorKind:
-    """Find the estimator of a method: the one that a user names, or its default.
+    """Return the estimator that a user names, or the default of the method.
 
-    A name may have a hyphen or an underscore.
-    An engine that has losses alone takes both signs in one pass, so its default is two-sided.
+    Example:
+        >>> estimator_of(Method.ZEROTH_ORDER, "one-sided").value
+        'one_sided'
 
     Raises:
         InputError: the method has no such estimator.
@@ -226,6 +285,7 @@ def estimator_of(method: Method, name: str | None = None, *, engine: str = AUTO)
             )
         return EstimatorKind.GRADIENT
     if name is None:
+        # An ExecuTorch program computes both signs of a direction in one pass, so SPSA costs it nothing.
         return EstimatorKind.SPSA if engine == EXECUTORCH else EstimatorKind.ONE_SIDED
     try:
         return _ESTIMATORS[name.replace("-", "_")]

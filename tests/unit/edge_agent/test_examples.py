@@ -1,0 +1,26 @@
+"""The examples in docstrings of the agent and the keeper give the output that they show."""
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+import permille_agent
+import permille_keeper
+
+PACKAGES = (permille_agent, permille_keeper)
+MODULES = sorted(
+    ".".join([package.__name__, *path.relative_to(folder).with_suffix("").parts])
+    for package in PACKAGES
+    for folder in map(Path, package.__path__)
+    for path in folder.rglob("*.py")
+    if ">>>" in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_give_their_output(name: str) -> None:
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert tried
+    assert not failed
