@@ -1,8 +1,9 @@
-"""Chat messages to text by the package's template, and the characters of it that the wanted roles said.
+"""Rendering of chat messages by the package's template, with the character spans of the learned roles.
 
-The template is foreign code and is rendered in the package's child process, with limits of time, memory and
-size (`permille.sandbox`); a template that breaks them is an error of the package, never a hang. Packages
-without a template learn conversations as the plain text of `DEFAULT_TEMPLATE`; they do not chat.
+The template is foreign code. It is rendered in a child process with limits of time, memory and size
+(`permille.sandbox`). A template that exceeds a limit is an error of the package.
+
+A package without a template cannot chat, but it can learn conversations, rendered by `DEFAULT_TEMPLATE`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +14,13 @@ from permille.errors import InputError, PackageError
 from permille.sandbox.process import Sandbox, SandboxError
 
 MAX_RENDERED_CHARACTERS = 8 << 20
-# A longer conversation is rendered in windows: each turn needs the text before it, and rendering all of it
-# for each of 20,000 turns takes hours. A row of training holds fewer messages than this.
+# A longer conversation is rendered in windows. Each turn is rendered with all text before it, which would
+# take hours for 20,000 turns. A training row holds fewer messages than a window.
 WINDOW_MESSAGES = 32
 TRAINING_DAY = date(2024, 7, 26)
-"""The day of each conversation that is trained on, so that a run has the same rows tomorrow. Llama 3.2's own
-template prints it where it is told no other."""
+"""Date in the prompts of training conversations, so that a run has the same rows on every day.
+
+Llama 3.2's template prints this date by default."""
 
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -42,28 +44,30 @@ class ChatTemplate:
     def render(
         self, messages: Messages, *, add_generation_prompt: bool = False, today: date = TRAINING_DAY
     ) -> str:
-        """Render `messages` as text, on request with the start of an assistant's turn.
+        """Render messages as text.
 
         Args:
-            today: the day that templates such as Llama 3.2's print.
+            messages: roles and texts.
+            add_generation_prompt: append the start of an assistant's turn.
+            today: date for templates that print one, such as Llama 3.2's.
 
         Raises:
-            PackageError: the template is not valid, refuses the messages, or breaks a limit.
+            PackageError: the template is not valid, refuses the messages, or exceeds a limit.
         """
         return str(self._render(messages, add_generation_prompt, (), today)["text"])
 
     def render_with_targets(
         self, messages: Messages, roles: Sequence[str] = ("assistant",)
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Render a conversation. Return its text and the character spans of the turns of `roles`.
+        """Render a conversation, and return its text with the character spans of the turns of `roles`.
 
-        An assistant's turn starts where the prompt for it ends, another's where its content does; both go on
-        to where the conversation up to them ends, so that the end of turn is learnt, too. Templates that
-        rewrite earlier turns do not keep those prefixes: there, the turn is looked for. A long conversation
-        is the text of its windows, one after the other, each with the system's message before it.
+        - An assistant's span starts after the generation prompt. Another role's starts at its content.
+        - A span ends with the rendered turn, so that the model also learns the end of a turn.
+        - Some templates rewrite earlier turns. The turn's content is then searched in the text.
+        - A long conversation is split into windows, each with the system message before it.
 
         Raises:
-            InputError: a turn that counts does not appear in the rendered text.
+            InputError: a turn of `roles` does not appear in the rendered text.
             PackageError: as `render`.
         """
         texts: list[str] = []
@@ -124,10 +128,10 @@ class ChatTemplate:
 
 
 def answered(ask: Callable[[], Mapping[str, Any]], code: str) -> Mapping[str, Any]:
-    """Answer of a package's child process.
+    """Call `ask` and return the answer of the package's child process.
 
     Raises:
-        PackageError: `code` where the child refuses, `sandbox-limit` where it broke a limit.
+        PackageError: `code` if the child refuses, `sandbox-limit` if it exceeds a limit.
     """
     try:
         answer = ask()
@@ -139,7 +143,7 @@ def answered(ask: Callable[[], Mapping[str, Any]], code: str) -> Mapping[str, An
 
 
 def _windows(messages: Messages) -> Iterator[Messages]:
-    """Split a long conversation into pieces that begin with a user's turn where possible."""
+    """Split a long conversation into windows that begin with a user's turn if possible."""
     system = [message for message in messages[:1] if message[0] == "system"]
     first = len(system)
     while first < len(messages):

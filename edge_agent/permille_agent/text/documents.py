@@ -10,10 +10,10 @@ ROLES = ("system", "user", "assistant")
 
 
 class Learn(StrEnum):
-    """The roles whose turns of a conversation count in the loss; the system's message never does.
+    """Roles whose turns of a conversation count in the loss. System messages never count.
 
-    The default is `ASSISTANT`, because that is all that a chat lets the model say: what is judged is what it
-    answers. `USER` is for the user's own voice, where the answers came from another model.
+    The default is `ASSISTANT`, because in a chat the model only writes answers. `USER` learns the user's own
+    voice, for example from conversations with another model.
     """
 
     USER = "user"
@@ -53,12 +53,12 @@ Content = PlainText | Completion | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document.
+    """A document, the unit that is assigned to a split.
 
     Attributes:
-        group: sha256 of what decides its split.
-        content: what it says.
-        continues: its text goes on from that of the document before it.
+        group: SHA-256 of the group's name. Documents of one group go to the same split.
+        content: text, completion or conversation.
+        continues: whether the text continues that of the document before it.
     """
 
     group: str
@@ -78,9 +78,15 @@ def characters(content: Content) -> str:
 
 
 def parse_row(row: object) -> tuple[str | None, Content]:
-    """Return the content of a parsed row.
+    """Return the group and the content of a parsed row of a `.jsonl` file.
 
-    Its error messages contain no text of the user, since they become part of a report.
+    Example:
+        >>> parse_row({"text": "Dear Anna,", "group": "letters"})
+        ('letters', PlainText(text='Dear Anna,'))
+
+    Raises:
+        InputError: the row breaks a rule. The message contains no text of the user, because it becomes part
+            of a report.
     """
     if not isinstance(row, dict):
         raise InputError("not a JSON object")
@@ -111,7 +117,7 @@ def _string(row: dict[str, Any], name: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return a text that no tokenizer chokes on. Raises InputError."""
+    """Return `text` if UTF-8 can encode it. Raises InputError otherwise."""
     try:
         text.encode()
     except UnicodeEncodeError as exc:

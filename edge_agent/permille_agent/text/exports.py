@@ -1,9 +1,9 @@
-"""Reading what ChatGPT exports: `conversations.json`, a list of conversations, each a tree of messages.
+"""Reading of ChatGPT's export, `conversations.json`: a list of conversations, each a tree of messages.
 
-Of each tree the branch counts that the user saw last, from `current_node` up to the root; other answers that
-were asked for again are left out, like tool calls, hidden messages and everything that is not text. A
-conversation is one group. The file is cut into conversations before anything is parsed, so memory is that of
-the text and of one conversation, however long the file is.
+Only the branch that the user saw last is read, from `current_node` up to the root. Regenerated answers, tool
+calls, hidden messages and other media are skipped. Each conversation is a group of its own.
+
+The file is cut into conversations before parsing. So only one parsed conversation is in memory at a time.
 """
 
 import json
@@ -16,18 +16,23 @@ from permille_agent.text.documents import Content, parse_row
 
 MAX_CONVERSATION_CHARACTERS = 16 << 20
 MAX_DEPTH = 64
-# Strings whole, an unfinished one to the end of the text: brackets in them do not count.
+# Matches whole strings, because brackets inside them do not count. An unfinished string ends with the text.
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
-# Where ChatGPT shows a source, its text has a mark between two private characters.
+# ChatGPT marks a citation by text between two characters of the private use area.
 _CITATION = re.compile("\ue200[^\ue201]*\ue201")
 _TEXT_KINDS = ("text", "multimodal_text")
 
 
 def exported_conversations(text: str) -> Iterator[str]:
-    """Cut an export into the JSON of its conversations.
+    """Yield the JSON text of each conversation of an export.
+
+    Example:
+        >>> list(exported_conversations('[{"id": 1}, {"id": 2}]'))
+        ['{"id": 1}', '{"id": 2}']
 
     Raises:
-        InputError: the file is no list, is nested too deeply, or ends too early; what came before counts.
+        InputError: the file is not a list, is nested too deeply, or ends too early. The conversations
+            before the error were already yielded.
     """
     if not text.lstrip().startswith("["):
         raise InputError("not a ChatGPT export")
@@ -49,10 +54,10 @@ def exported_conversations(text: str) -> Iterator[str]:
 
 
 def parse_conversation(text: str) -> tuple[str | None, Content]:
-    """Read the branch that the user saw last as chat messages; the conversation is the group.
+    """Return the group and the messages of the branch that the user saw last.
 
     Raises:
-        InputError: it is no conversation, or nobody answered in it.
+        InputError: the text is not a conversation, or has no answer.
     """
     if len(text) > MAX_CONVERSATION_CHARACTERS:
         raise InputError(f"longer than {MAX_CONVERSATION_CHARACTERS} characters")
@@ -90,16 +95,20 @@ def _turns(mapping: dict[str, Any], newest: object) -> Iterator[tuple[str, str]]
 
 
 def _text(message: dict[str, Any]) -> str:
-    """Return the visible text of a message of user or model, or an empty string."""
-    author, content, metadata = (message.get(name) for name in ("author", "content", "metadata"))
-    if not isinstance(author, dict) or author.get("role") not in ("user", "assistant"):
-        return ""
-    if message.get("recipient", "all") != "all":
-        return ""
-    if isinstance(metadata, dict) and metadata.get("is_visually_hidden_from_conversation"):
-        return ""
-    if not isinstance(content, dict) or content.get("content_type") not in _TEXT_KINDS:
-        return ""
+    """Return the visible text of a message of the user or the model, or an empty string."""
+    author, content, metadata = (_object(message.get(name)) for name in ("author", "content", "metadata"))
+    is_visible = (
+        author.get("role") in ("user", "assistant")
+        and message.get("recipient", "all") == "all"  # else a tool call
+        and not metadata.get("is_visually_hidden_from_conversation")
+        and content.get("content_type") in _TEXT_KINDS
+    )
     parts = content.get("parts")
-    texts = [part for part in parts if isinstance(part, str)] if isinstance(parts, list) else []
-    return _CITATION.sub("", "\n".join(texts)).strip()
+    if not is_visible or not isinstance(parts, list):
+        return ""
+    # Parts that are not strings are images and other files.
+    return _CITATION.sub("", "\n".join(part for part in parts if isinstance(part, str))).strip()
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,16 +1,18 @@
 """Splitting of documents into the rows of a run: to train, to select the state, and to judge.
 
-The rows are a pure function of (documents, tokenizer, row length); their digest names what a run reads.
+The rows are a pure function of the documents, the tokenizer and the row length.
 
-Groups of documents stand in an order that their hash decides, the same in every run: text that judged one run
-trains none. The test split is taken from the
-front of it, the select split from the back, each as large as it has to be; the rest trains. So nothing
-depends on the order of files, and added text moves few documents, those near a boundary. The test split must
-hold `MIN_TEST_TOKENS` target tokens of `MIN_TEST_GROUPS` groups, or a difference between two models is luck.
-Where a block that trains touches one that is held out, `GUARD_TOKENS` of it are left out.
+Groups of documents are sorted by a hash, so the order is the same in every run:
 
-Less text, from `LITTLE_TOKENS` on, is divided into `PARTS` parts in the same order, of passages. Each part
-but the first is judged by a state that the parts before it trained; all train the state that is adopted.
+- The test split is taken from the front, the select split from the back. The rest trains.
+- The order of files has no effect, and added text moves only documents near a boundary.
+- Text that judges one run trains no other.
+
+A small test split makes a comparison of two models random. So it must hold `MIN_TEST_TOKENS` target
+tokens in `MIN_TEST_GROUPS` groups.
+
+A text of fewer than `NEEDED_TOKENS` tokens is cut into `PARTS` parts of passages, in the same order. Each
+part after the first is judged by a state that the earlier parts trained. All parts train the final state.
 """
 
 import hashlib
@@ -31,16 +33,17 @@ MIN_TEST_TOKENS = 2_000
 MIN_TEST_GROUPS = 5
 MIN_SELECT_TOKENS = 400
 MIN_TRAIN_TOKENS = 3_000
-# More would make evaluations slower and hardly surer.
+# Larger splits would make evaluations slower and hardly more certain.
 MAX_TEST_TOKENS = 20_000
 MAX_SELECT_TOKENS = 4_000
 NEEDED_TOKENS = MIN_TEST_TOKENS + MIN_SELECT_TOKENS + MIN_TRAIN_TOKENS
 LITTLE_TOKENS = 1_000
 PARTS = 4
 LITTLE_GROUP_TOKENS = 24
-"""Targets of little text that are judged as one group: so many that 20 groups are there."""
+"""Target tokens per group when a short text is judged. 1,000 tokens then make enough groups."""
 MIN_LITTLE_GROUPS = 20
 GUARD_TOKENS = 24
+"""Tokens that are dropped from a training block where it touches a held-out block."""
 
 
 class Split(StrEnum):
@@ -61,12 +64,12 @@ class SplitCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A training that judges one part of a short text.
+    """Training for the judgement of one part of a short text.
 
     Attributes:
-        train: packed rows of the parts before it.
-        rows: which rows of the test split are judged by it.
-        documents: which documents of the test split.
+        train: packed rows of all earlier parts.
+        rows: the part's rows in the test split.
+        documents: the part's documents in the test split.
     """
 
     train: list[Row]
@@ -79,14 +82,14 @@ class Prepared:
     """The rows of one run.
 
     Attributes:
-        train: packed rows.
-        select: rows of single documents, for choosing the state; none where there is little text.
-        test: rows of single documents, read once, at the end; `document_T` indexes `test_documents`.
-        test_documents: the documents behind `test`, so that another package can be judged on the same text.
-        counts: target tokens and documents of each split.
-        digest: of all rows.
-        stages: of little text, whose `train` holds all parts: what judges each part but the first.
-        groups: of all documents, each once.
+        train: packed rows. Of a short text these are all parts.
+        select: rows of single documents that select the state. Empty for a short text.
+        test: rows of single documents that judge the state. `document_T` indexes `test_documents`.
+        test_documents: the documents of `test`, to judge another package on the same text.
+        counts: number of target tokens and documents of each split.
+        digest: digest of all rows.
+        stages: one training for each part of a short text after the first. Empty for other text.
+        groups: groups of all documents, sorted.
     """
 
     train: list[Row]
@@ -106,16 +109,21 @@ def prepare(
     row_tokens: int,
     report: DataReport | None = None,
 ) -> Prepared:
-    """Tokenize, split and pack `documents`. Count in `report` what cannot be tokenized.
+    """Tokenize, split and pack the documents of one user.
+
+    For example, with rows of 128 tokens:
+
+        documents, report = read_documents([Path("notes")])
+        prepared = prepare(documents, package_tokenizer(package), row_tokens=128, report=report)
 
     Args:
-        documents: of one user.
-        tokenizer: of the package that is trained.
-        row_tokens: longest row.
-        report: where to count; None does not count.
+        documents: documents of one user.
+        tokenizer: tokenizer of the package to train.
+        row_tokens: length of the longest row.
+        report: counts documents that cannot be tokenized.
 
     Raises:
-        InputError: too little text.
+        InputError: there is too little text.
         PackageError: the tokenizer or the chat template breaks a limit.
     """
     known, tokenized = tokenize(documents, tokenizer, report, row_tokens=row_tokens)
@@ -144,7 +152,7 @@ def prepare(
 def _prepare_little(
     documents: Sequence[Document], total: int, tokenizer: TextTokenizer, row_tokens: int, too_little: str
 ) -> Prepared:
-    """Divide a text that is too short for three splits."""
+    """Divide a text that is too short for three splits. `too_little` is the reason."""
     if total < LITTLE_TOKENS:
         raise InputError(
             f"There is too little text: {total} tokens in {len(documents)} documents, and at least "
@@ -202,7 +210,7 @@ def tokenize(
     *,
     row_tokens: int,
 ) -> tuple[list[Document], list[TokenizedDocument]]:
-    """Tokenize the documents that the model can read. Count the others in `report`.
+    """Tokenize the documents that the model can read, and count the others in `report`.
 
     Raises:
         PackageError: the tokenizer or the chat template breaks a limit.
@@ -213,14 +221,12 @@ def tokenize(
     for document in documents:
         try:
             tokens = tokenizer.tokenize(document.content, row_tokens=row_tokens)
-        except InputError as exc:
-            report.bad("conversation", str(exc))
-            report.read -= 1
-            continue
-        except PackageError as exc:
-            if exc.code != "chat-template":
+        except (InputError, PackageError) as exc:
+            # Many templates refuse some order of roles, which concerns one conversation and not the package.
+            code = exc.code if isinstance(exc, PackageError) else None
+            if code not in (None, "chat-template"):
                 raise
-            report.bad("conversation", "refused by the chat template")
+            report.bad("conversation", "refused by the chat template" if code else str(exc))
             report.read -= 1
             continue
         if tokens.targets:
@@ -232,20 +238,20 @@ def tokenize(
 
 
 def position(group: str) -> float:
-    """Map `group` to a uniform position in [0, 1)."""
+    """Map a group to a position in [0, 1). Positions of different groups are uniform and independent."""
     digest = hashlib.sha256(f"permille-split-1\0{group}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
-    """Decide the split of each document.
+    """Assign each document to a split.
 
     Args:
-        groups: the group of each document.
-        target_tokens: how many of each document's tokens count in the loss.
+        groups: group of each document.
+        target_tokens: number of target tokens of each document.
 
     Raises:
-        InputError: too little text; the message says how much is needed and how much came.
+        InputError: there is too little text. The message gives the needed and the actual numbers.
     """
     tokens: dict[str, int] = defaultdict(int)
     for group, number in zip(groups, target_tokens, strict=True):
@@ -273,7 +279,7 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
 
 
 def count(splits: Sequence[Split], target_tokens: Sequence[int]) -> dict[Split, SplitCount]:
-    """Count target tokens and documents by split."""
+    """Count the target tokens and the documents of each split."""
     result = {}
     for wanted in Split:
         tokens = [n for split, n in zip(splits, target_tokens, strict=True) if split is wanted]
@@ -286,7 +292,7 @@ def _wanted(share: float, total: int, least: int, most: int) -> int:
 
 
 def _taken(order: Iterable[str], tokens: dict[str, int], wanted: int, least_groups: int) -> list[str]:
-    """Return the first groups of `order` that reach the wanted numbers of tokens and of groups."""
+    """Return the shortest prefix of `order` with the wanted numbers of tokens and groups."""
     taken: list[str] = []
     have = 0
     for group in order:
@@ -302,7 +308,10 @@ def _groups(documents: Iterable[Document]) -> tuple[str, ...]:
 
 
 def _pieces(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
-    """Cut what is alone in its group into passages; with each piece, what never comes apart."""
+    """Cut documents into passages, and return the passages with their units.
+
+    Passages of one unit go to the same part. A document that shares its group with others is not cut.
+    """
     alone = {group for group, number in Counter(d.group for d in documents).items() if number == 1}
     pieces: list[Document] = []
     units: list[str] = []
@@ -314,12 +323,13 @@ def _pieces(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
 
 
 def _parts(units: Sequence[str], target_tokens: Sequence[int]) -> list[int]:
-    """Assign each piece to a part, in the order of hashes, with about equal tokens in each part."""
+    """Assign each piece to a part, in the order of hashes. All parts get about the same number of tokens."""
     tokens: dict[str, int] = defaultdict(int)
     for unit, number in zip(units, target_tokens, strict=True):
         tokens[unit] += number
     total, before, part_of = sum(tokens.values()), 0, {}
     for unit in sorted(tokens, key=lambda unit: (position(unit), unit)):
+        # The middle of the unit decides, in integers: PARTS * (before + tokens / 2) / total.
         part_of[unit] = min(PARTS - 1, PARTS * (2 * before + tokens[unit]) // (2 * total))
         before += tokens[unit]
     return [part_of[unit] for unit in units]
@@ -328,7 +338,8 @@ def _parts(units: Sequence[str], target_tokens: Sequence[int]) -> list[int]:
 def _guarded(
     documents: Sequence[Document], tokenized: Sequence[TokenizedDocument], held_out: Sequence[bool]
 ) -> list[TokenizedDocument]:
-    """Leave out the ends of documents that touch one that is held out."""
+    """Shorten training blocks where they touch a held-out block."""
+    # The model would otherwise learn the words right before or after those that judge it.
     guarded = list(tokenized)
     for place in range(1, len(documents)):
         if documents[place].continues and held_out[place - 1] != held_out[place]:

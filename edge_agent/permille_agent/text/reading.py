@@ -1,18 +1,21 @@
-"""The user's text: read from files and folders, checked row by row, and freed of duplicates.
+"""Reading of the user's text from files and folders, without duplicates.
 
-Accepted are `.txt` and `.md` (UTF-8; of Markdown only front matter is left out), documents
-(`permille.sandbox.documents`: PDF, Word, HTML, mail), ChatGPT's exported `conversations.json` (`exports.py`),
-and `.jsonl`, whose rows are objects with `text`, with `prompt` and
-`completion`, or with chat `messages`; a row may name a `group`, and rows of one group never come apart.
-Folders are read recursively in the order of their names; hidden files and links are passed over. Whatever
-cannot be read, a row or a whole source, is counted and left out, never guessed at: the others are read.
+Formats:
 
-What a document is decides what a fair test is: documents, not pieces of them, are divided between the splits
-(`preparation.py`). Plain text of more than one block is cut at paragraph ends into contiguous blocks, which
-count as documents. A text is named by how it begins and a later block by what stands before it, so that text
-which is appended to a file moves nothing that was there.
+- `.txt` and `.md` in UTF-8. Front matter of Markdown is removed.
+- PDF, Word, HTML and mail, parsed in a child process (`permille.sandbox.documents`).
+- ChatGPT's exported `conversations.json` (`exports.py`).
+- `.jsonl` with one object per line: `text`, `prompt` and `completion`, or chat `messages`. Rows with the
+  same `group` always stay in the same split.
 
-Nothing here knows a tokenizer: the same text gives the same documents under every package.
+Folders are read recursively in the order of names, without hidden files and links. A row or a file that
+cannot be read is counted and skipped.
+
+`preparation.py` divides whole documents between the splits. A long plain text is cut at the ends of
+paragraphs into blocks, and each block is a document. The first block is identified by its own beginning,
+each later block by the end of the block before it. So text that is appended to a file moves no earlier block.
+
+This module uses no tokenizer: the same text gives the same documents for every package.
 """
 
 import hashlib
@@ -23,10 +26,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from permille.errors import InputError
-from permille.files import DOCUMENT_SUFFIXES, TEXT_SUFFIXES
+from permille.files import TEXT_SUFFIXES
 from permille.sandbox.process import Sandbox, SandboxError
 from permille_agent.text.documents import Content, Document, PlainText, characters, parse_row
 from permille_agent.text.exports import exported_conversations, parse_conversation
@@ -37,11 +41,11 @@ MAX_EXAMPLES = 20
 BLOCK_CHARACTERS = 1500
 PASSAGE_CHARACTERS = 300
 NAME_CHARACTERS = 256
-# A shorter paragraph may come twice by chance ("Yes."); a longer one twice is a signature or a quoted mail.
+# A short paragraph ("Yes.") may be repeated by chance. A longer one is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
-# Documents are read by libraries, in a child process whose memory must hold them.
+# The child process that parses a document has limited memory, and the document must fit into it.
 MAX_DOCUMENT_BYTES = 64 << 20
-# In a folder a `.json` may be anything; one that is named by the user is tried under any name.
+# A `.json` file in a folder may be anything, so its name decides. A file that the user names is always read.
 _EXPORT = re.compile(r"conversations[\w-]*\.json", re.IGNORECASE)
 _FRONT_MATTER = re.compile(r"---[ \t]*\n.*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 _MAX_FRONT_MATTER = 1 << 14
@@ -51,9 +55,9 @@ Row = tuple[str | None, Content]
 
 @dataclass(slots=True)
 class DataReport:
-    """Counts of what was read and skipped, with the first reasons by file and line.
+    """Counts of the rows that were read and skipped, with examples of skipped rows.
 
-    A text is one row, and so are a line of `.jsonl` and a conversation of an export.
+    A row is a text file, a line of `.jsonl` or a conversation of an export.
     """
 
     files: int = 0
@@ -67,13 +71,20 @@ class DataReport:
     documents: int = 0
 
     def bad(self, place: str, reason: str) -> None:
-        """Count a row that was left out."""
+        """Count a skipped row, and keep the first ones as examples."""
         self.bad_rows[reason] += 1
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(f"{place}: {reason}")
 
     def summary(self) -> str:
-        """Say in one line what was read, and why the rest was not."""
+        """Describe the counts in one line.
+
+        Example:
+            >>> report = DataReport(read=2)
+            >>> report.bad("notes.txt", "empty")
+            >>> report.summary()
+            '2 read, 1 skipped: 1 x empty'
+        """
         line = f"{self.read} read, {sum(self.bad_rows.values())} skipped"
         if self.bad_rows:
             line += ": " + ", ".join(f"{count} x {why}" for why, count in self.bad_rows.most_common())
@@ -82,10 +93,14 @@ class DataReport:
 
 
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
-    """Read all documents of the files and folders in `paths`, without duplicates, in the order of reading.
+    """Read the documents of files and folders, without duplicates.
+
+    For example:
+
+        documents, report = read_documents([Path("notes"), Path("mail.jsonl")])
 
     Raises:
-        InputError: no document at all; the message says why.
+        InputError: there is no document. The message gives the reasons.
     """
     documents, report = survey(paths)
     if not documents and (missing := [path for path in paths if not path.exists()]):
@@ -96,17 +111,15 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
 
 
 def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
-    """Read as `read_documents` does, also where there is nothing to read yet."""
+    """Read documents like `read_documents`. The result may be empty."""
     report = DataReport()
     rows: list[Row] = []
     with closing(Sandbox()) as sandbox:
         for path in _files(paths, report):
             report.files += 1
             try:
-                if path.suffix.lower() in DOCUMENT_SUFFIXES:
-                    rows.extend(_read_document(path, report, sandbox))
-                else:
-                    rows.extend(_READERS[path.suffix.lower()](path, report))
+                read = _READERS.get(path.suffix.lower()) or partial(_read_document, sandbox=sandbox)
+                rows.extend(read(path, report))
             except OSError as exc:
                 report.bad(str(path), f"cannot be read: {exc.strerror}")
     report.read = len(rows)
@@ -138,9 +151,9 @@ def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
 
 
 def _source(path: Path, report: DataReport) -> list[Path]:
-    """Return the text files at a path."""
+    """Return the files with text at a path."""
     if path.is_dir():
-        found = [file for file in sorted(path.rglob("*")) if _visible(file, path)]
+        found = [file for file in sorted(path.rglob("*")) if _is_visible(file, path)]
         texts = [file for file in found if _is_text(file)]
         report.ignored_files += len(found) - len(texts)
         return texts
@@ -158,10 +171,9 @@ def _is_text(path: Path) -> bool:
     return suffix in TEXT_SUFFIXES and (suffix != ".json" or _EXPORT.fullmatch(path.name) is not None)
 
 
-def _visible(path: Path, root: Path) -> bool:
-    if path.is_symlink() or not path.is_file():
-        return False
-    return not any(part.startswith(".") for part in path.relative_to(root).parts)
+def _is_visible(path: Path, root: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    return path.is_file() and not path.is_symlink() and not hidden
 
 
 def _read_text(path: Path, report: DataReport) -> Iterator[Row]:
@@ -185,7 +197,7 @@ def _decoded(path: Path, report: DataReport) -> str | None:
 
 
 def _clean(text: str) -> str:
-    # Fonts of some PDF files stand for half a character.
+    # Fonts of some PDF files give half of a surrogate pair, which UTF-8 cannot encode.
     text = text.encode("utf-8", "replace").decode("utf-8")
     return text.replace("\r\n", "\n").replace("\x00", "")
 
@@ -246,7 +258,7 @@ def _read_jsonl(path: Path, report: DataReport) -> Iterator[Row]:
                 yield parse_row(json.loads(line.decode("utf-8-sig")))
             except UnicodeDecodeError:
                 report.bad(f"{path}:{number}", "not UTF-8")
-            except (ValueError, RecursionError):  # what is no JSON, or a number of thousands of digits
+            except (ValueError, RecursionError):  # not JSON, or a number of thousands of digits
                 report.bad(f"{path}:{number}", "not JSON")
             except InputError as exc:
                 report.bad(f"{path}:{number}", str(exc))
@@ -275,7 +287,7 @@ def _without_duplicates(rows: Iterable[Row], report: DataReport) -> list[Row]:
 
 
 def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
-    """Return `text` without long paragraphs that occurred before, in it or in earlier texts."""
+    """Return `text` without long paragraphs that this text or an earlier one already contained."""
     kept = []
     for paragraph in _paragraphs(text):
         plain = normalised(paragraph)
@@ -297,7 +309,7 @@ def _documents(rows: list[Row]) -> list[Document]:
             documents.append(Document(_group("group", group), content))
             continue
         begin = _begin(content)
-        # Texts that begin alike, of one template, are told apart by all that they say.
+        # Texts that are made from one template have the same beginning, so their full text names them.
         name = _group("content", begin if begins[begin] == 1 else characters(content))
         if not isinstance(content, PlainText):
             documents.append(Document(name, content))
@@ -324,12 +336,17 @@ def _key(text: str) -> bytes:
 
 
 def normalised(text: str) -> str:
-    """Drop differences of case, width and white space from `text`: equal results are duplicates."""
+    """Normalise case, width and white space. Texts with the same result are duplicates.
+
+    Example:
+        >>> normalised(" Hello  World") == normalised("hello world")
+        True
+    """
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def passages(documents: Sequence[Document]) -> list[Document]:
-    """Cut plain text into passages of some hundred characters; everything else stays whole."""
+    """Cut plain text into passages of about 300 characters. Other documents stay whole."""
     found: list[Document] = []
     for document in documents:
         if isinstance(document.content, PlainText):
@@ -344,8 +361,15 @@ def passages(documents: Sequence[Document]) -> list[Document]:
 
 
 def sections(text: str, characters: int) -> list[str]:
-    """Cut `text` into contiguous sections: paragraphs, else lines, else words, until there are so many
-    characters. Where one ends depends on nothing that comes after it."""
+    """Cut `text` into sections of at least `characters` characters, at the ends of paragraphs.
+
+    A long paragraph is cut at the ends of lines, and a long line between words. The end of a section does
+    not depend on later text.
+
+    Example:
+        >>> sections("one two three four", 8)
+        ['one two three ', 'four']
+    """
     result: list[str] = []
     current = ""
     for piece in _pieces(text, characters):
@@ -369,5 +393,5 @@ def _pieces(text: str, characters: int) -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Cut `text` into paragraphs, each with the blank lines that follow it: joined, they are `text` again."""
+    """Cut `text` into paragraphs, each with the blank lines after it. Joined, they give `text` again."""
     return re.findall(r"(?s).+?(?:\n[ \t]*\n\s*|\Z)", text)
