@@ -1,17 +1,15 @@
-"""HTTP client of the service: requests, retries, and the errors for refusals.
+"""HTTP client of the service: requests, retries and errors. `api.py` has the calls.
 
 Rules:
-- https only, except to this machine itself. The only headers that identify anything are the bearer token and
-  `User-Agent: permille-agent/<version>`. Proxies, `.netrc` and certificate variables of the environment are
-  not read.
-- Only bytes that the caller hashes may come from elsewhere: by one redirect (307) to another https address,
-  which is asked without the token. No cookie is kept. Bodies are read up to a limit, never decompressed.
-- A request has a time in all (`transport.py`), not only between two bytes.
-- What may succeed later (no connection, a timeout, 408, 425, 429, 5xx) is tried again with exponential
-  backoff and full jitter, or after what `Retry-After` says, a day at most; everything else is raised at once.
-  Every call of the contract is idempotent.
 
-Which calls there are is in `api.py`.
+- Only https is allowed, except for a service on this machine.
+- Only the bearer token and `User-Agent: permille-agent/<version>` identify the device. Cookies are not kept.
+- Proxies, `.netrc` and certificate variables of the environment are ignored.
+- Only downloads that the caller hashes follow a redirect: once, with status 307, and without the token.
+- Bodies are read up to a limit and never decompressed.
+- Each request has a limit of its total time (`transport.py`).
+- Failed connections, timeouts and the statuses 408, 425, 429 and 5xx are retried with exponential backoff and
+  full jitter, or after `Retry-After`. Other errors are raised at once. All calls are idempotent.
 """
 
 import json
@@ -44,22 +42,22 @@ WAIT_LIMIT_S = 60.0
 LONGEST_RETRY_AFTER_S = 24 * 3600.0
 _TRANSPORT_ERRORS = (
     httpx.TransportError,
-    UnicodeError,  # httpx on the name of a host that a redirect writes wrongly
+    UnicodeError,  # raised by httpx for a malformed host name in a redirect
     httpcore.TimeoutException,
     httpcore.NetworkError,
     httpcore.ProtocolError,
 )
 LATER_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
-# What is called is asked anew for every attempt, and may raise.
+# A callable body is called before each attempt, and may raise.
 Body = bytes | Mapping[str, Any] | Callable[[], bytes] | None
 
 
 class ServiceUnavailableError(RetryableError):
-    """The service cannot be reached or asks to come back later.
+    """The service cannot be reached, or asks to try again later.
 
     Attributes:
-        retry_after_s: what the service asked for, None where it said nothing.
+        retry_after_s: seconds that the service asked to wait, or None.
     """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
@@ -72,7 +70,7 @@ class RequestRefusedError(InputError):
 
     Attributes:
         status: HTTP status.
-        problem: slug of the problem's type URI, or "" where the answer has none.
+        problem: last part of the problem's type URI, or "".
     """
 
     def __init__(self, message: str, *, status: int, problem: str) -> None:
@@ -86,10 +84,14 @@ class AccessRefusedError(OperatorError):
 
 
 def check_server(server: str) -> str:
-    """The server's base URL without a trailing slash.
+    """Return the base URL of a server without a trailing slash.
+
+    Example:
+        >>> check_server("https://models.example.org/")
+        'https://models.example.org'
 
     Raises:
-        InputError: no http(s) URL, credentials or a query in it, or http to another machine.
+        InputError: the URL is not http or https, has credentials or a query, or is http to another machine.
     """
     try:
         url = httpx.URL(server.strip())
@@ -98,16 +100,22 @@ def check_server(server: str) -> str:
         host = ""
     if not host or url.scheme not in ("http", "https"):
         shown = server.rpartition("@")[2]
-        raise InputError(f"{shown!r} is no address of a service. Write it like https://models.example.org.")
+        raise InputError(f"{shown!r} is not an address. Write one like https://models.example.org.")
     if url.userinfo or url.query or url.fragment:
         raise InputError("The address of the service must have no user, password, query or fragment.")
     if url.scheme == "http" and not is_loopback(host):
-        raise InputError(f"Use https for {host}: http is for this machine itself only.")
+        raise InputError(f"Use https for {host}. Only a service on this machine may use http.")
     return server.strip().rstrip("/")
 
 
 class Connection:
-    """Requests to one server. Close it, or use it as a context manager."""
+    """Requests to one server. Close it, or use it as a context manager.
+
+    For example:
+
+        with Connection("https://models.example.org") as connection:
+            federations = connection.call("GET", "/v1/device/federations")
+    """
 
     def __init__(
         self,
@@ -130,7 +138,7 @@ class Connection:
             transport=LimitedTransport(_tls_context(ca_file)),
             headers={"user-agent": f"permille-agent/{__version__}", "accept-encoding": "identity"},
         )
-        # A cookie for a whole domain would name this device wherever its bytes are.
+        # A cookie for a whole domain would identify this device at each host of a redirect.
         self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=()))
 
     def __enter__(self) -> "Connection":
@@ -152,18 +160,18 @@ class Connection:
         headers: Mapping[str, str] | None = None,
         limit_bytes: int = JSON_LIMIT_BYTES,
     ) -> bytes:
-        """Send a request, again where that may help, and read the answer.
+        """Send a request with retries, and return the body of the response.
 
         Raises:
             ServiceUnavailableError: all attempts failed, or the service asks for a longer pause.
-            AccessRefusedError: 401 or 403.
+            AccessRefusedError: status 401 or 403.
             RequestRefusedError: any other refusal.
-            OperatorError: a certificate that does not hold, or an answer longer than `limit_bytes`.
+            OperatorError: the certificate is not trusted, or the body is longer than `limit_bytes`.
         """
         return self.retry(lambda: self._call_once(method, path, body, headers or {}, limit_bytes))
 
     def retry(self, attempt: Callable[[], bytes]) -> bytes:
-        """Call `attempt` until it succeeds or waiting is pointless."""
+        """Call `attempt` until it succeeds or `wait_before_retry` gives up."""
         number = 0
         while True:
             try:
@@ -186,14 +194,14 @@ class Connection:
         return self._rng.uniform(0.0, min(WAIT_LIMIT_S, BACKOFF_FIRST_S * 2.0**number))
 
     def pause(self, seconds: float) -> None:
-        """Wait, by the clock that this connection was given."""
+        """Sleep, by the `sleep` of this connection."""
         self._sleep(seconds)
 
     @contextmanager
     def stream(self, path: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
-        """Fetch bytes in pieces, following the service's redirect. The caller checks their hash.
+        """Open a download, following one redirect. The caller retries, and checks the hash of the bytes.
 
-        Not retried here. The ETag is always the service's.
+        The ETag of the response is always the service's.
 
         Raises:
             As `call`, also while the body is read.
@@ -215,7 +223,7 @@ class Connection:
             yield moved
 
     def read(self, path: str, headers: Mapping[str, str], *, limit_bytes: int) -> bytes:
-        """Read a `stream`, with retries if they may help. Raises as `call`."""
+        """Read a `stream` to its end, with retries. Raises as `call`."""
 
         def once() -> bytes:
             with self.stream(path, headers) as response:
@@ -227,8 +235,7 @@ class Connection:
         """Return the target of a redirect.
 
         Raises:
-            OperatorError: not to https, which alone is safe from others than this machine; and only a service
-                on this machine may send us to what else runs here.
+            OperatorError: the target is not https, or it is on this machine and the service is not.
         """
         try:
             url = httpx.URL(response.headers.get("location", ""))
@@ -332,10 +339,7 @@ def _read_problem(data: bytes) -> tuple[str, str]:
 
 
 def _retry_after(headers: httpx.Headers) -> float | None:
-    """Return the seconds that the service asks to wait, at most a day, or None.
-
-    A date is counted from the service's own, where it says that: the device's clock may be wrong.
-    """
+    """Return the seconds that the service asks to wait, at most a day, or None."""
     text = headers.get("retry-after", "")
     try:
         wait_s = float(text)
@@ -343,6 +347,7 @@ def _retry_after(headers: httpx.Headers) -> float | None:
         until = _date(text)
         if until is None:
             return None
+        # The device's clock may be wrong, so the service's own date is preferred.
         wait_s = (until - (_date(headers.get("date", "")) or datetime.now(UTC))).total_seconds()
     return 0.0 if math.isnan(wait_s) else min(LONGEST_RETRY_AFTER_S, max(0.0, wait_s))
 
@@ -350,6 +355,6 @@ def _retry_after(headers: httpx.Headers) -> float | None:
 def _date(text: str) -> datetime | None:
     try:
         date = parsedate_to_datetime(text)
-    except (ValueError, TypeError, OverflowError):  # the last: a year, or another number, of many digits
+    except (ValueError, TypeError, OverflowError):  # OverflowError: a number of many digits
         return None
     return date if date.tzinfo else date.replace(tzinfo=UTC)

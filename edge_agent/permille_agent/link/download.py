@@ -1,9 +1,10 @@
-"""Downloads of blobs that survive anything: a cut connection, a kill, a full disk, wrong bytes.
+"""Resumable downloads of blobs.
 
-A blob grows in `partial/<hex>.part`; beside it, `<hex>.etag` says which representation it is a part of. What
-is there is continued by `Range` and `If-Range`, whoever wrote it and however it ended. When it has the size
-that the manifest names, it is hashed; then it moves into the blob folder in one rename. So a blob is either
-absent or right.
+A download survives a lost connection, a kill, a full disk and wrong bytes:
+
+- The bytes are appended to `partial/<hex>.part`. The ETag of their representation is in `<hex>.etag`.
+- A later attempt continues with `Range` and `If-Range`.
+- A complete file is hashed, and then moved into the blob folder by one rename. So a blob is absent or right.
 """
 
 import errno
@@ -25,12 +26,12 @@ Progress = Callable[[int], None]
 
 
 class Download:
-    """A blob that is being downloaded to the blob folder.
+    """Download of one blob to the blob folder.
 
     Args:
         partial: folder of unfinished downloads, on the same file system as `blobs`.
-        size_bytes: what the verified manifest says; never one byte more is written.
-        progress: called with the number of bytes that were just added (negative where bytes are thrown away).
+        size_bytes: size in the verified manifest. More bytes are never written.
+        progress: called with the number of added bytes, which is negative if bytes are discarded.
     """
 
     def __init__(
@@ -55,12 +56,12 @@ class Download:
         self._etag = partial / f"{hexadecimal}.etag"
 
     def run(self) -> None:
-        """Fetch what is missing, verify, and install.
+        """Fetch the missing bytes, verify the blob, and move it into the blob folder.
 
         Raises:
-            ServiceUnavailableError: the connection broke again and again without a byte of progress.
-            PackageError: `blob-digest` or `blob-size`: the server sends other bytes, twice.
-            OperatorError: the disk is full or cannot be written; what was downloaded is kept.
+            ServiceUnavailableError: all attempts failed without enough progress.
+            PackageError: the server sent wrong bytes twice, `blob-digest` or `blob-size`.
+            OperatorError: the disk is full or read-only. The downloaded bytes are kept.
         """
         if self._blobs.has(self._digest):
             return
@@ -99,7 +100,7 @@ class Download:
                 got = f"a service that has no byte {stored} of it"
                 raise PackageError("blob-size", self._expected(got)) from exc
             except ServiceUnavailableError as exc:
-                # A try that was worth its time, and the wait before it, does not count as one that failed.
+                # An attempt that was fast enough, including the wait before it, does not count as a failure.
                 grown, now_s = self._stored_bytes() - stored, time.monotonic()
                 failures = 0 if grown > LEAST_RATE * (now_s - since_s) else failures + 1
                 since_s = now_s
@@ -115,7 +116,10 @@ class Download:
         with self._api.blob(self._package_digest, self._digest, start=stored, etag=etag) as response:
             if not (response.status_code == 206 and _range_start(response) == stored):
                 self._restart()
-                self._expect_whole(response)
+                if response.status_code != 200:
+                    raise ServiceUnavailableError(
+                        f"The service answered {response.status_code} instead of the requested range"
+                    )
             if (total := _total_bytes(response)) not in (None, self._size_bytes):
                 raise PackageError("blob-size", self._expected(f"a service that has {total}"))
             self._keep_etag(response.headers.get("etag", ""))
@@ -125,12 +129,6 @@ class Download:
 
     def _expected(self, got: str) -> str:
         return f"The service sent {got} instead of {self._size_bytes} bytes of {self._digest}"
-
-    def _expect_whole(self, response: httpx.Response) -> None:
-        if response.status_code != 200:
-            raise ServiceUnavailableError(
-                f"The service answered {response.status_code} instead of the range that was asked for"
-            )
 
     def _append(self, response: httpx.Response) -> None:
         room = self._size_bytes - self._stored_bytes()
@@ -163,6 +161,7 @@ class Download:
             return ""
 
     def _keep_etag(self, etag: str) -> None:
+        # RFC 9110 13.1.5: If-Range needs a strong validator, and a weak one begins with W/.
         strong = etag if etag.isascii() and etag.startswith('"') and len(etag) < 200 else ""
         if strong != self._stored_etag():
             write_atomic(self._etag, strong.encode("ascii"), mode=0o600)

@@ -1,9 +1,10 @@
-"""Enrolment: which server this device belongs to, what it follows, and where its trust begins.
+"""Enrolment of this device with a server.
 
-An invitation carries digits of the digest of the operator's root metadata. The server's answer must be that
-root: so whoever stands between can refuse, but not put keys of its own in place. No later answer changes it;
-only enrolling again, by hand, does. The device signs its enrolment: a key that it does not hold it cannot
-enrol. Enrolling the same key again gives the same device.
+- An invitation contains the first digits of the digest of the operator's root metadata. The server must
+  answer with that root, so an attacker in between cannot replace its keys.
+- Only another enrolment by the user changes the root.
+- The device signs its enrolment, which proves that it holds the key.
+- Enrolling the same key again gives the same device.
 """
 
 import re
@@ -15,7 +16,6 @@ from pathlib import Path
 from permille.digests import digest_of
 from permille.errors import InputError, OperatorError, PackageError
 from permille.files import write_atomic
-from permille.schemas import devices
 from permille_agent.link.api import (
     Credentials,
     DeviceApi,
@@ -32,13 +32,13 @@ CA_LIMIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enrolment:
-    """Record of the device's enrolment.
+    """Contents of `enrolment.json`.
 
     Attributes:
-        server: base URL.
-        release: name of the release that the device follows, by `alias`.
-        root: the signed root metadata that the invitation named, as text.
-        private_ca: whether the server's certificate is checked against `ca.pem` in the home folder.
+        server: base URL of the server.
+        release: name of the release that the device follows, at `alias`.
+        root: signed root metadata that the invitation named, as text.
+        private_ca: whether `ca.pem` in the home folder verifies the server's certificate.
     """
 
     server: str
@@ -51,7 +51,7 @@ class Enrolment:
     private_ca: bool
 
     def document(self) -> dict[str, str]:
-        """Return what commands show: the root is named by the digits that an invitation has."""
+        """Return the fields that commands show, with the root's digits as in an invitation."""
         return {
             "server": self.server,
             "device_id": self.device_id,
@@ -66,12 +66,12 @@ Connect = Callable[[str, Path | None], Connection]
 
 
 def connect(server: str, ca_file: Path | None) -> Connection:
-    """A connection with the defaults of `client.py`."""
+    """Open a connection with the defaults of `client.py`."""
     return Connection(server, ca_file=ca_file)
 
 
 def load_enrolment(home: Home) -> Enrolment | None:
-    """The enrolment in the home folder, or None.
+    """Return the enrolment in the home folder, or None.
 
     Raises:
         OperatorError: the file is damaged.
@@ -80,7 +80,7 @@ def load_enrolment(home: Home) -> Enrolment | None:
 
 
 def require_enrolment(home: Home) -> tuple[Enrolment, Identity]:
-    """The enrolment and the key that goes with it.
+    """Return the enrolment and the device's key.
 
     Raises:
         OperatorError: the device is not enrolled.
@@ -96,6 +96,8 @@ def require_enrolment(home: Home) -> tuple[Enrolment, Identity]:
 @contextmanager
 def open_api(home: Home, *, connection: Connect = connect) -> Iterator[DeviceApi]:
     """Open the API as the enrolled device, and close its connection after use.
+
+    For example:
 
         with open_api(home) as api:
             deliver(home, api)
@@ -119,24 +121,30 @@ def enroll(
     ca_file: Path | None = None,
     connection: Connect = connect,
 ) -> Enrolment:
-    """Enrol this device, or the same device again; the caller holds the writers' lock.
+    """Enrol this device. The caller holds the writers' lock.
 
     Args:
-        name: what operators see. The default is the name that it has, or one that says nothing about the
-            user or the machine.
+        home: the home folder.
+        server: base URL of the server.
+        invitation: the whole invitation that the operator sent.
+        name: name that operators see. The default is the current name, or a neutral one.
+        ca_file: PEM file of a private certificate authority.
+        connection: opens the connection.
 
     Raises:
         InputError: the invitation is refused, or the device is enrolled with another server.
-        PackageError: `trust-root`: the server's root is not the one that the invitation names.
-        RetryableError, OperatorError: as `client.py` has them.
+        PackageError: the server's root differs from the invitation's, `trust-root`.
+        RetryableError, OperatorError: as in `client.py`.
     """
     server = check_server(server)
-    _refuse_other_server(home, server)
+    known = load_enrolment(home)
+    if known is not None and known.server != server:
+        message = f"This device is enrolled at {known.server}, not {server}"
+        raise InputError(f"{message}. Run `permille-agent unenroll` first, or use another --home.")
     if (parts := INVITATION.fullmatch(invitation)) is None:
         form = "22 characters (A-Z a-z 0-9 _ -), a dot and 32 hexadecimal digits"
         raise InputError(f"This is not the whole invitation, which has {form}. Copy all of it.")
     identity = load_or_create_identity(home)
-    known = load_enrolment(home)
     name = name or (f"device-{identity.public_key[:8]}" if known is None else known.name)
     with connection(server, ca_file) as opened:
         try:
@@ -152,19 +160,23 @@ def enroll(
             "trust-root", f"The service has the root {got}, but the invitation names {parts[1]}"
         )
     _keep_ca(home, ca_file)
-    return _store(home, server, name, answer, private_ca=ca_file is not None)
+    enrolment = Enrolment(
+        server=server,
+        device_id=answer.device_id,
+        tenant_id=answer.tenant_id,
+        name=name,
+        release=answer.release,
+        alias=answer.alias,
+        root=answer.root,
+        private_ca=ca_file is not None,
+    )
+    write_record(home.enrolment, enrolment)
+    return enrolment
 
 
 def _root_digits(root: str) -> str:
-    """The digits of a root's digest that invitations carry."""
+    """Return the digits of a root's digest that invitations contain."""
     return digest_of(root.encode()).removeprefix("sha256:")[:32]
-
-
-def _refuse_other_server(home: Home, server: str) -> None:
-    known = load_enrolment(home)
-    if known is not None and known.server != server:
-        message = f"This device is enrolled at {known.server}, not {server}"
-        raise InputError(f"{message}. Run `permille-agent unenroll` first, or use another --home.")
 
 
 def _keep_ca(home: Home, ca_file: Path | None) -> None:
@@ -175,18 +187,3 @@ def _keep_ca(home: Home, ca_file: Path | None) -> None:
             write_atomic(home.ca_file, file.read(CA_LIMIT_BYTES), mode=0o600)
     except OSError as exc:
         raise OperatorError(f"Cannot copy {ca_file} to {home.ca_file}: {exc}") from exc
-
-
-def _store(home: Home, server: str, name: str, answer: devices.Enrolment, *, private_ca: bool) -> Enrolment:
-    enrolment = Enrolment(
-        server=server,
-        device_id=answer.device_id,
-        tenant_id=answer.tenant_id,
-        name=name,
-        release=answer.release,
-        alias=answer.alias,
-        root=answer.root,
-        private_ca=private_ca,
-    )
-    write_record(home.enrolment, enrolment)
-    return enrolment

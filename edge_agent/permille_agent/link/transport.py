@@ -1,13 +1,12 @@
-"""HTTP whose requests end: a limit on each as a whole, however slowly bytes drop in.
+"""HTTP transport with a limit on the total time of each request.
 
-A timeout of a socket begins anew with every byte, so a server that sends one now and then holds a request,
-and whoever waits for it, for ever. Here a request has `GRACE_S` seconds for connection, headers and body,
-and a second more for each `LEAST_RATE` bytes that it sent, or that came of the answer's body. What comes
-around a body earns nothing: interim answers (1xx) and extensions of chunks need never end. What is slower has
-failed as a timeout does. The clock is the monotonic one: nobody can put it forward or back.
+The timeouts of httpx are those of a socket, and start again with each byte. So a server that sends one byte
+now and then could hold a request for ever. This transport wraps the sockets of httpcore's pool instead:
 
-httpx has no such limit; its timeouts are those of a socket. So this is httpx's interface over httpcore's
-pool, whose sockets are watched.
+- A request has `GRACE_S` seconds for connection, headers and body.
+- It gets one more second for each `LEAST_RATE` bytes that it sends, or receives of the response's body.
+- Other bytes earn no time, because interim responses (1xx) and chunk extensions may be endless.
+- A slower request fails like a timeout.
 """
 
 import ssl
@@ -20,7 +19,7 @@ import httpx
 
 GRACE_S = 60.0
 LEAST_RATE = 4096
-"""Bytes a second: a request that moves fewer on the whole, after its grace, is ended."""
+"""Smallest average rate of a request after `GRACE_S`, in bytes per second."""
 
 Clock = Callable[[], float]
 
@@ -41,10 +40,10 @@ class _Allowance:
         self._until_s += size_bytes / LEAST_RATE
 
     def within(self, timeout_s: float | None) -> float:
-        """Shorten a socket's timeout to what is left.
+        """Return a socket's timeout, limited to the remaining time.
 
         Raises:
-            httpcore.ReadTimeout: nothing is.
+            httpcore.ReadTimeout: no time remains.
         """
         left_s = self._until_s - self._clock()
         if left_s <= 0:
@@ -53,7 +52,7 @@ class _Allowance:
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection whose every wait is within the allowance."""
+    """A connection that limits each wait to the remaining time."""
 
     def __init__(self, stream: httpcore.NetworkStream, allowance: _Allowance) -> None:
         self._stream = stream
@@ -64,7 +63,7 @@ class _Stream(httpcore.NetworkStream):
         return self._stream.read(max_bytes, self._allowance.within(timeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """See `httpcore.NetworkStream`; in pieces, so that each has a time of its own."""
+        """See `httpcore.NetworkStream`. The buffer is written in pieces, and each piece earns time."""
         for start in range(0, len(buffer), 1 << 16):
             piece = buffer[start : start + (1 << 16)]
             self._stream.write(piece, self._allowance.within(timeout))
@@ -87,7 +86,7 @@ class _Stream(httpcore.NetworkStream):
 
 
 class _Backend(httpcore.NetworkBackend):
-    """Opens watched connections."""
+    """Opens connections with limited waits."""
 
     def __init__(self, allowance: _Allowance) -> None:
         self._backend = httpcore.SyncBackend()
@@ -108,7 +107,7 @@ class _Backend(httpcore.NetworkBackend):
 
 
 class _Body(httpx.SyncByteStream):
-    """The body of an answer; what comes of it earns time."""
+    """The body of a response. Its bytes earn time."""
 
     def __init__(self, response: httpcore.Response, allowance: _Allowance) -> None:
         self._response = response
@@ -137,7 +136,9 @@ class LimitedTransport(httpx.BaseTransport):
         """See `httpx.BaseTransport`."""
         self._allowance.renew()
         url = request.url
-        assert isinstance(request.stream, httpx.SyncByteStream)  # the client is no asynchronous one
+        assert isinstance(
+            request.stream, httpx.SyncByteStream
+        )  # the client is synchronous
         response = self._pool.handle_request(
             httpcore.Request(
                 method=request.method,

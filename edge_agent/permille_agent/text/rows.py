@@ -1,12 +1,12 @@
-"""Tokens in rows of T: what a training step reads and what an evaluation reads.
+"""Rows of up to T tokens for training steps and evaluations.
 
-Training rows hold several short documents one after the other, so that few positions are padding. Evaluation
-rows hold one document each, so that a document's loss depends on nothing else. No row begins with a target,
-and neither does a document inside a row: its first token would be predicted from a stranger's text.
+- A training row packs several short documents together, which avoids padding.
+- An evaluation row has tokens of one document, so that its loss does not depend on other documents.
+- The first token of a document is never a target. It would be predicted from another document.
+- The batch of a step is a pure function of the rows, the seed and the step. So a resumed run reads the same
+  batches.
 
-The batch of a step is a pure function of (rows, seed, step), so a run that was killed reads what it would
-have read.
-Shapes: R rows, T tokens, B rows of a batch, N targets.
+Shapes: T tokens, B rows of a batch, N targets.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from permille_agent.text.tokens import TokenizedDocument
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Up to T tokens, not padded. `document_T` is the index of the document that each token is from."""
+    """Up to T tokens without padding. `document_T` has the index of each token's document."""
 
     ids_T: NDArray[np.int64]
     target_T: NDArray[np.bool_]
@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationBatch:
-    """A batch with, for each target in row-major order, its document and its bytes."""
+    """A batch with the document and the number of bytes of each target, in row-major order."""
 
     batch: Batch
     document_N: NDArray[np.int64]
@@ -41,9 +41,12 @@ class EvaluationBatch:
 
 
 def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int, *, first: int = 0) -> list[Row]:
-    """Cut documents into rows. A row has tokens of one document; indices count from `first`.
+    """Cut documents into rows with tokens of one document each. Rows without a target are dropped.
 
-    Rows without a target are left out.
+    Args:
+        documents: the documents.
+        row_tokens: length of the longest row.
+        first: index of the first document.
     """
     rows = []
     for index, document in enumerate(documents, start=first):
@@ -55,19 +58,23 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int, *, fi
 
 
 def rows_in_pieces(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """Return the same rows, with each cut into equal documents of about `tokens` targets."""
+    """Return the rows with new document indices: equal pieces of about `tokens` targets in each row."""
     found, before = [], 0
     for row in rows:
         targets = int(row.target_T.sum())
         pieces = max(1, round(targets / tokens))
-        number_T: NDArray[np.int64] = np.cumsum(row.target_T) - row.target_T  # of what follows: one too high
+        # Position of each target among the row's targets, from 0. Other tokens count with the next target.
+        number_T: NDArray[np.int64] = np.cumsum(row.target_T) - row.target_T
         found.append(replace(row, document_T=before + np.minimum(number_T * pieces // targets, pieces - 1)))
         before += pieces
     return found
 
 
 def rows_in_groups(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """Return the same rows with documents of `tokens` neighbouring targets. The last gets the rest."""
+    """Return the rows with new document indices: groups of `tokens` neighbouring targets across rows.
+
+    The last group also takes the remainder.
+    """
     groups = max(1, sum(int(row.target_T.sum()) for row in rows) // tokens)
     found, before = [], 0
     for row in rows:
@@ -78,7 +85,7 @@ def rows_in_groups(rows: Sequence[Row], tokens: int) -> list[Row]:
 
 
 def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:
-    """Pack the short rows of `document_rows` together, by best fit in decreasing length."""
+    """Pack the rows of `document_rows` into fewer rows, by best fit in decreasing length."""
     pieces = document_rows(documents, row_tokens)
     bins: list[list[Row]] = []
     bins_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
@@ -96,7 +103,13 @@ def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list
 
 
 class TrainingBatches:
-    """The batches of a run: every row once an epoch, in an order that (seed, epoch) decides."""
+    """Batches of a run. Each epoch has every row once, in an order that the seed and the epoch decide.
+
+    For example, the batch of the first step:
+
+        batches = TrainingBatches(prepared.train, batch_rows=4, seed=0)
+        batch = batches(0)
+    """
 
     def __init__(self, rows: Sequence[Row], *, batch_rows: int, seed: int) -> None:
         self._rows = rows
@@ -105,13 +118,13 @@ class TrainingBatches:
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def __call__(self, step: int) -> Batch:
-        """The batch of `step`, counted from 0."""
+        """Return the batch of a step, counted from 0."""
         first = step * self._batch_rows
         chosen = [self._row(position) for position in range(first, first + self._batch_rows)]
         return batch_of(chosen)
 
     def tokens(self, steps: int) -> int:
-        """Count the tokens that the first `steps` steps read, without padding."""
+        """Count the tokens of the first `steps` steps, without padding."""
         total = sum(len(row.ids_T) for row in self._rows)
         epochs, rest = divmod(steps * self._batch_rows, len(self._rows))
         return epochs * total + sum(len(self._rows[i].ids_T) for i in self._order(epochs)[:rest])
@@ -130,10 +143,7 @@ class TrainingBatches:
 
 
 def evaluation_batches(rows: Sequence[Row], *, tokens: int) -> Iterator[EvaluationBatch]:
-    """Yield batches of at most `tokens` positions, with rows of similar length together.
-
-    Each row occurs once.
-    """
+    """Yield batches of at most `tokens` positions. Rows of similar length share a batch."""
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].ids_T), i))
     start = 0
     while start < len(order):
@@ -149,7 +159,7 @@ def evaluation_batches(rows: Sequence[Row], *, tokens: int) -> Iterator[Evaluati
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
-    """Make a batch of rows, padded on the right with id 0 to the longest."""
+    """Make a batch of rows. Shorter rows are padded on the right with id 0."""
     shape = (len(rows), max(len(row.ids_T) for row in rows))
     input_ids_BT = np.zeros(shape, dtype=np.int64)
     attention_BT = np.zeros(shape, dtype=np.bool_)
@@ -163,7 +173,7 @@ def batch_of(rows: Sequence[Row]) -> Batch:
 
 
 def rows_digest(parts: Sequence[Sequence[Row]]) -> str:
-    """Digest of what a run reads: ids, targets and documents of all rows, split by split."""
+    """Return the digest of the ids, targets and documents of all rows of all splits."""
     digest = hashlib.sha256(b"permille-rows-1\0")
     for rows in parts:
         digest.update(len(rows).to_bytes(8, "little"))

@@ -1,8 +1,8 @@
-"""Text to tokens and back, by the package's own `tokenizer.json`; transformers is not needed.
+"""Conversion between text and tokens by the package's `tokenizer.json`, without transformers.
 
-The tokenizer is foreign data and works in a child process with limits (`permille.sandbox`), which renders the
-chat template, too. Special tokens written in the user's text are text. Only what a chat template writes may
-be special, and a message that contains a special token is refused there.
+The tokenizer is foreign data. It runs in a child process with limits (`permille.sandbox`), together with the
+chat template. Special tokens in the user's text are treated as plain text. Only a chat template can write
+special tokens, and a chat message that contains one is refused.
 """
 
 from base64 import b64decode
@@ -31,10 +31,9 @@ class TokenizedDocument:
     """The tokens of a document.
 
     Attributes:
-        ids_T: int64, the token ids.
-        target_T: bool, whether the loss counts the prediction of the token; never the first.
-        bytes_T: int64, how many bytes of the text the token stands for; their sum over targets makes bits per
-            byte.
+        ids_T: token ids, int64.
+        target_T: whether the token counts in the loss, bool. The first token never counts.
+        bytes_T: number of bytes of the text that the token encodes, int64. They give the bits per byte.
     """
 
     ids_T: NDArray[np.int64]
@@ -47,29 +46,34 @@ class TokenizedDocument:
         return int(self.target_T.sum())
 
     def between(self, first: int, last: int | None) -> "TokenizedDocument":
-        """Return the tokens from `first` to before `last`. The first of them is not a target."""
+        """Return the tokens `first:last`. The first of them is not a target."""
         target_T = self.target_T[first:last].copy()
         target_T[:1] = False
         return TokenizedDocument(self.ids_T[first:last], target_T, self.bytes_T[first:last])
 
 
 class TextTokenizer:
-    """The tokenizer of one package, with its special tokens and chat template.
+    """The tokenizer of a package, with its special tokens and chat template.
+
+    For example, `package_tokenizer(package)` opens one, and `decode` reverses `prompt`:
+
+        ids_T = tokenizer.prompt("Once upon a time")
+        text = tokenizer.decode(ids_T.tolist())
 
     Attributes:
-        template: the package's chat template, or the plain one for packages without a template.
-        stop_ids: all `eos_token_id` of the package's files, and the template's end of a turn.
+        template: chat template of the package, or the default one.
+        stop_ids: every `eos_token_id` in the package's files, and the template's end of a turn.
     """
 
     def __init__(self, read_file: ReadFile, *, learn: Learn = Learn.ASSISTANT) -> None:
-        """Read `tokenizer.json` and, where there are any, the configurations beside it.
+        """Read `tokenizer.json` and the configuration files beside it.
 
         Args:
-            read_file: content of a file of the package by its name; None where the package has none.
-            learn: whose turns of a conversation count in the loss.
+            read_file: returns the content of a file of the package, or None if there is no such file.
+            learn: roles whose turns of a conversation count in the loss.
 
         Raises:
-            PackageError: no tokenizer, or one that cannot be read.
+            PackageError: there is no tokenizer, or it cannot be read.
         """
 
         def load() -> bytes:
@@ -90,7 +94,7 @@ class TextTokenizer:
         self.stop_ids = tuple(sorted({*files.stop_ids, *(number for number in found if number is not None)}))
 
     def close(self) -> None:
-        """End the child now; it ends with this object anyway."""
+        """End the child process now. Otherwise it ends with this object."""
         self._sandbox.close()
 
     @property
@@ -114,7 +118,7 @@ class TextTokenizer:
         """Return the ids of a prompt to continue. Special tokens in it are treated as text.
 
         Raises:
-            InputError: no token at all comes out.
+            InputError: the prompt gives no token.
         """
         ids_T = self._encode_literal(text).ids_T
         if not len(ids_T) and self._bos_id is not None:
@@ -137,12 +141,12 @@ class TextTokenizer:
         return self._encode(text, rendered=True).ids_T
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens."""
+        """Return the text of `ids`, without special tokens."""
         request = {"do": "decode", "ids": list(ids), "limit": MAX_DECODED_CHARACTERS}
         return str(self._ask(request, len(ids))["text"])
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Decode `ids` as they come, piece by piece; a piece never ends inside a character."""
+        """Decode ids one by one, and yield pieces of whole characters."""
         request = {"do": "step", "stream": self._sandbox.new_stream(), "limit": MAX_DECODED_CHARACTERS}
         try:
             for token in ids:
@@ -156,12 +160,11 @@ class TextTokenizer:
         """Convert a document to tokens, and mark the tokens that count in the loss.
 
         Args:
-            content: the document.
-            row_tokens: a prompt is shortened from its start so that its completion fits into a row of so many
-                tokens.
+            content: content of the document.
+            row_tokens: length of a row. A prompt loses its beginning so that the completion fits.
 
         Raises:
-            InputError: a conversation contains a special token or does not survive its template.
+            InputError: a conversation contains a special token, or a turn is missing in the rendered text.
             PackageError: the template fails.
         """
         match content:
@@ -184,7 +187,7 @@ class TextTokenizer:
             )
         if len(whole.ids_T) <= row_tokens:
             return whole
-        # The end of the prompt is what the completion hangs on: keep at least a quarter of a row of it.
+        # The completion depends most on the end of the prompt, so at least a quarter of a row of it is kept.
         first = int(np.argmax(whole.target_T))
         kept = max(row_tokens // 4, row_tokens - (len(whole.ids_T) - first))
         start = max(0, first - kept)
@@ -196,10 +199,7 @@ class TextTokenizer:
         return _document(self._encode(text, rendered=True), text, spans)
 
     def _encode_literal(self, text: str) -> "_Encoding":
-        """Tokenize a user's text. Special tokens in it are treated as text.
-
-        The result has the tokenizer's own beginning.
-        """
+        """Tokenize a user's text with BOS if the tokenizer wants it. Special tokens are treated as text."""
         found = self._encode(text, rendered=False)
         if not self._files.add_bos or self._bos_id is None or found.ids_T[:1].tolist() == [self._bos_id]:
             return found
@@ -212,15 +212,16 @@ class TextTokenizer:
         )
 
     def _encode(self, text: str, *, rendered: bool) -> "_Encoding":
-        """Tokenize a text. Special tokens are special only in text that a chat template rendered."""
+        """Tokenize a text. Special tokens are recognised only in text that a chat template rendered."""
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
         own = not rendered
         request = {"do": "encode", "text": encodable(text), "literal": own, "ends": own, "limit": limit}
         answer = self._ask(request, len(text))
-        found = _Encoding(*(_numbers(answer[name]) for name in ("ids", "starts", "ends")))
+        packed = (b64decode(answer[name]) for name in ("ids", "starts", "ends"))
+        found = _Encoding(*(np.frombuffer(data, np.uint32).astype(np.int64) for data in packed))
         same = len(found.ids_T) == len(found.starts_T) == len(found.ends_T)
         if not same or (len(found.ends_T) and found.ends_T.max() > len(text)):
-            raise PackageError("tokenizer", "expected places within the text, got others")
+            raise PackageError("tokenizer", "The tokenizer returned positions outside of the text")
         return found
 
     def _ask(self, request: Mapping[str, object], characters: int) -> Mapping[str, Any]:
@@ -234,7 +235,7 @@ class TextTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class _Encoding:
-    """Tokens, and the characters that each stands for: from its start to before its end."""
+    """Token ids, each with the character span `start:end` that it encodes."""
 
     ids_T: NDArray[np.int64]
     starts_T: NDArray[np.int64]
@@ -250,11 +251,7 @@ def _document(encoding: _Encoding, text: str, spans: Sequence[tuple[int, int]]) 
     return TokenizedDocument(ids_T, target_T, token_bytes(text, ends_T))
 
 
-def _numbers(packed: str) -> NDArray[np.int64]:
-    return np.frombuffer(b64decode(packed), np.uint32).astype(np.int64)
-
-
 def package_tokenizer(package: Package, learn: Learn = Learn.ASSISTANT) -> TextTokenizer:
-    """Open the tokenizer in a package; of a conversation the turns count that `learn` names."""
+    """Open the tokenizer of a package. `learn` names the roles that count in a conversation."""
     names = package.manifest.files()
     return TextTokenizer(lambda name: package.file(name) if name in names else None, learn=learn)
