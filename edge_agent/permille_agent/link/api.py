@@ -1,11 +1,9 @@
-"""The calls of the REST contract that a device makes, typed, and the identity that signs them.
+"""Typed calls of the REST API that a device makes, and the identity that signs them.
 
-The identity is an Ed25519 key, made here, which never leaves the home folder. The server learns the public
-key at enrolment; afterwards the device proves who it is by signing a nonce of the server, and gets a token
-that lives in memory only. How calls travel is in `client.py`.
+The identity is an Ed25519 key that never leaves the home folder. The server learns the public key at
+enrolment. Later, the device signs a nonce of the server and gets a token, which it keeps in memory only.
 
-Answers are read field by field: a field that this version does not know is ignored, one that is missing is an
-error.
+Unknown fields of an answer are ignored. A missing field is an error. `client.py` sends the requests.
 """
 
 import base64
@@ -55,11 +53,11 @@ TOKEN_MARGIN_S = 60.0
 
 
 class _Offers(RootModel[list[FederationOffer]]):
-    """The federations of an answer."""
+    """List of federations in an answer."""
 
 
 class Identity:
-    """A device's key pair. The private key has no accessor and no useful `repr`."""
+    """The key pair of a device. The private key has no accessor and does not appear in the `repr`."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
@@ -70,13 +68,13 @@ class Identity:
         return encode_bytes(self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
 
     def sign_enrolment(self, invitation: str) -> str:
-        """Sign an enrolment with this key, and return the signature as base64url."""
+        """Return the signature of an enrolment as base64url."""
         return encode_bytes(self._key.sign(devices.enrolment_message(invitation, self.public_key)))
 
     def sign_contribution(self, contribution: Contribution) -> bytes:
-        """Return the signed bytes of this device's contribution to a round.
+        """Return the signed bytes of a contribution to a round.
 
-        With a keeper, each call draws a new mask.
+        If the federation has a keeper, the integers are masked, and each call draws a new mask.
         """
         rules = contribution.definition
         if rules.privacy is None or rules.privacy.keeper is None:
@@ -85,15 +83,15 @@ class Identity:
         return encode_masked(*place, vector_of(contribution), self._key)
 
     def sign_nonce(self, device_id: str, nonce: str) -> str:
-        """Sign the nonce of a token request, and return the signature as base64url."""
+        """Return the signature of a token request's nonce as base64url."""
         return encode_bytes(self._key.sign(devices.token_message(device_id, nonce)))
 
 
 def load_identity(home: Home) -> Identity | None:
-    """Read the key in the home folder; None before the first enrolment.
+    """Read the key in the home folder. Return None before the first enrolment.
 
     Raises:
-        OperatorError: others may read the file, or it holds no Ed25519 key.
+        OperatorError: other users can read the file, or it is not an Ed25519 key.
     """
     path = home.identity_key
     try:
@@ -110,7 +108,7 @@ def load_identity(home: Home) -> Identity | None:
 
 
 def load_or_create_identity(home: Home) -> Identity:
-    """Read the key in the home folder; it is made on first use with mode 0600.
+    """Read the key in the home folder, or create it with mode 0600.
 
     Raises:
         OperatorError: as `load_identity`, or the file cannot be written.
@@ -127,7 +125,12 @@ def load_or_create_identity(home: Home) -> Identity:
 
 
 def encode_bytes(data: bytes) -> str:
-    """Encode as base64url without padding."""
+    """Encode bytes as base64url without padding.
+
+    Example:
+        >>> encode_bytes(b"permille")
+        'cGVybWlsbGU'
+    """
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
 
 
@@ -140,7 +143,13 @@ class Credentials:
 
 
 class DeviceApi:
-    """The service, as a device sees it."""
+    """REST API of the service for a device.
+
+    For example, `open_api` of `enrolment.py` makes one with the device's credentials:
+
+        with open_api(home) as api:
+            release = api.release("assistant", "stable")
+    """
 
     def __init__(
         self,
@@ -167,13 +176,13 @@ class DeviceApi:
         return _parse(devices.Enrolment, self.connection.call("POST", "/v1/enrolments", body=body))
 
     def unenrol(self) -> None:
-        """Give this device up; its tokens end at once."""
+        """Remove this device from the service. Its tokens end at once."""
         self._call("DELETE", "/v1/device")
 
     def release(self, name: str, alias: str) -> releases.Release:
-        """Fetch the version that an alias points at.
+        """Return the release that an alias points to.
 
-        This answer is not signed; signed metadata says whether the version may be installed.
+        The answer is not signed. Signed metadata decides whether the version may be installed.
         """
         return _parse(releases.Release, self._call("GET", f"/v1/releases/{name}/aliases/{alias}"))
 
@@ -189,17 +198,17 @@ class DeviceApi:
     def blob(
         self, package_digest: str, blob_digest: str, *, start: int, etag: str
     ) -> Iterator[httpx.Response]:
-        """Fetch a blob from byte `start` on if it still has `etag`, else from its beginning."""
+        """Fetch a blob from byte `start` if its ETag is still `etag`, else from its beginning."""
         headers = {"range": f"bytes={start}-", "if-range": etag} if start and etag else {}
         path = f"/v1/packages/{package_digest}/blobs/{blob_digest}"
         with self.connection.stream(path, {**headers, **self._authorization()}) as response:
             yield response
 
     def blob_range(self, package_digest: str, blob_digest: str, begin: int, end: int) -> bytes:
-        """Fetch the bytes of a blob from `begin` to before `end`. The caller checks the hash.
+        """Fetch the bytes `begin:end` of a blob. The caller checks their hash.
 
         Raises:
-            OperatorError: the service sends more than was asked for.
+            OperatorError: the service sends more bytes.
         """
         path = f"/v1/packages/{package_digest}/blobs/{blob_digest}"
         part = {"range": f"bytes={begin}-{end - 1}"}
@@ -208,24 +217,26 @@ class DeviceApi:
         )
 
     def tell_facts(self, facts: FactsPut) -> None:
-        """Tell what groups choose devices by."""
+        """Send the facts about this device by which operators form groups."""
         self._call("PUT", "/v1/device/facts", body=facts.model_dump(mode="json"))
 
     def report_rollout(self, rollout_id: str, report: RolloutReport) -> None:
-        """Tell how far this device has come with a rollout's version."""
+        """Report this device's progress with the version of a rollout."""
         path = f"/v1/device/rollouts/{rollout_id}/report"
         self._call("PUT", path, body=report.model_dump(mode="json"))
 
     def report_run(self, run_id: str, metrics: runs.RunMetrics) -> None:
-        """Send the metrics of a run; the same run may be sent again."""
+        """Send the metrics of a run. Sending them again has no effect."""
         body = {"run_id": run_id, "metrics": metrics.model_dump(mode="json")}
         self._call("POST", "/v1/runs", body=body)
 
     def upload_log(self, run_id: str, log: bytes, *, check: Callable[[], None]) -> None:
-        """Send the canonical log or the packed state of a run. Only ever called with the user's consent.
+        """Upload the canonical log or the packed state of a run. The caller has the user's consent.
 
         Args:
-            check: raises where that was withdrawn; called before every attempt, which may be minutes apart.
+            run_id: id of the run.
+            log: the bytes to upload.
+            check: raises if the consent was withdrawn. Called before each attempt.
         """
 
         def agreed() -> bytes:
@@ -241,10 +252,7 @@ class DeviceApi:
         self._call("DELETE", f"/v1/runs/{run_id}/log")
 
     def federations(self) -> list[FederationOffer]:
-        """List the federations that this device may join or is a member of.
-
-        The answer is not signed.
-        """
+        """List the federations that this device may join or has joined. The answer is not signed."""
         return _parse(_Offers, self._call("GET", "/v1/device/federations")).root
 
     def federation_definition(self, federation_id: str) -> bytes:
@@ -253,37 +261,34 @@ class DeviceApi:
         return self._call("GET", path, limit_bytes=MAX_DEFINITION_BYTES)
 
     def join_federation(self, federation_id: str) -> None:
-        """Say that the user has joined; saying it again changes nothing."""
+        """Tell the service that the user joined. Telling it again has no effect."""
         self._call("PUT", f"/v1/federations/{federation_id}/membership")
 
     def leave_federation(self, federation_id: str) -> None:
-        """Say that the user has left; what was sent to the open round is withdrawn."""
+        """Tell the service that the user left. It drops this device's part of the open round."""
         self._call("DELETE", f"/v1/federations/{federation_id}/membership")
 
     def federation_history(
         self, federation_id: str, *, after: int, until: int | None, limit_bytes: int
     ) -> bytes:
-        """Fetch the history after a round, up to the newest or another one.
-
-        The caller verifies it.
-        """
+        """Fetch the history after round `after`, up to `until` or the newest. The caller verifies it."""
         query = f"?after={after}" + ("" if until is None else f"&until={until}")
         path = f"/v1/federations/{federation_id}/history{query}"
         return self._call("GET", path, limit_bytes=limit_bytes)
 
     def round_invitation(self, federation_id: str) -> RoundInvitation | None:
-        """Ask for a part of the open round; None where this device has none."""
+        """Ask for an invitation to the open round. Return None if there is none for this device."""
         answer = self._call("POST", f"/v1/federations/{federation_id}/invitations")
         return _parse(RoundInvitation, answer) if answer else None
 
     def contribute(self, federation_id: str, number: int, contribution: bytes) -> None:
-        """Send a part of a round; the same bytes may be sent again. Only ever called with consent."""
+        """Send a contribution to a round. The caller has the user's consent. Repeating it has no effect."""
         headers = {"content-type": CONTRIBUTION_MEDIA_TYPE}
         path = f"/v1/federations/{federation_id}/rounds/{number}/contribution"
         self._call("PUT", path, body=contribution, headers=headers)
 
     def forget_token(self) -> None:
-        """Sign in again before the next call."""
+        """Discard the token, so that the next call signs in again."""
         self._token = ""
 
     def _call(
@@ -302,7 +307,7 @@ class DeviceApi:
         return self._signed_in(send)
 
     def _signed_in(self, send: Callable[[], bytes]) -> bytes:
-        """Send with a token, and once more with a new one where it is refused."""
+        """Send a request. If an earlier token is refused, sign in again and repeat it once."""
         had_token = bool(self._token)
         try:
             return send()
@@ -339,6 +344,6 @@ class DeviceApi:
 def _parse(model: type[Model], data: bytes) -> Model:
     try:
         return model.model_validate_json(data, extra="ignore")
-    except ValidationError as exc:  # also the page of a hotel's network
+    except ValidationError as exc:  # for example the login page of a hotel's network
         said = f"The service sent a malformed {model.__name__.lower()}: {first_error(exc)}"
         raise ServiceUnavailableError(said) from exc

@@ -1,10 +1,10 @@
-"""Erasing what the agent knows of its user, and giving up the enrolment.
+"""Erasing of the user's data, and the end of an enrolment.
 
-`forget` keeps a short list (the device's identity, its enrolment, the packages, the policy) and erases
-everything else in the home folder, so that a file which a later version adds is erased, too. Contents are
-overwritten before they are removed. That is all a program can do: what a file system or a flash drive copied
-elsewhere (snapshots, journals, worn cells, backups, swap) is out of its reach, and `PROMISE` tells the user
-so. None of it needs room on the disk: what has to be remembered is written in place where there is none.
+- `forget` keeps the identity, the enrolment, the packages, the policy and the privacy ledger. It erases all
+  other files in the home folder, including those of later versions.
+- Files are overwritten and then removed. Copies in snapshots, journals, spare flash cells, backups and swap
+  are out of reach, and `PROMISE` tells the user.
+- A full disk does not prevent it, because records are then overwritten in place.
 """
 
 import os
@@ -45,7 +45,7 @@ PROMISE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Erased:
-    """Result of `forget`: what it removed, and what it still has to tell the service."""
+    """Result of `forget`: counts of erased files, and of messages that wait for the service."""
 
     files: int
     size_bytes: int
@@ -54,14 +54,14 @@ class Erased:
 
 
 def forget(home: Home) -> Erased:
-    """Erase data references, runs, active personalisation, reports, logs and what is kept of federations, and
-    withdraw consent; the caller holds the lock.
+    """Erase all personal data in the home folder, and withdraw consent. The caller holds the lock.
 
-    Uploaded logs are marked for deletion at the service, and federations as left: `deliver` and `exchange`
-    tell it, now or when there is a network. The marks are durable before anything is erased.
+    This erases data references, runs, the personal model, reports, logs and the files of federations.
+    Uploaded logs are first marked for deletion at the service, and federations as left. `deliver` and
+    `exchange` tell the service later.
 
     Raises:
-        OperatorError: a file cannot be erased; calling again continues.
+        OperatorError: a file cannot be erased. Calling again continues.
     """
     files = size_bytes = 0
     deletions = _deletions(home)
@@ -85,20 +85,20 @@ def forget(home: Home) -> Erased:
 
 
 def _choices_taken_back(home: Home) -> set[Path]:
-    """Leave all federations; returns the files that say so, until the service knows."""
+    """Leave all federations. Return the records of the choices, which stay until the service knows."""
     left = set()
     for membership in memberships(home):
-        with suppress(OperatorError):  # a choice that cannot be read agrees to nothing
+        with suppress(OperatorError):  # a damaged choice is no consent, so its file can be erased
             take_back(membership)
             left.add(membership.path / "joined.json")
     return left
 
 
 def forget_run(home: Home, name: str) -> Erased:
-    """Erase one run, also a damaged one that nothing can read; the caller holds the lock.
+    """Erase one run, even if it is damaged. The caller holds the lock.
 
     Raises:
-        InputError: no run, or more than one, begins so; or it is active or can be rolled back to.
+        InputError: the name fits no run or several, or the run is active or needed for a rollback.
         OperatorError: a file cannot be erased.
     """
     folder = named_run(home, name).path
@@ -123,7 +123,7 @@ def forget_run(home: Home, name: str) -> Erased:
 
 
 def _deletions(home: Home) -> dict[Path, str]:
-    """Return the reports whose log may be at the service, unreadable reports included."""
+    """Return the reports whose log may be at the service, including damaged reports."""
     found = {}
     for path in home.reports.glob("*.json"):
         if RUN_ID.fullmatch(path.stem) is None:
@@ -137,22 +137,23 @@ def _deletions(home: Home) -> dict[Path, str]:
         match report and report.log_delivery:
             case Delivery.SENT | Delivery.DELETION_WANTED:
                 found[path] = path.stem
-            case Delivery.QUEUED if sent:  # an upload that was cut off may have arrived
+            case Delivery.QUEUED if sent:  # an interrupted upload may have reached the service
                 found[path] = path.stem
     return found
 
 
 def unenroll(home: Home, api: DeviceApi | None) -> None:
-    """Give the enrolment up: logs deleted, device removed at the service, key erased here; the caller holds
-    the lock.
+    """End the enrolment. The caller holds the lock.
 
-    Packages and the personalisation stay; they need no server.
+    This deletes the uploaded logs, removes the device from the service and erases the key. Packages and the
+    personal model stay, because they need no server.
 
     Args:
-        api: the service; None to erase the local side only, for a server that is gone.
+        home: the home folder.
+        api: the service, or None if it no longer exists.
 
     Raises:
-        RetryableError, OperatorError: the service cannot be reached; nothing local was erased then.
+        RetryableError, OperatorError: the service cannot be reached. No local file was erased.
     """
     if api is not None:
         _leave_service(home, api)
@@ -160,8 +161,9 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
         for path in (home.identity_key, home.enrolment, home.ca_file, home.rollout, *home.reports.iterdir()):
             if path.is_file():
                 _erase(path)
-        shutil.rmtree(home.federations, ignore_errors=True)  # the service has dropped this device from all
-        shutil.rmtree(home.trust)  # signed by keys that this device follows no longer
+        # The service removed this device from all federations, and the device no longer trusts these keys.
+        shutil.rmtree(home.federations, ignore_errors=True)
+        shutil.rmtree(home.trust)
         fsync_folder(home.root)
     except OSError as exc:
         raise OperatorError(f"Cannot erase the enrolment in {home.root}: {exc}") from exc
@@ -174,14 +176,14 @@ def _leave_service(home: Home, api: DeviceApi) -> None:
         deliver(home, api)
         api.unenrol()
     except AccessRefusedError:
-        return  # revoked or unenrolled before: the service keeps nothing that this device could reach
+        return  # the device was already revoked or unenrolled, so it cannot delete anything there
     except RequestRefusedError as exc:
         if exc.status not in (404, 410):
             raise
 
 
 def _keep_deletion(path: Path, run_id: str) -> int:
-    """Keep of a report only that its log is to be deleted; what it said is overwritten."""
+    """Reduce a report to the request to delete its log. Return the number of overwritten bytes."""
     entry = RunReport(run_id=run_id, log_delivery=Delivery.DELETION_WANTED)
     with path.open("r+b", buffering=0) as old:
         overwrite_record(path, entry)
@@ -212,7 +214,7 @@ def _erasable(home: Home) -> Iterator[Path]:
 
 
 def _erase(path: Path) -> int:
-    """Overwrite and remove a file. A symbolic or hard link is only unlinked."""
+    """Overwrite and remove a file. Links are only removed. Return the number of overwritten bytes."""
     size_bytes = 0
     if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
         path.chmod(0o600)
@@ -241,5 +243,5 @@ def _remove_folders(home: Home) -> None:
 
 
 def _leaves(home: Home, path: Path) -> bool:
-    """Return whether a folder records a departure that the service does not know yet."""
+    """Return whether a folder belongs to a federation that the service must still be told was left."""
     return home.federations in (path, *path.parents) and any(path.rglob("joined.json"))

@@ -1,11 +1,12 @@
 """Installation of a downloaded package, after a trial in a confined child process.
 
-The child reads the package as a stranger would, every number of it, computes one forward pass with it, and
-one by its program where that is here, and takes a sentence through its tokenizer and back. Whatever goes
-wrong there, the package that was installed stays. It also stays on the disk until the new one was used
-(`state/models.py`), and is taken again where the new one does not open.
+The trial verifies the whole package, tokenizes and decodes a sentence, and computes one forward pass. If the
+package has a program whose runtime is installed, the program computes the sentence, too.
 
-The child is this module run as a program: one JSON line in, one out.
+If the trial fails, the installed package stays. After a success, the old package is kept until the new one
+was used once (`state/models.py`). It is installed again if the new one does not open.
+
+The child runs this module as a program. It reads one JSON line and writes one.
 """
 
 import json
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from permille.package.reader import Package
     from permille.zo.estimators import Batch
 
-# Beyond the package's own bytes, which are mapped: libraries, the tokenizer's vocabulary, one pass.
+# Memory for libraries, the tokenizer's vocabulary and one pass, besides the mapped bytes of the package.
 TRIAL_MEMORY_BYTES = 3 << 30
 TRIAL_S = 120.0
 TRIAL_S_PER_GIB = 120.0
@@ -37,7 +38,7 @@ SENTENCE = "the old baker opened the door and said good morning to the children 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """The line that the child reads; both limits are the child's."""
+    """The line that the child reads, with its limits of memory and processor time."""
 
     blobs: Path
     digest: str
@@ -47,20 +48,22 @@ class _Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """The line that the child writes: what is wrong with the package, if anything."""
+    """The line that the child writes. The code is empty if the package is usable."""
 
     code: str = ""
     message: str = ""
 
 
 def install(home: Home, release: InstalledRelease, *, size_bytes: int) -> None:
-    """Try a package whose blobs are all here, and make it the installed one.
+    """Try a downloaded package, and make it the installed one.
 
     Args:
-        size_bytes: of the package, by its verified manifest.
+        home: the home folder, which has all blobs of the package.
+        release: the release to install.
+        size_bytes: size of the package in its verified manifest.
 
     Raises:
-        PackageError: the package is refused; what was installed stays.
+        PackageError: the package is refused. The installed package stays.
         OperatorError: the record cannot be written.
     """
     before = installed_release(home)
@@ -75,10 +78,10 @@ def install(home: Home, release: InstalledRelease, *, size_bytes: int) -> None:
 
 
 def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
-    """Verify a package, compute with it and read a sentence with it, in a child with limits.
+    """Verify and try a package in a child process with limits.
 
     Raises:
-        PackageError: what the child found; `package-trial` where it broke a limit or died.
+        PackageError: the error that the child found, or `package-trial` if it exceeded a limit or died.
     """
     limit_s = TRIAL_S + TRIAL_S_PER_GIB * size_bytes / 2**30
     order = _Order(
@@ -110,7 +113,10 @@ def run_trial(line: bytes) -> str:
     order = parse_record(line, _Order, "the parent's line")
     confine(memory_bytes=order.memory_bytes, cpu_s=order.cpu_s)
     try:
-        _try(order)
+        from permille.package.blobs import BlobFolder
+        from permille.package.reader import verify_package
+
+        _compute(verify_package(BlobFolder(order.blobs), order.digest))
         answer = _Answer()
     except PackageError as exc:
         answer = _Answer(code=exc.code, message=str(exc).removeprefix(f"{exc.code}: "))
@@ -124,20 +130,12 @@ def run_trial(line: bytes) -> str:
     return json.dumps(as_json(answer)) + "\n"
 
 
-def _try(order: _Order) -> None:
-    from permille.package.blobs import BlobFolder
-    from permille.package.reader import verify_package
-
-    _compute(verify_package(BlobFolder(order.blobs), order.digest))
-
-
 def _compute(package: "Package") -> None:
-    """A forward pass over a sentence with the values of the base, and one with those of a pooled state; the
-    losses must be finite.
+    """Compute the losses of a sentence with the base, and with the pooled state if there is one.
 
     Raises:
-        PackageError: the losses are not finite, or the sentence does not come back from the tokenizer.
-        InputError: no engine computes this model, or an id is outside of its vocabulary.
+        PackageError: a loss is not finite, or the tokenizer does not return the sentence.
+        InputError: no engine supports this model, or an id is outside of its vocabulary.
     """
     import numpy as np
 
@@ -168,10 +166,10 @@ def _compute(package: "Package") -> None:
 
 
 def _run_program(package: "Package", engine: "Engine", batch: "Batch") -> None:
-    """Hold the losses of the package's program against those of another engine.
+    """Compare the losses of the package's program with those of another engine.
 
     Raises:
-        PackageError: they differ by more than 8-bit activations explain, or the program is refused.
+        PackageError: the losses differ by more than 8-bit activations cause, or the program is refused.
     """
     from permille.engines.executorch.engine import ExecutorchEngine
     from permille.zo.estimators import Batch

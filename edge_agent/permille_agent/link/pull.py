@@ -1,12 +1,16 @@
-"""Pull of an alias: fetch and verify metadata, download missing blobs, install the package.
+"""Pull of the package that an alias or a rollout names.
 
-Order: signed metadata -> the version of a rollout whose wave is open for this device, else the version that
-the alias means, which must be listed for this alias ->
-manifest by its signed digest -> plan against the disk -> blobs -> the package as a whole -> installed. The
-alias is the operator's unsigned choice among what is signed; an earlier version may be chosen again. Each
-step leaves a state from which the next `pull` goes on, so a kill at any moment costs at most the bytes that
-were in flight. The active personalisation is never touched: it keeps its own package until training on the
-new one beats it. A program is fetched where its runtime is.
+Steps:
+
+1. Refresh the signed metadata.
+2. Choose the version: of a rollout whose wave is open for this device, else of the alias.
+3. Fetch the manifest by its signed digest, and compare its size with the free disk space.
+4. Download the missing blobs, verify the package as a whole, and install it.
+
+The alias is the operator's unsigned choice among the signed versions, so it may return to an earlier one.
+After a kill, the next `pull` continues where this one ended. The active personal model keeps its own package
+until a model that was trained on the new package replaces it. An ExecuTorch program is downloaded only if its
+runtime is installed.
 """
 
 import shutil
@@ -41,9 +45,9 @@ from permille_agent.state.models import (
 )
 
 STALE_S = 3600.0
-# Room for the file system's own needs, partial files and the state of a run.
+# Free space that a download leaves for the file system, partial files and the state of a run.
 RESERVE_BYTES = 64 << 20
-# What an alias looks like that has moved since the metadata was read: the end of a rollout moves it.
+# Errors of an alias that moved after the metadata was read, for example at the end of a rollout.
 _MOVED = ("release-unlisted", "release-alias")
 
 Progress = Callable[[int, int], None]
@@ -54,9 +58,9 @@ class Pulled:
     """Result of a `pull`.
 
     Attributes:
-        changed: whether another package is installed than before.
-        download_bytes: what had to be fetched; 0 where all was here.
-        collected_bytes: what old packages gave back.
+        changed: whether a different package is installed now.
+        download_bytes: size of the downloaded blobs.
+        collected_bytes: size of the deleted blobs of old packages.
     """
 
     release: InstalledRelease
@@ -74,16 +78,25 @@ def pull(
     now_s: float,
     progress: Progress = lambda _done, _total: None,
 ) -> Pulled:
-    """Install the package that the device's alias points at; the caller holds the writers' lock.
+    """Install the newest package for this device. The caller holds the writers' lock.
+
+    For example:
+
+        enrolment, _ = require_enrolment(home)
+        with open_api(home) as api, hold_lock(home, "pull"):
+            pulled = pull(home, api, enrolment, now_s=time.time())
 
     Args:
-        now_s: Unix time, by which what killed writers left is old.
-        progress: called with bytes that are here and bytes of the download.
+        home: the home folder.
+        api: the service.
+        enrolment: the device's enrolment.
+        now_s: Unix time. Older temporary files of killed processes are deleted.
+        progress: called with the number of downloaded bytes and of all bytes.
 
     Raises:
-        PackageError: the release or the package is refused; what was installed stays.
-        OperatorError: too little disk, or no such release.
-        RetryableError: the service cannot be reached; the download goes on next time.
+        PackageError: the release or the package is refused. The installed package stays.
+        OperatorError: the disk is too small, or there is no such release.
+        RetryableError: the service cannot be reached. The next `pull` continues the download.
     """
     trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
     part = take_part(home, api, trusted, enrolment, now_s=now_s)
@@ -106,7 +119,7 @@ def _pull(
     part: Part | None,
     progress: Progress,
 ) -> Pulled:
-    """Install the version of a part in a rollout, else that of the alias."""
+    """Install the version of a rollout's part, or else the alias's version."""
     blobs = BlobFolder(home.blobs)
     try:
         release, target = _choose(api, trusted, enrolment, part)
@@ -132,6 +145,7 @@ def _pull(
         _install(home, blobs, release, plan)
     except PackageError as exc:
         if exc.code not in DAMAGED:
+            # The next pull tries only downloaded programs, so a refused one must not stay on the disk.
             for layer in _programs(plan):
                 blobs.delete(layer.digest)
             raise
@@ -148,7 +162,7 @@ def _pull(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadPlan:
-    """The layers to fetch, smallest first: a package that cannot be opened is found out early."""
+    """The layers to download, smallest first, so that an unusable package is refused early."""
 
     manifest: Manifest
     layers: tuple[Layer, ...]
@@ -164,15 +178,17 @@ def check_plan(
     present: Container[str] = (),
     program: bool = True,
 ) -> DownloadPlan:
-    """Check a manifest against its digest, its rules and the free disk.
+    """Check a manifest against its digest, the rules of FORMAT 3 and the free disk space.
 
     Args:
-        free_bytes: of the disk that will hold the blobs.
-        present: digests that need no download.
-        program: whether a program is wanted; what does not run it does without.
+        manifest_bytes: bytes of the manifest.
+        expected_digest: signed digest of the manifest.
+        free_bytes: free space of the disk that holds the blobs.
+        present: digests of blobs that are already on the disk.
+        program: whether to download the package's program.
 
     Raises:
-        PackageError: `blob-digest`, or a rule of FORMAT 3.
+        PackageError: the digest differs, `blob-digest`, or the manifest breaks a rule.
         OperatorError: the disk is too small.
     """
     if len(manifest_bytes) > MAX_MANIFEST_BYTES:
@@ -180,7 +196,7 @@ def check_plan(
         raise PackageError("json-size", f"A manifest may have {MAX_MANIFEST_BYTES} bytes, got {got}")
     if digest_of(manifest_bytes) != expected_digest:
         got_digest = digest_of(manifest_bytes)
-        raise PackageError("blob-digest", f"expected a manifest {expected_digest!r:.100}, got {got_digest}")
+        raise PackageError("blob-digest", f"expected the manifest {expected_digest!r:.100}, got {got_digest}")
     manifest = Manifest.from_bytes(manifest_bytes)
     wanted = (layer for layer in manifest.layers if program or layer.role is not Role.PROGRAM)
     missing = {layer.digest: layer for layer in wanted if layer.digest not in present}
@@ -188,8 +204,8 @@ def check_plan(
     download = sum(layer.size_bytes for layer in layers)
     if download and download + RESERVE_BYTES > free_bytes:
         raise OperatorError(
-            f"The disk has {free_bytes} bytes free, and the download needs {download + RESERVE_BYTES}. "
-            "Make room, and run it again."
+            f"Not enough disk space: {download + RESERVE_BYTES} bytes needed, {free_bytes} free. Free some "
+            "space and pull again."
         )
     return DownloadPlan(
         manifest=manifest, layers=layers, download_bytes=download, package_bytes=manifest.size_bytes
@@ -197,9 +213,9 @@ def check_plan(
 
 
 def collect_garbage(home: Home, *, now_s: float) -> int:
-    """Delete blobs and partial downloads that no package in use needs; returns the bytes given back.
+    """Delete the blobs and partial downloads that no package in use needs. Return their size in bytes.
 
-    In use is what `packages_in_use` tells. Where a manifest among it cannot be read, nothing is deleted.
+    Nothing is deleted if the manifest of a package in use cannot be read.
     """
     blobs = BlobFolder(home.blobs)
     needed: set[str] = set()
@@ -221,7 +237,7 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
 
 
 def packages_in_use(home: Home) -> set[str]:
-    """Return the digests of packages that are installed, active or kept to roll back to."""
+    """Return the digests of all packages that are installed, active or kept for a rollback."""
     releases, part = read_releases(home), read_standing(home).part
     before = None if part is None else part.before
     used = {model.package for model in referenced_models(home)}
@@ -231,7 +247,7 @@ def packages_in_use(home: Home) -> set[str]:
 def _choose(
     api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, part: Part | None
 ) -> tuple[InstalledRelease, TargetFile]:
-    """Take the version of a part, else the one that the alias means, where it is signed for the alias."""
+    """Return the version of a rollout's part or of the alias, with its signed metadata."""
     name, alias = enrolment.release, enrolment.alias
     try:
         version = api.release(name, alias).version if part is None else part.version
@@ -243,7 +259,7 @@ def _choose(
     if target is None:
         raise PackageError(
             "release-unlisted",
-            f"{name} {version} is not among the signed versions: it was withdrawn, or is not for this device",
+            f"{name} {version} is not among the signed versions. It was withdrawn or is not for this device",
         )
     try:
         aliases, digest = aliases_of(target), f"sha256:{target.hashes['sha256']}"
@@ -265,7 +281,7 @@ def _choose(
 def _fetch_manifest(
     home: Home, trusted: TrustedReleases, blobs: BlobFolder, target: TargetFile, package_digest: str
 ) -> bytes:
-    """Return the manifest, from the blob folder if a good copy is there."""
+    """Return the manifest. A good copy in the blob folder is not downloaded again."""
     try:
         return blobs.read(package_digest, limit=MAX_MANIFEST_BYTES)
     except PackageError:
@@ -301,7 +317,7 @@ def _download(
 
 
 def _install(home: Home, blobs: BlobFolder, release: InstalledRelease, plan: DownloadPlan) -> None:
-    """Try and install; a program that has come to an installed package is tried with it."""
+    """Try the package and install it. A new program of an installed package is tried with the package."""
     Package.open(blobs, release.manifest_digest)
     if _programs(plan) and release == installed_release(home):
         try_package(home.blobs, release.manifest_digest, size_bytes=plan.package_bytes)
@@ -313,7 +329,7 @@ def _programs(plan: DownloadPlan) -> list[Layer]:
 
 
 def _free_bytes(home: Home) -> int:
-    """Return the free bytes of the disk plus those of unfinished downloads."""
+    """Return the free space of the disk plus the size of partial downloads, which are reused."""
     try:
         partial = sum(path.stat().st_size for path in home.partial.iterdir())
         return shutil.disk_usage(home.root).free + partial
@@ -322,7 +338,7 @@ def _free_bytes(home: Home) -> int:
 
 
 def _sweep_temporary(home: Home, *, before_s: float) -> None:
-    """Remove what a kill in the middle of an atomic write left beside its target."""
+    """Remove temporary files of atomic writes that a kill interrupted."""
     for folder in (home.root, home.reports, home.partial):
         for path in folder.glob(".*.tmp"):
             if path.stat().st_mtime < before_s:

@@ -1,10 +1,9 @@
-"""Reports to the service: kept on disk until they are delivered, each run once.
+"""Queue of reports to the service.
 
-By default only metrics leave the device: the closed schema of `permille.schemas.runs`, numbers and enums. A
-log, or a packed state, is queued only where the user agreed to share it, on this device; withdrawing the
-consent removes every one that waits. One file a run, `reports/<run_id>.json`, is queue entry and receipt in
-one; the log that waits lies beside it. `collect_reports` queues what finished runs say, once; a run that
-ended while nothing could queue it (a kill between the two) is found there the next time.
+- By default only metrics leave the device: numbers and enums in the closed schema of `permille.schemas.runs`.
+- A log or packed state is queued only with the user's consent. Withdrawing it removes all that wait.
+- `reports/<run_id>.json` is the queue entry of a run, and later its receipt. A waiting log lies beside it.
+- `collect_reports` queues each finished run once. It also finds runs that ended just before a kill.
 """
 
 import re
@@ -31,14 +30,14 @@ RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 
 class _WithdrawnError(Exception):
-    """The user withdrew their consent while a log was being sent."""
+    """The user withdrew consent during an upload."""
 
 
 class Delivery(StrEnum):
     """Progress of one part of a report.
 
-    `FULL`: the device's quota at the service is used up. The part stays here and is sent again when
-    the user asks.
+    `FULL` means that the device's quota at the service is used up. The part is kept, and sent again when the
+    user runs `permille-agent report`.
     """
 
     NONE = "none"
@@ -59,8 +58,8 @@ class RunReport:
     """The report of a run.
 
     Attributes:
-        withdrawals: how often consent had been withdrawn when its log was agreed to.
-        reason: why the service refused it.
+        withdrawals: number of withdrawals of consent when the user agreed to share the log.
+        reason: reason of the service's refusal.
     """
 
     run_id: str
@@ -72,7 +71,7 @@ class RunReport:
 
     @property
     def waits(self) -> bool:
-        """Return whether the service still has to be told something."""
+        """Whether a part of the report still has to be sent."""
         return self.metrics_delivery in WAITING or self.log_delivery in WAITING
 
 
@@ -87,14 +86,17 @@ class Delivered:
 def enqueue(
     home: Home, run_id: str, metrics: RunMetrics, *, shared_log: bytes | None, withdrawals: int = 0
 ) -> RunReport:
-    """Keep a report until it is delivered. The same run again changes nothing.
+    """Queue the report of a run. A run that is already queued is returned unchanged.
 
     Args:
-        shared_log: log or packed state where, and only where, the user shares it.
-        withdrawals: how often consent had been withdrawn when the user agreed to that.
+        home: the home folder.
+        run_id: id of the run.
+        metrics: metrics to send.
+        shared_log: log or packed state that the user shares, else None.
+        withdrawals: number of withdrawals of consent when the user agreed to share it.
 
     Raises:
-        InputError: the run's id is no uuid or the log is larger than the service takes.
+        InputError: the run's id is not a UUID, or the log is too large.
         OperatorError: the disk is full.
     """
     if RUN_ID.fullmatch(run_id) is None:
@@ -117,10 +119,10 @@ def enqueue(
 
 
 def queue_log(home: Home, report: RunReport, log: bytes, *, withdrawals: int) -> RunReport:
-    """Queue the log of a run whose report was sent without it. The metrics do not change.
+    """Queue the log of a run whose report was queued without it. The metrics do not change.
 
     Raises:
-        InputError: the log is larger than the service takes.
+        InputError: the log is too large.
         OperatorError: the disk is full.
     """
     _write_log(home, report.run_id, log)
@@ -128,32 +130,34 @@ def queue_log(home: Home, report: RunReport, log: bytes, *, withdrawals: int) ->
 
 
 def collect_reports(home: Home) -> int:
-    """Queue the reports of all runs that ended and are not reported yet; the caller holds the writers' lock.
+    """Queue the reports of all finished runs, and return the number of new ones.
+
+    The caller holds the writers' lock.
 
     Raises:
-        OperatorError: a run's outcome breaks the closed schema of metrics, or the disk is full.
+        OperatorError: the outcome of a run is damaged, or the disk is full.
     """
     return sum(_collect(home, run) for run in list_runs(home))
 
 
 def share_run(home: Home, name: str, form: LogForm, *, withdrawals: int) -> Delivery:
-    """Queue the log or state of a run that was reported without it, with the user's consent now.
+    """Queue the log or state of a run that was reported without it. The user has agreed to it now.
 
     The caller holds the writers' lock.
 
     Args:
         home: the home folder.
         name: folder name of the run.
-        form: what is to be shared.
-        withdrawals: how often consent had been withdrawn when the user said so.
+        form: log or packed state.
+        withdrawals: number of withdrawals of consent when the user agreed.
 
     Returns:
-        How far the log has come. `NONE`: the run found no state, or its report was refused or is not queued.
+        Progress of the upload. `NONE` if the run has no state, or its report is refused or not queued.
 
     Raises:
         OperatorError: there is no such run, or the disk is full.
         PackageError: the log is damaged.
-        InputError: the run has no log, or it is larger than the service takes.
+        InputError: the run has no log, or the log is too large.
     """
     run = find_run(home, name)
     report = read_report(home, run.run_id)
@@ -194,28 +198,30 @@ def _collect(home: Home, run: RunFolder) -> int:
 
 
 def _is_withdrawn(home: Home, withdrawals: int) -> bool:
-    """Return whether the user switched sharing off again after `withdrawals` times."""
+    """Return whether the user has withdrawn consent since it had this count of withdrawals."""
     return read_consent(home).withdrawals != withdrawals
 
 
 def read_report(home: Home, run_id: str) -> RunReport | None:
-    """Read the report or the receipt of one run; None where there is none."""
+    """Read the report or receipt of a run. Return None if there is none."""
     return read_record(home.reports / f"{run_id}.json", RunReport)
 
 
 def read_reports(home: Home) -> Iterator[RunReport]:
-    """Read all reports and receipts, by run id."""
+    """Yield all reports and receipts, sorted by run id."""
     for path in sorted(home.reports.glob("*.json")):
         if RUN_ID.fullmatch(path.stem) and (report := read_report(home, path.stem)) is not None:
             yield report
 
 
 def deliver(home: Home, api: DeviceApi) -> Delivered:
-    """Send everything that waits, what ended first in front; what is sent is noted before the next begins.
+    """Send all waiting reports, in the order in which the runs ended.
+
+    Each result is durable before the next report is sent.
 
     Raises:
-        RetryableError, OperatorError: the service cannot be reached or refuses this device; the rest keeps
-        waiting.
+        RetryableError, OperatorError: the service cannot be reached or refuses this device. The other
+            reports stay in the queue.
     """
     sent = refused = 0
     for report in sorted(filter(lambda one: one.waits, read_reports(home)), key=_ended_at):
@@ -225,7 +231,7 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
 
 
 def queue_again(home: Home) -> None:
-    """Queue again what exceeded the quota at the service. Only the user asks for this."""
+    """Queue again all parts that exceeded the quota at the service. Called only for the user's command."""
     for report in read_reports(home):
         metrics, log = (
             Delivery.QUEUED if part is Delivery.FULL else part
@@ -236,10 +242,10 @@ def queue_again(home: Home) -> None:
 
 
 def withdraw_logs(home: Home) -> int:
-    """Remove every log that waits to be sent, queued or still beside its run; returns how many there were.
+    """Remove all waiting logs, queued or still in the folder of a run, and return their number.
 
-    An upload that was cut off may have arrived although nothing here says so: where the service knows the
-    run, it is asked to delete the log.
+    An interrupted upload may have reached the service. So if the service knows the run, it is asked to delete
+    the log.
     """
     unqueued = list(home.runs.glob("*/shared.log"))
     for path in unqueued:
@@ -252,7 +258,7 @@ def withdraw_logs(home: Home) -> int:
 
 
 def want_deletion(home: Home, run_id: str | None) -> int:
-    """Ask, with the next `deliver`, for the deletion of one uploaded log, or of all; returns how many.
+    """Mark an uploaded log, or all of them, for deletion by the next `deliver`. Return their number.
 
     Raises:
         InputError: no log of this run was uploaded.
@@ -270,10 +276,8 @@ def want_deletion(home: Home, run_id: str | None) -> int:
 
 
 def _ended_at(report: RunReport) -> datetime:
-    """Return the end of the run.
-
-    `forget` keeps no metrics of runs whose logs are to be deleted.
-    """
+    """Return the end of the run, or the earliest time for a report without metrics."""
+    # `forget` erases the metrics of a run whose log is to be deleted.
     return datetime.min.replace(tzinfo=UTC) if report.metrics is None else report.metrics.ended_at
 
 
@@ -293,7 +297,7 @@ def _deliver_one(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
     if report.metrics_delivery is Delivery.QUEUED and report.metrics is not None:
         report = _send_metrics(home, api, report, report.metrics)
     if report.log_delivery is Delivery.QUEUED and _is_withdrawn(home, report.withdrawals):
-        report = _withdraw(home, report)  # while the metrics were sent
+        report = _withdraw(home, report)  # the user withdrew consent during the request above
     if report.log_delivery is Delivery.QUEUED:
         report = _send_log(home, api, report)
     if report.log_delivery is Delivery.DELETION_WANTED:

@@ -1,11 +1,13 @@
-"""A device's part in a rollout: whether its wave is open, what it tries, and what it tells of it.
+"""Participation of this device in a rollout of a new version.
 
-Which version is tried by whom is signed (`permille.fleet.offer`), so this device decides alone. In its part
-it installs the version, trains on it as on any, and reports one word, and where it compared its models one
-number or one bit. It keeps the package of before until the rollout has ended. Failures are tried again later,
-`MAX_ATTEMPTS` times in all; then the device goes back to the version of its alias.
+Signed metadata says which devices try which version (`permille.fleet.offer`), so the device decides alone:
 
-`rollout.json` is written before what it speaks of is done, so that a kill at any moment loses no report.
+- It installs the version when its wave is open, and trains on it as usual.
+- It reports one code. If it compared its models, it also reports the difference as one number or one bit.
+- It keeps the earlier package until the rollout has ended.
+- A failed installation is tried `MAX_ATTEMPTS` times. Then the device returns to the version of its alias.
+
+`rollout.json` is written before each action that it describes. So a kill loses no report.
 """
 
 from contextlib import suppress
@@ -44,7 +46,7 @@ _GIB: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """Loss of a device's model on the test text after a run, in nats per token and bits a byte."""
+    """Losses of a model on the test split. `data` is the digest of the text."""
 
     data: str
     per_token: float
@@ -56,12 +58,17 @@ class Part:
     """This device's part in one rollout.
 
     Attributes:
-        before: what was installed when it began; kept until the rollout ends.
-        losses: of the newest run on that.
-        attempts: that failed.
+        rollout: id of the rollout.
+        version: version to try.
+        before: release that was installed at the start, kept until the rollout ends.
+        losses: losses of the newest run on the earlier release.
+        attempts: number of failed attempts.
         not_before: Unix time of the next attempt.
-        code: how it ended; None: it has not.
-        told: whether the service knows all of this.
+        installed: whether the version is installed.
+        code: result, or None before the end.
+        damage: code of the package's error, if that was the result.
+        difference: rise of the loss by the new version, in nats per token.
+        told: whether the service knows the current state.
     """
 
     rollout: str
@@ -78,30 +85,30 @@ class Part:
 
     @property
     def failed(self) -> bool:
-        """Return whether it failed. The device then follows its alias."""
+        """Whether the part failed. The device then follows its alias."""
         return self.code not in (None, ReportCode.OK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Contents of `rollout.json`: the facts sent to the service, and the part in a rollout, if any."""
+    """Contents of `rollout.json`: the facts that the service knows, and the part in a rollout."""
 
     facts: Facts | None = None
     part: Part | None = None
 
 
 def read_standing(home: Home) -> Standing:
-    """Read the part that this device has."""
+    """Read `rollout.json`."""
     return read_record(home.rollout, Standing) or Standing()
 
 
 def take_part(
     home: Home, api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, *, now_s: float
 ) -> Part | None:
-    """Find the part whose version is to be installed now; None: the alias says which.
+    """Return the part whose version is to be installed now, or None to follow the alias.
 
     Raises:
-        PackageError: the signed metadata does not hold together.
+        PackageError: the signed metadata is not consistent.
         RetryableError, OperatorError: the service cannot be reached, or the disk is full.
     """
     facts = own_facts(home)
@@ -128,7 +135,8 @@ def take_part(
         _keep(home, part)
     if not _tell(home, api) or part.failed:
         return None
-    waits = 0 < part.not_before - now_s <= _LONGEST_PAUSE_S  # further away: it was another clock
+    # A longer pause means that the clock was wrong when it was written.
+    waits = 0 < part.not_before - now_s <= _LONGEST_PAUSE_S
     waits = waits or not may_begin
     if not part.installed and (waits or offer.state is not RolloutState.RUNNING):
         return None
@@ -136,7 +144,7 @@ def take_part(
 
 
 def note_installed(home: Home, api: DeviceApi) -> None:
-    """Note that the part's version is installed, and tell it."""
+    """Record that the part's version is installed, and report it."""
     part = read_standing(home).part
     if part is not None and not part.installed:
         _keep(home, replace(part, installed=True, told=False))
@@ -145,7 +153,7 @@ def note_installed(home: Home, api: DeviceApi) -> None:
 
 
 def note_failure(home: Home, error: PermilleError, *, now_s: float, is_crash: bool = False) -> None:
-    """Count a failure of the part; after the last one it has ended. What a network does is none."""
+    """Count a failed attempt. The last one ends the part. Errors of the network do not count."""
     part, code = read_standing(home).part, ReportCode.CRASH if is_crash else _code_of(error)
     if part is None or part.code is not None or code is None:
         return
@@ -156,7 +164,7 @@ def note_failure(home: Home, error: PermilleError, *, now_s: float, is_crash: bo
         replace(
             part,
             attempts=attempts,
-            # A package that did not open was taken back: it has to be installed again.
+            # A package that did not open was replaced by the earlier one, so it must be installed again.
             installed=part.installed and here is not None and here.version == part.version,
             not_before=now_s + min(_LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempts - 1)),
             code=code if ended else None,
@@ -167,10 +175,12 @@ def note_failure(home: Home, error: PermilleError, *, now_s: float, is_crash: bo
 
 
 def finish(home: Home, code: ReportCode, difference: float | None = None) -> None:
-    """End the part; it is told at the next poll.
+    """End the part. The next poll reports it.
 
     Args:
-        difference: nats per token by which the retrained model is worse than the one before.
+        home: the home folder.
+        code: the result.
+        difference: rise of the loss by the new model, in nats per token.
     """
     part = read_standing(home).part
     if part is None or part.code is not None:
@@ -181,7 +191,7 @@ def finish(home: Home, code: ReportCode, difference: float | None = None) -> Non
 
 
 def own_facts(home: Home) -> Facts:
-    """Return the facts about this device: memory in whole GiB, engine of the newest run, its owner's tags."""
+    """Return the facts about this device: memory in GiB, engine of the newest run, and the owner's tags."""
     runs = list_runs(home)
     used = runs[-1].load("engine", EngineUsed) if runs else None
     memory = psutil.virtual_memory().total // _GIB * _GIB
@@ -194,7 +204,7 @@ def own_facts(home: Home) -> Facts:
 
 
 def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
-    """Tell the service what changed of this device; a service that does not ask for it is not told."""
+    """Send the facts to the service if they changed. A service without groups refuses them."""
     if facts == read_standing(home).facts:
         return
     engine = facts.engine if facts.engine in set(EngineName) else None
@@ -210,12 +220,13 @@ def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
 
 
 def difference_of(run: RunFolder, part: Part) -> float | None:
-    """Return how much worse a run's model is than the previous one, in nats per token.
+    """Return the rise of the loss from the earlier model to a run's model, in nats per token.
 
-    Return None if the two cannot be compared.
+    If the earlier personal model was still in use, the run's decision compared both on the same text.
+    Otherwise the losses of both runs are compared, if the text has not changed.
 
-    Both were judged on the same test text: side by side where the earlier personal model was still in use,
-    else each after its own run, where the text has not changed since.
+    Returns:
+        The difference, or None if the models cannot be compared.
     """
     decision, losses = run.load("decision", Decision), _losses_of(run)
     if decision is None or part.before is None:
@@ -240,7 +251,7 @@ def _offer(trusted: TrustedReleases, enrolment: Enrolment) -> Offer | None:
 
 
 def _judged(home: Home) -> Part | None:
-    """Return the part, ended if its version has been trained on or there is no text to train on."""
+    """Return the part. End it first if its version was trained on, or if there is no text to train on."""
     part, installed = read_standing(home).part, installed_release(home)
     if part is None or part.code is not None or not part.installed or installed is None:
         return part
@@ -255,7 +266,7 @@ def _judged(home: Home) -> Part | None:
 
 
 def _newest_run(home: Home, package: str) -> RunFolder | None:
-    """Return the run on a package that ended last."""
+    """Return the newest finished run on a package."""
     for run in reversed(list_runs(home)):
         begun = run.load("run", BegunRun)
         is_on = begun is not None and begun.definition.package == package
@@ -289,7 +300,7 @@ def _code_of(error: PermilleError) -> ReportCode | None:
 
 
 def _tell(home: Home, api: DeviceApi) -> bool:
-    """Tell the service how far the part has come; whether it still counts there."""
+    """Report the part's progress. Return whether the service still accepts the part."""
     part = read_standing(home).part
     if part is None or part.told:
         return part is not None
@@ -307,7 +318,7 @@ def _tell(home: Home, api: DeviceApi) -> bool:
     except RequestRefusedError as exc:
         if exc.status not in (404, 409):
             raise OperatorError(f"The service refused the report of a rollout: {exc}") from exc
-        _keep(home, None)  # the wave closed before this device began, or the rollout is gone
+        _keep(home, None)  # the wave closed before this device started, or the rollout is gone
         return False
     _keep(home, replace(part, told=True))
     return True

@@ -136,9 +136,7 @@ class LimitedTransport(httpx.BaseTransport):
         """See `httpx.BaseTransport`."""
         self._allowance.renew()
         url = request.url
-        assert isinstance(
-            request.stream, httpx.SyncByteStream
-        )  # the client is synchronous
+        assert isinstance(request.stream, httpx.SyncByteStream)  # the client is synchronous
         response = self._pool.handle_request(
             httpcore.Request(
                 method=request.method,

@@ -1,13 +1,15 @@
-"""Signed metadata of the service, as of The Update Framework (TUF).
+"""Signed metadata of the service, by The Update Framework (TUF).
 
-The chain begins at one root, whose digest came with the invitation: nothing is trusted on first use. From it
-python-tuf's client follows newer roots, then timestamp, snapshot and the roles that sign releases. It refuses
-what is unsigned, older than what was seen, expired, or of another length or digest. What it accepted is kept
-in a folder, so that an older answer is known as old after a restart too.
+Trust begins at one root, whose digest is in the invitation. python-tuf's client follows newer roots, then the
+timestamp, the snapshot and the roles that sign releases. It refuses metadata that is unsigned, expired, older
+than metadata seen before, or of another length or digest. Accepted metadata is kept in a folder, so that
+older metadata is still refused after a restart.
 
-Two things differ from python-tuf as it comes. Files are written durably: it does not sync them, and metadata
-lost with the power would be a floor lost. And only "no such file" tells it that there is no newer root: it
-would take a refusal (403) for that too, so refusals pass through it as they are.
+Two behaviours differ from python-tuf:
+
+- Files are synced to the disk. Otherwise a power loss could restore older metadata.
+- Only status 404 means that there is no newer root. python-tuf also accepts 403, the status for a revoked
+  device.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,20 +36,25 @@ from permille_agent.link.client import JSON_LIMIT_BYTES, RequestRefusedError, Se
 METADATA_URL = "/v1/trust/metadata/"
 TARGETS_URL = "/v1/trust/targets/"
 
-# Reads what lies at a path, or at a URL, in at most so many bytes.
+# Reads the file at a path or URL, of at most a number of bytes.
 Read = Callable[[str, int], bytes]
 
 
 class TrustedReleases:
-    """The signed metadata about the service's files, after one refresh.
+    """Signed metadata about the service's files.
+
+    For example:
+
+        trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
+        target = trusted.find("releases/assistant/3.json")
 
     Args:
-        folder: where accepted metadata is kept; made where missing.
-        root: the root that this device began with.
-        read: of the service.
+        folder: folder for accepted metadata, created if missing.
+        root: root metadata from the enrolment.
+        read: reads a file of the service.
 
     Raises:
-        PackageError: `trust-malformed`: `root` is no signed root.
+        PackageError: `root` is not signed root metadata, `trust-malformed`.
         OperatorError: the folder cannot be written.
     """
 
@@ -72,18 +79,18 @@ class TrustedReleases:
             )
 
     def refresh(self) -> None:
-        """Bring roots, timestamp, snapshot and the top role up to date. `find` does it by itself.
+        """Update roots, timestamp, snapshot and the top role. `find` also does this.
 
         Raises:
             PackageError: `trust-signature`, `trust-rollback`, `trust-expired`, `trust-digest` or
                 `trust-malformed`.
-            ServiceUnavailableError, AccessRefusedError, OperatorError: as `client.py` has them.
+            ServiceUnavailableError, AccessRefusedError, OperatorError: as in `client.py`.
         """
         with _in_our_words(self._folder):
             self._updater.refresh()
 
     def find(self, path: str) -> TargetFile | None:
-        """Return the signed length, digest and aliases of a path, or None if it is not listed.
+        """Return the signed entry of a path, or None if it is not listed.
 
         Raises:
             As `refresh`.
@@ -92,7 +99,7 @@ class TrustedReleases:
             return self._updater.get_targetinfo(path)
 
     def download(self, target: TargetFile, path: Path) -> None:
-        """Fetch a target into the file `path`, unless the file is that target already.
+        """Download a target to the file `path`, unless the file already has its digest.
 
         Raises:
             As `refresh`.
@@ -103,7 +110,7 @@ class TrustedReleases:
 
 
 class _Fetcher(FetcherInterface):
-    """Hands python-tuf what `read` reads, within the limit that python-tuf names."""
+    """Fetcher for python-tuf that calls `read`."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -113,7 +120,7 @@ class _Fetcher(FetcherInterface):
 
     @contextmanager
     def download_file(self, url: str, max_length: int) -> Iterator[BytesIO]:
-        """Give the file, which was read whole: what is larger than `max_length` is not read on."""
+        """Yield the content of a file of at most `max_length` bytes."""
         yield BytesIO(self._read_file(url, max_length))
 
     def _read_file(self, url: str, limit_bytes: int) -> bytes:
@@ -126,7 +133,7 @@ class _Fetcher(FetcherInterface):
 
 
 class _DurableUpdater(Updater):
-    """python-tuf's client, whose files survive a loss of power."""
+    """python-tuf's client with files that survive a power loss."""
 
     def _persist_file(self, filename: str, data: bytes) -> None:
         write_atomic(Path(filename), data, mode=0o600)
@@ -138,7 +145,7 @@ class _DurableUpdater(Updater):
 
 @contextmanager
 def _in_our_words(folder: Path) -> Iterator[None]:
-    """Turn what python-tuf raises into the product's errors."""
+    """Convert the errors of python-tuf to those of this package."""
     try:
         yield
     except ExpiredMetadataError as exc:

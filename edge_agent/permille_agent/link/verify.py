@@ -1,10 +1,11 @@
-"""Damage of the packages on this disk: found by their hashes, mended by fetching the damaged bytes alone.
+"""Detection and repair of damaged packages on this disk.
 
-Who calls it: `permille-agent verify`, the daemon once a day, and `pull` where a package that is here does
-not open. What a package needs is hashed again: small
-blobs whole, big layers by blocks of 1 MiB (FORMAT 4.7). A small blob that is damaged is fetched again; of a
-big layer the damaged blocks are, and put back in place, so that whoever has it mapped sees them, too. Nothing
-is written before its hash is right.
+`permille-agent verify`, the daemon once a day, and `pull` for a package that does not open call it.
+
+- Small blobs are hashed whole, big layers by blocks of 1 MiB (FORMAT 4.7).
+- A damaged small blob is downloaded again. Of a big layer only the damaged blocks are.
+- Blocks are written in place, so that processes that have mapped the file see the repair.
+- Bytes are written only after their hash was checked.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,13 +27,13 @@ from permille_agent.state.models import read_releases, referenced_models
 
 @dataclass(slots=True)
 class Verified:
-    """Result of a verification: the damage in words, and what was done about it.
+    """Result of a verification.
 
     Attributes:
-        packages: how many were looked at.
-        damaged: what was damaged, one text a blob or block.
-        left: those of `damaged` that are not mended, and why where that was tried.
-        fetched_bytes: what mending took.
+        packages: number of verified packages.
+        damaged: one text for each damaged blob or block.
+        left: damage that was not repaired, with the reason if a repair failed.
+        fetched_bytes: number of bytes downloaded for repairs.
     """
 
     packages: int = 0
@@ -43,14 +44,18 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Damage:
-    """Something damaged, and how it is fetched again; returns the number of bytes fetched."""
+    """A damaged blob or block. `mend` repairs it and returns the number of downloaded bytes."""
 
     what: str
     mend: Callable[[DeviceApi], int]
 
 
 def verify(home: Home, api: DeviceApi | None = None) -> Verified:
-    """Hash every package in use; with `api`, mend what is damaged. The caller holds the writers' lock.
+    """Verify all packages in use, and repair damage if `api` is given. The caller holds the writers' lock.
+
+    For example, without a repair:
+
+        damaged = verify(home).damaged
 
     Raises:
         RetryableError: the service cannot be reached.
@@ -66,7 +71,7 @@ def verify(home: Home, api: DeviceApi | None = None) -> Verified:
 
 
 def verify_package_files(home: Home, package_digest: str, api: DeviceApi | None, result: Verified) -> None:
-    """Hash the files of one package and add what was found to `result`; with `api`, mend what is damaged.
+    """Verify one package, add the damage to `result`, and repair it if `api` is given.
 
     Raises:
         RetryableError, OperatorError: as `verify`.
@@ -91,7 +96,7 @@ def _mend(damage: _Damage, api: DeviceApi | None, result: Verified) -> None:
 
 
 class _Package:
-    """A package on the disk."""
+    """Files of a package on the disk."""
 
     def __init__(self, blobs: BlobFolder, partial: Path, digest: str) -> None:
         self._blobs = blobs
@@ -99,7 +104,7 @@ class _Package:
         self._digest = digest
 
     def damages(self) -> Iterator[_Damage]:
-        """Yield the damage in the order of repair. Each repaired item is needed to check the next."""
+        """Yield all damage in the order of repair. A check may need the repair of an earlier item."""
         if not self._is_whole(self._digest):
             yield _Damage(what=f"manifest {self._digest}", mend=self._fetch_manifest)
         if not self._is_whole(self._digest):
@@ -107,7 +112,7 @@ class _Package:
         manifest = Manifest.from_bytes(self._blobs.read(self._digest, limit=MAX_MANIFEST_BYTES))
         for layer in manifest.layers:
             if layer.role is Role.PROGRAM and not self._blobs.has(layer.digest):
-                continue  # FORMAT 4.11: it was not wanted here
+                continue  # FORMAT 4.11: a program is optional, and was not downloaded
             if layer.role not in BLOCKED_ROLES and not self._is_whole(layer.digest):
                 yield self._whole(layer)
         try:
@@ -118,7 +123,7 @@ class _Package:
             yield from self._big(layer, [block for block in blocks if block.layer == layer])
 
     def _big(self, layer: Layer, blocks: list[Block]) -> Iterator[_Damage]:
-        # One that is too short lacks its last blocks.
+        # A file that is too short is repaired by blocks, because it lacks only the last ones.
         if not self._blobs.has(layer.digest) or self._blobs.size(layer.digest) > layer.size_bytes:
             yield self._whole(layer)
             return

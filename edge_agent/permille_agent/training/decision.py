@@ -1,17 +1,17 @@
-"""Decision to adopt the selected state, judged once on text that nothing else has used.
+"""Decision whether a run's state is adopted.
 
-A state is adopted if it is surely better than the base and, where another personal model is active, surely
-better than that one (`evidence.py`). The probability of a false adoption is bounded over all decisions of a
-device together, so each decision has a number. If the active model can no longer be opened, the new one need
-only beat the base. The active model may belong to another package with another tokenizer. Then each model
-reads the same documents with its own tokenizer, and nats per byte are compared.
+1. The strength is the largest one that keeps the loss on general text within its bound (`evaluation.py`).
+2. The state at that strength is compared with the base on the test split (`evidence.py`).
+3. If a personal or pooled model is active, the state is also compared with that model.
 
-First the largest strength is chosen that keeps the rise of the loss on general text within the bound
-(`evaluation.py`). The state at that strength is judged.
+The state is adopted if it is significantly better in each comparison. The probability of a false adoption is
+bounded over all decisions of a device together, so each decision has a number.
 
-A short text is cut into parts. Each part after the first is judged by a state trained on the parts before it.
-Then all parts together train the state that may be adopted. So when that model is active and a later one is
-compared with it, text that it has learned from is left out.
+- If the active model cannot be opened, the comparison with the base decides.
+- If it belongs to another package, each model reads the same documents with its own tokenizer, and the losses
+  are compared per byte.
+- A short text is judged in parts (`preparation.py`), but all of it trains the final state. Later comparisons
+  with that model leave out the text that it has learned from.
 """
 
 import math
@@ -47,13 +47,13 @@ from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_n
 from permille_agent.training.steps import SelectedState, Stop
 
 PIECE_TOKENS = 64
-"""A long row is judged in pieces of this many targets: 2,000 tokens make some 30, and 20 are needed."""
+"""Targets per piece of a long row. 2,000 tokens make about 30 pieces, and 20 are needed."""
 _LOWER_RATE = "lower the rate with --rate-scale 0.1, or add more text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenModel:
-    """A model that can be evaluated; `row_tokens` is how long its rows may be."""
+    """A model that can be evaluated. `row_tokens` is the length of its longest row."""
 
     engine: Engine
     values_K: NDArray[np.float32]
@@ -76,11 +76,11 @@ class Decision:
         general: the losses on general text. None if the package has no reference.
         incumbent: the model that was active when this was decided.
         adopted: whether the state replaces the incumbent.
-        reason: the reason of the decision, for the user.
+        reason: reason of the decision, for the user.
         loss_base: the loss of the base on the test split, in nats per token.
         number: the number of this decision among all on this device, from 1.
         against_base: how much lower the state's loss is than the base's.
-        against_active: the same against an active personal model, or the pooled state.
+        against_active: how much lower the state's loss is than that of the active or pooled model.
         pooled: whether the package's pooled state was active.
     """
 
@@ -107,9 +107,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLosses:
-    """Losses of the pieces of text that are compared; None where they were not finite.
+    """Losses of the compared pieces of text. None replaces a loss that was not finite.
 
-    They are pieces of rows (some 64 targets), groups of a short text (24 targets), or passages.
+    Pieces are parts of rows (about 64 targets), groups of a short text (24 targets), or passages.
     """
 
     nats: tuple[float | None, ...]
@@ -119,16 +119,13 @@ class StoredLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionCount:
-    """Number of decisions that this device has begun.
-
-    A run's folder holds the number of its own decision.
-    """
+    """Number of decisions of this device, or in a run's folder the number of its own decision."""
 
     decisions: int
 
 
 def next_decision(home: Home) -> DecisionCount:
-    """Count one more decision; durable on return, so that no number is used twice."""
+    """Count a decision durably, so that no number is used twice."""
     known = read_record(home.decisions, DecisionCount) or DecisionCount(decisions=0)
     count = DecisionCount(decisions=known.decisions + 1)
     write_record(home.decisions, count)
@@ -142,14 +139,14 @@ def decide_adoption(
     incumbent: Active,
     open_incumbent: Callable[[], OpenModel],
 ) -> Decision:
-    """Judge the selected state; the decision is durable before anything acts on it.
+    """Judge the selected state, and return the durable decision.
 
     Args:
-        home: the device's folder, which counts the decisions.
-        run: the run that has ended.
-        selected: the state that it ended with.
-        incumbent: the model that is active now.
-        open_incumbent: opens the active model. Not called if that is the base.
+        home: the home folder, which counts the decisions.
+        run: the run.
+        selected: the state that the run has selected.
+        incumbent: the active model.
+        open_incumbent: opens the active model. Not called for a base.
     """
 
     def decide() -> Decision:
@@ -166,7 +163,7 @@ def decide_adoption(
 
 @dataclass(frozen=True, slots=True)
 class _Incumbent:
-    """The active model, how to open it, and the groups of text that it has learned from."""
+    """The active model, a function that opens it, and the groups of text that it has learned from."""
 
     model: Active
     open: Callable[[], OpenModel]
@@ -225,7 +222,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     try:
         first, second = _losses_beside_active(run, judges, incumbent)
     except (InputError, PackageError, OperatorError) as exc:
-        # The device cannot use that model any more, so replacing it loses nothing. Its run stays.
+        # The device can no longer use the active model, so nothing is lost by replacing it.
         return replace(decision, reason=f"better than the base; {active} cannot be opened: {exc}")
     if not len(first.tokens_D):
         reason = "the active model has learned from all of this text: more of it is needed to compare them"
@@ -246,9 +243,8 @@ def _losses_beside_active(
 ) -> tuple[DocumentLosses, DocumentLosses]:
     """Return the losses of the active model and of the run's model.
 
-    They are compared by rows if both models read the same rows, else by passages.
-
-    Text that the active model has learned from is left out.
+    Models of one package are compared on the same rows, others on passages. Text that the active model has
+    learned from is left out.
     """
     documents = run.prepared.test_documents
     if incumbent.model.package == run.package.digest:
@@ -275,18 +271,18 @@ def _losses_beside_active(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows for judging a state, and the same rows with the groups to compare as documents."""
+    """Rows that judge a state. `grouped` has the same rows, with the compared groups as documents."""
 
     rows: list[Row]
     grouped: list[Row]
 
     @property
     def groups(self) -> int:
-        """Return the number of groups that are compared."""
+        """Number of compared groups."""
         return max(int(row.document_T[row.target_T].max()) for row in self.grouped) + 1
 
     def unlearned(self, documents: Sequence[Document], learned: frozenset[str]) -> NDArray[np.bool_]:
-        """Return for each group whether its documents are not in `learned`."""
+        """Return a mask of the groups whose documents are not in `learned`."""
         new_D = np.ones(self.groups, dtype=np.bool_)
         for row, grouped in zip(self.rows, self.grouped, strict=True):
             if documents[int(row.document_T[0])].group in learned:
@@ -295,7 +291,7 @@ class _Part:
 
 
 def _parts(run: Run) -> list[_Part]:
-    """Return the text to judge on: the test split, or each part of a short text."""
+    """Return the text that judges: the test split, or the parts of a short text."""
     test, stages = run.prepared.test, run.prepared.stages
     if not stages:
         return [_Part(test, rows_in_pieces(test, PIECE_TOKENS))]
@@ -304,11 +300,8 @@ def _parts(run: Run) -> list[_Part]:
 
 
 def _compared(first: DocumentLosses, second: DocumentLosses, number: int, least: int) -> Comparison:
-    """Compare losses of the same text by groups of enough tokens.
-
-    The result is in nats per token of the second tokenizer.
-    """
-    # Pieces are long enough as a rule. One from the end of a row, or a short row, joins its neighbour.
+    """Compare the losses of two models on the same text, in nats per token of the second model."""
+    # A piece at the end of a row may be too short, and is then merged with its neighbour.
     group_D = merged(second.tokens_D, least)
     first, second = summed(first, group_D), summed(second, group_D)
     bytes_a_token = second.bytes_D.sum() / second.tokens_D.sum()
@@ -320,7 +313,7 @@ def _compared(first: DocumentLosses, second: DocumentLosses, number: int, least:
 
 
 def _passage_losses(documents: Sequence[Document], model: OpenModel) -> DocumentLosses:
-    """Return the losses of each passage. A passage that the model refuses has 0 tokens."""
+    """Return the losses of each passage. A passage that cannot be tokenized has 0 tokens."""
     known, tokenized = tokenize(documents, model.tokenizer, row_tokens=model.row_tokens)
     rows = document_rows(tokenized, model.row_tokens)
     found = document_losses(model.engine, model.values_K, rows, len(known))
@@ -335,10 +328,7 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
 
 
 def _losses(run: Run, name: str, values_of: Callable[[int], NDArray[np.float32]]) -> DocumentLosses:
-    """Return the losses on the test split, by pieces of rows of one document.
-
-    `values_of` gives the values that judge each part.
-    """
+    """Return the losses on the test split, by pieces. `values_of(n)` are the values that judge part n."""
 
     def measure() -> DocumentLosses:
         return joined(
@@ -361,7 +351,7 @@ def _measured_once(folder: RunFolder, name: str, measure: Callable[[], DocumentL
 
 
 def known_losses(folder: RunFolder, name: str) -> DocumentLosses | None:
-    """Read losses that a decision measured; None where it did not."""
+    """Return the losses that a decision measured, or None."""
     known = folder.load(f"losses-{name}", StoredLosses)
     return None if known is None else _unpacked(known)
 

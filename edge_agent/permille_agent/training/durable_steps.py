@@ -1,9 +1,9 @@
-"""Durable steps of a descent: in a journal for zeroth order, as a state for the gradient.
+"""Durable steps of a descent: a journal for zeroth order, a file of Adam's state for the gradient.
 
-A step is durable before it counts, so a descent that is killed anywhere goes on with the same bits. Adam on
-the lattice is the library's (`permille.training.adam`); here are its batches and its files.
+Each step is durable before the next one, so a resumed descent makes the same bits. Adam itself is in
+`permille.training.adam`.
 
-Shapes: K = masked weights.
+Shapes: K masked weights.
 """
 
 from typing import Protocol
@@ -25,10 +25,10 @@ from permille_agent.training.run import Run
 
 
 class Steps(Protocol):
-    """Progress of a descent. A step is durable when `take` returns.
+    """Steps of a descent. A step is durable when `take` returns.
 
     Attributes:
-        s_K: the state before the next step.
+        s_K: state before the next step.
     """
 
     s_K: NDArray[np.int64]
@@ -42,23 +42,23 @@ class Steps(Protocol):
         """Return the number of rejected steps."""
 
     def take(self) -> float:
-        """Make a step; returns its loss."""
+        """Make a step, and return its loss."""
 
     def keep(self) -> None:
-        """Keep the state as the best one so far. It is durable on return."""
+        """Keep the state as the best one so far, durably."""
 
     def best(self, step: int) -> NDArray[np.int64]:
-        """Return the state before `step`: the last one that was kept, or the first."""
+        """Return the state before `step`, which is the last kept state or the first one."""
 
 
 class LoggedSteps:
-    """Steps of zeroth order; the journal holds every state."""
+    """Zeroth-order steps. The journal can restore each state."""
 
     def __init__(self, run: Run, descent: Descent, journal: Journal) -> None:
         self._run = run
         self._descent = descent
         self._steps = JournaledSteps(journal, descent)
-        self.s_K = self._steps.s_K  # moved in place
+        self.s_K = self._steps.s_K  # `append` updates this array in place
         self._rejected = sum(StepFlag.REJECTED in record.flags for record in journal.records())
 
     @property
@@ -79,7 +79,7 @@ class LoggedSteps:
         return record.loss
 
     def keep(self) -> None:
-        """Do nothing, since the journal holds every state."""
+        """Do nothing, because the journal can restore each state."""
 
     def best(self, step: int) -> NDArray[np.int64]:
         """See `Steps`."""
@@ -87,7 +87,7 @@ class LoggedSteps:
 
 
 class GradientSteps:
-    """Steps along a gradient by an integer for each weight; there is a state and no log."""
+    """Gradient steps, which change each weight by its own integer. They have a state and no log."""
 
     def __init__(self, run: Run, descent: Descent, number: int) -> None:
         self._run = run
@@ -139,10 +139,10 @@ class GradientSteps:
 
 
 def first_state(run: Run, exponent: int) -> NDArray[np.int64]:
-    """Return the state that a run begins from on a unit of `2**exponent`.
+    """Return the state that a run starts from, in units of `2**exponent`.
 
     Raises:
-        PackageError: on so fine a unit it would leave the exact range (FORMAT 7.3).
+        PackageError: the state exceeds the exact range in this unit (FORMAT 7.3).
     """
     if run.start is None:
         return np.zeros(run.package.k, np.int64)
@@ -153,30 +153,30 @@ def first_state(run: Run, exponent: int) -> NDArray[np.int64]:
 
 
 def pulled_gradient(run: Run, values_K: NDArray[np.float32], step: int) -> tuple[float, NDArray[np.float32]]:
-    """Compute the loss of the step's batch, and its gradient plus that of the pull towards the base.
+    """Compute the loss and the gradient of a step's batch, with a pull towards the base.
 
-    The pull is the divergence from the base's answers on two rows of the package's reference. It keeps what
-    the base knows: Li and Hoiem, "Learning without Forgetting" (arXiv 1606.09282).
+    The pull is the divergence from the base's answers on two rows of the package's reference. It reduces
+    forgetting: Li and Hoiem, "Learning without Forgetting" (arXiv 1606.09282).
 
     Raises:
-        InputError: the engine can only infer.
+        InputError: the engine has no reverse pass.
     """
     engine = differentiable(run.engine)
     loss, gradient_K = engine.gradient(values_K, run.batches(step))
     if (pull := run.pull(step)) is not None:
         _, pull_K = engine.gradient(values_K, pull)
         gradient_K = gradient_K + pull_K
-    gradient_K[: run.trained.start] = 0  # so Adam leaves them where they are
+    gradient_K[: run.trained.start] = 0  # Adam does not move the layers below --first-layer
     return loss, gradient_K
 
 
 def store_best_state(run: Run, header: LogHeader, number: int, s_K: NDArray[np.int64]) -> None:
-    """Keep the best state of a descent without a log, as it is shared and backed up; durable on return."""
+    """Store the best state of a descent without a log, durably and in the form that is shared."""
     write_atomic(run.folder.best_state(number), packed_state(header, s_K), mode=0o600)
 
 
 def packed_state(header: LogHeader, s_K: NDArray[np.int64]) -> bytes:
-    """Encode a personal state that a log of this header leads to, or would (FORMAT 11)."""
+    """Encode a personal state with the binding of a log's header (FORMAT 11)."""
     of_state = StateHeader(
         package_digest=header.package_digest,
         mask_digest=header.mask_digest,

@@ -1,4 +1,4 @@
-"""The engine of a run: the user's choice, opened on a package when it is needed, and stopped when asked."""
+"""Choice of the engine of a run, and engines that can be stopped."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class RunInterrupted(PermilleError):  # noqa: N818 - not a fault: the user or th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUsed:
-    """The engine that a run computes with, to its end: `permille.engines.interface.EngineInfo`."""
+    """Contents of `engine.json`: the engine of a run, as in `permille.engines.interface.EngineInfo`."""
 
     name: str
     version: str
@@ -32,13 +32,17 @@ class EngineUsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """An engine that is not open yet.
+    """Choice of an engine. Call it to open the engine on a package.
+
+    For example:
+
+        engine = EngineChoice(name="light", threads=4)(package)
 
     Attributes:
         name: "auto", "light", "light-int8", "torch" or "executorch".
-        device: cpu, or cuda with torch.
-        dtype: what it computes in: float32, or bfloat16 with torch.
-        threads: None leaves it to the engine.
+        device: "cpu", or "cuda" with torch.
+        dtype: "float32", or "bfloat16" with torch.
+        threads: number of threads. None uses the engine's default.
     """
 
     name: str = AUTO
@@ -47,10 +51,10 @@ class EngineChoice:
     threads: int | None = None
 
     def __call__(self, package: "Package") -> "Engine":
-        """Open it.
+        """Open the engine on a package.
 
         Raises:
-            InputError: an unknown name, or one whose extra is not installed.
+            InputError: the name is unknown, or the engine's extra is not installed.
         """
         from permille.engines.factory import open_engine
 
@@ -63,11 +67,11 @@ class EngineChoice:
         )
 
     def begun_with(self, name: str) -> "EngineChoice":
-        """Return this choice for a run that began with the engine `name`: "auto" stays with it."""
+        """Return the choice for a run that began with the engine `name`, which replaces "auto"."""
         return replace(self, name=name) if self.name == AUTO else self
 
     def for_any_package(self) -> "EngineChoice":
-        """Return this choice where it opens any package: not all are int4, nor have a program."""
+        """Return a choice that opens every package. Some engines need int4 weights or a program."""
         return replace(self, name=AUTO) if self.name in (LIGHT_INT8, EXECUTORCH) else self
 
 
@@ -89,5 +93,5 @@ class _InterruptibleEngine:
 
 
 def interruptible(engine: "Engine", stop: threading.Event | None) -> "Engine":
-    """Let `stop` end a run between two calls of its engine: what is durable stays."""
+    """Return an engine whose next call raises `RunInterrupted` once `stop` is set."""
     return engine if stop is None else cast("Engine", _InterruptibleEngine(engine, stop))

@@ -1,10 +1,9 @@
-"""Losses by document and by groups of documents.
+"""Losses of documents, and the loss on general text.
 
-Losses are sums of nats, so two packages with different tokenizers are compared on the same text by the nats
-(or bits) of its bytes.
+Losses are sums in nats. Packages with different tokenizers are compared by nats per byte of the same text.
 
-What a state costs on general text is measured on the package's reference (`permille.training.reference`): it
-decides how much of the state is kept. A package without a reference bounds nothing.
+The loss on general text is measured on the package's reference (`permille.training.reference`). It decides
+the strength of a state. A package without a reference sets no bound.
 
 Shapes: D documents, N targets, K masked weights.
 """
@@ -28,7 +27,7 @@ EVALUATION_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class DocumentLosses:
-    """Sums for each document: its loss in nats, its targets, and the bytes that they stand for."""
+    """Sums for each document: its loss in nats, its targets, and the bytes that these encode."""
 
     nats_D: NDArray[np.float64]
     tokens_D: NDArray[np.int64]
@@ -36,23 +35,23 @@ class DocumentLosses:
 
     @property
     def per_token(self) -> float:
-        """Mean loss of a token, in nats."""
+        """Mean loss per token, in nats."""
         return float(self.nats_D.sum() / self.tokens_D.sum())
 
     def of(self, chosen_D: NDArray[np.bool_]) -> "DocumentLosses":
-        """Return the losses of some documents."""
+        """Return the losses of the chosen documents."""
         return DocumentLosses(self.nats_D[chosen_D], self.tokens_D[chosen_D], self.bytes_D[chosen_D])
 
     @property
     def bits_per_byte(self) -> float:
-        """Mean loss of a byte, in bits: comparable between tokenizers."""
+        """Mean loss per byte, in bits, which is comparable between tokenizers."""
         return float(self.nats_D.sum() / math.log(2) / self.bytes_D.sum())
 
 
 def document_losses(
     engine: Engine, values_K: NDArray[np.float32], rows: Sequence[Row], documents: int
 ) -> DocumentLosses:
-    """Losses of `documents` documents, summed in float64 over their rows."""
+    """Return the losses of all documents, summed in float64 over their rows."""
     nats_D = np.zeros(documents, dtype=np.float64)
     tokens_D = np.zeros(documents, dtype=np.int64)
     bytes_D = np.zeros(documents, dtype=np.int64)
@@ -67,7 +66,7 @@ def document_losses(
 
 
 def mean_loss(engine: Engine, values_K: NDArray[np.float32], rows: Sequence[Row]) -> float:
-    """Mean loss of a target token over all rows; not finite where the forward pass was not."""
+    """Return the mean loss per target token. It is not finite if a loss is not finite."""
     total = 0.0
     tokens = 0
     for part in evaluation_batches(rows, tokens=EVALUATION_TOKENS):
@@ -100,12 +99,12 @@ def summed(losses: DocumentLosses, group_D: NDArray[np.int64]) -> DocumentLosses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneralLoss:
-    """The loss on the reference's measuring rows, nats per token; None where it was not finite.
+    """Losses on the package's general text, in nats per token. None replaces a loss that is not finite.
 
     Attributes:
-        strength: eighths of the trained state that are kept; 0: even one raises the loss by too much.
-        loss_base: of the base.
-        loss: of the state at that strength, or at one eighth where that is too much.
+        strength: eighths of the trained state that are kept. 0 means that even one eighth costs too much.
+        loss_base: loss of the base.
+        loss: loss of the state at this strength, or at one eighth if the strength is 0.
     """
 
     strength: int
@@ -114,7 +113,7 @@ class GeneralLoss:
 
     @property
     def rise(self) -> float | None:
-        """The rise of the loss by the state, nats per token."""
+        """Rise of the loss by the state, in nats per token."""
         return None if self.loss is None or self.loss_base is None else self.loss - self.loss_base
 
     def __str__(self) -> str:
@@ -124,11 +123,12 @@ class GeneralLoss:
 
 
 def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> GeneralLoss | None:
-    """Choose the strength of a trained state; durable on return. None where the package has no reference.
+    """Choose the strength of a trained state durably. Return None if the package has no reference.
 
     Args:
+        run: the run.
         s_K: the trained state.
-        step_unit_exponent: of its unit.
+        step_unit_exponent: exponent of the state's unit.
     """
     reference = run.reference
     if reference is None:
@@ -153,7 +153,12 @@ def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> G
 
 
 def strength_words(eighths: int) -> str:
-    """Say how much of a trained state is kept."""
+    """Describe how much of a trained state is kept.
+
+    Example:
+        >>> strength_words(6)
+        '6/8 of what was trained'
+    """
     if not eighths:
         return "none: even an eighth of what was trained costs too much"
     return "all of what was trained" if eighths == EIGHTHS else f"{eighths}/{EIGHTHS} of what was trained"

@@ -1,19 +1,21 @@
 """Statistical test whether one model is better than another on a person's text.
 
-The decision rests on an e-value, a bet against "the mean gain is at most the margin" whose wealth nobody can
-expect to grow where that is true (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables
-by betting"). For groups of neighbouring passages, whose gain is in nats per token,
+The test uses an e-value: the wealth of a bet against the hypothesis "the mean gain is at most the margin". If
+the hypothesis is true, the expected wealth does not grow (Waudby-Smith and Ramdas 2024, "Estimating means of
+bounded random variables by betting"). With the gains of groups of neighbouring passages in nats per token,
 
     W = mean over bets b of  product over groups of  max(0, 1 + b (gain_g - margin))
 
-and `W >= 1 / alpha` has at most probability alpha there, whatever the skew of the gains, as long as groups
-are independent and none is worse by more than `1 / b`, 2/3 nats per token. A bootstrap knows only the groups
-that it was shown. If one group in twenty is badly hurt, it adopts two to four of ten useless models. W of
-groups that came later, judged by a state that had not seen them, may be multiplied. So a short text can be
-judged part by part.
+and under the hypothesis, `W >= 1 / alpha` has a probability of at most alpha. This holds for any skew of the
+gains, if groups are independent and no gain is below `-1 / b`, which is -2/3 nats per token.
 
-Deviation from the paper: fixed bets, equally mixed, instead of bets that follow the data, so that the order
-of the groups does not matter.
+A bootstrap would not be safe, because it knows only the observed groups. If one group in twenty becomes much
+worse, it adopts two to four of ten useless models.
+
+The wealth of later groups, judged by a state that has not seen them, may be multiplied. So a short text can
+be judged in parts.
+
+Deviation from the paper: the bets are fixed and equally mixed, so the order of the groups does not matter.
 
 Shapes: G groups, B bets.
 """
@@ -27,28 +29,26 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 
 MARGIN = 0.01
-"""Nats a token that a model must gain to be worth a change."""
+"""Smallest gain that justifies a change of the model, in nats per token."""
 ALPHA = 0.025
-"""Probability of one false adoption over all decisions on one person's data."""
+"""Largest probability of a false adoption, over all decisions on one person's data together."""
 MIN_GROUPS = 20
 GROUP_TOKENS = 32
-"""Documents with fewer targets are judged together."""
+"""Smallest number of targets of a group. Smaller documents are merged."""
 _WIDEST = 20.0
 _BETS_B1 = np.array([0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5])[:, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The measured reduction of the loss, in nats per token, and its certainty.
-
-    The loss of the second model is subtracted from that of the first.
+    """Reduction of the loss from a first to a second model, in nats per token, with confidence bounds.
 
     Attributes:
-        improvement: loss of the first minus loss of the second over all groups.
-        low: the largest margin that the gain surely exceeds.
-        high: the smallest margin that the gain surely does not reach.
-        groups: how many were compared.
-        better: whether the second may replace the first.
+        improvement: loss of the first model minus loss of the second, over all groups.
+        low: lower confidence bound of the improvement.
+        high: upper confidence bound of the improvement.
+        groups: number of compared groups.
+        better: whether the second model may replace the first.
     """
 
     improvement: float
@@ -62,7 +62,11 @@ class Comparison:
 
 
 def alpha_of(decision: int) -> float:
-    """Return the share of `ALPHA` for decision number j: `6 / (pi j)^2`. The shares add up to 1.
+    """Return the part of `ALPHA` for decision number j, `ALPHA * 6 / (pi j)^2`. All parts add up to `ALPHA`.
+
+    Example:
+        >>> round(alpha_of(1), 4), round(alpha_of(2), 4)
+        (0.0152, 0.0038)
 
     Raises:
         InputError: a number below 1.
@@ -75,17 +79,20 @@ def alpha_of(decision: int) -> float:
 def compare_losses(
     gain_G: NDArray[np.float64], tokens_G: NDArray[np.int64], *, decision: int = 1
 ) -> Comparison:
-    """Compare two models by what the second gains in each group.
+    """Compare two models by the gain of the second one in each group.
+
+    For example, with the losses of both models on the same documents:
 
         gain_G = (base.nats_D - personal.nats_D) / base.tokens_D
+        compare_losses(gain_G, base.tokens_D).better
 
     Args:
-        gain_G: nats per token; not finite where a loss was not.
-        tokens_G: targets of each group.
-        decision: the number of this decision on this person's data, from 1.
+        gain_G: gain of each group, in nats per token. Not finite if a loss is not finite.
+        tokens_G: number of targets of each group.
+        decision: number of this decision on this person's data, from 1.
 
     Raises:
-        InputError: lengths that differ, no group, or a group without a target.
+        InputError: the lengths differ, there is no group, or a group has no target.
     """
     if not len(gain_G) == len(tokens_G) >= 1 or tokens_G.min() < 1:
         raise InputError(
@@ -106,15 +113,16 @@ def compare_losses(
 
 
 def log_e_value(gain_G: NDArray[np.float64], margin: float) -> float:
-    """The natural logarithm of W against "the mean gain is at most `margin`"."""
+    """Return the natural logarithm of W for the hypothesis "the mean gain is at most `margin`"."""
     with np.errstate(divide="ignore"):
         wealth_B = np.log(np.maximum(1.0 + _BETS_B1 * (gain_G - margin), 0.0)).sum(axis=1)
-    largest = float(wealth_B.max())
+    largest = float(wealth_B.max())  # subtracted before `exp`, which would overflow
     return largest if math.isinf(largest) else largest + math.log(float(np.exp(wealth_B - largest).mean()))
 
 
 def _surely_above(gain_G: NDArray[np.float64], wanted: float) -> float:
-    """The largest margin against which the e-value suffices, to a thousandth of a nat: it falls with it."""
+    """Return the largest margin that the e-value rejects, to a thousandth of a nat."""
+    # The e-value falls with the margin, so bisection finds it.
     low, high = -_WIDEST, _WIDEST
     while high - low > 1e-3:
         middle = (low + high) / 2
@@ -126,9 +134,13 @@ def _surely_above(gain_G: NDArray[np.float64], wanted: float) -> float:
 
 
 def merged(tokens_D: NDArray[np.int64], least: int = GROUP_TOKENS) -> NDArray[np.int64]:
-    """The group of each document, int64 [D]: neighbours together until a group has `least` targets.
+    """Return the group of each document, int64 [D]. Each group has at least `least` targets.
 
-    What is left at the end joins the last group. Documents without a target belong to the group before them.
+    Neighbours are merged. The remainder at the end joins the last group.
+
+    Example:
+        >>> merged(np.array([20, 20, 40, 5]), least=32).tolist()
+        [0, 0, 1, 1]
     """
     group_D = np.zeros(len(tokens_D), dtype=np.int64)
     group = have = 0

@@ -1,9 +1,10 @@
-"""End of a run: its durable outcome, the metrics of its report, and the caller's result.
+"""End of a run: its durable outcome, the metrics of its report, and the result for the caller.
 
-The metrics are the only thing that leaves the device by default: numbers and closed sets.
+By default only the metrics leave the device. They are numbers and values of closed sets.
 """
 
 import platform
+import resource
 import sys
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -34,11 +35,9 @@ from permille_agent.training.steps import SelectedState
 _SYSTEMS = {
     "Linux": OperatingSystem.LINUX,
     "Darwin": OperatingSystem.DARWIN,
-    "Windows": OperatingSystem.WINDOWS,
 }
 _MACHINES = {
     "x86_64": Machine.X86_64,
-    "AMD64": Machine.X86_64,
     "aarch64": Machine.AARCH64,
     "arm64": Machine.AARCH64,
     "armv7l": Machine.ARMV7,
@@ -56,7 +55,7 @@ class TextSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """Contents of `outcome.json`: a message for the user, the report's metrics, counts of the data."""
+    """Contents of `outcome.json`: a message for the user, the report's metrics, and counts of the data."""
 
     message: str
     metrics: RunMetrics
@@ -66,13 +65,15 @@ class RunOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Result of a run, for the caller. Phases that did not happen are None.
+    """Result of a run for the caller. Fields of skipped phases are None.
+
+    For example, `result.outcome` is "adopted" if the personal model is in use now.
 
     Attributes:
         run: folder name of the run.
-        run_id: by which the service knows the run, once it is reported.
-        known: the run had ended before; nothing was computed.
-        bad_row_examples: rows that were left out, by file and line.
+        run_id: id of the run in its report.
+        known: whether the run had already ended, so that nothing was computed.
+        bad_row_examples: skipped rows, by file and line.
     """
 
     run: str
@@ -93,9 +94,9 @@ class LogFacts:
     """Metrics of the steps up to the selected state.
 
     Attributes:
-        personal_bytes: of its log, of a gradient run of its packed state.
-        state_digest: of what it leads to, only where that is shared.
-        scaled_digest: the same at the strength that was judged, where that is not full.
+        personal_bytes: size of the log, or of a gradient run's packed state.
+        state_digest: digest of the state at full strength, if the log or state is shared.
+        scaled_digest: digest of the state at its strength, if that is not full and the state is shared.
     """
 
     rejected_steps: int = 0
@@ -109,7 +110,7 @@ class LogFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Inputs of the metrics. Phases that did not happen are None."""
+    """Inputs of the metrics. Fields of skipped phases are None."""
 
     release: InstalledRelease
     options: TrainOptions
@@ -126,7 +127,7 @@ class RunFacts:
 
 
 def run_outcome(facts: RunFacts, message: str, report: DataReport) -> RunOutcome:
-    """Put the end of a run together. Examples of rows name the user's files, so they stay out of it."""
+    """Return the outcome of a run. Examples of rows name the user's files, so they are left out."""
     return RunOutcome(
         message=message,
         metrics=run_metrics(facts),
@@ -136,7 +137,7 @@ def run_outcome(facts: RunFacts, message: str, report: DataReport) -> RunOutcome
 
 
 def result_of(folder: RunFolder, end: RunOutcome, *, known: bool) -> RunResult:
-    """Tell the end of a run with all that is durable of it."""
+    """Return the result of a finished run, with all its durable records."""
     return RunResult(
         run=folder.name,
         run_id=folder.run_id,
@@ -153,7 +154,12 @@ def result_of(folder: RunFolder, end: RunOutcome, *, known: bool) -> RunResult:
 
 
 def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
-    """Say what became of the model that was in use."""
+    """Describe the outcome for the user.
+
+    Example:
+        >>> outcome_words(Outcome.KEPT_BASE, None)
+        'kept the base model'
+    """
     current = "the base model"
     if decision and (decision.incumbent.run or decision.pooled):
         current = "the pooled model" if decision.pooled else "your current model"
@@ -170,7 +176,7 @@ def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
 
 
 def lay_out_log(run: Run, selected: SelectedState, decision: Decision, context: RunContext) -> LogFacts:
-    """Measure the log or state of a run. What the user shares of it is put beside the outcome."""
+    """Return the metrics of a run's log or state. Write the one that the user shares to `shared.log`."""
     data, shared = b"", False
     if selected.step:
         form = LogForm.LOG if run.options.has_log else LogForm.STATE
@@ -192,7 +198,7 @@ def lay_out_log(run: Run, selected: SelectedState, decision: Decision, context: 
 
 
 def run_metrics(facts: RunFacts) -> RunMetrics:
-    """Make the report of one run."""
+    """Return the metrics of a run for its report."""
     counts = dict.fromkeys(Split, 0)
     if facts.prepared is not None:
         counts = {split: number.tokens for split, number in facts.prepared.counts.items()}
@@ -241,12 +247,6 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
 
 
 def peak_rss_bytes() -> int:
-    """Read the most memory that this process has had resident."""
-    if sys.platform == "win32":
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
+    """Return the peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -1,8 +1,9 @@
-"""The personalised model of a run: its state from the journal, checked, as sparse values.
+"""The personal model of a run, and the state that a run starts from.
 
-`state.i64` is only a cache: it counts where its digest is the decision's, else the journal is replayed, and
-the replay has to have that digest. So a flipped bit in either is found before a model is used. Journal, cache
-and packed state hold what was trained; the state that is used is that at the decision's strength.
+Journal, cache and packed state hold the state at full strength. The model in use has the decision's strength.
+
+`state.i64` is a cache of the journal's replay. If its digest differs from the decision's, the journal is
+replayed, and the replay must have that digest. So a flipped bit is found before a model is used.
 """
 
 import numpy as np
@@ -43,12 +44,13 @@ from permille_agent.training.run import (
 
 
 def model_values(home: Home, active: Active, package: Package) -> NDArray[np.float32]:
-    """Compute the sparse values of the active model, float32 [k]: a run's state on top of the base, else the
-    package's pooled state, else the base.
+    """Return the sparse values of the active model, float32 [k].
+
+    They are those of a run's state, or else of the package's pooled state, or else of the base.
 
     Raises:
         OperatorError: the run is gone.
-        PackageError: the state is not what was decided, or of another package.
+        PackageError: the state is damaged, or belongs to another package.
     """
     state = pooled_start(package) if active.run is None else personal_state(home, active.run, package)
     if state is None:
@@ -57,7 +59,7 @@ def model_values(home: Home, active: Active, package: Package) -> NDArray[np.flo
 
 
 def pooled_start(package: Package) -> StartState | None:
-    """Read the package's pooled state, to use or to begin from; None where it carries none.
+    """Return the package's pooled state, or None if it has none.
 
     Raises:
         PackageError: the state breaks a rule of FORMAT 4.9 or 11.
@@ -69,11 +71,11 @@ def pooled_start(package: Package) -> StartState | None:
 
 
 def personal_state(home: Home, run: str, package: Package) -> StartState:
-    """Read the state that a run's decision names.
+    """Return the state of a run at the decision's strength.
 
     Raises:
         OperatorError: the run is gone.
-        PackageError: the state is not what was decided, or of another package.
+        PackageError: the state is damaged, or belongs to another package.
     """
     folder = find_run(home, run)
     decision = folder.require("decision", Decision)
@@ -89,7 +91,7 @@ def personal_state(home: Home, run: str, package: Package) -> StartState:
 
 
 def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> StartState:
-    """Read the state at full strength."""
+    """Return the state of a run at full strength."""
     unlogged = folder.best_state(decision.descent)
     if unlogged.exists():
         state = read_state(package, unlogged.read_bytes())
@@ -121,7 +123,7 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
     """Return the start of a run: the name of a run, `POOLED_START`, or None for the base.
 
     Raises:
-        InputError: the pooled state was asked for where there is none, or by a run that cannot begin there.
+        InputError: the pooled state is asked for, but there is none, or the method must start at the base.
     """
     adopted = adopted_round(home, package.digest)
     pooled = POOLED_START if package.manifest.has_layer(Role.POOLED) else None
@@ -140,18 +142,18 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
         return pooled
     if adopted is not None and _is_untried(home, package, prepared, options, adopted.start):
         return pooled
-    # What knows the text that judges is not gone on from: little text judges and trains.
+    # A model of a short text has learned the text that judges, so another run must not start from it.
     folder = find_run(home, active.run)
     if prepared.stages or folder.load("learned", LearnedText) is not None:
         return pooled
-    # The active run is not gone on from by its own command again: that has ended.
+    # The same command as the active run's finds that finished run, instead of starting from it.
     known = folder.require("run", BegunRun).definition
     same = RunDefinition(package=package.digest, data=prepared.digest, options=options, start=known.start)
     return known.start if known == same else active.run
 
 
 def _is_untried(home: Home, package: Package, prepared: Prepared, options: TrainOptions, start: str) -> bool:
-    """Return whether no other run has ended from this start."""
+    """Return whether no other run that started here has a decision."""
     same = RunDefinition(package=package.digest, data=prepared.digest, options=options, start=start)
     if (home.runs / same.name()).is_dir():
         return True
@@ -160,7 +162,7 @@ def _is_untried(home: Home, package: Package, prepared: Prepared, options: Train
 
 
 def start_state(home: Home, package: Package, start: str | None) -> StartState | None:
-    """Read the state that `find_start` has named.
+    """Return the state that `find_start` has named.
 
     Raises:
         OperatorError, PackageError: as `personal_state`.
@@ -180,7 +182,7 @@ def start_state(home: Home, package: Package, start: str | None) -> StartState |
 
 
 def _has_values_of(package: Package, other: str) -> bool:
-    """Return whether two packages are the same, except perhaps for the pooled state."""
+    """Return whether two packages are equal, or differ only in the pooled state."""
     if other == package.digest:
         return True
     try:
@@ -191,14 +193,13 @@ def _has_values_of(package: Package, other: str) -> bool:
 
 
 def shareable(folder: RunFolder, form: LogForm) -> bytes:
-    """Return what is uploaded of a run's selected state: its log, or its packed state.
+    """Return the log or the packed state of a run, for an upload.
 
-    Either is personal data, and with the package the personal model: it leads to the state as it was trained,
-    whose strength the report tells.
+    Both are personal data. With the package, they give the personal model at full strength.
 
     Raises:
-        InputError: the run followed the gradient and has no log, or only the package can tell its state.
-        PackageError: the journal is damaged or shorter than the decision says.
+        InputError: the run followed the gradient and has no log.
+        PackageError: the journal is damaged or too short.
     """
     decision = folder.require("decision", Decision)
     path = folder.best_state(decision.descent)
@@ -216,12 +217,12 @@ def shareable(folder: RunFolder, form: LogForm) -> bytes:
 
 
 def store_state(folder: RunFolder, s_K: NDArray[np.int64]) -> None:
-    """Keep a state, so that it need not be replayed each time."""
+    """Cache a state, so that the journal is not replayed for each use."""
     write_atomic(folder.path / "state.i64", s_K.astype("<i8").tobytes(), mode=0o600)
 
 
 def _selected_log(folder: RunFolder, decision: Decision) -> tuple[LogHeader, list[StepRecord]]:
-    """Read the header and the records of the log prefix that the decision selected."""
+    """Return the header and the records of the steps that the decision selected."""
     contents = read_journal(folder.journal(decision.descent))
     if len(contents.records) < decision.step:
         got = f"{len(contents.records)} of the {decision.step} steps that were adopted"

@@ -1,9 +1,13 @@
-"""Plan of a run: epsilon, step size, and the number of steps, given directly or by time.
+"""Plan of a run: epsilon, step size and number of steps.
 
-With a time limit, a step and an evaluation are timed once; from then on the budget is a function of those two
-numbers and the limit. A quarter of the time at most goes into the search, about a fifth of training into
-evaluations, and as much as judging the result takes is kept for that, within bounds. Little text has nothing
-to select: its steps are fixed, and a few evaluations find out whether they diverge.
+With a time limit, one step and one evaluation are timed. Then the time is divided:
+
+- at most a quarter for the search,
+- about a fifth of the training time for evaluations,
+- the expected time of the judgement, within bounds,
+- the rest for steps.
+
+A short text has no select split. Its number of steps is fixed, and a few evaluations detect divergence.
 """
 
 import math
@@ -27,30 +31,30 @@ TRIAL_STEPS = (5, 40)
 SEARCH_SHARE = 0.25
 EVALUATION_SHARE = 0.2
 JUDGEMENT_SHARE = (0.05, 0.4)
-# Trials of a usual search, and models that are judged: the base, the selected one, and often an active one.
+# Trials of a typical search, and judged models: the base, the selected one, and often the active one.
 TRIALS = 4
 JUDGED = 3
 TIMED_ROWS = 8
-# Along gradients: passes over the training text at most, but so many steps at least where time allows.
+# Gradient runs make at most this many passes over the text, but at least `LEAST_STEPS` if time allows.
 PASSES = 8
 LEAST_STEPS = 40
-# Stands in the header that a gradient's log would have, where nothing reads it.
+# Placeholder in the header of a gradient run, which has no log and reads no epsilon.
 NO_EPSILON = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that the steps depend on, written before the first of them.
+    """Contents of `plan.json`: all numbers that the steps depend on.
 
     Attributes:
-        epsilon: scale of perturbations.
-        relative_error: of the projected gradients at that epsilon.
-        learning_rate: of the first descent.
-        losses: of the trials of learning rates, by their power.
-        base_loss: of the base on the select split.
-        total_steps: the learning rate falls over so many.
-        evaluate_every: so many steps.
-        limit_s: seconds of work after which no further step is made, or None.
+        epsilon: scale of the perturbations.
+        relative_error: relative error of the projected gradients at this epsilon.
+        learning_rate: learning rate of the first descent.
+        losses: loss of each trial of the search, by the power of its learning rate.
+        base_loss: loss of the start on the select split.
+        total_steps: number of steps over which the learning rate falls.
+        evaluate_every: number of steps between evaluations.
+        limit_s: working time after which no step is made, in seconds, or None.
     """
 
     epsilon: float
@@ -65,13 +69,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Time budgets of the parts of a run.
+    """Division of a run into its phases.
 
     Attributes:
-        steps: of the run.
-        trial_steps: of each trial of the search.
-        evaluations: about so many on the way.
-        limit_s: seconds of work after which no further step is made, or None.
+        steps: steps of the run.
+        trial_steps: steps of each trial of the search.
+        evaluations: approximate number of evaluations.
+        limit_s: working time after which no step is made, in seconds, or None.
     """
 
     steps: int
@@ -82,17 +86,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Seconds of one step, and of evaluating one token, on this machine."""
+    """Seconds per step and per evaluated token on this machine."""
 
     step_s: float
     token_s: float
 
 
 def make_plan(run: Run) -> Plan:
-    """Search where there is something to find, and fix what the steps depend on; durable before the first.
+    """Return the durable plan of a run. It is searched for on the first call.
 
     Raises:
-        SearchFailed: no usable epsilon or step size.
+        SearchFailed: no epsilon or step size works.
     """
     plan = run.folder.once("plan", Plan, lambda: _plan(run))
     if (told := forecast(run, plan)) is not None:
@@ -101,7 +105,7 @@ def make_plan(run: Run) -> Plan:
 
 
 def forecast(run: Run, plan: Plan) -> str | None:
-    """Say how long a step takes on this device, and how many there will be; None of a run without a limit."""
+    """Describe the duration and the number of steps. Return None for a run without a time limit."""
     pace, minutes = run.folder.load("search-pace", Pace), run.options.minutes
     if pace is None or minutes is None:
         return None
@@ -111,7 +115,12 @@ def forecast(run: Run, plan: Plan) -> str | None:
 
 
 def budget_of_steps(steps: int) -> Budget:
-    """Divide a run of a number of steps. The budget depends on nothing else."""
+    """Divide a run of a given number of steps.
+
+    Example:
+        >>> budget_of_steps(200).trial_steps
+        20
+    """
     low, high = TRIAL_STEPS
     trial_steps = min(high, max(low, steps // TRIAL_SHARE))
     return Budget(steps=steps, trial_steps=trial_steps, evaluations=EVALUATIONS, limit_s=None)
@@ -126,15 +135,20 @@ def budget_of_time(
     trials: int = TRIALS,
     most_steps: float = math.inf,
 ) -> Budget:
-    """Divide a run that may take `available_s` seconds in all.
+    """Divide a run with a time limit.
+
+    Example:
+        >>> budget = budget_of_time(600.0, step_s=1.0, evaluation_s=2.0, judgement_s=10.0, trials=0)
+        >>> budget.steps, budget.limit_s
+        (530, 570.0)
 
     Args:
-        available_s: of the whole run.
-        step_s: of one step.
-        evaluation_s: of one evaluation on the select split.
-        judgement_s: of evaluating one model on the test split.
-        trials: of the search for a learning rate; along the gradient there is none.
-        most_steps: more of them learn the text by heart.
+        available_s: seconds of the whole run.
+        step_s: seconds of one step.
+        evaluation_s: seconds of one evaluation on the select split.
+        judgement_s: seconds of one model's evaluation on the test split.
+        trials: trials of the search for a learning rate. A gradient run has none.
+        most_steps: largest number of steps. More steps would overfit the text.
     """
     least, most = JUDGEMENT_SHARE
     kept_s = min(most * available_s, max(least * available_s, JUDGED * judgement_s))
@@ -171,7 +185,7 @@ def _plan(run: Run) -> Plan:
                 f"All trained weights of the package are 0, so there is no learning rate (got {rate})."
             )
         run.progress.phase("looking at the text")
-        base_loss(run)  # before the time is measured: it may end the run
+        base_loss(run)  # ends the run if the loss is not finite, before time is spent on measuring
         budget = _budget(run, epsilon)
     little = bool(run.prepared.stages)
     evaluations = FEWEST_EVALUATIONS if little else budget.evaluations
@@ -203,14 +217,14 @@ def _budget(run: Run, epsilon: float) -> Budget:
 
 
 def _most_steps(run: Run) -> float:
-    """Return the most steps that do not learn the text by heart; zeroth order never does."""
+    """Return the largest number of steps that does not overfit. Zeroth order is too slow to overfit."""
     if run.options.has_log:
         return math.inf
     return max(LEAST_STEPS, math.ceil(PASSES * len(run.prepared.train) / run.options.batch_rows))
 
 
 def _trainings(run: Run) -> float:
-    """Return the work of all trainings, as a multiple of the one whose state is kept."""
+    """Return the steps of all trainings of a short text, as a multiple of the final training's steps."""
     return 1.0 + sum(len(stage.train) for stage in run.prepared.stages) / len(run.prepared.train)
 
 
@@ -226,7 +240,7 @@ def _pace(run: Run, epsilon: float) -> Pace:
             pulled_gradient(run, start_K, step)
         return run.clock.seconds() - start
 
-    # The first reads the model from the disk.
+    # The first step reads the model from the disk, so the second slowest duration counts.
     durations = sorted(map(step_s, range(3 if run.options.has_log else 2)))
     rows = (run.prepared.select or run.prepared.test)[:TIMED_ROWS]
     start = run.clock.seconds()

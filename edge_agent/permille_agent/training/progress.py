@@ -1,7 +1,7 @@
-"""Progress of a running training, for its caller and for `status` in another terminal.
+"""Progress of a running training, for its caller and for `permille-agent status`.
 
-Where a run stands is one record, `progress.json` in the home folder, replaced about once a second. A run that
-is killed leaves it behind, so it counts only while the process that wrote it holds the writers' lock.
+The progress is one record, `progress.json` in the home folder, replaced about once a second. A killed run
+leaves its record. So the record is valid only while the process that wrote it holds the writers' lock.
 """
 
 import math
@@ -23,29 +23,29 @@ PRINT_EVERY_S = 30.0  # where the output is no terminal
 
 
 class RunProgress(Protocol):
-    """Told by the trainer; it never influences a run."""
+    """Receiver of progress. It never influences a run."""
 
     def phase(self, name: str) -> None:
         """Report that a new phase begins."""
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """Report that a training step is durable: `done` of `total`, with the batch's loss."""
+        """Report that step `done` of `total` is durable, with the loss of its batch."""
 
     def evaluated(self, step: int, loss: float, first_loss: float) -> None:
         """Report that the select split was evaluated before step `step`."""
 
 
 class SilentProgress:
-    """Says nothing."""
+    """Ignores all progress."""
 
     def phase(self, name: str) -> None:
-        """Nothing."""
+        """See `RunProgress`."""
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """Nothing."""
+        """See `RunProgress`."""
 
     def evaluated(self, step: int, loss: float, first_loss: float) -> None:
-        """Nothing."""
+        """See `RunProgress`."""
 
 
 SILENT = SilentProgress()
@@ -53,10 +53,10 @@ SILENT = SilentProgress()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Progress of a run.
+    """Contents of `progress.json`.
 
-    `loss` is the smoothed loss of its batches, and `held_out` the loss on other text. `first` is
-    the held-out loss at the start: of the base, or of the model that the run starts from.
+    `loss` is the smoothed loss of the batches, `held_out` the newest loss on the select split, and `first`
+    the loss of the start on the select split.
     """
 
     pid: int
@@ -69,7 +69,12 @@ class Standing:
     seconds_left: float | None = None
 
     def line(self) -> str:
-        """Say it in one line of at most 79 columns."""
+        """Describe the progress in one line of at most 79 columns.
+
+        Example:
+            >>> Standing(pid=1, step=3, total=10, loss=2.5).line()
+            'step 3 of 10, loss 2.500'
+        """
         if not self.total:
             return self.phase[:LINE_COLUMNS]
         parts = [f"step {self.step} of {self.total}"]
@@ -83,21 +88,20 @@ class Standing:
 
 
 def read_progress(home: Home) -> Standing | None:
-    """Read where the run stands that works now; None where none does."""
+    """Read the progress of the running training, or None if none is running."""
     try:
         standing = read_record(home.progress, Standing)
     except OperatorError:
         return None
-    if standing is None:
-        return None
     holder = lock_holder(home)
-    return standing if holder is not None and holder.pid == standing.pid else None
+    return standing if standing and holder and holder.pid == standing.pid else None
 
 
 class LiveProgress:
-    """Keeps `progress.json` and, with a console, one line: replaced in a terminal, else printed now and then.
+    """Progress that is written to `progress.json`, and to a console as one line.
 
-    The caller holds the writers' lock.
+    A terminal's line is replaced. Other output gets a new line every 30 seconds. The caller holds the
+    writers' lock.
     """
 
     def __init__(self, home: Home, console: Console | None = None) -> None:
@@ -117,7 +121,7 @@ class LiveProgress:
         self._home.progress.unlink(missing_ok=True)
 
     def phase(self, name: str) -> None:
-        """Say what happens now, on a line that stays."""
+        """Print the name of the phase on a line that stays."""
         self._standing, self._began = Standing(pid=os.getpid(), phase=name), None
         if self._console is not None:
             self._clear()
@@ -125,7 +129,7 @@ class LiveProgress:
         self._write()
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """Count a step; the time left is that of the steps so far, evaluations included."""
+        """Count a step. The time left is estimated from the steps and evaluations so far."""
         now, before = time.monotonic(), self._standing
         if self._began is None or done <= before.step:
             self._began = (now, done)
@@ -147,7 +151,7 @@ class LiveProgress:
         try:
             write_record(self._home.progress, self._standing)
         except OperatorError:
-            return  # a full disk: what is told never influences a run
+            return  # a full disk must not end a run because of its progress
 
     def _print(self, now: float) -> None:
         if self._console is None:
@@ -167,7 +171,7 @@ class LiveProgress:
 
 
 def duration(seconds: float) -> str:
-    """Say a length of time in its largest unit.
+    """Describe a length of time in its largest unit.
 
     Example:
         >>> duration(0.318), duration(70), duration(600)

@@ -40,7 +40,7 @@ def test_a_disk_that_is_one_byte_too_small_is_refused(tiny: Tiny) -> None:
     data = tiny.manifest.to_bytes()
     need = check_plan(data, tiny.digest, 1 << 40).download_bytes + RESERVE_BYTES
     assert check_plan(data, tiny.digest, need).layers
-    with pytest.raises(OperatorError, match=f"{need - 1} bytes free, and the download needs {need}"):
+    with pytest.raises(OperatorError, match=f"{need} bytes needed, {need - 1} free"):
         check_plan(data, tiny.digest, need - 1)
 
 
