@@ -1,10 +1,10 @@
 """Choices of the user: the files to learn from, and consent to share logs or states.
 
-Files are remembered by reference and never copied. Nothing is shared until the user says so, and nothing that
-a server sends is ever written here: a log or a state together with its package is the personalised model, so
-sharing one is sharing personal data. Switching either off withdraws all that waits. A choice counts at once,
-for a run that is under way, too; writing it needs no writers' lock. What was agreed to is known by how often
-consent had been withdrawn before: a log whose number is not that of now is not sent, whatever any clock says.
+- Files are stored as references and not copied.
+- A log or a state, together with its package, is the personal model. So nothing is shared without consent,
+  and no message of a server changes it.
+- A choice takes effect at once, also for a running training. It needs no writers' lock.
+- Each withdrawal of consent is counted. A log is sent only if the count is the same as when the user agreed.
 """
 
 import secrets
@@ -27,7 +27,7 @@ class DataReferences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consent:
-    """Contents of `consent.json`. `withdrawals` counts how often sharing was switched off."""
+    """Contents of `consent.json`. `withdrawals` is the number of withdrawals of consent."""
 
     share_log: bool = False
     share_state: bool = False
@@ -35,12 +35,12 @@ class Consent:
 
 
 def read_references(home: Home) -> tuple[Path, ...]:
-    """List the files and folders that the daemon trains on, in the order in which they were added."""
+    """Return the files and folders that the daemon trains on, in the order of their addition."""
     return (read_record(home.data, DataReferences) or DataReferences()).paths
 
 
 def add_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Add `paths` to the references, and return all of them.
+    """Add paths to the references, and return all references.
 
     Raises:
         InputError: a path does not exist.
@@ -52,7 +52,7 @@ def add_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def remove_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Forget `paths`; the files themselves are not touched. Returns what is left.
+    """Remove paths from the references, and return the remaining ones. The files are not changed.
 
     Raises:
         InputError: a path is not among the references.
@@ -67,19 +67,19 @@ def remove_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def read_consent(home: Home) -> Consent:
-    """Read the user's choice, and which it is."""
+    """Return the user's consent. The default is not to share."""
     return read_record(home.consent, Consent) or Consent()
 
 
 def set_sharing(home: Home, *, log: bool | None = None, state: bool | None = None) -> None:
-    """Store the user's choice of logs or of states; durable on return.
+    """Store the user's choices durably. A damaged file counts as a withdrawal of all consent.
 
-    A file that is damaged withdraws all that was agreed to.
+    For example, `set_sharing(home, log=True)` agrees to share logs.
 
     Args:
         home: the home folder.
-        log: share the logs of zeroth-order runs; None leaves the choice as it is.
-        state: share packed states; None leaves the choice as it is.
+        log: whether to share the logs of zeroth-order runs. None keeps the choice.
+        state: whether to share packed states. None keeps the choice.
 
     Raises:
         OperatorError: the disk is full, and there was no choice before.
@@ -89,7 +89,8 @@ def set_sharing(home: Home, *, log: bool | None = None, state: bool | None = Non
             known = read_consent(home)
             withdrawals = known.withdrawals + (False in (log, state))
         except OperatorError:
-            known, withdrawals = Consent(), secrets.randbits(48)  # a number that nothing was agreed under
+            # The count is lost. A random one differs from that of any earlier consent.
+            known, withdrawals = Consent(), secrets.randbits(48)
         new = Consent(
             share_log=known.share_log if log is None else log,
             share_state=known.share_state if state is None else state,

@@ -1,8 +1,10 @@
-"""The home folder of the agent: which file lives where, how it is read and how it is written.
+"""Paths in the agent's home folder, and reading and writing of its state files.
 
-Every folder is 0700 and every file 0600, except the blobs, which are nobody's secret. Files are replaced
-atomically. A state file is the JSON of one record: `read_record` parses it once, `write_record` replaces it.
-Beside the record's fields it holds their checksum, so a flipped bit is told, with the file and what to do.
+Folders have the mode 0700 and files 0600, except the blobs, which are not secret. Files are replaced
+atomically. A state file is the JSON of one record, with a checksum that detects flipped bits:
+
+    write_record(home.daemon, DaemonState(failures=1))
+    state = read_record(home.daemon, DaemonState)
 """
 
 import hashlib
@@ -36,7 +38,7 @@ _REMEDIES = {
 }
 
 Record = TypeVar("Record")
-_ADAPTERS: dict[Any, Any] = {}  # by kind: making one takes longer than parsing
+_ADAPTERS: dict[Any, Any] = {}  # a cache by kind, because making an adapter takes longer than parsing
 
 
 class _Below:
@@ -51,7 +53,12 @@ class _Below:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Paths below one home folder. Make it with `open_home`."""
+    """Paths below a home folder. Use `open_home` to make one.
+
+    Example:
+        >>> Home(Path("/home/anna/agent")).current
+        PosixPath('/home/anna/agent/current.json')
+    """
 
     root: Path
 
@@ -80,16 +87,18 @@ class Home:
 
 
 def open_home(root: Path) -> Home:
-    """Make the home folder and its subfolders where missing, and close them to other users.
+    """Create the home folder and its subfolders if missing, and deny access to other users.
+
+    For example, `home = open_home(Path("home"))`.
 
     Raises:
-        OperatorError: the folder cannot be made, is no folder, or belongs to another user.
+        OperatorError: the folder cannot be created, is not a folder, or belongs to another user.
     """
     home = Home(root)
     try:
         for folder in (root, home.trust, home.blobs, home.partial, home.runs, home.reports):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if hasattr(os, "getuid") and (owner := root.stat().st_uid) != os.getuid():
+        if (owner := root.stat().st_uid) != os.getuid():
             raise OperatorError(
                 f"{root} belongs to user {owner}, not to user {os.getuid()}. Choose another --home."
             )
@@ -102,11 +111,7 @@ def open_home(root: Path) -> Home:
 
 @contextmanager
 def telling_disk() -> Iterator[None]:
-    """Tell what a disk refuses (it is full, or read-only) as a matter for a person.
-
-    Raises:
-        OperatorError: in place of OSError.
-    """
+    """Convert an OSError, for example of a full disk, to an OperatorError."""
     try:
         yield
     except OSError as exc:
@@ -117,10 +122,10 @@ def telling_disk() -> Iterator[None]:
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:
-    """Read the record of this kind at `path`; None where there is no such file.
+    """Read a record, or return None if there is no such file.
 
     Raises:
-        OperatorError: the file is there and does not hold such a record in at most 16 MiB.
+        OperatorError: the file is damaged, larger than 16 MiB or not readable.
     """
     try:
         with path.open("rb") as file:
@@ -138,10 +143,11 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
 
 
 def parse_record(data: bytes, kind: type[Record], source: str) -> Record:
-    """Parse one record from its JSON; `source` is named where that fails.
+    """Parse a record from its JSON.
 
     Raises:
-        OperatorError: it is no such record. The message names the field, never what is in it.
+        OperatorError: the JSON is not a record of this kind. The message names `source` and the field.
+            It does not contain the value, which may be personal.
     """
     try:
         document = json.loads(data)
@@ -155,10 +161,10 @@ def parse_record(data: bytes, kind: type[Record], source: str) -> Record:
 
 
 def write_record(path: Path, record: object) -> None:
-    """Replace the record at `path` atomically, readable by its owner only.
+    """Replace the record at `path` atomically. Only the owner can read it.
 
     Raises:
-        OperatorError: the disk is full or read-only; the old content is kept.
+        OperatorError: the disk is full or read-only. The old content is kept.
     """
     try:
         write_atomic(path, encode_record(record, indent=2) + b"\n", mode=0o600)
@@ -167,12 +173,10 @@ def write_record(path: Path, record: object) -> None:
 
 
 def overwrite_record(path: Path, record: object) -> None:
-    """Replace the record at `path`, even on a full disk.
-
-    On a full disk it is overwritten in place, so a crash can damage it.
+    """Replace the record at `path`, even on a full disk, where a crash may damage it.
 
     Raises:
-        OperatorError: neither is possible.
+        OperatorError: the file cannot be overwritten in place, either.
     """
     try:
         write_record(path, record)
@@ -182,6 +186,7 @@ def overwrite_record(path: Path, record: object) -> None:
         data = encode_record(record, indent=2)
         try:
             with path.open("r+b", buffering=0) as file:
+                # Spaces replace the rest of a longer old record, so that no byte of it remains.
                 file.write(data.ljust(os.fstat(file.fileno()).st_size - 1) + b"\n")
                 os.fsync(file.fileno())
         except OSError as exc:
@@ -201,14 +206,14 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 
 
 def _remedy(path: Path) -> str:
-    """Return the advice for a damaged file."""
+    """Return advice for a damaged file."""
     if path.parent.parent.name == "runs":
         return f"`permille-agent forget --run {path.parent.name}` erases this run"
     return _REMEDIES.get(path.name, "move it away")
 
 
 def as_json(record: object) -> Mapping[str, Any]:
-    """Convert the record to JSON types, as it is stored and as `--json` prints it."""
+    """Convert a record to JSON types, as it is stored and as `--json` prints it."""
     document: Mapping[str, Any] = _adapter(type(record)).dump_python(record, mode="json")
     return document
 
@@ -230,6 +235,6 @@ def _words(error: ValueError | RecursionError) -> str:
 
 
 def first_error(error: "ValidationError") -> str:
-    """Say which field is wrong, and how, never what is in it."""
+    """Describe which field is wrong, without its value, which may be personal."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

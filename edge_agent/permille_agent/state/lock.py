@@ -1,8 +1,7 @@
-"""The one lock of the agent: whoever writes into the home folder holds it, so `run` and `train` never clash.
+"""The lock of the home folder. Each writer holds it, so that `run` and `train` do not write at the same time.
 
-The operating system releases it when the holder dies, however it dies. A note beside it says who holds it;
-the note is for the message only, never for the decision. Within one thread the lock may be taken again (a
-command that calls another).
+The operating system releases the lock when its holder dies. A note beside it names the holder for messages.
+One thread may take the lock again, for example in a command that calls another.
 """
 
 import os
@@ -20,7 +19,7 @@ from permille_agent.state.home import Home, read_record, write_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Holder of a lock, from the note beside it."""
+    """Contents of the note that names the holder of a lock."""
 
     pid: int
     purpose: str
@@ -28,24 +27,26 @@ class Holder:
 
 
 class LockedError(RetryableError):
-    """Another process of the agent is writing."""
+    """Another process of the agent holds the lock."""
 
 
 @contextmanager
 def hold_lock(home: Home, purpose: str, *, wait_s: float = 0.0, of: Path | None = None) -> Iterator[None]:
-    """Hold the writers' lock, as `permille-agent <purpose>`.
+    """Hold the writers' lock. For example:
 
         with hold_lock(home, "train"):
             run_training(home, [Path("notes")], TrainOptions(minutes=20))
 
     Args:
-        wait_s: how long to wait for another process.
-        of: another lock of the home folder. `daemon_lock` makes one daemon a folder; `rounds_lock` is for
-            exchanging rounds with the service, which no training keeps waiting.
+        home: the home folder.
+        purpose: name of the command, for messages of other processes.
+        wait_s: seconds to wait for another process.
+        of: another lock. `daemon_lock` allows one daemon per folder. `rounds_lock` is for exchanging rounds,
+            so that they do not wait for a training.
 
     Raises:
-        LockedError: another process holds it after `wait_s`; the message says which.
-        OperatorError: the lock file cannot be made.
+        LockedError: another process still holds the lock. The message names it.
+        OperatorError: the lock file cannot be created.
     """
     path = home.lock if of is None else of
     lock = _lock(path)
@@ -60,7 +61,7 @@ def hold_lock(home: Home, purpose: str, *, wait_s: float = 0.0, of: Path | None 
     try:
         if lock.lock_counter == 1:
             since = datetime.now(UTC).isoformat(timespec="seconds")
-            with suppress(OperatorError):  # a full disk: the note is for the message only
+            with suppress(OperatorError):  # on a full disk, the lock works without its note
                 write_record(_note(path), Holder(pid=os.getpid(), purpose=purpose, since=since))
         yield
     finally:
@@ -70,18 +71,18 @@ def hold_lock(home: Home, purpose: str, *, wait_s: float = 0.0, of: Path | None 
 
 
 def _lock(path: Path) -> FileLock:
-    # Thread-local: a program's two threads are two writers, only one of them may work.
+    # Thread-local, because two threads of a program are two writers.
     return FileLock(path, mode=0o600, thread_local=True, is_singleton=True, fallback_to_soft=False)
 
 
 def lock_holder(home: Home) -> Holder | None:
-    """Say which other process holds the writers' lock; None where it is free or the holder left no note."""
+    """Return the holder of the writers' lock, or None if the lock is free or has no note."""
     lock = _lock(home.lock)
     try:
         lock.acquire(timeout=0.0)
     except Timeout:
         return _read_note(home.lock)
-    lock.release()  # at once and without a note: a writer that begins now must find it free
+    lock.release()  # at once, because another writer may start now
     return None
 
 

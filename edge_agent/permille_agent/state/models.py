@@ -1,10 +1,8 @@
 """Installed package and active model of this device.
 
-`releases.json` holds the package that is installed. `current.json` holds the active model and the
-history that `rollback` goes back through, in one file, so that they change together.
-
-Nothing here deletes a package or a run, so every step back is possible as long as those are kept. Whoever
-calls a function that writes holds the writers' lock.
+`releases.json` has the installed package. `current.json` has the active model together with the history for
+`rollback`, so that both change atomically. This module deletes no packages or runs. Callers of functions that
+write hold the writers' lock.
 """
 
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.state.lock import LockedError, hold_lock
 
 MAX_HISTORY = 20
-# Codes that say that bytes on this disk are not what was downloaded: fetching them again helps.
+# Codes of damage on this disk, which another download repairs.
 DAMAGED = ("blob-missing", "blob-size", "blob-digest", "block-digest")
 NOTHING_INSTALLED = (
     "No package is installed. Run `permille-agent pull`. For a model that `permille personalise` made, give "
@@ -34,9 +32,9 @@ class InstalledRelease:
 
     Attributes:
         name: the release's name.
-        version: its version; an operator may point back to an earlier one.
-        manifest_digest: digest of the package's manifest; the package is opened by it.
-        training: what it asks of training, as it is signed.
+        version: the release's version. An operator may return to an earlier one.
+        manifest_digest: digest of the package's manifest.
+        training: signed options of training.
     """
 
     name: str
@@ -47,7 +45,7 @@ class InstalledRelease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedPackage:
-    """A package that was installed, did not open, and is not installed again; another version may be."""
+    """A package that did not open after its installation, and is not installed again."""
 
     manifest_digest: str
     reason: str
@@ -58,9 +56,9 @@ class Releases:
     """Contents of `releases.json`.
 
     Attributes:
-        installed: the release in use.
-        previous: the one before it, kept until `installed` was opened for use the first time.
-        refused: the package that was taken back last.
+        installed: the installed release.
+        previous: the release before it, kept until `installed` was used once.
+        refused: the last package that did not open.
     """
 
     installed: InstalledRelease | None = None
@@ -74,8 +72,8 @@ class Active:
 
     Attributes:
         package: digest of the package.
-        run: folder name of the run below `runs/` whose state personalises it; None is the package's own
-            model: its pooled state, or its base where it carries none.
+        run: folder name of the run whose state is used. None means the package's pooled state, or its base
+            if it has none.
     """
 
     package: str
@@ -88,33 +86,32 @@ class Active:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Current:
-    """Contents of `current.json`: the active model and the previous ones, the latest last."""
+    """Contents of `current.json`: the active model and the earlier ones, the latest last."""
 
     active: Active | None = None
     history: tuple[Active, ...] = ()
 
 
 def read_releases(home: Home) -> Releases:
-    """Read what is installed."""
+    """Read `releases.json`."""
     return read_record(home.releases, Releases) or Releases()
 
 
 def installed_release(home: Home) -> InstalledRelease | None:
-    """Read what is installed; None before the first `pull`."""
+    """Return the installed release, or None before the first `pull`."""
     return read_releases(home).installed
 
 
 def training_of_release(home: Home) -> Training:
-    """Read what the installed release asks of training; nothing before the first `pull`."""
+    """Return the training options of the installed release."""
     release = installed_release(home)
     return Training() if release is None else release.training
 
 
 def record_installed(home: Home, release: InstalledRelease) -> None:
-    """Switch to a package that is complete and was tried. The active personalisation is not touched.
+    """Make a tried package the installed one. The active model does not change.
 
-    The package before stays until this one was used. Where that never was used either, the one before it
-    stays.
+    The last package that was used is kept until the new one was used.
     """
     known = read_releases(home)
     previous = known.previous or known.installed
@@ -125,13 +122,16 @@ def record_installed(home: Home, release: InstalledRelease) -> None:
 
 @contextmanager
 def opening(home: Home, package_digest: str) -> Iterator[None]:
-    """Open a package for use within this block.
+    """Context in which a package is opened for use.
 
-    Where it is the one installed last, its first success ends the keeping of the package before, and its
-    refusal returns to that.
+    If the package is newly installed, a success releases the earlier package. A PackageError installs the
+    earlier package again. For example:
+
+        with opening(home, digest):
+            package = Package.open(BlobFolder(home.blobs), digest)
 
     Raises:
-        RetryableError: the package was refused, the one before is installed again.
+        RetryableError: the package did not open, and the earlier one is installed again.
     """
     try:
         yield
@@ -143,7 +143,7 @@ def opening(home: Home, package_digest: str) -> Iterator[None]:
             "is installed again. Run the command again."
         ) from exc
     if _is_unused(home, package_digest):
-        with suppress(LockedError), hold_lock(home, "use"):  # else the next use says so
+        with suppress(LockedError), hold_lock(home, "use"):  # if it is locked, the next use does this
             write_record(home.releases, replace(read_releases(home), previous=None))
 
 
@@ -168,16 +168,15 @@ def _return_to_previous(home: Home, package_digest: str, error: PackageError) ->
             write_record(
                 home.releases, replace(known, installed=known.previous, previous=None, refused=refused)
             )
-    except LockedError:  # a training goes on: the caller tells what is wrong with the package, not that
+    except LockedError:  # the package's own error is more useful to the user than this one
         return None
     return known.previous
 
 
 def active_model(home: Home) -> Active | None:
-    """Find the model in use: the personalised one that was activated, else the installed package's base.
+    """Return the active model, or None before the first `pull`.
 
-    A base has nothing to lose, so a newer package replaces it as soon as it is installed. None before the
-    first `pull`.
+    An active personal model stays. Otherwise the newest installed package is active.
     """
     stored = _read(home).active
     if stored is not None and stored.run is not None:
@@ -187,10 +186,10 @@ def active_model(home: Home) -> Active | None:
 
 
 def require_active(home: Home) -> Active:
-    """Find the model in use.
+    """Return the active model.
 
     Raises:
-        OperatorError: nothing is installed.
+        OperatorError: no package is installed.
     """
     if (active := active_model(home)) is None:
         raise OperatorError(NOTHING_INSTALLED)
@@ -198,7 +197,7 @@ def require_active(home: Home) -> Active:
 
 
 def carries_pooled(home: Home, package_digest: str) -> bool:
-    """Say whether a package of this device has a pooled state; not where its manifest cannot be read."""
+    """Return whether a package has a pooled state. An unreadable manifest counts as none."""
     try:
         return read_manifest(home, package_digest).has_layer(Role.POOLED)
     except PackageError:
@@ -206,30 +205,29 @@ def carries_pooled(home: Home, package_digest: str) -> bool:
 
 
 def read_manifest(home: Home, package_digest: str) -> Manifest:
-    """Read the manifest of a package of this device.
+    """Read the manifest of a package on this device.
 
     Raises:
-        PackageError: it is absent or damaged.
+        PackageError: the manifest is missing or damaged.
     """
     return Manifest.from_bytes(BlobFolder(home.blobs).read(package_digest, limit=MAX_MANIFEST_BYTES))
 
 
 def history(home: Home) -> tuple[Active, ...]:
-    """Read what was active before, the latest last."""
+    """Return the models that were active before, the latest last."""
     return _read(home).history
 
 
 def activate(home: Home, new: Active, *, expected: Active | None) -> None:
-    """Make `new` the active model; doing it twice changes nothing.
+    """Make `new` the active model. Repeating it has no effect.
 
     Args:
         home: the home folder.
-        new: what to activate.
-        expected: what is thought to be active. A decision that was made against another model is not carried
-            out.
+        new: model to activate.
+        expected: active model at the time of the decision.
 
     Raises:
-        RetryableError: something else is active by now.
+        RetryableError: another model is active now, so the decision is void.
     """
     now = active_model(home)
     if now == new:
@@ -247,12 +245,11 @@ def activate(home: Home, new: Active, *, expected: Active | None) -> None:
 def rollback(home: Home) -> Active:
     """Activate the previous model, and return it.
 
-    After the oldest one follows the model that it started from.
-
-    So no model is lost by going back too far.
+    The model that was in use moves to the other end of the history. So repeated rollbacks cycle through all
+    models, and none is lost.
 
     Raises:
-        InputError: nothing else was active before.
+        InputError: no other model was active before.
     """
     now = active_model(home)
     before = [model for model in history(home) if model != now]
@@ -280,7 +277,7 @@ def reset(home: Home) -> Active:
 
 
 def referenced_models(home: Home) -> tuple[Active, ...]:
-    """List the models that are active or can be rolled back to: their packages and runs are kept."""
+    """Return the active model and those of the history, whose packages and runs are kept."""
     now = active_model(home)
     return (*history(home), *(() if now is None else (now,)))
 

@@ -1,27 +1,27 @@
 """A training run: its folder of durable results, its clock, and what its phases work with.
 
-    run.json             what the run is: package, data, options; its random id for reports
-    data.json            where the text came from, and rows that were left out
-    learned.json         of little text, all of which trains: its groups by their hashes
-    consent.json         where its log is to be shared: which consent that is
-    engine.json          the engine that the run computes with, to its end
-    search-*.json        results of the search, thrown-away steps included
-    plan.json            epsilon, step size, number of steps: written before the first step
-    descent-<n>.journal  the step log of descent n (permille.zo.journal)
-    descent-<n>.moments  what Adam remembers of descent n, where its steps follow a gradient
-    descent-<n>.state    the best state of descent n, where its steps are no log (permille.zo.packed_state)
-    descent-<n>.jsonl    losses on the select split, one line an evaluation
-    general.json         the loss on the package's reference, and the strength that keeps it low
-    time.json, stop.json how long the run has worked, and where its time limit ended it
-    losses-*.json        losses by document of the test split
-    decision.json        which step, which state at which strength, adopted or not, and why
-    state.i64            the selected state as it was trained, a cache of the journal's replay
-    shared.log           the log or the packed state, where the user shares it, until the report is queued
-    outcome.json         the end: what the user is told, and the metrics of the report
+    run.json             package, data and options of the run, and its random id for reports
+    data.json            sources of the text, and examples of skipped rows
+    learned.json         hashes of the groups of a short text, all of which trains
+    consent.json         number of withdrawals when the user agreed to share the log
+    engine.json          engine of the run
+    search-*.json        results of the search
+    plan.json            epsilon, step size and number of steps
+    descent-<n>.journal  step log of a zeroth-order descent (permille.zo.journal)
+    descent-<n>.moments  Adam's state of a gradient descent
+    descent-<n>.state    best state of a gradient descent (permille.zo.packed_state)
+    descent-<n>.jsonl    losses on the select split, one line per evaluation
+    general.json         loss on general text, and the strength that keeps it low
+    time.json, stop.json working time, and the step at which the time limit ended the run
+    losses-*.json        losses of the test split by document
+    decision.json        the decision, with its numbers and its reason
+    state.i64            selected state at full strength, a cache of the journal's replay
+    shared.log           log or packed state that the user shares, until the report is queued
+    outcome.json         message for the user, and metrics of the report
 
-A result is a function of the run's definition and of earlier results. It is written once, whole, before
-anything depends on it. So a run that is killed anywhere and started again computes what is missing and ends
-with the same bits; what was written is never computed again.
+Each result is a function of the run's definition and of earlier results. It is written once and atomically,
+before other results depend on it. So a killed run that is started again computes only the missing
+results, and ends with the same bits.
 """
 
 import hashlib
@@ -61,9 +61,9 @@ from permille_agent.training.progress import SILENT, RunProgress
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The loss on the select split before step `step`; None where it was not finite.
+    """Loss on the select split before step `step`. None replaces a loss that is not finite.
 
-    `seconds` is how long the run had worked by then: it is told, and decides nothing.
+    `seconds` is the working time of the run so far. It is only shown.
     """
 
     step: int
@@ -71,8 +71,8 @@ class Evaluation:
     seconds: float = field(default=0.0, compare=False)
 
 
-# No run has this name.
 POOLED_START = "pooled"
+"""Name of the pooled state as a start. Names of runs are hexadecimal, so no run has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +80,10 @@ class RunDefinition:
     """Inputs that determine the result of a run.
 
     Attributes:
-        package: its digest.
-        data: the digest of its rows.
-        start: the run whose state it goes on from, or `POOLED_START`; None is the base.
+        package: digest of the package.
+        data: digest of the rows.
+        options: options of the run.
+        start: run whose state is the start, or `POOLED_START`, or None for the base.
     """
 
     package: str
@@ -91,12 +92,11 @@ class RunDefinition:
     start: str | None = None
 
     def name(self) -> str:
-        """Return the name of the run's folder. It lets the same command find its run after a crash."""
-        options = self.options.definition()
+        """Return the name of the run's folder, a hash. The same command finds its run by this name."""
         definition: JSON = {
             "package": self.package,
             "data": self.data,
-            "options": options,
+            "options": self.options.definition(),
             "start": self.start,
         }
         return hashlib.sha256(canonical_json(definition)).hexdigest()[:24]
@@ -104,10 +104,7 @@ class RunDefinition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunRun:
-    """Contents of `run.json`. The service knows a reported run by its `run_id`.
-
-    `began_at` is by this device's clock: it is told, and decides nothing here.
-    """
+    """Contents of `run.json`. `run_id` is the run's id in its report, and `began_at` is only shown."""
 
     run_id: str
     began_at: datetime
@@ -118,7 +115,7 @@ class BegunRun:
 class LearnedText:
     """Contents of `learned.json`: groups that judged the state and then trained it.
 
-    They never judge against that state again.
+    These groups are left out when a later state is compared with this one.
     """
 
     groups: tuple[str, ...] = ()
@@ -133,7 +130,7 @@ class AgreedTo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopPoint:
-    """Point at which a time limit ended a run: before this step of this descent."""
+    """Step before which the time limit ended a run."""
 
     descent: int
     step: int
@@ -141,7 +138,7 @@ class StopPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Seconds that a run has worked."""
+    """Working time of a run."""
 
     seconds: float = 0.0
 
@@ -154,23 +151,23 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The folder's name, by which the active model refers to the run."""
+        """Name of the folder, by which the active model refers to the run."""
         return self.path.name
 
     @property
     def run_id(self) -> str:
-        """The random id by which the service knows the run."""
+        """Random id of the run in its report."""
         return self.require("run", BegunRun).run_id
 
     def load(self, name: str, kind: type[Record]) -> Record | None:
-        """Read the result `name`; None where it is not there yet."""
+        """Return the result `name`, or None if it does not exist yet."""
         return read_record(self.path / f"{name}.json", kind)
 
     def require(self, name: str, kind: type[Record]) -> Record:
-        """Read the result `name`.
+        """Return the result `name`.
 
         Raises:
-            OperatorError: it is not there.
+            OperatorError: the result does not exist.
         """
         result = self.load(name, kind)
         if result is None:
@@ -181,31 +178,35 @@ class RunFolder:
         return result
 
     def store(self, name: str, result: object) -> None:
-        """Write the result `name`, whole or not at all."""
+        """Write the result `name` atomically."""
         write_record(self.path / f"{name}.json", result)
 
     def once(self, name: str, kind: type[Record], compute: Callable[[], Record]) -> Record:
-        """Return the result `name`: read where it is there, else computed, written, and read back."""
+        """Return the result `name`. If it does not exist, compute and store it first.
+
+        For example, `folder.once("search-base", LossFound, measure)` measures on the first call only.
+        """
         if (known := self.load(name, kind)) is None:
             self.store(name, compute())
             known = self.require(name, kind)
         return known
 
     def delete(self) -> None:
-        """Delete the run: all of it, or the folder's old name at least."""
+        """Delete the run."""
+        # The rename is atomic, so a kill leaves no half of a run. `prune_runs` deletes the rest.
         path = self.path.rename(self.path.with_name(f".deleted-{self.name}"))
         shutil.rmtree(path)
 
     def begun(self, descent: int) -> bool:
-        """Return whether a descent has begun, that is, has a log or moments."""
+        """Return whether a descent has a log or moments."""
         return self.journal(descent).exists() or self.moments(descent).exists()
 
     def moments(self, descent: int) -> Path:
-        """Return the file of a descent's Adam moments, and of its state if it has no log."""
+        """Return the file of a gradient descent's moments and state."""
         return self.path / f"descent-{descent}.moments"
 
     def best_state(self, descent: int) -> Path:
-        """Return the file of a descent's best state, if it has no log (FORMAT 11)."""
+        """Return the file of a gradient descent's best state (FORMAT 11)."""
         return self.path / f"descent-{descent}.state"
 
     def journal(self, descent: int) -> Path:
@@ -213,7 +214,7 @@ class RunFolder:
         return self.path / f"descent-{descent}.journal"
 
     def evaluations(self, descent: int) -> list[Evaluation]:
-        """Read all whole evaluations of a descent; a torn last line is cut off."""
+        """Return all evaluations of a descent. An incomplete last line is removed from the file."""
         path = self._evaluations_path(descent)
         if not path.exists():
             return []
@@ -229,7 +230,7 @@ class RunFolder:
         ]
 
     def append_evaluation(self, descent: int, evaluation: Evaluation) -> None:
-        """Add one evaluation; durable on return."""
+        """Append an evaluation durably."""
         path = self._evaluations_path(descent)
         new = not path.exists()
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -245,7 +246,7 @@ class RunFolder:
 
 
 def open_run(home: Home, definition: RunDefinition, began_at: datetime) -> RunFolder:
-    """Open the folder of the run with this definition: the one that was begun, or a new one of now."""
+    """Open the folder of the run with this definition, or create it."""
     folder = RunFolder(home.runs / definition.name())
     if not folder.path.exists():
         folder.path.mkdir(mode=0o700)
@@ -256,10 +257,10 @@ def open_run(home: Home, definition: RunDefinition, began_at: datetime) -> RunFo
 
 
 def find_run(home: Home, name: str) -> RunFolder:
-    """Find the run with this folder name.
+    """Return the run with this folder name.
 
     Raises:
-        OperatorError: there is none.
+        OperatorError: there is no such run.
     """
     folder = RunFolder(home.runs / name)
     if "/" in name or name.startswith(".") or not folder.path.is_dir():
@@ -268,10 +269,10 @@ def find_run(home: Home, name: str) -> RunFolder:
 
 
 def named_run(home: Home, name: str) -> RunFolder:
-    """Find the one run that a user names: by its folder or its id in reports, or how either begins.
+    """Return the run whose folder or id begins with `name`.
 
     Raises:
-        InputError: there is none, or more than one.
+        InputError: the name fits no run or several.
     """
     runs = [RunFolder(path) for path in home.runs.iterdir() if path.is_dir() and path.name[0] != "."]
     found = [run for run in runs if run.name.startswith(name) or _id_begins(run, name)]
@@ -281,18 +282,18 @@ def named_run(home: Home, name: str) -> RunFolder:
 
 
 def list_runs(home: Home) -> list[RunFolder]:
-    """List all runs, the one that was begun first in front."""
+    """Return all runs, the oldest first."""
     found = [RunFolder(path) for path in home.runs.iterdir() if (path / "run.json").is_file()]
     return sorted(found, key=lambda run: ((run.path / "run.json").stat().st_mtime_ns, run.name))
 
 
 def prune_runs(home: Home, *, keep: set[str], newest: int = 5) -> list[str]:
-    """Delete old runs but those in `keep` and the `newest` begun last; returns the names of the deleted."""
+    """Delete all runs except the `newest` and those in `keep`. Return the names of the deleted runs."""
     runs = list_runs(home)
     deleted = [run for run in runs[: max(0, len(runs) - newest)] if run.name not in keep]
     for run in deleted:
         run.delete()
-    for path in home.runs.glob(".deleted-*"):  # a kill between a name and its files
+    for path in home.runs.glob(".deleted-*"):  # left by a kill within `delete`
         shutil.rmtree(path)
     return [run.name for run in deleted]
 
@@ -300,15 +301,15 @@ def prune_runs(home: Home, *, keep: set[str], newest: int = 5) -> list[str]:
 def _id_begins(run: RunFolder, name: str) -> bool:
     try:
         return run.run_id.startswith(name)
-    except OperatorError:  # damaged; its folder still has a name
+    except OperatorError:  # a damaged run can still be named by its folder
         return False
 
 
 class RunClock:
     """Working time of a run across restarts, with its limit.
 
-    A time limit decides how many steps a run makes, never what a step is. Where it ended is durable, so that
-    a run that is killed after its time ends at the same step. A kill loses the time since the last `store`.
+    The limit affects the number of steps only. The step at which it ended the run is durable, so that a run
+    that is killed afterwards ends at the same step. A kill loses the time since the last `store`.
     """
 
     def __init__(self, folder: RunFolder, *, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -319,15 +320,15 @@ class RunClock:
         self._start = monotonic()
 
     def seconds(self) -> float:
-        """Seconds that the run has worked."""
+        """Return the working time in seconds."""
         return self._before_s + self._monotonic() - self._start
 
     def store(self) -> None:
-        """Make the time spent durable."""
+        """Store the working time durably."""
         self._folder.store("time", TimeSpent(seconds=self.seconds()))
 
     def passed(self, descent: int, step: int, limit_s: float | None) -> bool:
-        """Return whether the time is over before this step. None means no limit."""
+        """Return whether the time limit is over before this step. None means no limit."""
         if limit_s is None:
             return False
         if self._stop is None and self.seconds() >= limit_s:
@@ -338,10 +339,10 @@ class RunClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StartState:
-    """A state to go on from, on its own unit.
+    """State that a run starts from, with the exponent of its unit.
 
     Attributes:
-        is_candidate: nobody has judged it on this device yet: alone it may be what the run ends with.
+        is_candidate: whether the state itself may be the run's result, because it was not judged here yet.
     """
 
     s_K: NDArray[np.int64]
@@ -351,13 +352,13 @@ class StartState:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Inputs of every phase of a run. Only the folder's files and the clock change.
+    """Inputs of all phases of a run. Only the files in the folder and the clock change.
 
     Attributes:
-        prepared: the rows of its text.
-        w_base_K: the sparse values that the state is added to.
-        start: the state that the first step begins from; None is the base.
-        reference: what the package carries of general text, to pull and to measure with.
+        prepared: rows of the text.
+        w_base_K: sparse values to which the state is added.
+        start: state before the first step, or None for the base.
+        reference: general text of the package, for the pull and for measurements.
     """
 
     folder: RunFolder
@@ -373,25 +374,26 @@ class Run:
 
     @property
     def judges_start(self) -> bool:
-        """Return whether the starting state is judged if no step improved on it."""
+        """Whether the start is judged if no step improved it."""
         return self.start is not None and self.start.is_candidate and not self.prepared.stages
 
     def first_values(self) -> NDArray[np.float32]:
-        """Compute the sparse values that the first step begins from, float32 [k]."""
+        """Return the sparse values before the first step, float32 [k]."""
         if self.start is None:
             return self.w_base_K
         return values(self.w_base_K, self.start.s_K, self.start.step_unit_exponent)
 
     @cached_property
     def batches(self) -> TrainingBatches:
-        """The batch of each step."""
+        """Batches of the run, by step."""
         options = self.options
         return TrainingBatches(self.prepared.train, batch_rows=options.batch_rows, seed=options.seed)
 
     def pull(self, step: int) -> Batch | None:
-        """Take the rows that pull a step towards the base; None where there are none.
+        """Return the rows that pull a step towards the base, or None.
 
-        Programs of ExecuTorch have no soft targets: there the strength alone keeps what the base knows.
+        ExecuTorch programs do not support soft targets. Their runs have no pull, so only the strength limits
+        the loss on general text.
         """
         if self.reference is None or self.engine.info()["name"] == EXECUTORCH:
             return None
@@ -399,10 +401,10 @@ class Run:
 
     @cached_property
     def first_tensor(self) -> int:
-        """The first tensor that is trained.
+        """Index of the first trained tensor.
 
         Raises:
-            InputError: no weight from there on is masked.
+            InputError: neither this tensor nor a later one has masked weights.
         """
         counts, first = self.package.counts, self.options.first_layer
         tensor = first * (len(counts) // int(self.package.config["num_hidden_layers"]))
@@ -412,7 +414,7 @@ class Run:
 
     @property
     def trained(self) -> slice:
-        """Return the positions of the trained masked weights in flat order."""
+        """Slice of the trained weights among all masked weights."""
         return slice(sum(self.package.counts[: self.first_tensor]), self.package.k)
 
     def descent(
@@ -424,21 +426,20 @@ class Run:
         total_steps: int = 1,
         schedule: Schedule = Schedule.CONSTANT,
     ) -> Descent:
-        """Describe steps from the base; the step unit is not fitted yet."""
-        split, estimator = None, self.options.estimator
-        groups = estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
-        if self.options.estimator is EstimatorKind.SPLIT:
+        """Return the description of a descent. Its step unit is not fitted yet."""
+        split, options = None, self.options
+        groups = options.estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
+        if options.estimator is EstimatorKind.SPLIT:
             decoder_layers = int(self.package.config["num_hidden_layers"])
-            lower = self.options.queries // SPLIT_QUERIES
-            first = self.options.first_layer
-            split = BlockSplit.halving(self.package.counts, decoder_layers, lower, first)
+            lower = options.queries // SPLIT_QUERIES
+            split = BlockSplit.halving(self.package.counts, decoder_layers, lower, options.first_layer)
         header = LogHeader(
             package_digest=self.package.digest,
             mask_digest=self.package.mask_digest,
             seed=seed,
-            estimator=self.options.estimator,
+            estimator=options.estimator,
             directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
-            queries=max(1, self.options.queries),
+            queries=max(1, options.queries),
             epsilon=epsilon,
             learning_rate=learning_rate,
             schedule=schedule,
@@ -446,28 +447,30 @@ class Run:
             step_unit_exponent=0,
             counts=self.package.counts,
             split=split,
-            first_tensor=self.first_tensor if self.options.has_log else 0,
+            first_tensor=self.first_tensor if options.has_log else 0,
         )
         return Descent(header=header, w_base_K=self.w_base_K)
 
     def take_step(self, descent: Descent, s_K: NDArray[np.int64], step: int) -> StepRecord:
-        """Compute one step from state `s_K` on its batch, pulled by the reference; the state stays as it is.
-
-        Scalars are linear in the losses, so those of both batches along the same directions are added.
-        """
+        """Compute a zeroth-order step from the state `s_K`, which is not changed."""
         loss, projected_grad_Q = estimate(self.engine, self.batches(step), descent, s_K, step)
         if (pull := self.pull(step)) is not None:
             _, pull_Q = estimate(self.engine, pull, descent, s_K, step)
+            # Projected gradients are linear in the loss, so those of both batches can be added.
             projected_grad_Q = projected_grad_Q + pull_Q
         return rounded_step(loss, projected_grad_Q, descent.header, step, normalised=True)
 
 
 def widest_block(header: LogHeader) -> int:
-    """Count the most directions that a block has: their coefficients are the smallest."""
-    sizes: list[int] = [queries.stop - queries.start for queries, _ in header.blocks()]
-    return max(sizes)
+    """Return the largest number of directions of a block, which has the smallest coefficients."""
+    return max(queries.stop - queries.start for queries, _ in header.blocks())
 
 
 def finite_or_none(number: float) -> float | None:
-    """Return `number` as JSON can hold it: there is no word for what is not finite but null."""
+    """Return `number`, or None if it is not finite, because JSON has no other numbers.
+
+    Example:
+        >>> finite_or_none(1.5), finite_or_none(math.nan)
+        (1.5, None)
+    """
     return number if math.isfinite(number) else None

@@ -1,17 +1,17 @@
-"""Search for epsilon and the learning rate, on the device before training.
+"""Search for epsilon and the learning rate of a zeroth-order run.
 
-Epsilon starts where `epsilon * sqrt(k)` is about 0.5, and is checked: the projected gradients at epsilon and
-at 2 epsilon, as the run's own estimator gives them, must agree,
-`|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`, else a smaller or larger one is tried. Exact derivatives
-have no epsilon, so nothing is checked there.
+**Epsilon.** The first candidate satisfies `epsilon * sqrt(k) = 0.5`. The projected gradients at epsilon and
+2 epsilon must agree: `|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`. Otherwise smaller and larger values
+are tried. Forward-mode derivatives are exact and need no check.
 
-Steps are normalised: a step's scalars are divided by their root mean square, so the learning rate alone
-says how long it is. It starts where that is 0.5: `learning_rate * sqrt(k / q)`, because the mean of q
-directions is `sqrt(q)` times shorter than one. Trials compare it with a third and three times of it: a few
-steps each from the base, thrown away, and the loss on the select split; while the best is at an end of the
-range, the range grows there. Both rules are in docs/adr/0030.
+**Learning rate.** Steps are normalised: the scalars of a step are divided by their root mean square, so the
+learning rate alone decides its length. The first candidate gives a length of 0.5,
+`learning_rate * sqrt(k / q) = 0.5`, because the mean of q directions is `sqrt(q)` times shorter than one
+direction. Trials compare it with a third and three times its value: a few steps from the base, and the loss
+on the select split. If the best value is at an end of the range, the range is extended.
 
-Every result is a function of (package, data, seed, options) and of results before it.
+The rules are derived in docs/adr/0030. Each result is a function of the package, the data, the seed, the
+options and earlier results.
 """
 
 import hashlib
@@ -41,15 +41,16 @@ MAX_TRIALS = 6
 
 
 class SearchFailed(PermilleError):  # noqa: N818 - an end of a run, reported as such
-    """No epsilon or no step size works for this package on this text."""
+    """No epsilon or step size works for this package and this text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Result of one epsilon. None if it was not finite.
+    """Result of one epsilon. None replaces numbers that are not finite.
 
     Attributes:
-        relative_error: of the projected gradients against those at twice the epsilon; 0 for exact ones.
+        epsilon: scale of the perturbations.
+        relative_error: relative difference to the projected gradients at 2 epsilon. 0 for exact ones.
         g_rms: root mean square of the projected gradients.
     """
 
@@ -60,14 +61,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFound:
-    """A loss on the select split; None where it was not finite."""
+    """A loss on the select split, or None if it is not finite."""
 
     loss: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """The learning rate with the lowest loss, and all losses by the power of `TRIAL_FACTOR` times `start`."""
+    """The learning rate with the lowest loss. The loss at `start * TRIAL_FACTOR**p` is `losses[p]`."""
 
     learning_rate: float
     start: float
@@ -75,16 +76,16 @@ class StepSize:
 
 
 def search_seed(seed: int, stage: str) -> int:
-    """Derive the seed of the search's directions, which differ from those of the run."""
+    """Derive a seed for a stage of the search, so that its directions differ from the run's."""
     digest = hashlib.sha256(f"permille-search-1\0{seed}\0{stage}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def find_epsilon(run: Run) -> Probe:
-    """Find an epsilon whose projected gradients can be trusted.
+    """Find an epsilon with accurate projected gradients.
 
     Raises:
-        SearchFailed: the loss does not depend on the weights, or no epsilon gives a usable gradient.
+        SearchFailed: the loss does not depend on the weights, or no epsilon is accurate.
     """
     start = EPSILON_NORM / math.sqrt(run.trained.stop - run.trained.start)
     if run.options.estimator is EstimatorKind.FORWARD:
@@ -108,10 +109,10 @@ def find_epsilon(run: Run) -> Probe:
 
 
 def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
-    """Find the learning rate with which a few steps from the base reach the lowest loss.
+    """Find the learning rate whose trial steps reach the lowest loss.
 
     Raises:
-        SearchFailed: no learning rate gave a finite loss.
+        SearchFailed: no learning rate gives a finite loss.
     """
     start = STEP_NORM / step_spread(run.descent(seed=0, epsilon=epsilon).header)
     base_loss(run)
@@ -135,10 +136,7 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
 
 
 def _trial(run: Run, epsilon: float, learning_rate: float, steps: int) -> LossFound:
-    """Make a few steps from the base with one learning rate, and evaluate the state they end with.
-
-    The steps are thrown away.
-    """
+    """Make a few steps from the base with one learning rate, and return the loss of the last state."""
     descent = run.descent(
         seed=search_seed(run.options.seed, "race"),
         epsilon=epsilon,
@@ -154,7 +152,7 @@ def _trial(run: Run, epsilon: float, learning_rate: float, steps: int) -> LossFo
 
 
 def base_loss(run: Run) -> float:
-    """Evaluate where the run begins, once.
+    """Return the loss of the start, which is evaluated once.
 
     Raises:
         SearchFailed: the loss is not finite.
@@ -166,18 +164,14 @@ def base_loss(run: Run) -> float:
 
 
 def with_step_unit(descent: Descent) -> Descent:
-    """Fit the step unit to the learning rate; normalised scalars have the root mean square 1."""
+    """Fit the step unit to the learning rate. Normalised scalars have a root mean square of 1."""
     header = descent.header
     exponent = step_unit_exponent_for(header.learning_rate, 1.0, widest_block(header), header.sigma)
     return replace(descent, header=replace(header, step_unit_exponent=exponent))
 
 
 def step_spread(header: LogHeader) -> float:
-    """Compute the length of a step with the learning rate 1.
-
-    `sqrt(sum over blocks of k / q)`: the mean of q directions of unit variance is `sqrt(q)` times shorter
-    than one.
-    """
+    """Return the length of a step with the learning rate 1, `sqrt(sum over blocks of k / q)`."""
     total = 0.0
     for queries, tensors in header.blocks():
         weights = header.weights_of(tensors)
@@ -196,7 +190,7 @@ def _probe(run: Run, epsilon: float) -> Probe:
 
 
 def _projected(run: Run, epsilon: float) -> list[float]:
-    """Estimate projected gradients at the base, along thrown-away directions on the first batches."""
+    """Estimate the projected gradients at the base, on the first batches along the search's directions."""
     seed = search_seed(run.options.seed, "probe")
     descent = run.descent(seed=seed, epsilon=epsilon, total_steps=PROBE_STEPS)
     s_K = np.zeros(run.package.k, dtype=np.int64)

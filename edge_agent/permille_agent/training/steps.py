@@ -1,15 +1,15 @@
-"""The steps of a run: descents, evaluated on the way, until one's steps are short enough.
+"""The steps of a run: one or more descents with evaluations.
 
-A descent is what one log holds, or would hold: steps with one learning rate that falls over them. Where its
-steps prove too long (`stop_of` says when), the next descent starts again with half the learning rate;
-there are at most `MAX_DESCENTS`. With a time limit a later descent has the steps that are left.
+A descent is a series of steps in one log, with a linearly falling learning rate. If its steps are too long
+(`stop_of`), another descent starts again with half the learning rate, at most `MAX_DESCENTS` in all. With a
+time limit, a later descent has only the remaining steps. The select split selects the best state of all
+descents.
 
-Every step is a function of what is durable before it, so a run that is killed goes on with the same bits.
-The state is selected on the select split, among those of all descents.
+Each step is a function of durable results, so a resumed run makes the same bits.
 
-Little text has no select split: an attempt is a descent of a fixed number of steps for each part that is
-judged, and one on all of it, whose last state is the run's. What is evaluated on the way are rows that train:
-they select nothing and tell whether the steps diverge. One part that does ends the attempt.
+A short text has no select split. An attempt then has one descent for each judged part, and a last one on the
+whole text. Each has a fixed number of steps, and its last state is used. The evaluations use training rows.
+They select nothing, and only detect divergence, which ends the attempt.
 """
 
 import math
@@ -32,7 +32,7 @@ from permille_agent.training.run import Evaluation, Run, finite_or_none
 from permille_agent.training.step_size import with_step_unit
 
 MAX_DESCENTS = 4
-WATCHED_ROWS = 8  # of little text
+WATCHED_ROWS = 8  # training rows that detect divergence on a short text
 
 DIVERGED = 1.10
 LONG_SHARE = 0.15
@@ -64,26 +64,26 @@ def stop_of(
     out_of_time: bool,
     last: bool,
 ) -> Stop | None:
-    """Say why a descent stops before `step`, or None: a function of its durable evaluations.
+    """Return why a descent stops before `step`, or None if it continues.
 
-    Steps are too long where the loss on the select split
+    The steps of a descent are too long in two cases:
 
-    - grows by a tenth (`DIVERGED`), stays above the base's from the beginning for `LONG_SHARE` of the steps,
-      or is not finite in many of them: nothing of such a descent is kept;
-    - finds no new lowest for `LONG_SHARE` of the steps in the first half of a descent, or stays above the
-      base's so long after it has been below: it has wandered off where shorter steps would have gone on. What
-      it has found may still be selected.
+    - `DIVERGED` or `REJECTED`: the loss grows by a tenth, stays above the first loss from the beginning, or
+      many steps are rejected. No state of such a descent is kept.
+    - `LEVEL`: the loss has no new minimum for a long time in the first half, or rises above the first loss
+      again. Its best state may still be selected.
 
-    A share of the steps holds at least `LEAST_EVALUATIONS` evaluations: one may be high by chance. The last
-    descent that there is may stay above the base, or level. Measured in docs/adr/0030.
+    A long time is `LONG_SHARE` of the steps and at least `LEAST_EVALUATIONS` evaluations, because one loss
+    may be high by chance. The last descent may stay above the first loss, or be level. The limits are
+    measured in docs/adr/0030.
 
     Args:
-        evaluations: so far, by step; the first is the base's.
-        step: the next one.
-        total_steps: of the descent.
-        rejected: how many of its steps were.
-        out_of_time: the time limit has passed.
-        last: no descent comes after it.
+        evaluations: all evaluations by step. The first is that of the start.
+        step: the next step.
+        total_steps: number of steps of the descent.
+        rejected: number of rejected steps.
+        out_of_time: whether the time limit is over.
+        last: whether no other descent follows.
     """
     if rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * step):
         return Stop.REJECTED
@@ -103,40 +103,42 @@ def stop_of(
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Find the first of the lowest loss; the base's where none is finite."""
+    """Return the first evaluation with the lowest loss, or the start's if no loss is finite.
+
+    Example:
+        >>> best_of([Evaluation(0, 3.0), Evaluation(5, 2.0), Evaluation(10, 2.0)]).step
+        5
+    """
     finite = [evaluation for evaluation in evaluations if evaluation.loss is not None]
     return min(finite, key=lambda evaluation: (evaluation.loss, evaluation.step), default=evaluations[0])
 
 
 def _long_since(step: int, evaluations: Sequence[Evaluation], total_steps: int) -> bool:
-    """Return whether the newest evaluation is far enough behind a step.
-
-    Far enough means a share of the steps and several evaluations.
-    """
+    """Return whether a long time has passed since `step`, as `stop_of` defines it."""
     count = sum(evaluation.step > step for evaluation in evaluations)
     return count >= LEAST_EVALUATIONS and evaluations[-1].step - step >= LONG_SHARE * total_steps
 
 
 def _last_good(evaluations: Sequence[Evaluation]) -> int:
-    """Step of the last evaluation that was not above the base's."""
+    """Return the step of the last loss that was not above the start's."""
     base = evaluations[0].loss
     return max(e.step for e in evaluations if base is None or (e.loss is not None and e.loss <= base))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedState:
-    """The state that a run ends with, before it is judged.
+    """The state that a run selects, before its judgement.
 
     Attributes:
-        descent: which descent it is from.
-        step: how many of its steps it is made of; 0 is the base.
-        loss: of the state on the select split, nats per token.
-        steps: how many steps the descent made.
-        rejected: how many of them were.
+        descent: number of the descent.
+        step: number of steps that lead to the state. 0 is the start.
+        loss: loss of the state on the select split, in nats per token.
+        steps: number of steps that the descent made.
+        rejected: number of rejected steps.
         s_K: the state.
-        header: of its log, or what would be that.
-        stopped: why the descent stopped; of a run: the last one.
-        judges: of little text, the states that judge its parts: each knows only the parts before.
+        header: header of the log, also for a descent without a log.
+        stopped: why the run's last descent stopped.
+        judges: states that judge the parts of a short text. Each has learned only the earlier parts.
     """
 
     descent: int
@@ -151,10 +153,10 @@ class SelectedState:
 
 
 def train(run: Run, plan: Plan) -> SelectedState:
-    """Make attempts until one's steps prove short enough; resumes where the journals end.
+    """Make attempts until the steps of one are short enough. Resume from the durable steps.
 
     Returns:
-        The best state of all attempts, the later one of equals.
+        The best state of all attempts. Of equal ones, the later is returned.
     """
     found = [_attempt(run, plan, 0, plan.total_steps)]
     while found[-1].stopped in TOO_LONG and len(found) < MAX_DESCENTS:
@@ -169,7 +171,7 @@ def train(run: Run, plan: Plan) -> SelectedState:
 
 
 def _attempt(run: Run, plan: Plan, number: int, total_steps: int) -> SelectedState:
-    """Make one descent; of little text, those that judge its parts and the one on all parts."""
+    """Make one descent, or for a short text the descents for its parts and for the whole text."""
     first, judges, prepared = number * _descents(run), list[SelectedState](), run.prepared
     for place, stage in enumerate(prepared.stages):
         run.progress.phase(f"training to judge part {place + 2} of {len(prepared.stages) + 1}")
@@ -191,7 +193,7 @@ def _descents(run: Run) -> int:
 
 
 def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Descent:
-    """Describe descent `number`: each attempt has half the learning rate of the one before."""
+    """Return the description of a descent. Each attempt halves the learning rate."""
     rate = plan.learning_rate * 0.5 ** (number // _descents(run))
     descent = run.descent(
         seed=run.options.seed,
@@ -203,19 +205,19 @@ def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Desc
     if run.options.has_log:
         return with_step_unit(descent)
     exponent = unit_exponent(rate)
-    if run.start is not None:  # a state goes on exactly on a unit that is as fine
+    if run.start is not None:  # a coarser unit could not represent the start exactly
         exponent = min(exponent, run.start.step_unit_exponent)
     return replace(descent, header=replace(descent.header, step_unit_exponent=exponent))
 
 
 def _steps_left(plan: Plan, descents: Sequence[SelectedState]) -> int:
-    """Return the steps of the next descent: as many as in the first, within the time limit."""
+    """Return the number of steps of the next descent, within the time limit."""
     spent = sum(selected.steps for selected in descents)
     return plan.total_steps if plan.limit_s is None else plan.total_steps - spent
 
 
 class _DescentLoop:
-    """Steps of one descent, which it resumes where it ended."""
+    """Loop over the steps of one descent, which can be resumed."""
 
     def __init__(self, run: Run, plan: Plan, number: int, total_steps: int) -> None:
         self._run = run
@@ -225,7 +227,7 @@ class _DescentLoop:
         self._evaluations = run.folder.evaluations(number)
 
     def train(self) -> SelectedState:
-        """Step and evaluate until there is a reason to stop."""
+        """Make steps and evaluations until `stop_of` stops the descent."""
         run = self._run
         if not run.options.has_log:
             return self._train(GradientSteps(run, self._descent, self._number))
@@ -254,13 +256,10 @@ class _DescentLoop:
             run.progress.step(step + 1, total_steps, loss)
 
     def _is_last(self) -> bool:
-        """Return whether a level loss ends the search, so that no shorter steps are tried.
-
-        Along a gradient that is the text's end, not that of the step size; of little text nothing is
-        selected.
-        """
+        """Return whether no other descent follows one with a level loss."""
         if self._run.prepared.stages:
-            return True
+            return True  # nothing is selected
+        # A gradient descent that has improved and is level has learned the text. Shorter steps do not help.
         gradient = not self._run.options.has_log
         return self._number + 1 == MAX_DESCENTS or (gradient and best_of(self._evaluations).step > 0)
 
@@ -272,8 +271,10 @@ class _DescentLoop:
         )
 
     def _evaluate(self, step: int, steps: Steps) -> None:
-        """Evaluate a state on the select split, or of little text on rows that train; durable on return, the
-        best state before its loss."""
+        """Evaluate the state, and store the loss durably.
+
+        The best state is stored before its loss. So after a kill, no loss refers to a missing state.
+        """
         run, selects = self._run, not self._run.prepared.stages
         loss: float | None = self._plan.base_loss
         if step or not selects:

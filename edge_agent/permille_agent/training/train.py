@@ -1,9 +1,8 @@
-"""Training of a personal model, from paths to an adopted state, for `train` and the daemon.
+"""Training of a personal model, from files with text to an adopted state.
 
     read text -> plan -> steps -> decision -> activate -> outcome
 
-`run_training` opens package, engine and data, finds the run that the same request began before, and makes the
-end durable. The caller holds the writers' lock.
+`run_training` resumes the run if the same request was interrupted. The caller holds the writers' lock.
 """
 
 import hashlib
@@ -75,17 +74,17 @@ KNOWN_TEXT = (
 def run_training(
     home: Home, data_paths: Sequence[Path], options: TrainOptions, context: RunContext = RunContext()
 ) -> RunResult:
-    """Personalise the installed package on the text in `data_paths`; adopt the result where it is surely
-    better.
+    """Train the installed package on the text in `data_paths`, and adopt a significantly better result.
 
-    Started again with the same arguments after a kill, it goes on and ends with the same bits.
+    After a kill, the same call resumes the run and gives the same bits. For example:
 
-        run_training(home, [Path("notes")], TrainOptions(minutes=20))
+        with hold_lock(home, "train"):
+            result = run_training(home, [Path("notes")], TrainOptions(minutes=20))
 
     Raises:
-        InputError: paths or options that cannot be used.
+        InputError: the paths or options cannot be used.
         OperatorError: no package is installed.
-        PackageError: the package or a state is not what it claims to be.
+        PackageError: the package or a state is damaged.
     """
     release = installed_release(home)
     if release is None:
@@ -133,7 +132,7 @@ class _Task:
     context: RunContext
 
     def refuse(self, groups: Sequence[str], message: str) -> RunResult:
-        """End a run whose text does not do before it begins: reported once for the same text."""
+        """End a run whose text cannot be used. The same text is reported once."""
         digest = hashlib.sha256("\0".join(groups).encode()).hexdigest()
         with telling_disk():
             folder = self._open_run(f"refused:{digest}", ())
@@ -143,7 +142,7 @@ class _Task:
             return result_of(folder, end, known=known)
 
     def train(self, prepared: Prepared, data_paths: Sequence[Path]) -> RunResult:
-        """Find or begin the run, and go on with it to its end."""
+        """Find or create the run, and complete it."""
         start = find_start(self.home, self.package, prepared, self.options)
         folder = RunFolder(self.home.runs / self._definition(prepared.digest, start).name())
         if folder.path.exists():
@@ -153,12 +152,12 @@ class _Task:
         try:
             return self._train(prepared, data_paths, start)
         except InputError:
-            if folder.load("plan", Plan) is None:  # it was refused, it is not to be gone on with
+            if folder.load("plan", Plan) is None:  # the run was refused, so there is nothing to resume
                 folder.delete()
             raise
 
     def _active_knows(self, prepared: Prepared) -> bool:
-        """Say whether the active model has learned from all of the text: then none of it could judge."""
+        """Return whether the active model has learned from all of the text, so that none could judge."""
         active = active_model(self.home)
         if active is None or active.run is None:
             return False
@@ -190,7 +189,7 @@ class _Task:
         return self._run_to_end(run)
 
     def _run_to_end(self, run: Run) -> RunResult:
-        """Run all phases, except those that already have a durable result."""
+        """Run all phases. Durable results of earlier calls are reused."""
         try:
             plan = make_plan(run)
             selected = train(run, plan)
@@ -211,7 +210,7 @@ class _Task:
         return self._end(run, self._facts(outcome, run.folder, run, plan, decision, log), decision.reason)
 
     def _act(self, run: Run, decision: Decision, selected: SelectedState) -> Outcome:
-        """Activate what was adopted."""
+        """Activate an adopted state, and return the outcome."""
         if decision.adopted:
             if run.options.has_log:
                 store_state(run.folder, selected.s_K)
@@ -263,10 +262,9 @@ class _Task:
         return folder
 
     def _open_engine(self, folder: RunFolder) -> Engine:
-        """Open the engine with which the run began, or begin it with what was chosen.
+        """Open the engine of the run. The first call records it.
 
-        Losses of two engines differ in their last bits, so a run that mixed them would be no function of its
-        definition.
+        Losses of two engines differ in their last bits, so a run that mixed them would not be reproducible.
 
         Raises:
             InputError: the run began with another engine.
@@ -289,7 +287,7 @@ class _Task:
         return engine
 
     def _open(self, active: Active, engine: Engine) -> OpenModel:
-        """Open the active model. It may be of another family, which the engine of this run need not know."""
+        """Open the active model. The engine of this run may not support its package."""
         package = self.package
         if active.package != package.digest:
             package = Package.open(BlobFolder(self.home.blobs), active.package)
@@ -304,7 +302,7 @@ class _Task:
         )
 
     def _activate_again(self, folder: RunFolder) -> None:
-        """Activate a run again that was adopted before a `reset` or `rollback`."""
+        """Activate an adopted run again after a `reset` or `rollback`."""
         decision = folder.load("decision", Decision)
         if decision is not None and decision.adopted and active_model(self.home) == decision.incumbent:
             new = Active(package=self.package.digest, run=folder.name)
@@ -312,5 +310,5 @@ class _Task:
 
 
 def _positions(package: Package) -> int:
-    """Return the length of the longest row that the package's model can read."""
+    """Return the largest number of positions of the package's model."""
     return int(package.config.get("max_position_embeddings") or 1 << 31)
