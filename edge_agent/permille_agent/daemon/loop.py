@@ -1,8 +1,8 @@
-"""The daemon: polls the service, pulls, trains when the policy allows, reports; forever, or one pass.
+"""The daemon. It polls the service, pulls packages, trains when the policy allows, and sends reports.
 
-Everything it decides on is read from the home folder at each pass, and everything it does is resumable, so
-it may be killed at any moment. It keeps `daemon.json`: minutes used today, failures, what was trained last.
-Its log names files by count only and never holds text of the user.
+Each decision uses only the home folder, and each action can be resumed. So the daemon may be killed at any
+moment. `daemon.json` has the minutes used today, the failures and the last training. The log contains no text
+and no file names of the user.
 """
 
 import logging
@@ -57,7 +57,7 @@ TrainPart = Callable[[Home, RoundRequest, Callable[[], bool]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The daemon's outside world. Tests pass their own clock, machine and training."""
+    """Outside world of the daemon. Tests replace the clock, the machine and the training."""
 
     connection: Connect = connect
     train: Train = train_in_child
@@ -69,11 +69,18 @@ class World:
 
 
 class Daemon:
-    """The daemon of a home folder. Its caller holds the daemon's lock.
+    """The daemon of a home folder. The caller holds the daemon's lock.
+
+    For example, one pass:
+
+        with hold_lock(home, "run", of=home.daemon_lock):
+            Daemon(home, threading.Event()).run_once()
 
     Args:
-        stop: set from outside (a signal) to end soon and cleanly.
-        engine: what trainings compute with: "auto", "light", "light-int8" or "torch".
+        home: the home folder.
+        stop: event that ends the daemon cleanly.
+        world: the outside world, for tests.
+        engine: name of the engine for trainings.
     """
 
     def __init__(
@@ -91,7 +98,7 @@ class Daemon:
 
         Raises:
             OperatorError: the device is not enrolled.
-            InputError: the policy file breaks a rule.
+            InputError: the policy file is not valid.
         """
         require_enrolment(self._home)
         read_policy(self._home)
@@ -109,7 +116,7 @@ class Daemon:
         """Run one pass: poll, train if there is data and the policy allows it, and report.
 
         Raises:
-            PermilleError: of the poll; what was installed before is trained nevertheless.
+            PermilleError: the poll failed. The training runs before this error is raised.
         """
         require_enrolment(self._home)
         read_policy(self._home)
@@ -117,14 +124,14 @@ class Daemon:
             self._poll()
         finally:
             trained = 0
-            while trained < 2 and self.train_if_wanted():  # a part of a round goes before a personal run
+            while trained < 2 and self.train_if_wanted():  # a part of a round, then a personal run
                 trained += 1
                 self._poll()
             if not trained:
                 log.info("trained nothing: %s", self._why_not())
 
     def poll(self) -> float:
-        """Report and pull; errors are logged and kept for `status`. Returns seconds until the next poll."""
+        """Report and pull. Errors are logged and kept for `status`. Return the seconds to the next poll."""
         try:
             self._poll()
         except PermilleError as exc:
@@ -136,9 +143,9 @@ class Daemon:
         return POLL_S * (1.0 + self._world.rng.uniform(-JITTER, JITTER))
 
     def train_if_wanted(self) -> bool:
-        """Train where there is something new and the policy allows it; whether a run came to its end.
+        """Train if there is something new and the policy allows it. Return whether a training finished.
 
-        A part of a round goes before a personal run.
+        A part of a round has priority over a personal run.
         """
         part, wanted = self._waiting_part(), self._wanted()
         if (part is None and wanted is None) or self._stop.is_set():
@@ -152,9 +159,9 @@ class Daemon:
         now = self._world.now()
         decision = decide(policy, self._world.machine(), now=now, minutes_used=state.seconds_used / 60.0)
         reasons = decision.reasons
-        # What is further away was written under another clock.
+        # A longer pause means that the clock was wrong when it was written.
         if 0 < state.not_before - now.timestamp() <= LONGEST_PAUSE_S:
-            reasons += ("the last try failed; it is made again later",)
+            reasons += ("the last training failed and is tried again later",)
         if reasons != state.waiting_for:
             self._note(waiting_for=reasons)
         if reasons:
@@ -165,7 +172,7 @@ class Daemon:
         return wanted is not None and self._train(policy, wanted)
 
     def _why_not(self) -> str:
-        """Say why nothing was trained."""
+        """Describe why nothing was trained."""
         if self._wanted() is not None or self._waiting_part() is not None:
             state = read_daemon_state(self._home)
             return "; ".join(state.waiting_for) or "`permille-agent status` says why"
@@ -176,7 +183,7 @@ class Daemon:
     def _poll(self) -> None:
         enrolment, _ = require_enrolment(self._home)
         with open_api(self._home, connection=self._world.connection) as api:
-            self._exchange(api)  # waits for no training, which holds the writers' lock
+            self._exchange(api)  # before the writers' lock, which a training may hold
             with hold_lock(self._home, "run"):
                 collect_reports(self._home)
                 delivered = deliver(self._home, api)
@@ -189,7 +196,7 @@ class Daemon:
         self._note(poll_error="", last_poll=self._world.now().isoformat(timespec="seconds"))
 
     def _exchange(self, api: DeviceApi) -> None:
-        """Exchange rounds with the service: follow, send and accept."""
+        """Exchange rounds with the service."""
         self._next_exchange = self._world.monotonic() + POLL_S
         try:
             with hold_lock(self._home, "federations", of=self._home.rounds_lock):
@@ -202,10 +209,7 @@ class Daemon:
             log.info("rounds: %d contributions sent, %d invitations", done.sent, done.invited)
 
     def exchange_meanwhile(self) -> bool:
-        """Exchange rounds while a training runs.
-
-        Return whether a part of a round waits for the training to end.
-        """
+        """Exchange rounds during a training. Return whether a part of a round waits for its end."""
         if self._world.monotonic() >= self._next_exchange:
             try:
                 with open_api(self._home, connection=self._world.connection) as api:
@@ -234,10 +238,7 @@ class Daemon:
         self._note(verified=today)
 
     def _wanted(self) -> str | None:
-        """Return a key of the training to do, or None if there is nothing to do.
-
-        The key changes when the package or the data change.
-        """
+        """Return a key of the wanted training, or None. The key depends on the package and the data."""
         release, paths = installed_release(self._home), read_references(self._home)
         if release is None or not paths:
             return None
@@ -247,7 +248,7 @@ class Daemon:
         return None if wanted == read_daemon_state(self._home).trained else wanted
 
     def _take_part(self, policy: Policy, part: RoundPart) -> bool:
-        """Train a part of a round; whether it came to its end, to be sent."""
+        """Train a part of a round. Return whether it is ready to be sent."""
         membership, number = part.membership, int(part.path.name)
         request = RoundRequest(
             federation=membership.path.name,
@@ -301,8 +302,8 @@ class Daemon:
         return True
 
     def _training_failed(self, error: PermilleError, wanted: str) -> None:
-        """Try again later where that may help; else not before the package or the data change."""
-        # What is wrong with the user's files names them: that is for `status`, not for the system's log.
+        """Plan another attempt if that may help. Otherwise wait for another package or other data."""
+        # Errors of the input name the user's files, which must not be in the system's log.
         told = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
         log.warning("training: %s: %s", type(error).__name__, told)
         if isinstance(error, ChildDiedError):
@@ -314,7 +315,7 @@ class Daemon:
             self._note(trained=wanted, failures=0, not_before=0.0, training_error=_words(error))
 
     def _put_off(self, error: PermilleError) -> None:
-        """Try again later, each time later."""
+        """Plan another attempt, with a pause that doubles after each failure."""
         failures = read_daemon_state(self._home).failures + 1
         pause_s = min(LONGEST_PAUSE_S, RETRY_TRAINING_S * 2.0 ** (failures - 1))
         until = self._world.now().timestamp() + pause_s
@@ -328,10 +329,10 @@ class Daemon:
 
     @contextmanager
     def _metered(self, policy: Policy, wanted: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-        """Count the time of one training. Yields what it asks, again and again, before it goes on.
+        """Count the time of a training. Yield a function that returns whether the training may continue.
 
-        The count is written in pieces, so that a kill loses at most one of them. Load does not end a
-        training; `wanted` says whether nothing else speaks against going on.
+        The time is stored every `PIECE_S` seconds, so that a kill loses little of it. The training ends if
+        the policy forbids it, if the daemon stops, or if `wanted` returns False.
         """
         since = self._world.monotonic()
 

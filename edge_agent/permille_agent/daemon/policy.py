@@ -4,14 +4,13 @@
     require_ac = true           # only while plugged in (machines without a battery always are)
     min_battery = 50            # percent, checked where there is a battery
     max_load = 0.5              # load of one minute, a core, before training starts
-    minutes_per_day = 60          # of training; a run that is not done by then goes on the next day
-    minutes_per_run = 30          # search and judgement included; else the release's steps, if it names some
-    method = "zeroth-order"       # or "gradient"; left out, the release or the engine decides
-    report_loss = "number"        # of a new version, by how much your model became worse; or one "bit"
-    tags = ["canary"]             # by which operators may choose this device for a new version
+    minutes_per_day = 60          # of training; an unfinished run continues the next day
+    minutes_per_run = 30          # includes search and judgement; default: the release's steps, or 30 minutes
+    method = "zeroth-order"       # or "gradient"; by default the release or the engine decides
+    report_loss = "number"        # report a new version's change of the loss as a number, or as one "bit"
+    tags = ["canary"]             # operators may choose devices for a new version by these tags
 
-Each key may be left out. A key that is not known is refused by name: a typing error must not switch a limit
-off. Deciding is pure; `read_machine` reads what it looks at.
+All keys are optional. An unknown key is an error, because a typing error must not switch off a limit.
 """
 
 import os
@@ -31,7 +30,7 @@ from permille_agent.state.home import Home
 
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)|00:00-24:00", re.ASCII)
 LIMIT_BYTES = 64 << 10
-# Nothing is started for the last part of a day's minutes: loading the model would use it up.
+# No training starts near the end of the day's minutes, because loading the model would use them up.
 LAST_START = 0.95
 
 
@@ -94,9 +93,9 @@ class PowerAndLoad:
     """Measurements that the policy checks.
 
     Attributes:
-        on_ac: plugged in, or without a battery.
-        battery: percent, None without a battery.
-        load: runnable processes of the last minute, a core; None where the system does not tell.
+        on_ac: whether the machine is plugged in or has no battery.
+        battery: charge in percent, or None without a battery.
+        load: load average of one minute per core, or None if unknown.
     """
 
     on_ac: bool
@@ -112,12 +111,18 @@ class Decision:
 
     @property
     def allowed(self) -> bool:
-        """Return whether there is no reason against it."""
+        """Whether there is no reason against it."""
         return not self.reasons
 
 
 def decide(policy: Policy, machine: PowerAndLoad, *, now: datetime, minutes_used: float) -> Decision:
-    """Decide whether training may start at local time `now`, after `minutes_used` today."""
+    """Decide whether training may start at local time `now`, after `minutes_used` today.
+
+    Example:
+        >>> machine = PowerAndLoad(on_ac=False, battery=80.0, load=0.1)
+        >>> decide(Policy(), machine, now=datetime(2026, 3, 1, 12), minutes_used=0.0).reasons
+        ('the machine runs on battery',)
+    """
     reasons = [*_may_go_on(policy, machine, now), *_load_reasons(policy, machine)]
     if minutes_used >= LAST_START * policy.minutes_per_day:
         reasons.append(f"{minutes_used:.0f} of {policy.minutes_per_day:g} minutes of today are used")
@@ -125,10 +130,7 @@ def decide(policy: Policy, machine: PowerAndLoad, *, now: datetime, minutes_used
 
 
 def may_continue(policy: Policy, machine: PowerAndLoad, *, now: datetime) -> Decision:
-    """Decide whether a running training may continue.
-
-    Load is ignored, since the training itself causes load.
-    """
+    """Decide whether a running training may continue. Its own load is ignored."""
     return Decision(reasons=tuple(_may_go_on(policy, machine, now)))
 
 
@@ -143,10 +145,10 @@ def read_machine() -> PowerAndLoad:
 
 
 def read_policy(home: Home) -> Policy:
-    """The user's policy, or the defaults where there is no file.
+    """Read the user's policy. Without a file, return the defaults.
 
     Raises:
-        InputError: the file is not TOML or breaks a rule; the message names the key.
+        InputError: the file is not TOML, or a value is not valid. The message names the key.
     """
     try:
         with home.policy.open("rb") as file:

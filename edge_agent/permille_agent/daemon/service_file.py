@@ -1,6 +1,4 @@
-"""The file that starts the daemon at login: a systemd user unit, or a launchd agent. No root, nothing system-
-wide.
-"""
+"""Service file that starts the daemon at login: a systemd user unit or a launchd agent, without root."""
 
 import plistlib
 import shutil
@@ -15,8 +13,8 @@ from permille.files import write_atomic
 LABEL = "dev.permille.agent"
 UNIT = "permille-agent.service"
 
-# Only what works without user namespaces, which several distributions forbid: with ProtectSystem= or
-# PrivateTmp= a user unit fails to start there. The unit in deploy/systemd/ closes the file system, too.
+# Several distributions forbid user namespaces. A user unit with ProtectSystem= or PrivateTmp= fails there, so
+# this unit has neither. The system unit in deploy/systemd/ also protects the file system.
 _SYSTEMD = """\
 [Unit]
 Description=permille agent: personalises a language model on this device
@@ -61,17 +59,17 @@ class ServiceFile:
 
 
 def agent_command(home: Path) -> list[str]:
-    """The command that starts the daemon of `home` with the program that runs now."""
+    """Return the command that starts the daemon with the program that runs now."""
     program = shutil.which("permille-agent", path=str(Path(sys.executable).parent))
     start = [program] if program else [sys.executable, "-P", "-m", "permille_agent"]
     return [*start, "--home", str(home), "run"]
 
 
 def service_file(platform: str, *, user_home: Path, agent_home: Path, command: Sequence[str]) -> ServiceFile:
-    """The service file of `platform` (as `sys.platform` has it).
+    """Return the service file for a value of `sys.platform`.
 
     Raises:
-        InputError: neither Linux nor macOS.
+        InputError: the platform is neither Linux nor macOS.
     """
     if platform.startswith("linux"):
         return ServiceFile(
@@ -94,16 +92,16 @@ def service_file(platform: str, *, user_home: Path, agent_home: Path, command: S
 
 
 def systemd_unit(command: Sequence[str]) -> str:
-    """The text of the systemd user unit.
+    """Return the text of the systemd user unit.
 
     Raises:
-        InputError: an argument that systemd's syntax cannot hold.
+        InputError: an argument has control characters.
     """
     return _SYSTEMD.format(command=" ".join(map(_quote, command)))
 
 
 def launchd_agent(command: Sequence[str], agent_home: Path) -> str:
-    """The text of the launchd agent."""
+    """Return the text of the launchd agent."""
     log = str(agent_home / "daemon.log")
     document = {
         "Label": LABEL,

@@ -1,4 +1,4 @@
-"""State of the daemon between passes and restarts, in `daemon.json`. It never leaves the device."""
+"""State of the daemon across restarts, in `daemon.json`. It never leaves the device."""
 
 import hashlib
 import os
@@ -11,15 +11,20 @@ from permille_agent.state.home import Home, read_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonState:
-    """The daemon's memory.
+    """Contents of `daemon.json`.
 
     Attributes:
-        day: local date to which `seconds_used` belongs.
+        day: local date of `seconds_used`.
         seconds_used: seconds of training on that day.
-        trained: package and data of the last run that came to its end.
-        not_before: Unix time before which a failed training is not tried again.
-        waiting_for: what the policy holds against training now.
-        verified: local date on which the packages were last looked at for damage.
+        trained: key of the last finished training.
+        failures: number of failed trainings in a row.
+        not_before: Unix time of the next attempt after a failure.
+        waiting_for: reasons against training now.
+        last_poll: time of the last successful poll.
+        verified: local date of the last check for damage.
+        last_outcome: outcome of the last training.
+        poll_error: error of the last poll.
+        training_error: error of the last training.
     """
 
     day: str = ""
@@ -36,7 +41,7 @@ class DaemonState:
 
 
 def read_daemon_state(home: Home) -> DaemonState:
-    """Read the state; that of a daemon that never ran where there is none."""
+    """Read the state, or return the defaults if the daemon never ran."""
     return read_record(home.daemon, DaemonState) or DaemonState()
 
 

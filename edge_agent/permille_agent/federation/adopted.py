@@ -1,7 +1,7 @@
-"""The state of a federation that training begins from, once its operator has adopted a round.
+"""The state of a federation that trainings start from after its operator has adopted a round.
 
-It stands in the place of the package's own pooled state as a start, and alone is a candidate: whether it is
-better is judged on this device. One file, below the folder of a federation that this device is a member of.
+It replaces the package's pooled state as a start. It is also a candidate by itself: the device judges whether
+it is better than the model in use. The files are in the folder of the federation.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from permille_agent.state.home import Home, read_record, write_record
 _STATE = "adopted.state"
 _RECORD = "adopted.json"
 START = "round-"
-"""Prefix of the name of such a start. No run's name has it."""
+"""Prefix of the name of such a start. Names of runs are hexadecimal, so none has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptedRound:
-    """Contents of `adopted.json`: the number of rounds of the adopted state, and its package."""
+    """Contents of `adopted.json`: the round, the package and the digest of the adopted state."""
 
     round: int
     package: str
@@ -29,21 +29,21 @@ class AdoptedRound:
 
     @property
     def start(self) -> str:
-        """The name of this start in the records of runs."""
+        """Name of this start in the records of runs."""
         return START + self.state_digest.removeprefix("sha256:")
 
 
 def adopted_round(home: Home, package_digest: str) -> AdoptedRound | None:
-    """Find what training on a package begins from; of several federations the one adopted last."""
+    """Return the round that a training on a package starts from. The round adopted last counts."""
     found = _adopted(home, package_digest)
     return None if found is None else found[1]
 
 
 def adopted_state(home: Home, package: Package, start: str) -> PackedState:
-    """Read the state that `start` names.
+    """Return the state that `start` names.
 
     Raises:
-        OperatorError: it was replaced or left meanwhile.
+        OperatorError: another round was adopted since, or the user left.
         PackageError: the file is damaged.
     """
     found = _adopted(home, package.digest)
@@ -55,13 +55,13 @@ def adopted_state(home: Home, package: Package, start: str) -> PackedState:
 
 
 def keep_adopted(folder: Path, adopted: AdoptedRound, state: bytes) -> None:
-    """Make a packed state (FORMAT 11) the start of trainings to come; durable on return."""
+    """Store a packed state (FORMAT 11) durably as the start of later trainings."""
     write_atomic(folder / _STATE, state, mode=0o600)
     write_record(folder / _RECORD, adopted)
 
 
 def kept_round(folder: Path) -> int | None:
-    """Return the adopted round of a federation's folder."""
+    """Return the number of the adopted round in a federation's folder, or None."""
     known = read_record(folder / _RECORD, AdoptedRound)
     return None if known is None else known.round
 

@@ -1,16 +1,19 @@
-"""Exchange of rounds between this device and its service, one pass at a time.
+"""Exchange of rounds between this device and its service.
 
-The daemon calls `exchange` at each poll, and trains a part in a child when its policy allows.
-`take_part` does both at once, for scripts and programs that embed the agent:
+The daemon calls `exchange` at each poll. When its policy allows, it trains a part in a child process.
+`take_part` does both, for scripts and for programs that embed the agent. For example:
 
     took = take_part(home, [Path("notes")])
 
-A pass of an exchange:
+An exchange has these steps for each federation:
 
-    leave where the user left -> follow the history -> send what is ready -> accept an invitation
+1. Tell the service if the user left.
+2. Fetch the new history.
+3. Send a finished contribution.
+4. Ask for an invitation to the open round.
 
-It needs no writers' lock, so a training keeps no round waiting. Each step is durable or may be done again: a
-pass that is killed anywhere is followed by one that sends the same bytes.
+It needs no writers' lock, so it does not wait for a training. Each step is durable or repeatable, so after
+a kill the next exchange sends the same bytes.
 """
 
 import logging
@@ -56,17 +59,17 @@ log = logging.getLogger("permille.agent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """Result of a pass: contributions that the service took, and invitations accepted."""
+    """Result of an exchange: number of accepted contributions and invitations."""
 
     sent: int = 0
     invited: int = 0
 
 
 def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
-    """Find the offered federation that a user names, by its name or how its digest begins.
+    """Return the offered federation with this name, or whose digest begins with it.
 
     Raises:
-        InputError: there is none, or more than one.
+        InputError: the name fits no federation or several.
     """
     found = [
         each
@@ -80,10 +83,10 @@ def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
 
 
 def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: FederationOffer) -> Definition:
-    """Read the definition that is signed under the digest of an offer; nothing else is believed.
+    """Fetch the definition of an offer, and check that its digest is signed.
 
     Raises:
-        PackageError: `release-unlisted`: it is not signed; `trust-*` or `round-definition`.
+        PackageError: the digest is not signed, `release-unlisted`, or `trust-*` or `round-definition`.
     """
     trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
     digest = offer.definition_digest
@@ -96,13 +99,15 @@ def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: Fe
 
 
 def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Exchanged:
-    """Run one pass over all federations of this device. The caller holds the rounds' lock.
+    """Exchange with the service for all federations. The caller holds the rounds' lock.
 
-    One federation's trouble is noted in its standing and keeps no other one waiting.
+    An error of one federation is stored in its standing, and does not stop the others.
 
     Args:
-        now: by this device's clock, by which deadlines are kept here; the service tells what is left to them.
-        has_text: whether there is text to train on; without it no invitation is asked for.
+        home: the home folder.
+        api: the service.
+        now: time of this device's clock, for the deadlines of invitations.
+        has_text: whether there is text to train on. Otherwise no invitation is asked for.
 
     Raises:
         RetryableError, OperatorError: the service cannot be reached or refuses this device.
@@ -115,7 +120,7 @@ def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Ex
     for membership in known:
         try:
             one = _Exchange(home, api, membership, now=now, has_text=has_text)
-        except OperatorError as exc:  # a choice that cannot be read agrees to nothing
+        except OperatorError as exc:  # a choice that cannot be read is no consent
             log.warning("federation %s: %s", membership.path.name[:12], exc)
             continue
         try:
@@ -128,7 +133,7 @@ def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Ex
 
 
 class _Exchange:
-    """A single pass over one federation."""
+    """Exchange for one federation."""
 
     def __init__(
         self, home: Home, api: DeviceApi, membership: Membership, *, now: datetime, has_text: bool
@@ -154,7 +159,7 @@ class _Exchange:
             self._api.join_federation(self._choice.federation_id)
         if not (offer.member and self._choice.told):
             self._membership.choose(lambda now: replace(now, told=now.joined))
-        history = self._follow(definition, offer.number)
+        history = update_history(self._membership, definition, offer.number, partial(self._fetch, None))
         self._adopt(offer, history, definition)
         sent = self._send(history.number)
         waiting = "" if self._has_text else "there is no text: `permille-agent data add`"
@@ -186,16 +191,12 @@ class _Exchange:
             return None
         return Package.open(BlobFolder(self._home.blobs), release.manifest_digest)
 
-    def _follow(self, definition: Definition, offered: int) -> History:
-        fetch = partial(self._fetch, None)
-        return update_history(self._membership, definition, offered, fetch)
-
     def _fetch(self, until: int | None, after: int, limit_bytes: int) -> bytes:
         federation_id = self._choice.federation_id
         return self._api.federation_history(federation_id, after=after, until=until, limit_bytes=limit_bytes)
 
     def _adopt(self, offer: FederationOffer, history: History, definition: Definition) -> None:
-        """Keep the state that was adopted as the start of trainings to come."""
+        """Store the state of the adopted round as the start of later trainings."""
         wanted = offer.adopted_round
         if wanted is None or wanted == kept_round(self._membership.path):
             return
@@ -213,7 +214,7 @@ class _Exchange:
         self._note(adopted_round=wanted)
 
     def _send(self, number: int) -> int:
-        """Send what is ready, and drop what is over."""
+        """Send finished contributions, and erase parts of rounds that are over."""
         sent = 0
         for part in parts(self._membership):
             invited = part.invited()
@@ -243,7 +244,7 @@ class _Exchange:
         return int(outcome == "sent")
 
     def _accept(self, history: History) -> int:
-        """Ask for a part of the open round, unless this device has one or had one."""
+        """Ask for an invitation to the open round, unless this device has or had a part of it."""
         if self._membership.has_ended(history.number) or parts(self._membership):
             return 0
         invitation = self._api.round_invitation(self._choice.federation_id)
@@ -251,7 +252,7 @@ class _Exchange:
             return 0
         found = (invitation.round, invitation.start_digest)
         if found != (history.number, history.digest):
-            return 0  # a round was closed just now: the next pass follows it
+            return 0  # the round was closed meanwhile, and the next exchange fetches it
         begin_part(
             self._membership,
             Invited(
@@ -266,7 +267,7 @@ class _Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TookPart:
-    """Result of a pass: invitations accepted, parts trained, contributions that the service took."""
+    """Result of `take_part`: number of accepted invitations, trained parts and accepted contributions."""
 
     invited: int
     trained: int
@@ -280,11 +281,13 @@ def take_part(
     *,
     connection: Connect = connect,
 ) -> TookPart:
-    """Follow all federations of this device, train the parts that it is invited to, and send them.
+    """Take part in the open rounds of all federations of this device. For example:
+
+        took = take_part(home, [Path("notes")])
 
     Raises:
-        RetryableError, OperatorError: the service cannot be reached or refuses this device; another process
-            trains, or exchanges rounds.
+        RetryableError, OperatorError: the service cannot be reached or refuses this device, or another
+            process trains or exchanges rounds.
     """
     _, identity = require_enrolment(home)
     with (
@@ -307,7 +310,9 @@ def take_part(
 
 
 def join_federation(home: Home, name: str, *, connection: Connect = connect) -> Membership:
-    """Join a running federation by its name, without asking; the command asks before it does the same.
+    """Join a federation without a confirmation. The caller has the user's consent.
+
+    For example, `join_federation(home, "readers")`.
 
     Raises:
         InputError: no such federation is offered to this device.

@@ -1,8 +1,10 @@
-"""The device's own account of privacy: which rounds its integers went into, kept when all else is forgotten.
+"""The device's ledger of privacy: the rounds to which it has contributed. `forget` keeps it.
 
-A contribution is charged before its first byte leaves, by its digest; what has left is never refunded. So a
-retry of the same bytes costs nothing, and other bytes for a round are not sent, also after leaving, joining
-again or `forget`. The service has a ledger of its own; this one is the owner's.
+- A contribution is charged by its digest before its first byte is sent, and never refunded.
+- Sending the same bytes again costs nothing.
+- Other bytes for the same round are refused, also after the user left and joined again.
+
+The service has its own ledger. This one does not depend on the service.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ class Account:
     """Privacy cost of a federation, with all inputs of its epsilon.
 
     Attributes:
-        rounds: digests of what was sent, by number of the round.
+        rounds: digests of the contributions, by number of the round.
     """
 
     name: str
@@ -28,7 +30,15 @@ class Account:
     rounds: dict[str, str]
 
     def dp_epsilon(self, rounds: int) -> float:
-        """Return the cost of this many rounds."""
+        """Return the epsilon of a number of rounds.
+
+        Example:
+            >>> account = Account(
+            ...     name="a", noise_hundredths=100, participations=10, delta_exponent=6, rounds={}
+            ... )
+            >>> account.dp_epsilon(0)
+            0.0
+        """
         if not rounds:
             return 0.0
         return dp_epsilon_of(rho_of(self.noise_hundredths / 100, rounds), 10.0**-self.delta_exponent)
@@ -42,10 +52,10 @@ class Ledger:
 
 
 def read_ledger(home: Home) -> Ledger:
-    """Read the ledger; nothing was sent yet where there is none.
+    """Read the ledger. It is empty if there is no file.
 
     Raises:
-        InputError: it is damaged: this device takes part in no round with privacy until it is whole.
+        InputError: the file is damaged. The device then takes part in no round with privacy.
     """
     try:
         return read_record(home.ledger, Ledger) or Ledger()
@@ -54,7 +64,7 @@ def read_ledger(home: Home) -> Ledger:
 
 
 def is_used_up(home: Home, definition: Definition) -> bool:
-    """Return whether the device has taken part as often as allowed. Raises InputError."""
+    """Return whether all promised participations are used. Raises InputError, as `read_ledger`."""
     if definition.privacy is None:
         return False
     account = read_ledger(home).accounts.get(definition.digest)
@@ -65,10 +75,14 @@ def charge(home: Home, definition: Definition, *, name: str, number: int, digest
     """Charge a contribution durably. Charging it again costs nothing.
 
     Args:
-        digest: of the bytes that are about to leave.
+        home: the home folder.
+        definition: definition of the federation.
+        name: name of the federation.
+        number: number of the round.
+        digest: digest of the bytes to send.
 
     Raises:
-        InputError: other bytes have left for this round, or all rounds are used up, or the ledger is damaged.
+        InputError: other bytes were sent to this round, all rounds are used, or the ledger is damaged.
         OperatorError: the ledger cannot be written.
     """
     if definition.privacy is None:

@@ -2,19 +2,23 @@
 
 Below `federations/<digits of the definition's digest>/`:
 
-    joined.json          the user's choice, and how often it was taken back
+    joined.json          the user's choice, and the number of withdrawals
     definition.json      the signed definition (FORMAT 13.1)
-    history.bin          the pooled state, its chain and the signed head that names both (FORMAT 13.5)
-    standing.json        what the service said last, and what became of the device's parts
-    adopted.*            the state that trainings begin from (`adopted.py`)
+    history.bin          checkpoint of the history: pooled state, chain and signed head (FORMAT 13.5)
+    standing.json        results of the last exchange with the service
+    adopted.*            the state that trainings start from (`adopted.py`)
     rounds/<n>/          the device's part of a round (`part.py`)
 
-Nothing that a service sends joins: only `join` does, which the user calls. A contribution is made under one
-number of withdrawals and is not sent under another, so a choice counts at once, whatever is under way.
+Consent:
 
-Of the history a checkpoint and its head are kept (FORMAT 13.5), so each loading checks the federation's
-signature, chain and digest. A file that fails is discarded and the checkpoint fetched again. What a service
-sends must go on from what is held: another history is refused by name, never taken in its place.
+- Only the user's `join` makes the device a member. No message of a service does.
+- A contribution is sent only if the number of withdrawals is the same as at the invitation. So a choice takes
+  effect at once.
+
+History:
+
+- Each loading checks the signature, the chain and the digest. A damaged checkpoint is fetched again.
+- A service must continue the known history. Another or an older history is refused.
 """
 
 import secrets
@@ -36,7 +40,7 @@ from permille_agent.state.home import Home, overwrite_record, read_record, write
 _ROUNDS_BYTES = 64 << 20
 _WEIGHT_BYTES = 8
 
-# Asks the service for what follows a round, in at most so many bytes.
+# Fetches the history after a round, of at most a number of bytes.
 Fetch = Callable[[int, int], bytes]
 
 
@@ -45,10 +49,11 @@ class Joined:
     """Contents of `joined.json`.
 
     Attributes:
-        federation_id: by which the service knows it.
-        joined: what the user chose last.
-        withdrawals: one more with every time that the user left.
-        told: whether the service knows of it.
+        federation_id: id of the federation at the service.
+        name: name of the federation.
+        joined: whether the user is a member.
+        withdrawals: number of times that the user has left.
+        told: whether the service knows the choice.
     """
 
     federation_id: str
@@ -63,11 +68,12 @@ class Standing:
     """Contents of `standing.json`: the results of the exchange with the service.
 
     Attributes:
-        number: rounds done, as far as this device has followed.
-        sent: contributions that the service took.
-        last_round: the device's last part.
-        last: what became of it: sent, late, refused or failed.
-        waiting_for: why the device takes no part now.
+        number: number of finished rounds that this device has followed.
+        sent: number of contributions that the service accepted.
+        last_round: round of the device's last part.
+        last: result of that part: sent, late, refused or failed.
+        adopted_round: round whose state trainings start from.
+        waiting_for: why the device cannot take part now.
     """
 
     number: int = 0
@@ -86,19 +92,19 @@ class Membership:
 
     @property
     def digest(self) -> str:
-        """Digest of the definition: the federation's name."""
+        """Digest of the definition."""
         return f"sha256:{self.path.name}"
 
     @property
     def history(self) -> Path:
-        """Return the folder of the pooled state and its head."""
+        """File of the checkpoint."""
         return self.path / "history.bin"
 
     def choice(self) -> Joined:
-        """Read the user's choice; without a readable one there is none to join.
+        """Read the user's choice.
 
         Raises:
-            OperatorError: the file is gone or damaged.
+            OperatorError: the file is missing or damaged, which counts as no consent.
         """
         found = read_record(self.path / "joined.json", Joined)
         if found is None:
@@ -106,10 +112,10 @@ class Membership:
         return found
 
     def definition(self) -> Definition:
-        """Read the definition that was signed.
+        """Read the signed definition.
 
         Raises:
-            PackageError: `round-definition`: the file is damaged or gone.
+            PackageError: the file is missing or damaged, `round-definition`.
         """
         try:
             with (self.path / "definition.json").open("rb") as file:
@@ -119,32 +125,32 @@ class Membership:
         return read_definition(data, self.digest)
 
     def standing(self) -> Standing:
-        """Read what the exchange has led to."""
+        """Read `standing.json`."""
         return read_record(self.path / "standing.json", Standing) or Standing()
 
     def note(self, standing: Standing) -> None:
-        """Write it, where it changed."""
+        """Write `standing.json` if it changed."""
         if standing != self.standing():
             write_record(self.path / "standing.json", standing)
 
     def end(self, number: int, outcome: str) -> None:
-        """Note what became of the device's part of a round; it has no other part of it."""
+        """Store the result of the device's part of a round. The device takes no other part in it."""
         standing = self.standing()
         sent = standing.sent + (outcome == "sent")
         self.note(replace(standing, last_round=number, last=outcome[:500], sent=sent))
 
     def has_ended(self, number: int) -> bool:
-        """Return whether the device's part of a round is over."""
+        """Return whether the device's part of a round has a result."""
         standing = self.standing()
         return standing.last_round is not None and standing.last_round >= number
 
     def agrees(self, withdrawals: int) -> bool:
-        """Return whether the user is still a member and has not withdrawn since this count."""
+        """Return whether the user is a member, and has not left since this count of withdrawals."""
         choice = self.choice()
         return choice.joined and choice.withdrawals == withdrawals
 
     def choose(self, change: Callable[[Joined], Joined]) -> Joined:
-        """Change the user's choice durably, safe against concurrent changes."""
+        """Change the user's choice durably, under its own lock."""
         with FileLock(self.path / "joined.lock", timeout=10.0, mode=0o600):
             chosen = change(self.choice())
             overwrite_record(self.path / "joined.json", chosen)
@@ -152,15 +158,15 @@ class Membership:
 
 
 def memberships(home: Home) -> list[Membership]:
-    """List all federations that this device joined or left, by digest."""
+    """Return the federations that this device has joined, or left without telling the service yet."""
     return [Membership(path.parent) for path in sorted(home.federations.glob("*/joined.json"))]
 
 
 def named(home: Home, name: str) -> Membership:
-    """Find the one federation that a user names, by its name or how its digest begins.
+    """Return the federation with this name, or whose digest begins with it.
 
     Raises:
-        InputError: there is none, or more than one.
+        InputError: the name fits no federation or several.
     """
     found = [each for each in memberships(home) if _is_named(each, name)]
     if not name or len(found) != 1:
@@ -171,10 +177,10 @@ def named(home: Home, name: str) -> Membership:
 
 
 def read_definition(data: bytes, digest: str) -> Definition:
-    """Read a definition of this digest.
+    """Parse a definition after a check of its digest.
 
     Raises:
-        PackageError: `round-definition`: no definition, or another.
+        PackageError: the digest differs, or the definition is malformed, `round-definition`.
     """
     if (got := digest_of(data)) != digest:
         raise PackageError("round-definition", f"expected the definition {digest}, got {got}")
@@ -182,7 +188,7 @@ def read_definition(data: bytes, digest: str) -> Definition:
 
 
 def join(home: Home, definition: Definition, *, federation_id: str, name: str) -> Membership:
-    """Make this device a member by the user's choice; durable on return. The service is told later."""
+    """Make this device a member durably, by the user's choice. The caller tells the service."""
     membership = Membership(home.federations / definition.digest.removeprefix("sha256:"))
     membership.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     fsync_folder(home.federations)
@@ -193,28 +199,27 @@ def join(home: Home, definition: Definition, *, federation_id: str, name: str) -
             known = read_record(membership.path / "joined.json", Joined)
         except OperatorError:
             known = None
-        # Else a number that nothing was agreed under
+        # Without a readable count, a random one differs from that of any earlier consent.
         withdrawals = secrets.randbits(48) if known is None else known.withdrawals
         write_record(membership.path / "joined.json", replace(chosen, withdrawals=withdrawals))
     return membership
 
 
 def leave(membership: Membership) -> None:
-    """Take the choice back, durably, and erase all but that; the service is told later."""
+    """Leave durably, and erase all files except the choice. The caller tells the service."""
     take_back(membership)
     _erase_left(membership)
 
 
 def take_back(membership: Membership) -> None:
-    """Take the choice back: nothing is sent from now on."""
+    """Withdraw consent, so that nothing more is sent."""
     membership.choose(
         lambda known: replace(known, joined=False, told=False, withdrawals=known.withdrawals + 1)
     )
 
 
 def drop_left(membership: Membership, choice: Joined) -> None:
-    """Erase the rest of a federation that the user left, once the service knows; nothing where the user has
-    joined again meanwhile."""
+    """Erase the choice after the service knows of it, unless the user has joined again since."""
     with FileLock(membership.path / "joined.lock", timeout=10.0, mode=0o600):
         if membership.choice() == choice:
             _erase_left(membership)
@@ -226,7 +231,7 @@ def drop_left(membership: Membership, choice: Joined) -> None:
 def _erase_left(membership: Membership) -> None:
     for path in membership.path.iterdir():
         if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)  # a part that ends just now writes there
+            shutil.rmtree(path, ignore_errors=True)  # a training may still write to it
         elif path.name not in ("joined.json", "joined.lock"):
             path.unlink(missing_ok=True)
 
@@ -234,18 +239,18 @@ def _erase_left(membership: Membership) -> None:
 def _is_named(membership: Membership, name: str) -> bool:
     try:
         known = membership.choice().name
-    except OperatorError:  # damaged; its folder still has a name
+    except OperatorError:  # a damaged choice can still be named by its digest
         known = ""
     return name == known or membership.path.name.startswith(name.removeprefix("sha256:"))
 
 
 def max_bytes(definition: Definition) -> int:
-    """Return the limit of the bytes of a catch-up, which has a state and rounds."""
+    """Return the largest size of a catch-up, which has a state and rounds."""
     return _ROUNDS_BYTES + _WEIGHT_BYTES * definition.log.k
 
 
 def load_history(membership: Membership, definition: Definition) -> History:
-    """Read where this device stands; the beginning where nothing is kept.
+    """Return the history on this disk, or its beginning if there is no file.
 
     Raises:
         PackageError: the file is damaged.
@@ -259,18 +264,21 @@ def load_history(membership: Membership, definition: Definition) -> History:
 
 
 def update_history(membership: Membership, definition: Definition, offered: int, fetch: Fetch) -> History:
-    """Follow the federation to where it is now; durable on return.
+    """Update the history to the newest round, durably.
 
     Args:
-        offered: how many rounds the service says are done; where these are here, nothing is fetched.
+        membership: the federation on this device.
+        definition: its definition.
+        offered: number of finished rounds at the service. If they are known, nothing is fetched.
+        fetch: fetches the history after a round.
 
     Raises:
-        PackageError: `round-chain`: the service has another history, or an older one, than this device;
-            another code where what it sent breaks a rule. What is held stays.
+        PackageError: the service has another or an older history, `round-chain`, or the history breaks a
+            rule. The known history is kept.
     """
     try:
         held = load_history(membership, definition)
-    except PackageError:  # damaged on the disk: what is signed comes again
+    except PackageError:  # damaged on this disk, so the signed history is fetched again
         held = History.begin(definition)
     if offered < held.number:
         raise PackageError(

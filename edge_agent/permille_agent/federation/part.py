@@ -1,20 +1,20 @@
-"""The device's part of one round: its durable files, and the work, as the daemon's child does it.
+"""The device's part of a round: its files and its training.
 
 Below `federations/<digits>/rounds/<n>/`:
 
-    round.json           the invitation, and the consent that it was accepted under
-    text.json            which rows train it, and by which engine
-    gain.json            what the pooled state takes off the base's loss on text that no round trains on
-    steps.journal        its steps (permille.federation.local), with what Adam remembers beside them
-    contribution.bin     what is sent, signed: once it is there, it is never made again
+    round.json           the invitation, and the number of withdrawals at that time
+    text.json            digest of the training rows, and name of the engine
+    gain.json            reduction of the loss by the pooled state, on rows that no round trains on
+    steps.journal        the steps (permille.federation.local), with Adam's state beside it
+    contribution.bin     the signed contribution, which is made only once
 
-A result is a function of what is durable before it, so a part that is killed anywhere ends with the same
-bytes. Rows that judge or select a personal model train no round: the text is divided as for a personal run.
+Each file is a function of earlier files, so a resumed part gives the same bytes. The text is divided as for a
+personal run. Rows that select or judge a personal model are not used.
 """
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -49,9 +49,10 @@ class Invited:
     """Contents of `round.json`.
 
     Attributes:
-        deadline: when the round closes in any case, by this device's clock.
-        start_digest: of the state to begin from.
-        withdrawals: how often the user had left when the invitation came.
+        number: number of the round.
+        deadline: end of the round by this device's clock.
+        start_digest: digest of the state before the round.
+        withdrawals: number of withdrawals when the invitation was accepted.
     """
 
     number: int
@@ -62,7 +63,7 @@ class Invited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """Contents of `text.json`: the inputs of the steps besides the round."""
+    """Contents of `text.json`: digest of the rows, and name of the engine."""
 
     rows: str
     engine: str
@@ -84,11 +85,11 @@ class RoundPart:
 
     @property
     def contribution(self) -> Path:
-        """Return the file of the contribution to send."""
+        """File of the contribution to send."""
         return self.path / "contribution.bin"
 
     def invited(self) -> Invited | None:
-        """Read the invitation; None where it is not whole yet."""
+        """Read the invitation, or return None if the part was not fully created."""
         return read_record(self.path / "round.json", Invited)
 
     def erase(self) -> None:
@@ -97,24 +98,24 @@ class RoundPart:
         fsync_folder(self.path.parent)
 
     def make_contribution(self, data: bytes) -> None:
-        """Write what will be sent; durable on return."""
+        """Write the contribution durably."""
         write_atomic(self.contribution, data, mode=0o600)
 
     def begin_again(self) -> None:
-        """Drop what was done of the part: it would not be a function of one text and one engine."""
+        """Delete all results, because another text or engine would give other steps."""
         for path in self.path.iterdir():
             if path.name != "round.json":
                 path.unlink()
 
 
 def parts(membership: Membership) -> list[RoundPart]:
-    """List the parts of a federation that are on this disk, by round."""
+    """Return the parts of a federation on this disk, sorted by round."""
     found = [path for path in membership.path.glob("rounds/*") if path.name.isdecimal()]
     return [RoundPart(membership, path) for path in sorted(found, key=lambda path: int(path.name))]
 
 
 def begin_part(membership: Membership, invited: Invited) -> RoundPart:
-    """Accept an invitation; durable on return."""
+    """Accept an invitation durably."""
     path = membership.path / "rounds" / str(invited.number)
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     fsync_folder(membership.path)
@@ -124,28 +125,32 @@ def begin_part(membership: Membership, invited: Invited) -> RoundPart:
 
 
 def find_part(home: Home, federation: str, number: int) -> RoundPart:
-    """Find the part of a round by its federation's folder name.
+    """Return the part of a round by its federation's folder name.
 
     Raises:
-        InputError: there is none: the user left, or the round is over.
+        InputError: the user left, or the round is over.
     """
-    for membership in memberships(home):
-        for part in parts(membership):
-            if (membership.path.name, part.path.name) == (federation, str(number)):
-                return part
+    for part in _all_parts(home):
+        if (part.membership.path.name, part.path.name) == (federation, str(number)):
+            return part
     raise InputError(f"Round {number} has no part here: the user left, or the round is over.")
 
 
 def waiting_part(home: Home, now: datetime) -> RoundPart | None:
-    """Find a part to train: accepted, agreed to still, before its deadline, and not made yet."""
-    for membership in memberships(home):
-        for part in parts(membership):
-            invited = part.invited()
-            if invited is None or part.contribution.exists() or invited.deadline <= now:
-                continue
-            if membership.agrees(invited.withdrawals) and not membership.has_ended(invited.number):
-                return part
+    """Return an accepted part to train before its deadline, to which the user still agrees."""
+    for part in _all_parts(home):
+        invited = part.invited()
+        if invited is None or part.contribution.exists() or invited.deadline <= now:
+            continue
+        membership = part.membership
+        if membership.agrees(invited.withdrawals) and not membership.has_ended(invited.number):
+            return part
     return None
+
+
+def _all_parts(home: Home) -> Iterator[RoundPart]:
+    for membership in memberships(home):
+        yield from parts(membership)
 
 
 def train_part(
@@ -155,12 +160,13 @@ def train_part(
     identity: Identity,
     context: RunContext = RunContext(),
 ) -> bool:
-    """Train a part and make its contribution; False where it was stopped, to go on later. The caller holds
-    the writers' lock.
+    """Train a part and write its contribution. Return False if it was stopped, so that it can be resumed.
+
+    The caller holds the writers' lock.
 
     Raises:
-        InputError: too little text; or the federation is of another package, or has moved on.
-        PackageError: the package, the history or the definition is not what it claims to be.
+        InputError: there is too little text, another package is installed, or the round is over.
+        PackageError: the package, the history or the definition is damaged.
     """
     try:
         return _train(home, part, data_paths, identity, context)
@@ -231,7 +237,7 @@ def _train(
 
 
 def training_rows(prepared: Prepared) -> list[Row]:
-    """Return the rows that a round may train on. Rows of a short text that judge are left out."""
+    """Return the rows that a round may train on. Of a short text, this is the first part only."""
     return prepared.stages[0].train if prepared.stages else prepared.train
 
 

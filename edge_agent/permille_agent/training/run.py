@@ -463,7 +463,8 @@ class Run:
 
 def widest_block(header: LogHeader) -> int:
     """Return the largest number of directions of a block, which has the smallest coefficients."""
-    return max(queries.stop - queries.start for queries, _ in header.blocks())
+    sizes: list[int] = [queries.stop - queries.start for queries, _ in header.blocks()]
+    return max(sizes)
 
 
 def finite_or_none(number: float) -> float | None:
