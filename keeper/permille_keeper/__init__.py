@@ -1,5 +1,5 @@
-"""The keeper: a second party that lifts masks from sums of many devices, and adds the noise (FORMAT 13.7).
+"""The keeper: a second party that removes the masks from sums of devices, and adds noise (FORMAT 13.7).
 
-It sees which devices took part and never an integer of theirs; the service sees masked integers and never a
-mask. It belongs into other hands than the service: together the two see everything.
+The keeper sees which devices took part, but none of their integers. The service sees masked integers, but no
+masks. Together they would see all, so another party than the service's operator must run the keeper.
 """

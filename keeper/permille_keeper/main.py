@@ -22,7 +22,11 @@ _KEY, _TOKEN, _MEMORY = "keeper.key", "keeper.token", "keeper.sqlite"
 
 
 def init(home: Path) -> str:
-    """Make key and token; return what to tell the service. Raises OperatorError: they are there."""
+    """Create the key and the token, and return the text for the service's operator.
+
+    Raises:
+        OperatorError: the folder has a key already.
+    """
     if (home / _KEY).exists():
         raise OperatorError(
             f"{home / _KEY} exists already. Another key would open no earlier seals; choose another --home."
@@ -30,6 +34,7 @@ def init(home: Path) -> str:
     home.mkdir(parents=True, exist_ok=True)
     Memory(home / _MEMORY)
     key, token = X25519PrivateKey.generate(), secrets.token_urlsafe(32)
+    # The key is written last, because its file marks a complete folder.
     for name, data in ((_TOKEN, token.encode()), (_KEY, key.private_bytes_raw())):
         descriptor = os.open(home / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -39,15 +44,17 @@ def init(home: Path) -> str:
 
 
 def public_text(key: X25519PrivateKey) -> str:
-    """A keeper's public key as definitions write it."""
+    """Return a keeper's public key in the form of definitions."""
     return base64.urlsafe_b64encode(key.public_key().public_bytes_raw()).decode("ascii").rstrip("=")
 
 
 def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | None) -> KeeperServer:
-    """A server that listens; `serve_forever` answers.
+    """Open a server. Call `serve_forever` to answer requests. For example:
+
+        open_server(Path("keeper"), ("127.0.0.1", 8331), None).serve_forever()
 
     Raises:
-        OperatorError: no key, a key without its memory, or an address that others reach without TLS.
+        OperatorError: the key or its memory is missing, or other machines can reach the address without TLS.
     """
     try:
         key = X25519PrivateKey.from_private_bytes((home / _KEY).read_bytes())

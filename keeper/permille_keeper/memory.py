@@ -1,8 +1,9 @@
-"""Memory of the keeper: every answer that it may have given, and the set of each device's seal.
+"""Memory of the keeper: its answers, and the devices whose seals it has opened.
 
-An answer is durable before it is sent, so the noise of a set is drawn once: asked again, also after a kill,
-the keeper says the same bytes. A device's seal of a round is never opened in two sets: their difference would
-be one device's vector.
+- An answer is durable before it is sent. So the noise of a set of devices is drawn once, and the same
+  question gets the same bytes, also after a kill.
+- A device's seal of a round is never opened in two sets, because the difference of two sums may be the vector
+  of one device.
 """
 
 import os
@@ -30,11 +31,11 @@ _KEPT_REFUSALS = 1000
 
 
 class SecondSetError(PermilleError):
-    """A device's seal of this round has been opened, in another set of devices."""
+    """A device's seal of this round was already opened in another set of devices."""
 
 
 class Memory:
-    """The keeper's file of answers; every call opens it anew, so that threads share nothing."""
+    """The keeper's database. Each call opens a new connection, so that threads share none."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,11 +46,16 @@ class Memory:
         connection.close()
 
     def answer_once(self, opening: Opening, make: Callable[[], bytes]) -> bytes:
-        """The answer to a question: the one that was given, or a new one, durable when this returns.
+        """Return the answer to a question. A new one is made by `make` and stored durably.
+
+        For example, the second call returns the answer of the first:
+
+            memory.answer_once(opening, lambda: b"one")
+            memory.answer_once(opening, lambda: b"two")
 
         Raises:
-            SecondSetError: a device of it was in another set of this round.
-            Whatever `make` raises; nothing is kept then.
+            SecondSetError: a device of the question was in another set of this round.
+            Exception: `make` failed, and nothing was stored.
         """
         question = digest_of(opening.to_bytes())
         place = (opening.definition.digest, opening.round_number)
@@ -65,8 +71,7 @@ class Memory:
             if again:
                 raise SecondSetError(
                     f"{len(again)} seals of round {place[1]} of {place[0]} were opened in another set "
-                    "before, the "
-                    f"first of device {again[0].hex()}"
+                    f"before, the first of device {again[0].hex()}"
                 )
             answer = make()
             connection.execute(
@@ -83,7 +88,7 @@ class Memory:
             connection.close()  # rolls back what was not committed
 
     def note_second_set(self, question: str, reason: str) -> None:
-        """Keep for good that a second set was asked for: it is what a service that cheats would do."""
+        """Record a question for a second set permanently, because it suggests that the service cheats."""
         connection = self._connect()
         with connection:
             connection.execute(
@@ -93,7 +98,7 @@ class Memory:
         connection.close()
 
     def note_refusal(self, reason: str) -> None:
-        """Keep why something else was refused to who showed the token, the newest thousand."""
+        """Record another refusal. The newest thousand are kept."""
         connection = self._connect()
         with connection:
             connection.execute(f"INSERT INTO refusals VALUES ({_NOW}, ?)", [reason[:1000]])  # noqa: S608
@@ -103,7 +108,7 @@ class Memory:
         connection.close()
 
     def lines(self) -> list[str]:
-        """Return every answer and every refusal, oldest first, one line each."""
+        """Return one line for each answer and refusal, the oldest first."""
         query = (
             "SELECT answered_at, 'summed ' || devices || ' devices in round ' || number || ' of ' "
             "|| definition FROM answers UNION ALL SELECT at, 'refused: ' || reason FROM second_sets "

@@ -1,7 +1,7 @@
-"""The keeper over HTTP: `POST /v1/sums` with a question answers its bytes; nothing else is served but health.
+"""HTTP server of the keeper: `POST /v1/sums` answers a question, and `GET /health` checks that it runs.
 
-Who asks shows a token, before a byte of the body is read and before anything is kept of it. The standard
-library's server is enough for one caller; `permille.bounded_server` says who keeps its connection.
+A caller needs the token, which is checked before the body is read. There is only one caller, the service, so
+the server of the standard library is enough. `permille.bounded_server` limits its connections.
 """
 
 import hmac
@@ -29,11 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 class KeeperServer(BoundedServer):
-    """Answers questions with a key and a memory, on one address.
+    """Server that answers questions with a key and a memory.
 
     Args:
-        token: what callers show as `Authorization: Bearer ...`.
-        tls: certificate and key, or None on loopback.
+        address: host and port.
+        key: private key that opens the seals of devices.
+        token: token that callers send as `Authorization: Bearer ...`.
+        memory: earlier answers.
+        tls: context with certificate and key, or None on loopback.
     """
 
     limits = Places(longest_s=300.0)
@@ -57,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "permille-keeper", ""
 
     def do_GET(self) -> None:
-        """Say that the keeper is there."""
+        """Answer a health check."""
         self._send(HTTPStatus.OK if self.path == "/health" else HTTPStatus.NOT_FOUND, b"")
 
     def do_POST(self) -> None:
@@ -100,18 +103,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parent's name
-        """Keep the log to what was refused."""
+        """Log nothing, because `_refuse` logs all refusals."""
 
 
 def answer(data: bytes, key: X25519PrivateKey, memory: Memory) -> bytes:
-    """The bytes that answer a question, durable.
+    """Return the durable answer to a question.
 
-    What devices were promised stands in the definition to which each of them bound its seal: a question with
-    another definition opens no seal.
+    Each device has bound its seal to the federation's definition. So a question with another definition,
+    which could promise less privacy, opens no seal.
 
     Raises:
-        PackageError: the question is malformed, of another keeper, of too few devices, or forged.
-        SecondSetError: a device of it was in another set of the round.
+        PackageError: the question is malformed or forged, has too few devices, or names another keeper.
+        SecondSetError: a device of the question was in another set of the round.
     """
     opening = decode_opening(data)
     privacy = opening.definition.privacy
