@@ -1,17 +1,17 @@
-"""The interface for programs that embed the agent: everything that they may import from it, and nothing else.
+"""Public interface for programs that embed the agent. For example, training with a home folder:
 
     home = open_home(Path("home"))
     install_package(home, package)
     result = run_training(home, [Path("notes")], TrainOptions(minutes=20))
 
-A program that keeps its own account of models trains without a home folder:
+Training without a home folder, for a program that stores models itself:
 
     documents, report = read_documents([Path("notes")])
     prepared = prepare(documents, package_tokenizer(package), row_tokens=128)
     result = personalise(package, engine, prepared, TrainOptions(steps=500), folder=Path("run"))
     losses = document_losses(engine, result.values_K, prepared.test, len(prepared.test_documents))
 
-An enrolled device takes part in rounds that it joined:
+Rounds of a federation, on an enrolled device:
 
     join_federation(home, "readers")
     took = take_part(home, [Path("notes")])
@@ -94,13 +94,13 @@ class Personalised:
     """Result of `personalise`.
 
     Attributes:
-        values_K: the sparse values of the selected state, float32 [k].
-        step: how many steps it is made of; 0 is the start.
-        steps: how many steps were made before the run stopped.
-        learning_rate: of the selected state's steps; halved with each restart.
-        epsilon: of its perturbations.
-        search_seconds: what the search for epsilon and the step size took.
-        curve: the losses on the select split on the way, the start's first.
+        values_K: sparse values of the selected state, float32 [k].
+        step: number of steps up to the selected state. 0 is the start.
+        steps: number of steps that the descent made.
+        learning_rate: learning rate of the descent. Each restart halves it.
+        epsilon: scale of the perturbations.
+        search_seconds: duration of the search for epsilon and the step size.
+        curve: losses on the select split, from the start.
     """
 
     values_K: NDArray[np.float32]
@@ -113,7 +113,10 @@ class Personalised:
 
 
 def install_package(home: Home, package: Package, *, release: str = "local", version: int = 1) -> None:
-    """Copy a package into a home folder, try it and make it the installed one, as `pull` does."""
+    """Copy a package into a home folder, try it, and make it the installed one, as `pull` does.
+
+    For example, `install_package(open_home(Path("home")), package)`.
+    """
     blobs = BlobFolder(home.blobs)
     for digest in (package.digest, *(layer.digest for layer in package.manifest.layers)):
         if not blobs.has(digest):
@@ -131,17 +134,23 @@ def personalise(
     folder: Path,
     start_K: NDArray[np.float32] | None = None,
 ) -> Personalised:
-    """Train as the agent does: search, steps, restarts, each pulled by the package's reference.
+    """Train like the agent, without a judgement on the test split and without an adoption.
 
-    The state is at full strength. Nothing is judged on the test split or adopted.
+    The result has full strength. For example:
+
+        result = personalise(package, engine, prepared, TrainOptions(steps=500), folder=Path("run"))
 
     Args:
-        folder: where the run is durable. The same call with the same folder goes on after a kill.
-        start_K: sparse values to start from; the package's own where None.
+        package: the package to train.
+        engine: engine that is opened on the package.
+        prepared: rows of the text.
+        options: options of the run.
+        folder: folder of the run's files. After a kill, the same call resumes the run.
+        start_K: sparse values of the start. None uses the package's own values.
 
     Raises:
-        InputError: too little text to select a state on.
-        SearchFailed: no epsilon or no step size works for this package on this text.
+        InputError: there is too little text to select a state.
+        SearchFailed: no epsilon or step size works for this package and this text.
     """
     if prepared.stages:
         raise InputError(

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from permille.engines.export import export_peft, export_transformers
 from permille.errors import InputError
 from permille.files import write_atomic
 from permille.package.blobs import BlobFolder
@@ -35,7 +36,7 @@ Text = str | Mapping[str, Any] | Path
 
 
 class Personalizer:
-    """A package and the personal model that is trained from it.
+    """A package, and the personal model that is trained from it. For example:
 
         personal = permille.Personalizer(package, "home")
         result = personal.fit(["First note.", "Second note.", ...], minutes=10)
@@ -97,7 +98,7 @@ class Personalizer:
             InputError: the folder has no package.
         """
         root = Path(folder).expanduser().absolute()
-        # `open_home` would make folders in one that is not ours.
+        # `open_home` would create folders in any directory that the user names by mistake.
         known = installed_release(Home(root)) if root.is_dir() else None
         if known is None:
             raise InputError(f"{root} has no package. Make one with Personalizer(package, folder).")
@@ -122,6 +123,8 @@ class Personalizer:
     ) -> RunResult:
         """Train on a person's text, judge the result on held-out text, and adopt a significant gain.
 
+        For example:
+
             result = personal.fit(my_texts, steps=40, seed=3)
             print(result.outcome, result.message)
 
@@ -145,7 +148,7 @@ class Personalizer:
         told = TrainOptions(minutes=minutes, steps=steps, **options)
         with hold_lock(self._home, "fit"):
             self._installed()  # raises if another process has installed another package
-            # The file stays: a run reads its text again when it goes on.
+            # The file is kept, because a resumed run and `show` read the text again.
             paths = [texts] if isinstance(texts, Path) else _written(self.folder / "fit.jsonl", texts)
             return run_training(self._home, paths, told, replace(context, engine_of=self._engine))
 
@@ -168,7 +171,7 @@ class Personalizer:
             LocalModel(self._home, self._engine) as model,
             tempfile.TemporaryDirectory(prefix=".evaluate-", dir=self.folder) as own,
         ):
-            model.values(Variant.PERSONAL)  # refuses where there is none
+            model.values(Variant.PERSONAL)  # raises if there is none
             paths = [texts] if isinstance(texts, Path) else _written(Path(own) / "evaluate.jsonl", texts)
             return measured_losses(model, paths)
 
@@ -198,7 +201,7 @@ class Personalizer:
             return "".join(model.complete(prompt, variant, sampling)[1])
 
     def export(self, form: str, folder: str | Path, *, base: bool = False) -> Path:
-        """Write the personal model for other programs.
+        """Write the personal model for other programs. For example:
 
             personal.export("gguf", "mine")            # llama.cpp and Ollama
             personal.export("transformers", "mine")
@@ -221,23 +224,21 @@ class Personalizer:
         values_K = package.values() if base else model_values(self._home, active, package)
         target = Path(folder).expanduser().absolute()
         if form == "gguf":
-            from permille.engines.gguf.export import export_gguf
+            from permille.engines.gguf.export import export_gguf  # needs the gguf extra
 
             export_gguf(package, values_K, target, kind="q8_0")
         elif form == "transformers":
-            from permille.engines.export import export_transformers
-
             export_transformers(package, values_K, target)
         elif form == "peft":
-            from permille.engines.export import export_peft
-
             export_peft(package, values_K, target)
         else:
             raise InputError(f"{form!r} is not a form of export. Choose 'gguf', 'transformers' or 'peft'.")
         return target
 
     def save(self, folder: str | Path) -> Path:
-        """Copy the package and all runs to a new folder, which `load` can open; whole or not at all.
+        """Copy the package and all runs to a new folder, which `load` can open.
+
+        The folder appears only after the copy is complete. For example, `personal.save("mine")`.
 
         Raises:
             InputError: the folder exists, or lies inside this one.
@@ -250,7 +251,7 @@ class Personalizer:
         if target.resolve().is_relative_to(self.folder.resolve()):
             raise InputError(f"{target} lies inside {self.folder}. Choose a folder elsewhere.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Others may read the parent: what is copied lies in a private folder from the first byte on.
+        # Other users may be able to read the parent, so the copy is made in a private folder.
         with (
             hold_lock(self._home, "save"),
             tempfile.TemporaryDirectory(prefix=".permille-", dir=target.parent) as temporary,
@@ -277,7 +278,7 @@ class Personalizer:
 
 
 def _check_options(minutes: object, steps: object, options: Mapping[str, Any]) -> None:
-    """Refuse options of other types or names. Raises InputError."""
+    """Check the names and types of the options of `fit`. Raises InputError."""
     known = {field.name for field in fields(TrainOptions)}
     if unknown := sorted(options.keys() - known):
         raise InputError(f"`fit` has no option {unknown[0]!r}. It has {', '.join(sorted(known))}.")
@@ -290,12 +291,12 @@ def _check_options(minutes: object, steps: object, options: Mapping[str, Any]) -
 def _is_file_name(text: str) -> bool:
     try:
         return Path(text).expanduser().is_file()
-    except (OSError, RuntimeError, ValueError):  # too long, no home of that name, a null character
+    except (OSError, RuntimeError, ValueError):  # a long name, an unknown user after "~", a null character
         return False
 
 
 def _written(path: Path, texts: Iterable[Text]) -> list[Path]:
-    """Write texts to a file that the agent can read; return its path with the other paths."""
+    """Write texts to a `.jsonl` file, and return its path together with the paths among the texts."""
     if isinstance(texts, str | Mapping):
         raise InputError("Pass a list of texts, not one: [text].")
     paths, rows = [], []

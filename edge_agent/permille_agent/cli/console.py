@@ -1,4 +1,4 @@
-"""Output and exit codes of all commands: one JSON document or a readable text."""
+"""Output, options and exit codes that all commands share."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ UNWRAPPED = 4096  # columns, where there is no terminal
 
 
 class ExitCode(IntEnum):
-    """Exit codes of `permille-agent`; scripts may rely on them."""
+    """Exit codes of `permille-agent`, which scripts may rely on."""
 
     OK = 0
     BUG = 1
@@ -59,7 +59,12 @@ EXIT_CODE_HELP = (
 
 
 def exit_code_of(error: PermilleError) -> ExitCode:
-    """Choose the exit code that tells a script what to do about `error`."""
+    """Return the exit code of an error.
+
+    Example:
+        >>> exit_code_of(RetryableError("The service does not answer")).name
+        'TRY_LATER'
+    """
     match error:
         case PackageError():
             return ExitCode.PACKAGE_REFUSED
@@ -73,13 +78,14 @@ def exit_code_of(error: PermilleError) -> ExitCode:
 
 
 def home_of(context: typer.Context) -> Home:
-    """Open the home folder of this command; it is made on first use."""
+    """Open the home folder of a command. It is created on first use."""
     root: Path = context.obj
     return open_home(root)
 
 
 def output_console() -> Console:
-    """Open where text goes. What is no terminal has no edge: digests and paths must not be cut in two."""
+    """Open the console for text on standard output."""
+    # Without a terminal, lines are not wrapped, so that programs find digests and paths in one piece.
     console = PlainConsole()
     return console if console.is_terminal else PlainConsole(width=UNWRAPPED)
 
@@ -91,8 +97,16 @@ def show(
     render: Callable[[Console], None] | None = None,
     then: str = "",
 ) -> None:
-    """Print `document`: as JSON, or by `render`, or as a table of two columns; `then` is what usually comes
-    next."""
+    """Print a document as JSON, or else by `render`, or else as a table of two columns.
+
+    For example, `show({"deleted": 2}, as_json=False)` prints "deleted 2".
+
+    Args:
+        document: the names and values to print.
+        as_json: print JSON, as `--json` asks.
+        render: prints the readable form.
+        then: the command that usually comes next.
+    """
     if as_json:
         echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False, default=str))
         return
@@ -123,7 +137,7 @@ def _words(value: object) -> str:
 
 
 def show_error(error: PermilleError, *, as_json: bool) -> None:
-    """Print `error` on standard error, as JSON where the command was asked for JSON."""
+    """Print an error on standard error, as text or JSON."""
     code = exit_code_of(error)
     if as_json:
         document = {"error": {"kind": code.name.lower(), "message": str(error), "exit_code": int(code)}}
@@ -132,11 +146,8 @@ def show_error(error: PermilleError, *, as_json: bool) -> None:
         kind = "you must act" if code is ExitCode.OPERATOR else code.name.lower().replace("_", " ")
         PlainConsole(stderr=True).print(f"[red]error[/red] ({kind}):", end=" ")
         echo(str(error), err=True)
-        if isinstance(error, PackageError) and _is_damage(error):
-            echo("`permille-agent verify --repair` finds and mends what the disk damaged", err=True)
+        if isinstance(error, PackageError):
+            from permille_agent.state.models import DAMAGED  # here, so that `--help` does not wait for it
 
-
-def _is_damage(error: PackageError) -> bool:
-    from permille_agent.state.models import DAMAGED  # here, so that `--help` does not wait for it
-
-    return error.code in DAMAGED
+            if error.code in DAMAGED:
+                echo("Run `permille-agent verify --repair` to repair damage on the disk.", err=True)

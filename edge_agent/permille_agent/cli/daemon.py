@@ -128,5 +128,5 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def _set_from_signal(stop: threading.Event) -> None:
-    # Event.set takes a lock that the interrupted thread may hold: a thread can wait for it, a handler cannot.
+    # `Event.set` takes a lock that the interrupted thread may hold. Only another thread can wait for it.
     threading.Thread(target=stop.set, daemon=True).start()

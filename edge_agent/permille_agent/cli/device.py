@@ -198,7 +198,7 @@ def forget(
 
 
 def agrees(question: str) -> bool:
-    """Ask on standard error; no answer (Ctrl-C, or nobody there) is a no."""
+    """Ask a question on standard error. Ctrl-C and the end of the input mean no."""
     try:
         return typer.confirm(question, err=True)
     except typer.Abort:
@@ -206,7 +206,7 @@ def agrees(question: str) -> bool:
 
 
 def _delete_uploaded(context: typer.Context, wanted: int) -> int:
-    """Ask the service for the deletions now; returns how many still wait."""
+    """Ask the service to delete the logs now. Return the number of reports that still wait."""
     if not wanted:
         return 0
     from permille_agent.link.enrolment import open_api

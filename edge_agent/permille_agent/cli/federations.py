@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from permille.federation.definition import Definition
     from permille_agent.federation.membership import Membership
 
-_CONTRIBUTION_BYTES = 180  # of a contribution beside its integers, which take three bytes at most
-_INTEGER_BYTES = 3
+_CONTRIBUTION_BYTES = 180  # size of a contribution without its integers
+_INTEGER_BYTES = 3  # largest size of an integer
 
 federations = typer.Typer(
     no_args_is_help=True,
@@ -196,10 +196,11 @@ def run(
 
 
 def what_leaves(definition: Definition, target: int) -> dict[str, object]:
-    """Say what leaves the device in a round, to whom, and what is promised about it.
+    """Describe what leaves the device in a round, who sees it, and which privacy is promised.
 
     Args:
-        target: devices with which a round closes, as the service says; the minimum is signed.
+        definition: signed definition of the federation.
+        target: number of devices per round that the service wants. It is not signed.
     """
     queries = definition.log.queries
     integers = definition.steps * queries + 1
@@ -234,7 +235,7 @@ def what_leaves(definition: Definition, target: int) -> dict[str, object]:
 
 
 def document_of(membership: Membership) -> dict[str, object]:
-    """A federation of this device, as `status` shows it."""
+    """Return the state of a federation for `status`."""
     choice, standing = membership.choice(), membership.standing()
     return {
         "name": choice.name,
@@ -250,7 +251,7 @@ def document_of(membership: Membership) -> dict[str, object]:
 
 
 def tell_service(home: Home) -> bool:
-    """Tell the service now of federations that were left; else the next exchange does."""
+    """Tell the service that federations were left. If it fails, the next exchange does it."""
 
     from permille_agent.federation.exchange import exchange
     from permille_agent.link.enrolment import open_api

@@ -358,7 +358,7 @@ def export(
 
 @contextmanager
 def _needing(extra: str) -> Iterator[None]:
-    """Say which extra has what is imported within. Raises InputError: it is not installed."""
+    """Name the extra if an import in this context fails. Raises InputError."""
 
     try:
         yield
@@ -375,7 +375,7 @@ def _open_model(context: typer.Context, threads: int | None, engine: str) -> "Lo
 def _sampling(
     model: "LocalModel", max_tokens: int, temperature: float | None, top_p: float | None, seed: int
 ) -> "Sampling":
-    """Return the model's own settings with what the user asks for."""
+    """Return the model's own settings with the user's changes."""
     own = model.sampling
     return replace(
         own,
@@ -393,7 +393,7 @@ def _variant(model: "LocalModel", base: bool) -> "Variant":
 
 
 def _read_line() -> str | None:
-    """Return the next line that is not empty; None at the end. Only a person at a terminal is prompted."""
+    """Return the next line that is not empty, or None at the end. Only a terminal shows a prompt."""
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:

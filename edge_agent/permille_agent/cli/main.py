@@ -80,7 +80,7 @@ for register in (
 
 
 def _unwrap(group: typer.Typer) -> None:
-    """Let help fill the lines of a terminal: typer keeps the line breaks of a docstring."""
+    """Join the lines of each help text. Typer would keep the line breaks of the docstring."""
     for command in group.registered_commands:
         text = inspect.getdoc(command.callback) or ""
         command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
@@ -93,7 +93,7 @@ _unwrap(app)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the return value is the exit code."""
+    """Run a command, and return its exit code. For example, `main(["status", "--json"])`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         with telling_disk():

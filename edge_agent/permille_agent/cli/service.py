@@ -276,7 +276,8 @@ def _set_sharing(context: typer.Context, choice: str, *, share: bool, as_json: b
     withdrawn = 0
     if not share:
         with contextlib.suppress(LockedError), hold_lock(home, "share-log", wait_s=2.0):
-            withdrawn = withdraw_logs(home)  # whoever holds the lock sees the choice before it sends
+            # Another holder of the lock reads the choice before it sends a log, so it is safe to give up.
+            withdrawn = withdraw_logs(home)
     show({choice: share, "withdrawn_logs": withdrawn}, as_json=as_json)
 
 

@@ -33,11 +33,11 @@ Found = TypeVar("Found")
 
 
 class Status:
-    """The state of one home folder, read without a network. What cannot be read is told and hides nothing.
+    """State of a home folder. A damaged file is listed in `damaged`, and does not hide other files.
 
-        Status(home).document()["active"]
+    For example, `Status(home).document()["active"]` is the model in use.
 
-    Attributes are None where there is nothing yet, or only what is `damaged`.
+    An attribute is None if its file does not exist or is damaged.
     """
 
     def __init__(self, home: Home) -> None:
@@ -68,7 +68,7 @@ class Status:
 
     @property
     def damaged(self) -> list[str]:
-        """Return what could not be read, each once."""
+        """Errors of the damaged files, without duplicates."""
         return list(self._damaged)
 
     def _read(self, part: Callable[[], Found], otherwise: Found) -> Found:
@@ -150,7 +150,7 @@ class Status:
 
     def _rows(self) -> list[tuple[str, str]]:
         enrolment, release, daemon = self.enrolment, self.release, self.daemon
-        # After the request, which has the run's id.
+        # A reason begins with the request's path, which has the run's id and would hide duplicates.
         refused = [one.reason.partition(": ")[2] or one.reason for one in self.reports if one.reason]
         rows = [
             ("home", str(self.home.root)),

@@ -1,4 +1,4 @@
-"""The command that personalises: train."""
+"""The command `train`."""
 
 import contextlib
 import signal
@@ -238,7 +238,7 @@ def _train(
     told: "LiveProgress",
     wanted: _Shared,
 ) -> tuple["RunResult", "Delivery"]:
-    """Train, report; share the log or state of a run that has ended, too, where this command says so."""
+    """Train and queue the report. Also share the log or state of an earlier run if an option asks for it."""
     from permille.schemas.runs import LogForm
     from permille_agent.link import report
     from permille_agent.training.options import RunContext
@@ -278,7 +278,7 @@ _EXIT_CODES = {
 
 @contextlib.contextmanager
 def _stopped_by_signals() -> Iterator[threading.Event]:
-    """Yield an event that the first SIGINT or SIGTERM sets; a second SIGINT interrupts at once."""
+    """Yield an event that the first SIGINT or SIGTERM sets. A second signal has its usual effect."""
     stop = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

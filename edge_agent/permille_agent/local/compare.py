@@ -1,4 +1,4 @@
-"""Base and personal model side by side: losses on held-out text, and what each writes after a prompt."""
+"""Comparison of the base and the personal model: losses on held-out text, and samples."""
 
 import math
 from collections.abc import Sequence
@@ -26,11 +26,13 @@ DEFAULT_SAMPLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedLosses:
-    """Losses, nats per token, on the text that `text` describes.
+    """Losses in nats per token, on the text that `text` describes.
 
     Attributes:
-        general: on the package's reference of general text, at the run's end; None where it has none.
-        pooled: where a state of the package's that public text trained was measured, too.
+        text: description of the text.
+        general: losses on general text at the end of the run, or None.
+        pooled: loss of the package's pooled state, or None.
+        improvement: reduction of the loss from the base to the personal model.
     """
 
     text: str
@@ -68,20 +70,19 @@ class SideBySide:
 def compare(
     home: Home, model: LocalModel, *, data_paths: Sequence[Path], prompts: Sequence[str], sampling: Sampling
 ) -> SideBySide:
-    """Compare both models on the same text and the same prompts.
+    """Compare the base and the personal model on the same text and the same prompts.
 
     Args:
         home: the home folder.
-        model: the active model, opened.
-        data_paths: text to measure on, all of it; none: the run's own judgement on its test split is shown.
-        prompts: what to continue; none: the first words of texts of the run's test split that are still
-            there.
-        sampling: how.
+        model: the active model.
+        data_paths: text to measure on. If empty, the run's own judgement on its test split is returned.
+        prompts: texts to continue. If empty, they are the first words of texts of the test split.
+        sampling: settings of text generation.
 
     Raises:
-        InputError: nothing personal is active, or the text cannot be used.
+        InputError: no personal model is active, or the text cannot be used.
     """
-    model.values(Variant.PERSONAL)  # refuses where there is none
+    model.values(Variant.PERSONAL)  # raises if there is none
     folder = find_run(home, model.active.run or "")
     losses = measured_losses(model, data_paths) if data_paths else judged_losses(folder)
     losses = replace(losses, general=folder.require("decision", Decision).general)
@@ -91,7 +92,7 @@ def compare(
 
 
 def judged_losses(folder: RunFolder) -> ComparedLosses:
-    """Tell what a run judged on its test split, and on general text."""
+    """Return the losses that a run measured on its test split and on general text."""
     decision = folder.require("decision", Decision)
     by_parts = folder.load("learned", LearnedText) is not None
     pooled = known_losses(folder, "active") if decision.pooled else None
@@ -110,7 +111,7 @@ def judged_losses(folder: RunFolder) -> ComparedLosses:
 
 
 def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLosses:
-    """Measure the base and the active model on text.
+    """Measure the losses of the base and the active model on text.
 
     Raises:
         InputError: the text cannot be used.
@@ -151,9 +152,9 @@ def continue_prompt(model: LocalModel, prompt: str, sampling: Sampling) -> Sampl
 
 
 def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMPLES) -> list[str]:
-    """Take prompts from the run's test split, where the user's files are still there.
+    """Return prompts from the run's test split, if the user's files still exist.
 
-    Of a text the first words, of a conversation the user's first question where the model can chat.
+    A text gives its first words. A conversation gives the user's first question, if the model can chat.
     """
     options = folder.require("run", BegunRun).definition.options
     paths = (folder.load("data", TextSource) or TextSource()).paths
@@ -163,12 +164,12 @@ def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMP
     try:
         test = prepare(documents, model.tokenizer, row_tokens=options.row_tokens).test_documents
     except InputError:
-        return []  # what is left of the text is too little
+        return []  # the remaining text is too short to be divided
     return list(islice(filter(None, (_prompt(one.content, model) for one in test)), count))
 
 
 def _prompt(content: Content, model: LocalModel) -> str:
-    """Take the prompt of a sample from a document; empty where it has none."""
+    """Return the prompt of a sample from a document, or an empty string."""
     match content:
         case PlainText(text):
             return " ".join(text.split()[:PROMPT_WORDS])

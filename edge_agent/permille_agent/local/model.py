@@ -1,7 +1,6 @@
-"""The models that can be used here: the package's base, and where there are such its pooled state and the
-active personalisation.
+"""Text generation with the base, the pooled state and the personal model of the active package.
 
-All share one engine and its quantized weights; they differ in the sparse values that are handed over.
+All variants share one engine and its quantized weights. They differ in the sparse trained values.
 """
 
 import json
@@ -29,11 +28,11 @@ from permille_agent.training.run import BegunRun, RunFolder
 
 GENERATION_CONFIG: Final = "generation_config.json"
 _SAMPLED: Final = (1.0, 1.0, 50)
-"""Temperature, top_p and top_k of transformers, where a model says that it is sampled and no more."""
+"""Defaults of transformers for temperature, top_p and top_k of a model that is sampled."""
 
 
 class Variant(StrEnum):
-    """Choice of the trained values: those of the personal model, the pooled state or the base."""
+    """Choice of the trained values."""
 
     BASE = "base"
     POOLED = "pooled"
@@ -44,9 +43,11 @@ class Variant(StrEnum):
 class Sampling(TokenSampling):
     """Settings of text generation. `stop` lists texts that end it.
 
-    The defaults are for models that name no settings of their own. A small model at a temperature of 1 writes
-    nonsense, and without a penalty it repeats itself for ever at a low one.
+    The defaults are for models without settings of their own.
     """
+
+    # A small model writes nonsense at a temperature of 1. At a low temperature, it repeats itself without a
+    # penalty.
 
     max_new_tokens: int = 128
     temperature: float = 0.2
@@ -56,7 +57,7 @@ class Sampling(TokenSampling):
 
 
 class _GenerationConfig(BaseModel):
-    """The settings of a `generation_config.json` that concern us."""
+    """The used fields of a `generation_config.json`."""
 
     do_sample: bool | None = None
     temperature: float | None = Field(default=None, ge=0.0, le=100.0)
@@ -67,7 +68,7 @@ class _GenerationConfig(BaseModel):
 
 @dataclass(slots=True)
 class Generated:
-    """Counts of one generation, complete once its text is read to the end."""
+    """Counts of one generation. They are complete after all pieces of its text were read."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -75,20 +76,26 @@ class Generated:
 
 
 class LocalModel:
-    """The active package, opened. Close it, or use it as a context: its tokenizer has a child process.
+    """The opened model in use. Use it as a context manager, because its tokenizer has a child process.
+
+    For example:
+
+        with LocalModel(home, EngineChoice()) as model:
+            generated, pieces = model.complete("Once upon", model.variants[0], model.sampling)
+            print("".join(pieces))
 
     Attributes:
-        sampling: the model's own settings, which a caller changes where its user asks for others.
+        sampling: settings of text generation that the model's files name.
     """
 
     def __init__(
         self, home: Home, engine_of: Callable[[Package], Engine], active: Active | None = None
     ) -> None:
-        """Open what is active, or the model of another run.
+        """Open the active model, or the model `active`.
 
         Raises:
-            OperatorError: nothing is installed.
-            PackageError: the package or the run's state is not what it claims to be.
+            OperatorError: no package is installed.
+            PackageError: the package or the run's state is damaged.
         """
         self.active = active = active or require_active(home)
         with opening(home, active.package):
@@ -111,45 +118,45 @@ class LocalModel:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """Return the available variants, the default first."""
+        """Available variants, the default first."""
         return tuple(reversed(self._values))
 
     @property
     def positions(self) -> int:
-        """Return the largest number of tokens of a prompt and its answer together."""
+        """Largest number of tokens of a prompt and its answer together."""
         return int(self.package.config.get("max_position_embeddings") or 1 << 31)
 
     def values(self, variant: Variant) -> NDArray[np.float32]:
-        """The sparse values of a variant.
+        """Return the sparse values of a variant.
 
         Raises:
-            InputError: nothing personal is active.
+            InputError: the model has no such variant.
         """
         if variant not in self._values:
             raise InputError("There is no personal model. Run `permille-agent train`.")
         return self._values[variant]
 
     def complete(self, prompt: str, variant: Variant, sampling: Sampling) -> tuple[Generated, Iterator[str]]:
-        """Continue `prompt`; the text comes piece by piece.
+        """Continue a prompt. Return the counts and an iterator of pieces of text.
 
         Raises:
-            InputError: the prompt is empty or too long, or a number is outside its range.
+            InputError: the prompt is empty or too long, or a setting is out of range.
         """
         return self._generate(self.tokenizer.prompt(prompt), variant, sampling)
 
     def reply(
         self, messages: Sequence[tuple[str, str]], variant: Variant, sampling: Sampling
     ) -> tuple[Generated, Iterator[str]]:
-        """Generate the assistant's next turn, as pieces of text.
+        """Generate the assistant's next turn. Return the counts and an iterator of pieces of text.
 
         Raises:
-            InputError: as `complete`, or there is no chat template, or a message contains a special token.
+            InputError: as `complete`, or the model has no chat template, or a message has a special token.
             PackageError: the chat template fails.
         """
         return self._generate(self.tokenizer.chat_prompt(messages), variant, sampling)
 
     def write(self, prompt: str, variant: Variant, sampling: Sampling) -> str:
-        """Write a sample: a chat model answers a prompt that ends in a question mark, all else is continued.
+        """Return a sample. A chat model answers a question, and continues any other prompt.
 
         Raises:
             InputError: as `complete` and `reply`.
@@ -160,7 +167,7 @@ class LocalModel:
         return "".join(self.complete(prompt, variant, sampling)[1])
 
     def close(self) -> None:
-        """End the tokenizer's child."""
+        """End the child process of the tokenizer."""
         self.tokenizer.close()
 
     def _generate(
@@ -178,7 +185,7 @@ class LocalModel:
 
 
 def own_sampling(package: Package) -> Sampling:
-    """Read how a package's model wants text to be generated, by the rules of transformers.
+    """Return the settings of text generation in a package, with the defaults of transformers.
 
     Raises:
         PackageError: a setting is out of range.
@@ -205,15 +212,17 @@ def own_sampling(package: Package) -> Sampling:
 
 
 def _learned(home: Home, active: Active) -> Learn:
-    """Find whose turns the active model's run has learned."""
+    """Return the roles that the active model's run has learned."""
     begun = None if active.run is None else RunFolder(home.runs / active.run).load("run", BegunRun)
     return begun.definition.options.learn if begun else Learn.ASSISTANT
 
 
 def until_stop(pieces: Iterator[str], stop: Sequence[str], generated: Generated) -> Iterator[str]:
-    """Yield the pieces up to the first stop string, which is left out.
+    """Yield pieces of text up to the first stop string. A possible beginning of one is held back.
 
-    What could be the beginning of a stop string is held back until it is known not to be one.
+    Example:
+        >>> "".join(until_stop(iter(["one E", "ND two"]), ["END"], Generated(prompt_tokens=1)))
+        'one '
     """
     held = ""
     for piece in pieces:
@@ -233,7 +242,7 @@ def until_stop(pieces: Iterator[str], stop: Sequence[str], generated: Generated)
 
 
 def _overlap(text: str, word: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `word`."""
+    """Return the length of the longest end of `text` that is a beginning of `word`."""
     return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-n:])), 0)
 
 

@@ -1,7 +1,7 @@
-"""The REST interface of Ollama, as far as Open WebUI and the `ollama` client ask for it.
+"""The part of Ollama's REST API that Open WebUI and the `ollama` client use.
 
-Models are named `personal:latest` and so on. Streams are lines of JSON. What would change the store of models
-(`pull`, `create`, `delete`) is `permille-agent`'s own matter and is not offered.
+Models have names such as `personal:latest`. Streams are lines of JSON. Requests that change the installed
+models (`pull`, `create`, `delete`) are not supported. Use `permille-agent` for them.
 """
 
 import json
@@ -40,15 +40,15 @@ class Request(BaseModel):
 
 
 class ChatRequest(Request):
-    """Body of POST /api/chat; without messages it only loads the model."""
+    """Body of POST /api/chat. A request without messages only loads the model."""
 
     messages: list[Message] = Field(default_factory=list, max_length=1000)
 
 
 class GenerateRequest(Request):
-    """Body of POST /api/generate; without a prompt it only loads the model.
+    """Body of POST /api/generate. A request without a prompt only loads the model.
 
-    A model that chats answers the prompt; with `raw` it continues it.
+    A chat model answers the prompt. With `raw`, it continues the prompt.
     """
 
     prompt: str | None = None
@@ -95,7 +95,7 @@ class GenerateForm:
         return b""
 
     def loaded(self, request: Request) -> Mapping[str, Any]:
-        """Return the answer to a request without a text: the model is there all the time."""
+        """Return the answer to a request that only loads or unloads the model, which is always loaded."""
         reason = "unload" if request.keep_alive == 0 else "load"
         return self._head("") | {"done": True, "done_reason": reason}
 
@@ -127,7 +127,7 @@ class ChatForm(GenerateForm):
 
 
 def get(model: LocalModel, path: str) -> Mapping[str, Any] | None:
-    """Answer a GET; None where there is no such path."""
+    """Answer a GET request. Return None for an unknown path."""
     match path:
         case "/api/version":
             return {"version": __version__}
@@ -144,10 +144,10 @@ def get(model: LocalModel, path: str) -> Mapping[str, Any] | None:
 
 
 def post(model: LocalModel, path: str, body: bytes) -> Reply | Mapping[str, Any] | None:
-    """Answer a POST; None where there is no such path.
+    """Answer a POST request. Return None for an unknown path.
 
     Raises:
-        InputError: the request is malformed, or the model cannot do what it asks for.
+        InputError: the request is malformed, or asks for something that the model cannot do.
     """
     match path:
         case "/api/chat":

@@ -136,7 +136,7 @@ class ChatForm(CompletionForm):
 
 
 def get(model: LocalModel, path: str) -> Mapping[str, Any] | None:
-    """Answer a GET; None where there is no such path."""
+    """Answer a GET request. Return None for an unknown path."""
     if path == "/v1/models":
         return {"object": "list", "data": [_entry(variant) for variant in model.variants]}
     if path.startswith("/v1/models/"):
@@ -145,10 +145,10 @@ def get(model: LocalModel, path: str) -> Mapping[str, Any] | None:
 
 
 def post(model: LocalModel, path: str, body: bytes) -> Reply | None:
-    """Answer a POST; None where there is no such path.
+    """Answer a POST request. Return None for an unknown path.
 
     Raises:
-        InputError: the request is malformed, or the model cannot do what it asks for.
+        InputError: the request is malformed, or asks for something that the model cannot do.
     """
     match path:
         case "/v1/completions":

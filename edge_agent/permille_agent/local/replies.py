@@ -29,9 +29,9 @@ Request = TypeVar("Request", bound=BaseModel)
 
 
 class Choices(BaseModel):
-    """Sampling settings of a request. Absent ones have the defaults of the model's makers.
+    """Sampling settings of a request. Missing ones have the model's own values.
 
-    Fields that we do not know are ignored: programs send many.
+    Unknown fields are ignored, because programs send many.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -46,7 +46,7 @@ class Choices(BaseModel):
     stop: str | list[str] | None = None
 
     def sampling(self, own: Sampling, max_new_tokens: int | None) -> Sampling:
-        """Return the model's `own` settings with these changes; without a seed, with a new one."""
+        """Return the model's `own` settings with these changes. Without a seed, a random one is drawn."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         most = max_new_tokens if max_new_tokens and max_new_tokens > 0 else DEFAULT_TOKENS
         return replace(
@@ -54,7 +54,7 @@ class Choices(BaseModel):
             max_new_tokens=min(most, MOST_TOKENS),
             temperature=own.temperature if self.temperature is None else self.temperature,
             top_p=own.top_p if self.top_p is None else self.top_p,
-            top_k=own.top_k if self.top_k is None else max(0, self.top_k),  # some say -1 for all
+            top_k=own.top_k if self.top_k is None else max(0, self.top_k),  # -1 means no limit
             repeat_penalty=own.repeat_penalty if self.repeat_penalty is None else self.repeat_penalty,
             seed=secrets.randbelow(_SEEDS) if self.seed is None else self.seed % _SEEDS,
             stop=tuple(word for word in stop if word),
@@ -80,7 +80,7 @@ class Message(BaseModel):
     images: Annotated[list[str], Field(max_length=0)] | None = None
 
     def turn(self) -> tuple[str, str]:
-        """Return the role as chat templates know it, and the text; parts are lines, as vLLM joins them."""
+        """Return the role of chat templates and the text. Parts are joined by line breaks, as in vLLM."""
         role = "system" if self.role == "developer" else self.role
         content = self.content
         return role, content if isinstance(content, str) else "\n".join(part.text for part in content)
@@ -106,7 +106,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A text that is being written, and how it is sent."""
+    """A text that is being generated, and the form of its answer."""
 
     form: Form
     generated: Generated
@@ -115,7 +115,7 @@ class Reply:
 
 
 class NoEmbeddingsError(PermilleError):
-    """A program wants vectors of a model that writes text."""
+    """A program asks for embeddings, which this model does not make."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -127,14 +127,14 @@ class Interface(Protocol):
     """A module with the paths of one REST interface."""
 
     def get(self, model: LocalModel, path: str) -> Mapping[str, Any] | None:
-        """Answer a GET; None where there is no such path."""
+        """Answer a GET request. Return None for an unknown path."""
 
     def post(self, model: LocalModel, path: str, body: bytes) -> Reply | Mapping[str, Any] | None:
-        """Answer a POST; None where there is no such path.
+        """Answer a POST request. Return None for an unknown path.
 
         Raises:
-            InputError: the request is malformed, or the model cannot do what it asks for.
-            NoEmbeddingsError: it asks for embeddings.
+            InputError: the request is malformed, or asks for something that the model cannot do.
+            NoEmbeddingsError: the request asks for embeddings.
         """
 
     def error(self, status: HTTPStatus, message: str) -> Mapping[str, Any]:
@@ -145,7 +145,7 @@ def parsed(kind: type[Request], body: bytes) -> Request:
     """Parse a request's body.
 
     Raises:
-        InputError: it is not JSON, or a field is wrong; the message names it.
+        InputError: the body is not JSON, or a field is not valid. The message names the field.
     """
     try:
         return kind.model_validate_json(body)
@@ -156,15 +156,12 @@ def parsed(kind: type[Request], body: bytes) -> Request:
 
 
 def variant_of(model: LocalModel, name: str | None) -> Variant:
-    """Find the variant that a program means.
-
-    Programs have a model's name in their settings, often one of somebody else's. As in llama.cpp's server,
-    any unknown name means the model that is there. `:latest` is how Ollama's clients complete names.
-    """
+    """Return the variant with this name. An unknown name means the default, as in llama.cpp's server."""
+    # Ollama's clients append ":latest" to names.
     known = (name or "").removesuffix(":latest")
     return Variant(known) if known in model.variants else model.variants[0]
 
 
 def turns(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Return messages as a chat template takes them."""
+    """Return the turns of messages for a chat template."""
     return [message.turn() for message in messages]

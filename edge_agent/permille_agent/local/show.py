@@ -1,11 +1,10 @@
-"""HTML page about a run: what changed, the course of training, and the decision.
+"""HTML page about a run: samples, the course of training, and the decision.
 
-The page is one file without a script and without an address of anything; it is personal data, like the run's
-folder in which it lies. Samples are written by both models once, and kept there too.
+The page is one file without scripts and links. It is personal data, like the run's folder that contains it.
+Samples are generated once and kept in the folder.
 
-It shows what the personal model costs on general text before it shows what it gains on the user's own, and,
-for a model that chats, its answers to a few questions before and after: a model that lost its head has a low
-loss on the user's text, too.
+A model that has forgotten general knowledge may still have a low loss on the user's text. So the page shows
+the loss on general text first, and for a chat model also its answers to a few questions before and after.
 """
 
 import math
@@ -43,21 +42,20 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 630.0, 20.0, 190.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The content of `samples.json` of a run; no answers where the model has no chat template."""
+    """Contents of a run's `samples.json`. A model without a chat template has no answers."""
 
     samples: tuple[Sample, ...]
     answers: tuple[Sample, ...] = ()
 
 
 def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
-    """Write the page of a run, the newest that has ended where none is named.
+    """Write the page of a run, by default of the newest finished one, and return its path.
 
-    No lock is needed: the results of a run that has ended change no more, and page and samples are replaced
-    whole.
+    It needs no lock, because a finished run does not change, and files are replaced atomically.
 
     Raises:
-        InputError: no run, or more than one, begins with that name.
-        OperatorError: no run has ended, this one has not, or the page cannot be written.
+        InputError: the name fits no run or several.
+        OperatorError: the run is not finished, or the page cannot be written.
     """
     folder = _run(home, name)
     end = folder.require("outcome", RunOutcome)
@@ -96,13 +94,13 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         skipped=source.bad_rows[:SHOWN_EXAMPLES],
     )
     path = folder.path / PAGE
-    with telling_disk():  # a training that ends meanwhile may delete old runs
+    with telling_disk():  # a training that ends now may delete this folder
         write_atomic(path, page.encode(), mode=0o600)
     return path
 
 
 def _of_what(home: Home, folder: RunFolder) -> str:
-    """Return what the steps have trained, or nothing if the package is gone."""
+    """Describe the trained weights, or return nothing if the package is gone."""
     try:
         return f" of {read_manifest(home, folder.require('run', BegunRun).definition.package).trains}"
     except PermilleError:
@@ -120,10 +118,10 @@ def _run(home: Home, name: str | None) -> RunFolder:
 
 
 def _gain(decision: Decision | None, *, by_parts: bool) -> Mapping[str, Any] | None:
-    """Put the judgement into numbers that say something.
+    """Return the numbers of the judgement for the page.
 
-    `percent` is how much likelier the next piece became. Judged `by_parts`, little text was judged by states
-    that are not this one.
+    `percent` says by how much the probability of the next token grew. With `by_parts`, the states of earlier
+    parts were judged instead of the final one.
     """
     if decision is None or decision.loss_base is None or decision.loss_personal is None:
         return None
@@ -142,7 +140,7 @@ def _gain(decision: Decision | None, *, by_parts: bool) -> Mapping[str, Any] | N
 
 
 def _curve(folder: RunFolder, decision: Decision) -> Mapping[str, Any] | None:
-    """Draw the losses on the select split as a line in a picture of 640 x 220."""
+    """Return the coordinates of the loss curve in a picture of 640 x 220."""
     evaluations, kept = folder.evaluations(decision.descent), decision.step
     found = [(evaluation.step, evaluation.loss) for evaluation in evaluations if evaluation.loss is not None]
     if len(found) < 2:
@@ -181,13 +179,13 @@ def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Writ
 
 
 def _questions(model: LocalModel) -> Sequence[str]:
-    """Take the questions of the chat turns that the package measures with."""
+    """Return the questions in the package's general text."""
     reference = Reference.of(model.package)
     return reference.questions() if reference is not None and model.tokenizer.can_chat else ()
 
 
 def _answer(model: LocalModel, question: str) -> Sample:
-    """Let both models answer a question, always by the likeliest next piece."""
+    """Return the answers of both models to a question, with the most likely token at each place."""
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0.0)
     base, personal = (
         "".join(model.reply([("user", question)], variant, sampling)[1]).strip()
@@ -205,7 +203,7 @@ def _parts(train: int, select: int, test: int) -> str:
 
 
 def _rounds(home: Home) -> str:
-    """Say what else left the device: integers of rounds, by federation."""
+    """Describe the contributions to rounds, by federation."""
     found = []
     for membership in memberships(home):
         with suppress(OperatorError):
