@@ -41,12 +41,12 @@ from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.state.models import installed_release
 from permille_agent.training.engines import AUTO
 
-POLL_S = 900.0
-POLL_LIMIT_S = 6 * 3600.0
+POLL_S = 900.0  # between two polls of the service
+POLL_LIMIT_S = 6 * 3600.0  # longest pause after failed polls
 POLICY_CHECK_S = 60.0
-JITTER = 0.25
-RETRY_TRAINING_S = 3600.0
-PIECE_S = 10.0
+JITTER = 0.25  # spreads the polls of many devices, which may all start after one power cut
+RETRY_TRAINING_S = 3600.0  # pause after the first failed training, which doubles each time
+PIECE_S = 10.0  # a kill loses at most this much of the counted training time
 LONGEST_PAUSE_S = 24 * 3600.0
 
 log = logging.getLogger("permille.agent")

@@ -123,7 +123,9 @@ def decide(policy: Policy, machine: PowerAndLoad, *, now: datetime, minutes_used
         >>> decide(Policy(), machine, now=datetime(2026, 3, 1, 12), minutes_used=0.0).reasons
         ('the machine runs on battery',)
     """
-    reasons = [*_may_go_on(policy, machine, now), *_load_reasons(policy, machine)]
+    reasons = _may_go_on(policy, machine, now)
+    if machine.load is not None and machine.load > policy.max_load:
+        reasons.append(f"the load is {machine.load:.2f} a core, above {policy.max_load:.2f}")
     if minutes_used >= LAST_START * policy.minutes_per_day:
         reasons.append(f"{minutes_used:.0f} of {policy.minutes_per_day:g} minutes of today are used")
     return Decision(reasons=tuple(reasons))
@@ -177,12 +179,6 @@ def _may_go_on(policy: Policy, machine: PowerAndLoad, now: datetime) -> list[str
     if machine.battery is not None and machine.battery < policy.min_battery:
         reasons.append(f"the battery is at {machine.battery:.0f}%, below {policy.min_battery}%")
     return reasons
-
-
-def _load_reasons(policy: Policy, machine: PowerAndLoad) -> list[str]:
-    if machine.load is not None and machine.load > policy.max_load:
-        return [f"the load is {machine.load:.2f} a core, above {policy.max_load:.2f}"]
-    return []
 
 
 def _load() -> float | None:

@@ -24,7 +24,7 @@ from permille_agent.state.home import Home, as_json, open_home, parse_record
 from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.training.engines import AUTO, EngineChoice
 
-STOP_GRACE_S = 300.0
+STOP_GRACE_S = 300.0  # a step on a slow device may take minutes; then the child is killed
 READY = "ready"
 CHECK_EVERY_S = 1.0
 _ERRORS: Mapping[str, type[PermilleError]] = {

@@ -38,8 +38,8 @@ JSON_LIMIT_BYTES = 1 << 20
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 ATTEMPTS = 5
 BACKOFF_FIRST_S = 0.5
-WAIT_LIMIT_S = 60.0
-LONGEST_RETRY_AFTER_S = 24 * 3600.0
+WAIT_LIMIT_S = 60.0  # a command does not wait longer, and reports the error instead
+LONGEST_RETRY_AFTER_S = 24 * 3600.0  # a service cannot stop a device's polls for more than a day
 _TRANSPORT_ERRORS = (
     httpx.TransportError,
     UnicodeError,  # raised by httpx for a malformed host name in a redirect
@@ -324,7 +324,7 @@ def _refuse(response: httpx.Response, data: bytes) -> None:
         raise ServiceUnavailableError(message, retry_after_s=_retry_after(response.headers))
     if status in (401, 403):
         raise AccessRefusedError(message)
-    if status in (421, 507) or status < 400:
+    if status in (421, 507) or status < 400:  # a wrong host name, a full disk, or an unexpected redirect
         raise OperatorError(message)
     raise RequestRefusedError(message, status=status, problem=problem)
 

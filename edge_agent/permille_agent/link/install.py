@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 # Memory for libraries, the tokenizer's vocabulary and one pass, besides the mapped bytes of the package.
 TRIAL_MEMORY_BYTES = 3 << 30
-TRIAL_S = 120.0
-TRIAL_S_PER_GIB = 120.0
-PROGRAM_TOLERANCE = 0.05
+TRIAL_S = 120.0  # processor time of the trial, of a small package
+TRIAL_S_PER_GIB = 120.0  # additional time for hashing and reading a large package
+PROGRAM_TOLERANCE = 0.05  # relative difference of losses that 8-bit activations may cause
 SENTENCE = "the old baker opened the door and said good morning to the children in the street"
 
 
@@ -89,11 +89,12 @@ def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
     )
     try:
         done = subprocess.run(
+            # -P keeps the current folder out of the import path.
             [sys.executable, "-P", "-m", "permille_agent.link.install"],
             input=json.dumps(as_json(order)).encode() + b"\n",
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=2 * limit_s,
+            timeout=2 * limit_s,  # twice the processor time, for a busy machine or a slow disk
             check=False,
         )
     except subprocess.TimeoutExpired as exc:

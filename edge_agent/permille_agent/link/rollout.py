@@ -39,7 +39,7 @@ from permille_agent.training.outcome import RunOutcome
 from permille_agent.training.run import BegunRun, RunFolder, list_runs
 
 MAX_ATTEMPTS: Final = 3
-FIRST_PAUSE_S: Final = 900.0
+FIRST_PAUSE_S: Final = 900.0  # after the first failure; each later pause is twice as long
 _LONGEST_PAUSE_S: Final = 86_400.0
 _GIB: Final = 1 << 30
 
@@ -116,10 +116,12 @@ def take_part(
     offer = _offer(trusted, enrolment)
     part = _judged(home)
     may_begin = offer is not None and offer.may_begin(datetime.fromtimestamp(now_s, UTC))
+    # The rollout of the part has ended, so its last report is sent and the part is forgotten.
     if part is not None and (offer is None or offer.rollout != part.rollout):
         _tell(home, api)
         _keep(home, None)
         part = None
+    # The service alone signs offers. A version counts only if the team has signed it, too.
     if offer is None or trusted.find(target_path(enrolment.release, offer.version)) is None:
         return None
     if part is None:

@@ -17,7 +17,7 @@ from typing import Any
 import httpcore
 import httpx
 
-GRACE_S = 60.0
+GRACE_S = 60.0  # for a slow connection, and for a service that computes its answer
 LEAST_RATE = 4096
 """Smallest average rate of a request after `GRACE_S`, in bytes per second."""
 

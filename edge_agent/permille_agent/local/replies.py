@@ -12,8 +12,8 @@ from permille.errors import InputError, PermilleError
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
 from permille_agent.state.home import first_error
 
-MOST_TOKENS: Final = 32_768
-DEFAULT_TOKENS: Final = 1024
+MOST_TOKENS: Final = 32_768  # also for Ollama's -1, which means no limit
+DEFAULT_TOKENS: Final = 1024  # a small model may never write its end of turn
 _SEEDS: Final = 1 << 63
 _CANNOT: Final = {
     "content": "content: The model reads text alone. Send a string or a list of text parts, and no images.",

@@ -35,11 +35,11 @@ from permille_agent.local.replies import Interface, NoEmbeddingsError, Reply
 from permille_agent.state.home import Home
 
 MAX_BODY_BYTES = 1 << 20
-MAX_REQUESTS = 8
+MAX_REQUESTS = 8  # at the same time, because all of them share the processor
 MAX_CONNECTIONS = 64
-SOCKET_TIMEOUT_S = 30.0
+SOCKET_TIMEOUT_S = 30.0  # a silent client must not hold a thread for longer
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
-PREFLIGHT_S = 600
+PREFLIGHT_S = 600  # how long a browser may reuse the answer to a preflight request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,13 +235,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RequestError(HTTPStatus.BAD_REQUEST, f"{self.path!r:.100} is not a valid path.") from exc
 
     def _get(self) -> None:
-        found = self._interface.get(self.server.model, self._asked())
-        self._send(found)
+        self._send(self._interface.get(self.server.model, self._asked()))
 
     def _post(self) -> None:
         body = self._body()
-        found = self._interface.post(self.server.model, self._asked(), body)
-        self._send(found)
+        self._send(self._interface.post(self.server.model, self._asked(), body))
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length") or ""

@@ -33,11 +33,11 @@ from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_r
 
 PAGE = "show.html"
 PROMPTS = 2
-TOKENS = 48
+TOKENS = 48  # of a sample: longer samples take minutes on a slow device
 TEMPERATURE = 0.7
 ANSWER_TOKENS = 40
-SHOWN_EXAMPLES = 5
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 630.0, 20.0, 190.0
+SHOWN_EXAMPLES = 5  # of skipped rows
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 630.0, 20.0, 190.0  # edges of the curve in the picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,7 @@ def _gain(decision: Decision | None, *, by_parts: bool) -> Mapping[str, Any] | N
     return {
         "loss_base": base,
         "loss": personal,
+        # Bounded, because `exp` of the loss of a broken model would overflow.
         "percent": 100.0 * math.expm1(min(50.0, base - personal)),
         "perplexity_base": math.exp(min(50.0, base)),
         "perplexity": math.exp(min(50.0, personal)),

@@ -22,7 +22,7 @@ from permille.files import write_atomic
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
-STATE_LIMIT_BYTES = 16 << 20
+STATE_LIMIT_BYTES = 16 << 20  # the largest records have one loss per piece of a test split
 CHECKSUM = "sha256"
 _REMEDIES = {
     "enrolment.json": "move it away and `permille-agent enroll` again",

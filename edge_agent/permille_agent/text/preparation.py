@@ -27,7 +27,7 @@ from permille_agent.text.reading import DataReport, passages
 from permille_agent.text.rows import Row, document_rows, packed_rows, rows_digest
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument
 
-TEST_SHARE = 0.15
+TEST_SHARE = 0.15  # of all target tokens, within the bounds below
 SELECT_SHARE = 0.05
 MIN_TEST_TOKENS = 2_000
 MIN_TEST_GROUPS = 5

@@ -35,12 +35,12 @@ from permille.sandbox.process import Sandbox, SandboxError
 from permille_agent.text.documents import Content, Document, PlainText, characters, parse_row
 from permille_agent.text.exports import exported_conversations, parse_conversation
 
-MAX_TOTAL_BYTES = 256 << 20
+MAX_TOTAL_BYTES = 256 << 20  # all text is held in memory
 MAX_ROW_BYTES = 4 << 20
 MAX_EXAMPLES = 20
-BLOCK_CHARACTERS = 1500
-PASSAGE_CHARACTERS = 300
-NAME_CHARACTERS = 256
+BLOCK_CHARACTERS = 1500  # of a block of plain text, which is a document of its own
+PASSAGE_CHARACTERS = 300  # of a passage, which is compared between two models
+NAME_CHARACTERS = 256  # of the beginning that identifies a text
 # A short paragraph ("Yes.") may be repeated by chance. A longer one is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
 # The child process that parses a document has limited memory, and the document must fit into it.

@@ -24,17 +24,17 @@ from permille_agent.training.progress import duration
 from permille_agent.training.run import Run
 from permille_agent.training.step_size import SearchFailed, base_loss, find_epsilon, find_step_size
 
-EVALUATIONS = 20
-FEWEST_EVALUATIONS = 4
-TRIAL_SHARE = 10
-TRIAL_STEPS = (5, 40)
-SEARCH_SHARE = 0.25
-EVALUATION_SHARE = 0.2
-JUDGEMENT_SHARE = (0.05, 0.4)
+EVALUATIONS = 20  # of the select split during a run
+FEWEST_EVALUATIONS = 4  # with fewer, a descent that diverges would be found too late
+TRIAL_SHARE = 10  # a trial has a tenth of the run's steps
+TRIAL_STEPS = (5, 40)  # fewest and most steps of a trial
+SEARCH_SHARE = 0.25  # largest part of the time for the search
+EVALUATION_SHARE = 0.2  # largest part of the training time for evaluations
+JUDGEMENT_SHARE = (0.05, 0.4)  # smallest and largest part of the time for the judgement
 # Trials of a typical search, and judged models: the base, the selected one, and often the active one.
 TRIALS = 4
 JUDGED = 3
-TIMED_ROWS = 8
+TIMED_ROWS = 8  # rows that are evaluated to measure the time per token
 # Gradient runs make at most this many passes over the text, but at least `LEAST_STEPS` if time allows.
 PASSES = 8
 LEAST_STEPS = 40

@@ -31,13 +31,13 @@ from permille.zo.steps import apply_record
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.run import Run, finite_or_none, widest_block
 
-EPSILON_NORM = 0.5
-STEP_NORM = 0.5
-MAX_RELATIVE_ERROR = 0.3
-PROBE_STEPS = 4
-EPSILON_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
-TRIAL_FACTOR = 3.0
-MAX_TRIALS = 6
+EPSILON_NORM = 0.5  # length of the first candidate's perturbation
+STEP_NORM = 0.5  # length of the first candidate's step
+MAX_RELATIVE_ERROR = 0.3  # of projected gradients at epsilon against those at 2 epsilon
+PROBE_STEPS = 4  # batches on which projected gradients are compared
+EPSILON_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)  # candidates, the nearest ones first
+TRIAL_FACTOR = 3.0  # ratio of neighbouring learning rates
+MAX_TRIALS = 6  # bounds the time of a search that keeps extending its range
 
 
 class SearchFailed(PermilleError):  # noqa: N818 - an end of a run, reported as such

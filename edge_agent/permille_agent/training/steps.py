@@ -34,11 +34,12 @@ from permille_agent.training.step_size import with_step_unit
 MAX_DESCENTS = 4
 WATCHED_ROWS = 8  # training rows that detect divergence on a short text
 
+# Limits of `stop_of`, which explains them. Measured in docs/adr/0030.
 DIVERGED = 1.10
 LONG_SHARE = 0.15
 LEAST_EVALUATIONS = 3
 MAX_REJECTED_SHARE = 0.1
-MIN_REJECTED = 5
+MIN_REJECTED = 5  # so that a short descent does not end after its first rejected step
 
 
 class Stop(StrEnum):
@@ -174,6 +175,7 @@ def _attempt(run: Run, plan: Plan, number: int, total_steps: int) -> SelectedSta
     """Make one descent, or for a short text the descents for its parts and for the whole text."""
     first, judges, prepared = number * _descents(run), list[SelectedState](), run.prepared
     for place, stage in enumerate(prepared.stages):
+        # A part has less text, so it gets fewer steps: the number of passes over the text is the same.
         run.progress.phase(f"training to judge part {place + 2} of {len(prepared.stages) + 1}")
         part = replace(run, prepared=replace(prepared, train=stage.train))
         steps = math.ceil(total_steps * len(stage.train) / len(prepared.train))
