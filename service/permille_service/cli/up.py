@@ -1,7 +1,7 @@
-"""`permille up`: the API and a local worker as two processes, until SIGINT or SIGTERM; both are stopped
-cleanly. One that ends by itself is started again.
+"""`permille up`: run the API and a local worker as two processes until SIGINT or SIGTERM.
 
-Not circus or supervisord: these bring a daemon and a configuration, which two children do not need.
+A process that ends by itself is started again. Both are stopped cleanly at the end. We do not use circus
+or supervisord, since both need a daemon and a configuration.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import httpx
 from filelock import FileLock, Timeout
@@ -31,11 +32,11 @@ START_S = 60.0
 STOP_S = 30.0
 POLL_S = 0.1
 STEADY_S = 60.0
-"""A process that ran for so long has started well: what it did before is forgotten."""
+"""After this time a process counts as started, and its earlier exits are forgotten."""
 DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before each start of a process that ended; one that ends once more is given up."""
+"""Delays before each restart of a process. After the last one, `permille up` gives up."""
 WRONG_SETTINGS = 2
-"""Exit code of API and worker: starting them again would not help."""
+"""Exit code of an API or worker whose settings are wrong. A restart would not help."""
 PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("permille.up")
@@ -126,7 +127,7 @@ def run(
                         supervised.look_after()
                     time.sleep(POLL_S)
         finally:
-            _stop([one.process for one in started])
+            stop([one.process for one in started], STOP_S)
             url_path.unlink(missing_ok=True)
 
 
@@ -165,12 +166,14 @@ def _asked_to_end() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask all to end, the worker first; kill what does not within its time."""
+def stop(
+    processes: Sequence[subprocess.Popen[Any]], within_s: float, number: signal.Signals = signal.SIGTERM
+) -> None:
+    """Signal processes, the last one first, and kill those that still run after `within_s`."""
     for process in reversed(processes):
         if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + STOP_S
+            process.send_signal(number)
+    deadline = time.monotonic() + within_s
     for process in processes:
         try:
             process.wait(max(0.1, deadline - time.monotonic()))

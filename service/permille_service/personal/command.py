@@ -1,11 +1,11 @@
-"""`permille personalise`: a model file and a person's text in, a personal model out.
+"""`permille personalise`: make a personal model from a model file and a person's text.
 
-Each stage leaves something durable and is skipped where that is there, so the same command goes on where it
-ended:
+The command has three stages. Each stage stores its result and is skipped if the result exists. An
+interrupted command therefore resumes when it is run again:
 
-    package   built by an embedded service on loopback, until the device has pulled it
-    train     a run of the agent, which goes on by itself
-    export    the personal model as a GGUF file or a folder, with a page that shows what changed
+    package   an embedded service on loopback builds a package, and the device pulls it
+    train     the agent trains, and resumes an interrupted run by itself
+    export    the agent writes a GGUF file or a folder, and a page that shows what changed
 """
 
 import hashlib
@@ -40,7 +40,7 @@ HUB_TIMEOUT_S = 5.0
 MASK = ("--sequences", "32", "--length", "256")
 """A quarter of the sequences of a build: a mask in minutes on a laptop."""
 LEAST_BYTES = 1_000
-"""A text below this has no thousand tokens in any tokenizer: the agent would refuse it after the build."""
+"""The agent needs a thousand tokens, and a token has at least one byte. Shorter texts are refused early."""
 MOST_MINUTES, MOST_STEPS, MOST_SCALE, MOST_NATS = 10_080, 1_000_000, 16, 100  # the agent's limits
 KEPT_BASE, REFUSED_DATA, TRY_LATER = 7, 3, 5  # exit codes of `permille-agent train`
 
@@ -147,7 +147,7 @@ def personalise(
     """
     output = make_output(as_json=as_json)
     model = _model(gguf, folder, ollama)
-    _check(model, text, out, corpus, work)
+    _check(text, out, corpus, work)
     _check_numbers(density, minutes, steps, rate_scale, keep_general)
     scheme = _scheme(model, scheme)
     chosen = [
@@ -173,14 +173,14 @@ def personalise(
 
 
 def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) -> dict[str, Any]:
-    """Do what is left of a request; what came of it.
+    """Run the stages that are still to be done, and return the losses and paths of the result.
 
     Args:
-        say: gets each line for the person.
-        quiet: shows no progress.
+        say: receives each line for the person.
+        quiet: hide the progress.
 
     Raises:
-        CommandError: a stage did not succeed, or the base model is the better one.
+        CommandError: a stage failed, or training did not improve on the base model.
     """
     programs = Programs(work=request.work)
     with _alone(request), _terminated_as_exit():
@@ -228,7 +228,7 @@ def _model(gguf: Path | None, folder: Path | None, ollama: str | None) -> Path:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse what cannot be copied: no model, or links that never end. Raises CommandError."""
+    """Check that a folder holds a model and no dangling links. Raises CommandError."""
     from permille.models.conversion import SLOW_TOKENIZERS  # imports numpy
 
     if folder.is_file():
@@ -252,11 +252,8 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None, work: Path | None) -> None:
-    """Refuse before the long work what would fail after it. Raises CommandError."""
-    from permille.models.gguf.config import read_model
-    from permille.models.gguf.file import GgufFile
-
+def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path | None) -> None:
+    """Check the paths before the long work starts. Raises CommandError."""
     if missing := [path for path in (*texts, *([corpus] if corpus else [])) if not path.exists()]:
         raise CommandError(f"There is no file or folder {missing[0]}.", Exit.REFUSED)
     files = [path for text in texts for path in [text, *text.rglob("*")] if path.is_file()]
@@ -281,15 +278,6 @@ def _check(model: Path, texts: list[Path], out: Path, corpus: Path | None, work:
         raise CommandError(f"--work {work} is a file. Name a folder.", Exit.REFUSED)
     if out.exists():
         raise CommandError(f"{out} exists already. Remove it, or name another --out.", Exit.REFUSED)
-    if model.is_file():
-        with model.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise CommandError(f"{model} is no GGUF file: it begins with {magic!r}.", Exit.REFUSED)
-        try:
-            read_model(GgufFile(model))
-        except InputError as exc:
-            raise CommandError(str(exc), Exit.REFUSED) from exc
 
 
 def _check_numbers(
@@ -304,49 +292,48 @@ def _check_numbers(
         raise CommandError(f"--density must be above 0 and at most 1, got {density}.", Exit.USAGE)
     if minutes is not None and steps is not None:
         raise CommandError("Give either --steps or --minutes.", Exit.USAGE)
-    if minutes is not None and not 0 < minutes <= MOST_MINUTES:
-        raise CommandError(
-            f"--minutes must be above 0 and at most {MOST_MINUTES:,}, got {minutes}.", Exit.USAGE
-        )
+    for flag, value, most in (("--minutes", minutes, MOST_MINUTES), ("--rate-scale", rate_scale, MOST_SCALE)):
+        if value is not None and not 0 < value <= most:  # NaN fails this comparison, too
+            raise CommandError(f"{flag} must be above 0 and at most {most:,}, got {value}.", Exit.USAGE)
     if steps is not None and not 1 <= steps <= MOST_STEPS:
         raise CommandError(f"--steps must be 1 to {MOST_STEPS:,}, got {steps}.", Exit.USAGE)
-    if rate_scale is not None and not 0 < rate_scale <= MOST_SCALE:
-        raise CommandError(
-            f"--rate-scale must be above 0 and at most {MOST_SCALE}, got {rate_scale}.", Exit.USAGE
-        )
     if keep_general is not None and not 0 <= keep_general <= MOST_NATS:
         raise CommandError(f"--keep-general must be 0 to {MOST_NATS}, got {keep_general}.", Exit.USAGE)
 
 
 def _scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
-    """Keep the codes of a GGUF file where they can be kept and nothing else was asked for.
+    """Choose how the package codes the weights, and check that the model can be read.
+
+    The default is `source` for a GGUF file whose codes can be kept, and `nf4` for all other models.
 
     Raises:
-        CommandError: `source` was asked for, and the model has no such codes.
+        CommandError: `source` was asked for, and the model is a folder.
+        InputError: the GGUF file cannot be read, or `source` was asked for and its codes cannot be kept.
     """
     from permille.models.gguf.codes import check_kept
     from permille.models.gguf.config import read_model
     from permille.models.gguf.file import GgufFile
 
-    if asked not in (None, BaseScheme.SOURCE):
-        return asked
     if not model.is_file():
-        if asked is None:
-            return BaseScheme.NF4
-        raise CommandError(
-            "--scheme source keeps the codes of a GGUF file. Name one, or leave it out.", Exit.USAGE
-        )
+        if asked is BaseScheme.SOURCE:
+            raise CommandError(
+                "--scheme source keeps the codes of a GGUF file. Name one, or leave it out.", Exit.USAGE
+            )
+        return BaseScheme.NF4
+    found = read_model(GgufFile(model))
+    if asked is BaseScheme.NF4:
+        return asked
     try:
-        check_kept(read_model(GgufFile(model)))
-    except InputError as exc:
-        if asked is None:
-            return BaseScheme.NF4
-        raise CommandError(str(exc), Exit.REFUSED) from exc
+        check_kept(found)
+    except InputError:
+        if asked is BaseScheme.SOURCE:
+            raise
+        return BaseScheme.NF4
     return BaseScheme.SOURCE
 
 
 def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -> str:
-    """Digest of what a package is made of, so that no folder serves two models."""
+    """Return a digest of the inputs of a package. A work folder serves one such digest."""
     digest = hashlib.sha256(f"{density!r} {scheme}\n".encode())
     for root in (model, corpus):
         files = sorted(root.rglob("*")) if root is not None and root.is_dir() else [root]
@@ -361,7 +348,7 @@ def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -
 
 @contextmanager
 def _alone(request: Request) -> Iterator[None]:
-    """Hold the folder, which must be of this model and corpus. Raises CommandError."""
+    """Lock the work folder, and check that it belongs to these inputs. Raises CommandError."""
     request.work.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         with FileLock(request.work / "lock", timeout=0, mode=0o600):
@@ -398,7 +385,10 @@ def _has_package(programs: Programs) -> bool:
 
 
 def _build(request: Request, programs: Programs, say: Callable[[str], None], *, quiet: bool) -> None:
-    """Build, publish and pull. A device that has no package yet holds nothing: it enrols anew."""
+    """Build the package, publish it, and let the device pull it.
+
+    A device without a package holds no data, so it is removed and enrols again.
+    """
     models, texts = request.work / "models", request.work / "texts"
     source = _linked(request.model, models / ("model.gguf" if request.model.is_file() else "model"))
     flag = "--gguf" if request.model.is_file() else "--folder"
@@ -424,7 +414,7 @@ def _build(request: Request, programs: Programs, say: Callable[[str], None], *, 
 
 
 def _add_corpus(request: Request, programs: Programs, texts: Path) -> str:
-    """Register the public text, once; in words, which it is."""
+    """Register the public text if none is registered. Return a description of it."""
     texts.mkdir(exist_ok=True)
     known = programs.permille("corpora", "list")
     if known:
@@ -504,9 +494,10 @@ def _train(request: Request, programs: Programs, *, quiet: bool) -> bool:
 
 
 def _export(request: Request, programs: Programs, say: Callable[[str], None]) -> None:
-    """Write the model beside its place first: a killed export leaves nothing under the asked name.
+    """Write the personal model.
 
-    A small change can vanish in four bits. Such a model is written in eight.
+    The GGUF file gets its final name when it is complete, so a killed export leaves no partial file
+    under that name. Four bits can round a small change away. Such a model is written in eight bits.
     """
     if request.out.suffix != ".gguf":
         programs.agent("export", str(request.out))
@@ -528,7 +519,7 @@ def _export(request: Request, programs: Programs, say: Callable[[str], None]) ->
 
 
 def _last_result(status: dict[str, Any]) -> dict[str, Any]:
-    """Take out of the device's status what its last run came to."""
+    """Return the result of the last run from the device's status."""
     last = status["last_run"]
     metrics = last["metrics"]
     names = ("loss_base", "loss_personal", "general_loss_base", "general_loss_personal", "personal_bytes")

@@ -1,9 +1,8 @@
-"""The programs of one person as child processes: a service on loopback, the operator's and the device's
-commands.
+"""Service, operator's commands and device's commands as child processes.
 
-All of it works in one folder: `cloud` is the service's, `device` the agent's home. A child runs in its own
-session and ends with its parent: an interrupt reaches this process alone, which then stops the children in
-order. The programs are run by their command lines and never imported.
+All programs work below one folder: `cloud` holds the data of the service, `device` is the home of the
+agent. Each child runs in its own session and ends with its parent. Ctrl-C therefore reaches this
+process alone, which stops the children in order. Programs are run by their command lines, never imported.
 """
 
 import json
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from permille_service.cli.exits import CommandError, Exit
-from permille_service.cli.up import end_with_parent
+from permille_service.cli.up import end_with_parent, stop
 
 START_S = 90.0
 STOP_S = 60.0
@@ -31,7 +30,7 @@ AGENT = ("-m", "permille_agent")
 
 
 def _silent(_: str) -> None:
-    """Tell nobody which command runs."""
+    """Ignore the command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,7 @@ class Programs:
                 process = _wait_for(port_file, process, log, up)
                 yield f"http://127.0.0.1:{port_file.read_text(encoding='ascii').strip()}"
             finally:
-                _stop(process, signal.SIGTERM)
+                stop([process], STOP_S)
 
     def permille(self, *arguments: str) -> Any:
         """Run one command of the operator; its JSON answer. Raises CommandError."""
@@ -163,7 +162,7 @@ def _answer(
     try:
         printed, errors = process.communicate()
     except BaseException:
-        _stop(process, signal.SIGINT)
+        stop([process], STOP_S, signal.SIGINT)
         raise
     if process.returncode not in may_end_with:
         raise CommandError(_error_in(printed, errors), _exit_of(process.returncode))
@@ -171,7 +170,7 @@ def _answer(
 
 
 def _error_in(printed: str, errors: str) -> str:
-    """Find the message of a failed command: of the JSON that either program prints, else its last line."""
+    """Return the error message of a failed command: from its JSON, or else its last line."""
     for text in (printed, errors):
         with suppress(ValueError, AttributeError, TypeError):
             error = json.loads(text)["error"]
@@ -189,26 +188,18 @@ def _wait(process: subprocess.Popen[str], stop_by: signal.Signals = signal.SIGIN
     try:
         return process.wait()
     except BaseException:  # Ctrl-C, or SIGTERM as SystemExit
-        _stop(process, stop_by)
+        stop([process], STOP_S, stop_by)
         raise
-
-
-def _stop(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """Ask a process to end, and kill it when it does not within its time."""
-    if process.poll() is None:
-        process.send_signal(number)
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _wait_for(
     port_file: Path, process: subprocess.Popen[str], log: Path, again: Callable[[], subprocess.Popen[str]]
 ) -> subprocess.Popen[str]:
-    """Wait for the service's port; the process that has it. The service of a run that was killed may still be
-    stopping: then it is started once more."""
+    """Wait until the service listens, and return its process.
+
+    The service of an earlier, killed run may still be stopping. The new service then exits with
+    `Exit.RETRY`, and is started again.
+    """
     deadline = time.monotonic() + START_S
     while not port_file.exists():
         ended = process.poll() is not None
