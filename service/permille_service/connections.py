@@ -1,21 +1,24 @@
-"""The API's connections: how many there may be, and how long a client may take to say what it wants.
+"""Limits of the API's connections: their number, and the time that a request may take to arrive.
 
-uvicorn has no deadline for a request's head or body, and its `limit_concurrency` refuses health too; so this
-is a listening socket that counts, and a protocol on top of uvicorn's that tells where a connection stands.
-hypercorn limits single reads only; granian limits the head, but neither bodies nor connections.
+uvicorn has no deadline for a request's head or body, and its `limit_concurrency` also refuses health
+checks. This module therefore adds a listening socket that counts connections, and a protocol on top of
+uvicorn's that tracks the state of each connection. hypercorn only limits single reads. granian limits the
+head, but neither bodies nor connections.
 
 Rules:
-- A connection counts from `accept` until its descriptor is closed, a TLS handshake included. There are at
-  most so many, below the limit of open files, and so many of one address; named proxies have no limit of
-  their own.
-- One more than that takes the place of one that keeps us waiting: for a head, else for a body, or until it
-  takes its answer. Who does not go on makes room for who does: of the new one's address where that has too
-  many, else of the address that has most such; the one that has kept us longest. Where none does, the new one
-  is refused: 429 where its address has too many, 503 where there are too many altogether, but health is
-  answered.
-- A head must be whole in `header_s` from the connection's start, or from the last answer. A body may take
-  `body_s` more than its bytes need at `UPLOAD_BYTES_PER_S`; time in which we do not read does not count.
-- A client that takes nothing of its answer for `STALL_S` is cut off.
+- A connection counts from `accept` until its descriptor is closed. This includes a TLS handshake.
+- One limit applies to all connections together and stays below the limit of open files. A second limit
+  applies to each address. Trusted proxies have no limit of their own.
+- At a limit, the longest stalled connection is evicted to admit a new one. A connection is stalled while
+  the service waits for its head, for its body, or for the client to read the answer.
+- If an address is at its limit, one of its own connections is evicted. At the total limit, the victim
+  comes from the address with the most stalled connections.
+- If no connection is stalled, the new one is refused: 429 at the limit of its address, 503 at the total
+  limit. Health checks are still answered.
+- A head must arrive within `header_s` of the connection's start or of the last answer.
+- A body must arrive within `body_s` plus the time that its bytes take at `UPLOAD_BYTES_PER_S`. Time in
+  which the service does not read is not counted.
+- A client that reads nothing of its answer for `STALL_S` is disconnected.
 """
 
 import asyncio
@@ -43,13 +46,13 @@ REQUEST_S: Final = 3600.0
 STALL_S: Final = 60.0
 SWEEP_S: Final = 0.5
 CLOSE_S: Final = 0.1
-"""After this a connection that was told to close is closed without its consent."""
+"""Time between the orderly close of a connection and its abort."""
 SPARE: Final = 64
-"""More connections than the limit, so that some can be told that it is reached."""
+"""Connections above the limit that are accepted so that they can be answered with a refusal."""
 CLOSING: Final = 32
-"""So many connections may be on their way out before more are accepted."""
+"""Number of closing connections at which no more are accepted."""
 OWN_FILES: Final = 128
-"""Descriptors that are kept for the database, the log and the like."""
+"""Descriptors reserved for the database, the log and other files."""
 MAX_FILES: Final = 65_536
 HEALTH_PATHS: Final = frozenset({"/v1/health", "/livez", "/readyz"})
 
@@ -61,7 +64,7 @@ _CROWDED = {
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files to what this process may have; return it."""
+    """Raise the limit of open files as far as the hard limit allows, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -70,7 +73,7 @@ def raise_file_limit() -> int:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Connection:
-    """A connection: its address, start of its wait for a head, and whether it exceeded the limit."""
+    """State of a connection: its address, the start of its wait for a head, and its refusal if any."""
 
     key: str
     socket: "weakref.ref[socket.socket]"
@@ -101,7 +104,7 @@ class Connections:
         return len(self._closing) >= CLOSING
 
     def admit(self, plain: socket.socket, host: str) -> socket.socket | None:
-        """Count an accepted socket, and make room for it; None where it was closed at once."""
+        """Count an accepted socket, and evict another one if needed. Return None if it was closed."""
         key = address_key(host)
         refusal = longest = None
         if self._count_of[key] >= self._most_of_one and not self._is_proxy(host):
@@ -124,14 +127,14 @@ class Connections:
         return counted
 
     def attach(self, descriptor: int, protocol: "LimitedProtocol") -> Connection | None:
-        """The connection of this descriptor, which speaks HTTP from now on."""
+        """Return the connection of a descriptor, and bind it to its HTTP protocol."""
         connection = self._open.get(descriptor)
         if connection is not None:
             connection.protocol = protocol
         return connection
 
     def wait(self, connection: Connection) -> None:
-        """The connection waits for a head, from now on where it did not before."""
+        """Note that the connection waits for a head. A wait that has begun keeps its start."""
         if connection in self._waiting:
             return
         self._owing.pop(connection, None)
@@ -142,17 +145,17 @@ class Connections:
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def owe(self, connection: Connection) -> None:
-        """The connection has asked, and owes us a body, or the taking of its answer."""
+        """Note that the client must send a body or read its answer."""
         self._waiting.pop(connection, None)
         self._owing[connection] = None
 
     def answer(self, connection: Connection) -> None:
-        """The connection has asked: it keeps us waiting no longer."""
+        """Note that the request is complete, so that the connection is not stalled."""
         self._waiting.pop(connection, None)
         self._owing.pop(connection, None)
 
     def end(self, connection: Connection, problem: ProblemType) -> None:
-        """Close a connection that keeps us waiting, with a word where it began to speak and we did not."""
+        """Close a stalled connection. Send the problem if a request has begun and no answer has."""
         self.answer(connection)
         self._closing.add(connection)
         if connection.protocol is not None:
@@ -206,7 +209,7 @@ class Listener(socket.socket):
     connections: Connections
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As the base class; BlockingIOError also where the event loop should first close some."""
+        """Accept as the base class does. Raise BlockingIOError while too many connections are closing."""
         for _ in range(CLOSING):
             if self.connections.busy_closing:
                 break
@@ -218,7 +221,7 @@ class Listener(socket.socket):
 
 
 class _Counted(socket.socket):
-    """An accepted socket that says when its descriptor goes."""
+    """An accepted socket that reports the close of its descriptor."""
 
     finalizer: "weakref.finalize[..., Any]"
 
@@ -283,7 +286,7 @@ class LimitedProtocol(H11Protocol):
         self.refuse(ProblemType.BAD_REQUEST, msg)
 
     def refuse(self, problem: ProblemType, detail: str) -> None:
-        """Answer with a problem, where no answer has begun and a request has, and close."""
+        """Close the connection. Send the problem first if a request has begun and no answer has."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
@@ -304,13 +307,14 @@ class LimitedProtocol(H11Protocol):
             cycle.disconnected = True
             cycle.message_event.set()
         if self.conn.their_state is h11.SEND_BODY and self.transport.can_write_eof():
-            self.transport.write_eof()  # closed at once, what still comes would take the answer away
+            # An immediate close would reset the connection while the body arrives, and lose the answer.
+            self.transport.write_eof()
         else:
             self.transport.close()
         self.loop.call_later(CLOSE_S, self.transport.abort)
 
     def _note_state(self) -> None:
-        """Note whether the connection owes us a head, a body, the taking of its answer, or nothing."""
+        """Classify the connection: it must send a head, send a body, read its answer, or nothing."""
         if self._connection is None or self.transport.is_closing():
             return
         state = self.conn.their_state
@@ -339,7 +343,7 @@ class LimitedProtocol(H11Protocol):
 
 
 def protocol_of(connections: Connections) -> type[LimitedProtocol]:
-    """The protocol of these connections: uvicorn makes it with arguments of its own."""
+    """Return a protocol class bound to these connections, since uvicorn itself makes the instances."""
 
     class Bound(LimitedProtocol):
         pass

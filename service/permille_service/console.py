@@ -1,6 +1,9 @@
-"""The admin's console: Swagger UI on the service's own OpenAPI document, from vendored files, without a
-network. And whether the service is well, which anybody may ask: whether it can write, for a database that
-reads and a folder that lists may stand on a full disk."""
+"""The console and the health checks of the service.
+
+The console is Swagger UI on the service's own OpenAPI document. Its files are vendored, so it needs no
+network. Anybody may call the health checks. They test whether the service can write, since a database on a
+full disk still reads.
+"""
 
 import asyncio
 import logging
@@ -93,10 +96,10 @@ async def readyz(request: Request, service: Served) -> Health:
 
 @dataclass(slots=True)
 class WriteCheck:
-    """Looks whether blobs and rows can be written: every two seconds at most, one look at a time.
+    """A check that blobs and rows can be written, at most every two seconds and one at a time.
 
-    All who ask wait for that one: a server that hangs for hours holds one thread, however many ask. It is not
-    one of the threads of requests, which may all be busy.
+    All callers share one running check, so a server that hangs holds a single thread. This thread does not
+    come from the pool of requests, whose threads may all be busy.
     """
 
     database: Database
@@ -139,7 +142,7 @@ class WriteCheck:
 
 @router.get("/", dependencies=[PUBLIC])
 def root() -> RedirectResponse:
-    """People who open the server in a browser want the console."""
+    """Redirect a browser to the console."""
     return RedirectResponse("/docs")
 
 

@@ -1,12 +1,14 @@
-"""Serving a blob: strong ETag, conditional requests, one byte range, caching for ever (RFC 9110, sections
-8, 13, 14).
+"""Responses with the bytes of a blob: ETag, conditional requests and one byte range (RFC 9110, 8, 13, 14).
 
-A blob's digest is its content, so its ETag never changes and a cache may keep it. A Range header that asks
-for several ranges, or is malformed, is ignored, as the RFC allows: the whole content is sent.
+A digest identifies the content, so the ETag of a blob never changes and caches may keep it for ever. A
+Range header with several ranges, or a malformed one, is ignored as the RFC allows. The whole content is
+sent then.
 
-Who may read what, and every condition, is decided here; who sends the bytes is a setting. Starlette sends
-those of a folder, a bucket's are passed on. nginx sends a folder's by X-Accel-Redirect, and a bucket a
-package's by an address that is signed for some minutes.
+Permissions and conditions are checked here. A setting selects the sender of the bytes:
+
+- `serve`: the API sends them, from the folder or from the bucket;
+- `accel`: nginx sends a folder's blobs, after an X-Accel-Redirect;
+- `redirect`: the bucket sends the blobs of packages, by an address that is signed for some minutes.
 """
 
 import re
@@ -58,11 +60,15 @@ def content_responses(description: str, *media_types: str) -> Responses:
 def blob_response(
     request: Request, service: Service, digest: str, media_type: str, *, may_redirect: bool = False
 ) -> Response:
-    """The response to GET or HEAD of a stored blob; whoever may be redirected follows to another host.
+    """Return the response to GET or HEAD of a stored blob.
+
+    Args:
+        may_redirect: the client follows a redirect to another host.
 
     Raises:
-        ApiError: `unavailable`: it is not in the store; `precondition-failed`, `range-not-satisfiable`.
-        RetryableError, OperatorError: the bucket does not answer, or not to us.
+        ApiError: `unavailable` if the store lacks the blob; `precondition-failed`, `range-not-satisfiable`.
+        RetryableError: the bucket does not answer.
+        OperatorError: the bucket refuses the service's credentials.
     """
     blobs, downloads = service.blobs, service.settings.downloads
     try:
@@ -115,7 +121,7 @@ def _stream_from_bucket(
 
 
 class _Blob(FileResponse):
-    """A file whose Range header is heeded only where it was found to be good."""
+    """A file response that ignores a Range header unless it was checked before."""
 
     def __init__(self, *arguments: Any, ranged: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -131,10 +137,10 @@ class _Blob(FileResponse):
 
 
 def _asked_range(request: Request, etag: str, size: int) -> range | None:
-    """The one range to send, where one is asked for that is still of this content.
+    """Return the requested range, or None if the whole content is to be sent.
 
     Raises:
-        ApiError: `range-not-satisfiable`: it is well formed and lies outside of the content.
+        ApiError: `range-not-satisfiable`: the range is well formed and outside of the content.
     """
     header = request.headers.get("range", "")
     found = _RANGE.fullmatch(header.strip())

@@ -1,10 +1,11 @@
-"""Making things once: a request that is sent again with its `Idempotency-Key` gets the first answer again.
+"""Idempotent creation: a request repeated with its `Idempotency-Key` gets the first answer again.
 
-An answer is kept in the transaction that makes the thing, sealed, for a day. A job's answer is its row, which
-has the key; its request is checked against the machine first, and workers are told after the commit.
+An answer is sealed and stored for a day, in the transaction that creates the object. The answer of a job
+is its row, which stores the key. Before a job is created, its request is checked against the machine.
+Workers are told after the commit.
 
-Once what a key made was removed, the key is refused for the rest of the day: the first answer would name what
-is not there, and a request that was late must not undo a removal. Who wants it again takes another key.
+If the object is removed, its key is refused for the rest of the day. The first answer would name a missing
+object, and a late request must not undo a removal. A client that wants the object again sends a new key.
 """
 
 import hashlib
@@ -71,7 +72,7 @@ _REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Creation:
-    """A POST that makes something: by which operation, who asks, and under which key."""
+    """A POST that creates an object, with its operation, operator and idempotency key."""
 
     service: Service
     operation: str
@@ -90,11 +91,11 @@ class Creation:
         """Run `make` in a write transaction, or return the answer that was kept under the key.
 
         Args:
-            private: the answer holds a secret, which is for its first receiver alone.
+            private: the answer holds a secret, so only the same token gets it again.
 
         Raises:
-            ApiError: `idempotency-conflict`: the key was used with another request, or what it made is gone.
-            Whatever `make` raises; nothing is kept then.
+            ApiError: `idempotency-conflict`: the key was used for another request, or its object was removed.
+            Exception: any error of `make`. Nothing is stored then.
         """
         operation = f"{self.operation} {self.operator.token_id}" if private else self.operation
         digest = hashlib.sha256(f"{operation}\0{body.model_dump_json()}".encode()).hexdigest()
@@ -118,11 +119,11 @@ class Creation:
                 self._keep(session, digest, seal.close(answer.model_dump_json().encode(), context))
             return answer
 
-        # The same key at the same moment: run again, the answer is there now.
+        # Of two simultaneous requests with one key, the second fails, runs again and finds the answer.
         return self.service.database.transact(work)
 
     def add(self, answer_type: type[Answer], body: BaseModel, make: Callable[[Session], Answer]) -> Answer:
-        """Run `make` as `once` does, and name the path of what was made in `Location`.
+        """Run `make` as `once` does, and return the path of the new object in `Location`.
 
         Example:
             return creating.add(Corpus, body, lambda session: present(inputs.add_corpus(session, ...)))
@@ -132,19 +133,19 @@ class Creation:
         return answer
 
     def _audit(self, session: Session, answer: Answer, body: BaseModel) -> Answer:
-        """The answer, once the audit log says what was made."""
+        """Add an entry about the new object to the audit log, and return the answer."""
         change = self.operator.change(made=_path_below(answer), body=body)
         audit.append(session, tenant_id=self.operator.tenant_id, change=change)
         return answer
 
     def start(self, kind: JobKind, request: Closed, *, again: bool) -> Job:
-        """Store a job and tell workers; the same key and request give the same job.
+        """Store a job and tell workers. The same key and request return the same job.
 
-        A job that has succeeded with an equal request is the answer, unless it shall run `again`; so are
-        those that have made parts of a build.
+        If an equal request has succeeded before, its job is returned, unless `again` is set. Parts of a
+        build are reused in the same way.
 
         Raises:
-            ApiError: `idempotency-conflict`, or why the request cannot be.
+            ApiError: `idempotency-conflict`, or the reason why the request is refused.
         """
         tenant_id = self.operator.tenant_id
         new = NewJob(
@@ -183,7 +184,7 @@ class Creation:
         return record
 
     def _find_equal(self, session: Session, digest: str) -> tables.Job | None:
-        """The job that has made the same of the same before, where what it made is still here."""
+        """Return a job that has succeeded with an equal request, if its result still exists."""
         row = queue.find_equal(session, tenant_id=self.operator.tenant_id, request_digest=digest)
         if row is None or not artifacts.has_result(session, row):
             return None
@@ -193,8 +194,12 @@ class Creation:
         return self._find_equal(session, part.request_digest)
 
     def _find_repeated(self, session: Session, new: NewJob, digest: str) -> tables.Job | None:
-        """The key's job. Raises ApiError: the key made something else, or a job that was removed."""
-        # This before the job: both may be committed between the two looks, and be no job that was removed.
+        """Return the job of the key.
+
+        Raises:
+            ApiError: the key was used for another request, or its job was removed.
+        """
+        # Read the answer before the job. In the other order, a commit in between looks like a removed job.
         kept = None if self.key is None else self._find_kept(session, digest)
         try:
             row = queue.find_submitted(session, new)
@@ -205,7 +210,7 @@ class Creation:
         return row
 
     def _find_kept(self, session: Session, digest: str) -> tables.IdempotentAnswer | None:
-        """The answer kept under the key, if it is still kept.
+        """Return the stored answer of the key, or None.
 
         Raises:
             ApiError: `idempotency-conflict`: the key was used for another request.
@@ -223,7 +228,7 @@ class Creation:
         return answer
 
     def _check_is_there(self, session: Session, answer: BaseModel) -> None:
-        """Raise ApiError where the row that an answer names was removed or revoked since."""
+        """Check that the object of an answer still exists. Raises ApiError if it was removed or revoked."""
         table = _REMOVABLE.get(type(answer))
         if table is not None:
             row = session.get(table, getattr(answer, "id", ""))
@@ -235,7 +240,7 @@ class Creation:
         return ApiError(ProblemType.IDEMPOTENCY_CONFLICT, was)
 
     def _keep(self, session: Session, digest: str, sealed: bytes) -> None:
-        """Keep the key's answer for a day; answers older than that are dropped on the way."""
+        """Store the answer of the key, and delete answers that are older than a day."""
         at = now(session)
         session.execute(
             delete(tables.IdempotentAnswer).where(tables.IdempotentAnswer.created_at <= at - _KEPT_FOR)
@@ -261,7 +266,7 @@ def _path_below(answer: BaseModel) -> str:
 
 
 def _creation_by(role: Role) -> Callable[..., Coroutine[Any, Any, Creation]]:
-    """A dependency: a creation by an operator of at least this role."""
+    """Return a dependency that admits operators with at least this role and makes a `Creation`."""
 
     async def creation(
         request: Request,
