@@ -1,8 +1,8 @@
-"""`python -m permille_workers` is a worker. With a broker in the settings a Celery worker, else a local one.
+"""`python -m permille_workers`: run a Celery worker if the settings name a broker, or else a local worker.
 
-Settings come from the environment (PERMILLE_DATA_DIR, PERMILLE_DATABASE_URL ...). SIGTERM drains: no new
-jobs, running ones get `PERMILLE_DRAIN_S` seconds, then they go back to the queue. A second SIGTERM does not
-wait.
+Settings come from the environment (PERMILLE_DATA_DIR, PERMILLE_DATABASE_URL ...). After SIGTERM the worker
+takes no new jobs. Running jobs get `PERMILLE_DRAIN_S` seconds, and then go back to the queue. A second
+SIGTERM ends the wait.
 """
 
 import logging
@@ -35,7 +35,7 @@ EXIT_USAGE, EXIT_RETRY = 2, 75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalWorker:
-    """A worker without a broker: it looks into the database, and runs up to `concurrency` jobs at a time."""
+    """A worker that finds jobs in the database, and runs up to `concurrency` of them at a time."""
 
     db: Database
     settings: WorkerSettings
@@ -44,7 +44,7 @@ class LocalWorker:
     child_command: Sequence[str] = CHILD_COMMAND
 
     def run(self) -> None:
-        """Work until the shutdown is asked for and the running jobs have ended or were given back."""
+        """Run jobs until a shutdown is requested and no job runs any more."""
         blobs = open_blobs(self.settings)
         sweeper = Sweeper(
             name=self.name, db=self.db, blobs=blobs, settings=self.settings, shutdown=self.shutdown

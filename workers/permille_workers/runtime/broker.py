@@ -1,8 +1,8 @@
-"""The broker's transport as a worker uses it: whatever stands in the queue, the worker lives.
+"""A transport for the broker that survives malformed messages.
 
-kombu lets a message that it cannot read end the consumer, and Celery then ends the worker with exit code 0.
-Here such a message is logged and dropped. So is one that is not our task's, which could otherwise carry
-times, chains and callbacks that we never send. What is dropped is no loss: the job rows are the truth.
+If kombu cannot parse a message, its consumer ends, and Celery ends the worker with exit code 0. This
+transport logs and drops such a message. It also drops messages of other tasks, which could carry times,
+chains and callbacks that the service never sends. No work is lost, since the job rows are the truth.
 """
 
 import base64
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class Channel(redis.Channel):
-    """A channel that survives what it cannot parse."""
+    """A channel that drops messages that it cannot parse."""
 
     def _brpop_read(self, **options: Any) -> Any:
         try:
@@ -33,7 +33,7 @@ class Channel(redis.Channel):
 
 
 class Transport(redis.Transport):
-    """A transport that hands on messages of our task alone."""
+    """A transport that only delivers messages of our task."""
 
     Channel = Channel
 

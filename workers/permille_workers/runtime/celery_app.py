@@ -1,11 +1,11 @@
-"""The Celery worker: the same protocol, with ids carried by a broker.
+"""The Celery worker, which is told of jobs by a broker.
 
-A message says that a job is there; it is acknowledged when it arrives. The rows decide which one runs: that
-whose turn it is, which need not be the one that the message names, since messages come in the order in which
-somebody filled the queue. Jobs run in child processes, so Celery's own pool is of threads, one for each job.
+A message only says that a job exists, and is acknowledged on arrival. The rows decide which job runs next.
+This may be another job than the message names, since a client can fill the queue in any order. Jobs run in
+child processes, so Celery's own pool has threads, one for each job.
 
-A worker that is told nothing for long looks for itself: the broker may be away, and where it went away in the
-middle of an acknowledgement, Celery's consumer waits for ever at a connection that is closed.
+A worker that gets no message for a while looks into the database itself. The broker may be down. If it
+goes down during an acknowledgement, Celery's consumer waits for ever on a closed connection.
 """
 
 import logging
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Slots:
-    """Runs the jobs whose turn it is, as many at a time as the settings allow, whoever asks for it."""
+    """Slots for running jobs, as many as the settings allow."""
 
     supervisor: Supervisor
     name: str
@@ -43,14 +43,14 @@ class _Slots:
         self._free = threading.Semaphore(self.supervisor.settings.concurrency)
 
     def on_message(self, job_id: str) -> None:
-        """A message has come: run a job, if there is one."""
+        """Run the next job, if any."""
         self._message_at = time.monotonic()
         with self._free:
             if not self.supervisor.run_next(self.name):
                 _log.info("nothing to do, told of %s", job_id)
 
     def watch_queue(self) -> None:
-        """Look for jobs until the shutdown, where no message has come for a while: the broker may be away."""
+        """Look for jobs whenever no message has come for a while, until the shutdown."""
         shutdown, silence_s = self.supervisor.shutdown, RESEND_AFTER_S
         while not shutdown.asked.wait(silence_s):
             if time.monotonic() - self._message_at < silence_s or not self._free.acquire(blocking=False):

@@ -1,8 +1,7 @@
 """The process of one attempt: `python -m permille_workers.runtime.child`, spawned by a supervisor.
 
-It reads the claim from its standard input, runs the task of the job's kind and writes how that ended. It
-dies with its supervisor: by the parent-death signal (Linux), and where there is none by the end of the
-pipe.
+The child reads the claim from its standard input, runs the task of the job's kind, and records the outcome.
+It ends when its supervisor dies: by the parent-death signal on Linux, elsewhere at the end of the pipe.
 """
 
 import ctypes
@@ -46,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def run_child(tasks: Mapping[str, Task], pipe: BinaryIO) -> None:
-    """Run one attempt as told by the supervisor at the other end of `pipe`."""
+    """Read a claim from the supervisor's pipe, and run one attempt of it."""
     die_with_parent()
     line = pipe.readline(MAX_HANDOVER_BYTES)
     claim, settings = decode_handover(line)
@@ -65,7 +64,10 @@ def run_child(tasks: Mapping[str, Task], pipe: BinaryIO) -> None:
 
 
 def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: WorkerSettings) -> None:
-    """Run the task and write how it ended: result, parts, cancel, failure. A stale claim writes nothing."""
+    """Run the task and record its outcome: result, parts, cancel or failure.
+
+    If another attempt has begun, nothing is written.
+    """
     try:
         task = tasks.get(claim.kind)
         if task is None:
@@ -93,12 +95,12 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
 def publish_result(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
     """Write the result's rows and end the job, or add its parts, in one transaction.
 
-    A bucket that does not answer is asked again by another one: others' turn to write comes in between, and
-    hours of work are not for nothing.
+    If a bucket does not answer, a new transaction tries again after a pause, so that hours of work are not
+    lost. Other writers get their turn between two tries.
 
     Raises:
-        StaleClaimError: nothing is written.
-        BlobStoreError: the bucket did not answer again and again.
+        StaleClaimError: another attempt has begun. Nothing is written.
+        BlobStoreError: the bucket did not answer in any try.
     """
     for pause_s in _PAUSES_S:
         try:
@@ -121,7 +123,7 @@ def _publish(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
 
 
 def record_failure(db: Database, claim: Claim, exc: Exception) -> None:
-    """End the attempt with its error. Only what nobody has foreseen carries a traceback."""
+    """End the attempt with its error. Only unexpected errors carry a traceback."""
     error = {"type": type(exc).__name__, "message": str(exc) or type(exc).__name__}
     final = is_final(exc)
     if not isinstance(exc, PermilleError):
@@ -134,9 +136,9 @@ def record_failure(db: Database, claim: Claim, exc: Exception) -> None:
 
 
 def is_final(exc: Exception) -> bool:
-    """Return whether a retry is pointless: wrong input, or settings that a person must change.
+    """Return whether a retry is pointless, because of wrong input or wrong settings.
 
-    A disk that is full or broken may be another worker's next time, or have room again.
+    A full or broken disk is not final: another worker may take the next attempt, or space may be freed.
     """
     if isinstance(exc, PackageError) and exc.code in _PASSING_CODES:
         return False
@@ -144,7 +146,7 @@ def is_final(exc: Exception) -> bool:
 
 
 def die_with_parent() -> None:
-    """Ask Linux for SIGKILL when the supervisor dies: no long call can delay that."""
+    """Ask Linux to send SIGKILL when the supervisor dies. No long call can delay this signal."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:

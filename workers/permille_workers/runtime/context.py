@@ -32,17 +32,19 @@ Publish = Callable[[Session], str]
 
 @dataclass(frozen=True, slots=True)
 class PartsToAdd:
-    """In place of a result: parts to add. Once they have succeeded the job is run again, with their
-    results."""
+    """Parts that a task adds instead of returning a result.
+
+    Once all parts have succeeded, the job runs again and reads their results.
+    """
 
     parts: Sequence[Part]
 
 
 class Progress:
-    """Tells how far an attempt is, at most once a second, with an estimate of the time left.
+    """Reports of an attempt's progress, at most one a second, with an estimate of the time left.
 
-    The estimate takes the pace since the first report, so that a resumed attempt does not count what it
-    found done.
+    The estimate uses the pace since the first report. A resumed attempt therefore ignores work that an
+    earlier attempt has done.
     """
 
     def __init__(self, db: Database, claim: Claim, *, clock: Clock = time.monotonic) -> None:
@@ -91,7 +93,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskContext:
-    """The world of one attempt."""
+    """Everything that the task of one attempt may use."""
 
     claim: Claim
     db: Database
@@ -118,7 +120,7 @@ class TaskContext:
             return artifacts.get(session, tenant_id=self.claim.tenant_id, kind=kind, key=key)
 
     def shared(self, job_id: str) -> BlobFolder:
-        """Blobs that a split job and its parts hand to each other; they are removed once it has ended."""
+        """Return the blobs that a split job shares with its parts. They are removed after its end."""
         return shared_store(self.blobs).below(job_id)
 
 

@@ -1,7 +1,7 @@
-"""Message of a supervisor to its child through the pipe: claim and settings, as a line of JSON.
+"""The message from a supervisor to its child: claim and settings as one line of JSON in a pipe.
 
-The pipe stays open afterwards: its end tells the child that the supervisor is gone. Secrets (the database's
-password) are thereby in no command line and no file.
+The pipe keeps secrets, such as the password of the database, out of command lines and files. It stays
+open, and its end tells the child that the supervisor is gone.
 """
 
 import json
@@ -16,13 +16,13 @@ from permille_workers.runtime.settings import WorkerSettings
 
 
 def encode_handover(claim: Claim, settings: WorkerSettings) -> bytes:
-    """Write the line."""
+    """Encode a claim and settings as a line."""
     plain = {name: _plain(value) for name, value in settings}
     return json.dumps({"claim": asdict(claim), "settings": plain}).encode() + b"\n"
 
 
 def decode_handover(line: bytes) -> tuple[Claim, WorkerSettings]:
-    """Read the line. Raises InputError when it is none."""
+    """Decode a line. Raises InputError if it is malformed."""
     try:
         record = json.loads(line)
         return Claim(**record["claim"]), WorkerSettings(**record["settings"])

@@ -1,7 +1,7 @@
 """Metrics of a worker for Prometheus: attempts and their time by kind, and lost leases.
 
-Served only where `PERMILLE_METRICS_PORT` is set, without a token, so on loopback unless it is told otherwise.
-No ids of jobs.
+They are served only if `PERMILLE_METRICS_PORT` is set. There is no token, so the default address is
+loopback. The metrics name no jobs.
 """
 
 import threading
@@ -59,7 +59,7 @@ def serve_metrics(settings: WorkerSettings) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers `GET /metrics`. Nobody is proved here, so that each connection has seconds."""
+    """Answers `GET /metrics`. Callers are not authenticated, so connections have a short timeout."""
 
     timeout = 10.0
     server_version, sys_version = "permille-worker", ""

@@ -1,8 +1,8 @@
-"""Holding a claim while a child process works on it.
+"""Supervision of the child process that works on a claim.
 
-The supervisor renews the lease and watches for a cancel; it computes nothing, so that no long call can
-starve the renewal. It kills the child when the lease is lost, at a cancel's deadline, and when a shutdown
-has waited long enough.
+The supervisor renews the lease and watches for a cancel. It computes nothing itself, so no long call can
+delay the renewal. It kills the child if the lease is lost, at the deadline of a cancel, and at the deadline
+of a shutdown.
 """
 
 import logging
@@ -43,13 +43,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Shutdown:
-    """A worker's wish to stop: first no new jobs, then, after the drain time, none at all."""
+    """A request to stop a worker: no new jobs at once, and no running jobs after the drain time."""
 
     asked: threading.Event = field(default_factory=threading.Event)
     deadline: float | None = None  # of time.monotonic
 
     def ask(self, drain_s: float) -> None:
-        """Stop soon. Asked again: stop now."""
+        """Ask to stop after `drain_s`, or at once if this is the second call."""
         self.deadline = time.monotonic() + (0.0 if self.asked.is_set() else drain_s)
         self.asked.set()
 
@@ -71,7 +71,7 @@ class Supervisor:
     child_command: Sequence[str] = CHILD_COMMAND
 
     def run_next(self, worker: str) -> bool:
-        """Claim the job whose turn it is and run it; return whether there was one."""
+        """Claim the next job and run it. Return whether there was one."""
         with self.db.write() as session:
             check_newest(session)
             claim = claims.claim(session, worker=worker, lease_s=self.settings.lease_s)
@@ -80,7 +80,7 @@ class Supervisor:
         return claim is not None
 
     def run(self, claim: Claim) -> None:
-        """Run one attempt to its end, whichever that is. When this returns, no child of it is alive."""
+        """Run one attempt to its end. When this returns, the child is dead."""
         begun = time.monotonic()
         with watching(claim.job_id, Trace.parse(claim.traceparent)):
             self._attempt(claim)
@@ -163,7 +163,10 @@ class Supervisor:
             (claims.cancelled if cancelled else claims.release)(session, claim)
 
     def _record_exit(self, claim: Claim, code: int, tail: Sequence[str]) -> None:
-        """End an attempt whose child did not: it crashed or was killed. One that did is stale by now."""
+        """Record the failure of an attempt whose child crashed or was killed.
+
+        If the child has recorded its own outcome, the claim is stale and nothing is written.
+        """
         message = f"the job's process ended with {_exit_words(code)} before the job did"
         error = {"type": "WorkerCrashed", "message": message, "stderr": "".join(tail)[-4000:]}
         try:

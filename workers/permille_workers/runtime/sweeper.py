@@ -1,5 +1,8 @@
-"""Chores that every worker does now and then: leases, builds and rounds, lost messages, old uploads and
-folders; and seldom, one of them: what rules let go, what no row names."""
+"""Periodic maintenance.
+
+Every worker regularly sweeps expired leases, builds, rounds, lost messages, old uploads and old folders.
+Once an hour by default, one of the workers applies the retention rules and deletes unreferenced blobs.
+"""
 
 import logging
 import threading
@@ -40,8 +43,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweeper:
-    """Sweeps until the shutdown, for the worker `name`. `dispatcher` is None where workers look into the
-    database themselves."""
+    """The maintenance of one worker, until its shutdown.
+
+    Attributes:
+        name: the name of the worker.
+        dispatcher: None if workers find jobs in the database without a broker.
+    """
 
     name: str
     db: Database
@@ -51,7 +58,7 @@ class Sweeper:
     dispatcher: CeleryDispatcher | None = None
 
     def run(self) -> None:
-        """Sweep every `sweep_s` seconds, a bucket once a minute; what is away is waited for."""
+        """Sweep every `sweep_s` seconds, and a bucket once a minute. Failures are logged and retried."""
         every_s = 0.0 if self.settings.blob_bucket is None else _BUCKET_EVERY_S
         blobs_due = clock_due = time.monotonic()
         rows = Outage(_log, "cannot sweep, database or disk is out of reach")
@@ -104,7 +111,7 @@ class Sweeper:
     def run_collections(self) -> None:
         """Collect every `collect_every_s` seconds, one worker for all.
 
-        In a thread of its own, since it takes time; to be killed in the middle harms nothing.
+        A collection is slow, so it has its own thread. Killing it in the middle does no harm.
         """
         every_s = self.settings.collect_every_s
         own = time.monotonic()
@@ -149,7 +156,7 @@ class Sweeper:
 
 
 def _try_step(work: Callable[[], object], outage: Outage) -> bool:
-    """Do it; whether it went well."""
+    """Run one step, log its failure, and return whether it succeeded."""
     try:
         work()
     except (DBAPIError, OSError, PermilleError) as exc:

@@ -1,8 +1,8 @@
 """Sending of webhooks, signed as Standard Webhooks 1.0 says.
 
-An operator chooses the address, so a worker must not be led into the operator's own network: it looks
-a name up once, refuses addresses that are not public (unless a setting allows them), and connects to
-the address that it has checked. It follows no redirect, and reads no answer but its status.
+An operator chooses the address, so a webhook could reach into the workers' private network. A worker
+therefore looks a name up once, refuses addresses that are not public (unless a setting allows them), and
+connects to the checked address. It follows no redirects, and reads only the status of an answer.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ Send = Callable[[Message, datetime], str | None]
 
 
 def send_due(db: Database, send: Send) -> int:
-    """Send the events that are due, each once; returns how many. Those that fail come again later."""
+    """Send each due event once, and return their number. Failed events are due again later."""
     with db.write() as session:
         messages, at = webhooks.claim(session), now(session)
     for message in messages:
@@ -54,7 +54,7 @@ def signature(message: Message, timestamp: int) -> str:
 
 
 def post(message: Message, at: datetime, *, allow_private: bool) -> str | None:
-    """Send one message; returns None once it is taken, else what failed."""
+    """Send one message. Return None on success, or else a description of the failure."""
     timestamp = int(at.timestamp())
     headers = {
         "content-type": "application/json",

@@ -1,5 +1,8 @@
-"""Folders that belong to a job by its id: scratch below the work root, kept between attempts; and in a store
-below the blobs what a split job and its parts share. Both are removed once the job has ended."""
+"""Folders of jobs, named by the job's id and removed once the job has ended.
+
+Each job has a scratch folder below the work root, which is kept between attempts. A split job also has a
+store below the blobs, which it shares with its parts.
+"""
 
 import fcntl
 import os
@@ -18,7 +21,7 @@ _KEPT_FOR = timedelta(days=1)
 
 @contextmanager
 def locked_work_folder(work_root: Path, job_id: str) -> Iterator[Path]:
-    """The job's folder, for this process alone: an earlier attempt that still dies is waited for."""
+    """Lock and return the job's folder. Wait if the process of an earlier attempt still holds it."""
     folder = _jobs_root(work_root) / job_id
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -30,14 +33,14 @@ def locked_work_folder(work_root: Path, job_id: str) -> Iterator[Path]:
 
 
 def shared_store(blobs: BlobFolder) -> BlobFolder:
-    """Has a store below it for each split job; every worker reaches it, on whichever machine."""
+    """Return the store that holds the shared blobs of split jobs. Workers on all machines can read it."""
     return blobs.below("parts")
 
 
 def remove_ended(db: Database, work_root: Path, blobs: BlobFolder) -> list[str]:
-    """Remove what jobs have left that are unknown or have ended; return their ids.
+    """Remove the folders of ended and unknown jobs, and return the ids of these jobs.
 
-    What parts have made stays for a day where the job failed: a retry does not do it again.
+    The results of a failed job's parts stay for a day, so that a retry can use them.
     """
     scratch, shared = _jobs_root(work_root), shared_store(blobs)
     found = sorted(path.name for path in scratch.iterdir()) if scratch.is_dir() else []
