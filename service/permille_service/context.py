@@ -1,7 +1,6 @@
-"""Context of endpoints: the service's objects, and the principal of the request.
+"""The objects that all endpoints share, as one record and as a dependency.
 
-A principal is found by its bearer token, every time, in the database: a revoked one is refused at its next
-request.
+def list_devices(service: Served) -> Page[Device]: ...
 """
 
 import threading
@@ -35,7 +34,7 @@ class Service:
     """Set when the process begins to stop."""
 
     def close(self) -> None:
-        """Release what is held."""
+        """Close the database."""
         self.database.close()
 
 

@@ -99,13 +99,20 @@ def _too_large(limit: int) -> str:
 
 
 def _host_name(host: str) -> str:
-    """The name of a Host header without its port, in lower case."""
+    """Return the name of a Host header without its port, in lower case.
+
+    Example:
+        >>> _host_name("Permille.example.org:8321")
+        'permille.example.org'
+        >>> _host_name("[::1]")
+        '[::1]'
+    """
     name, _, port = host.lower().rpartition(":")
     return name if name and port.isdecimal() else host.lower()
 
 
 def _bracketed(host: str) -> str:
-    """An address as a Host header has it."""
+    """Return an address in the form of a Host header, with brackets around IPv6."""
     return f"[{host}]" if ":" in host else host.lower()
 
 

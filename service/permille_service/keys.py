@@ -1,4 +1,4 @@
-"""Private keys: made at the first start, kept below the data folder, readable by their owner alone."""
+"""Private keys: made at the first start, stored below the data folder, readable by their owner only."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ NONCE_BYTES = 12
 
 
 class TrustKeys:
-    """The private keys of tenants' TUF roles: a folder a tenant, a file a key, named by its id."""
+    """The private keys of TUF roles. Each tenant has a folder, and each key a file named by its id."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "trust"
@@ -36,7 +36,7 @@ class TrustKeys:
         return found
 
     def make(self, tenant_id: str) -> CryptoSigner:
-        """A new key, kept before anything names it."""
+        """Make a key and store it, before any metadata names it."""
         key = Ed25519PrivateKey.generate()
         signer = CryptoSigner(key)
         path = self._folder / tenant_id / f"{signer.public_key.keyid}.key"
@@ -44,21 +44,22 @@ class TrustKeys:
         return signer
 
     def drop(self, tenant_id: str, key_ids: Iterable[str]) -> None:
-        """Delete keys that no role names any more."""
+        """Delete keys. The caller checks that no role names them."""
         for key_id in key_ids:
             (self._folder / tenant_id / f"{key_id}.key").unlink(missing_ok=True)
 
 
 class RoundKeys:
-    """The private keys that sign federations' heads: a folder a tenant, a file a key, named by its public
-    half. Workers have none of them.
+    """The private keys that sign the heads of federations. Workers have no access to them.
+
+    Each tenant has a folder, and each key a file named by the public key.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "rounds"
 
     def make(self, tenant_id: str) -> Ed25519PublicKey:
-        """A new key, kept before anything names it; return its public half."""
+        """Make a key and store it, before any definition names it. Return the public key."""
         key = Ed25519PrivateKey.generate()
         public = key.public_key()
         path = self._path(tenant_id, public)
@@ -66,7 +67,7 @@ class RoundKeys:
         return public
 
     def read(self, tenant_id: str, public: Ed25519PublicKey) -> Ed25519PrivateKey:
-        """The private half. Raises OperatorError when the file is not as made."""
+        """Return the private key. Raises OperatorError if its file is missing or was changed."""
         path = self._path(tenant_id, public)
         try:
             return Ed25519PrivateKey.from_private_bytes(_read_private(path))
@@ -78,7 +79,7 @@ class RoundKeys:
 
 
 class Seal:
-    """Encrypts what the database must keep but not show: answers that hold a new secret."""
+    """Encryption of secrets in the database, such as answers that hold a new token."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "answers.key"
@@ -87,12 +88,12 @@ class Seal:
         self._cipher = AESGCM(_read_private(path))
 
     def close(self, data: bytes, context: str) -> bytes:
-        """Encrypt; only `open` with the same context reads it."""
+        """Encrypt data. `open` needs the same context."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         return nonce + self._cipher.encrypt(nonce, data, context.encode())
 
     def open(self, sealed: bytes, context: str) -> bytes:
-        """Decrypt. Raises cryptography's InvalidTag for other bytes, context or key."""
+        """Decrypt data. Raises cryptography's InvalidTag if the bytes, the context or the key differ."""
         return self._cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], context.encode())
 
 
@@ -117,7 +118,7 @@ def _read_private(path: Path) -> bytes:
 
 
 def _take_from_group(path: Path, mode: int) -> None:
-    """Make a key its owner's alone: Kubernetes' `fsGroup` gives all files of a volume to a group."""
+    """Remove the group's rights. Kubernetes' `fsGroup` gives all files of a volume to a group."""
     try:
         path.chmod(0o600)
     except OSError as exc:
@@ -129,7 +130,7 @@ def _take_from_group(path: Path, mode: int) -> None:
 
 
 def _write_first(path: Path, data: bytes) -> None:
-    """Write unless another starting process was first."""
+    """Write a file, unless another process that starts at the same time has written it first."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     write_atomic(temporary, data, mode=0o600)

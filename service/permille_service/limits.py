@@ -1,7 +1,7 @@
-"""Limits of a principal: calls a minute for a key, and places that are held for a while.
+"""Limits in memory: calls a minute for each key, and a number of slots for long calls.
 
-Both are in memory: a process forgets at restart, and several processes count each for themselves. They slow
-guessing and keep one caller from taking all; they are no quota.
+Each process counts for itself, and forgets its counts at a restart. The limits slow down guessing, and keep
+one caller from using all resources. They are not quotas.
 """
 
 import threading
@@ -16,7 +16,15 @@ MAX_KEYS = 10_000
 
 
 class RateLimit:
-    """Limit of `per_minute` calls a minute for a key, in bursts of the same size."""
+    """A token bucket for each key: `per_minute` calls a minute, in bursts of the same size.
+
+    Example:
+        >>> limit = RateLimit(1, clock=lambda: 0.0)
+        >>> limit.check("device 1")
+        >>> limit.check("device 1")
+        Traceback (most recent call last):
+        permille_service.problems.ApiError: 429: More than 1 calls a minute. Try again in 61 s.
+    """
 
     def __init__(self, per_minute: int, *, clock: Callable[[], float]) -> None:
         self._per_minute = per_minute
@@ -36,7 +44,7 @@ class RateLimit:
             )
 
     def _take(self, key: str) -> float:
-        """Take one token; return how long to wait for it (0: taken)."""
+        """Take one token if there is one. Return the seconds until the next token, or 0 if one was taken."""
         rate = self._per_minute / 60
         with self._lock:
             at = self._clock()
@@ -50,7 +58,7 @@ class RateLimit:
 
 
 class Slots:
-    """Places that callers hold: at most so many together, and so many of one key."""
+    """Slots for long calls, with a limit for all callers together and a limit for each key."""
 
     def __init__(self, most: int, *, of_one: int) -> None:
         self._most = most
@@ -59,9 +67,10 @@ class Slots:
 
     @contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Hold a place. Raises ApiError: `too-many-requests` for this key, `unavailable` for everybody.
+        """Hold a slot. Call this in the thread of the event loop only, since it takes no lock.
 
-        For the event loop's thread alone.
+        Raises:
+            ApiError: `too-many-requests` at the limit of the key, `unavailable` at the limit of all callers.
         """
         if self._held[key] >= self._of_one:
             raise ApiError(

@@ -1,6 +1,6 @@
-"""Pages out of templates: values escaped, errors told on a page, and what every page has around it.
+"""Rendering of pages from templates, with escaped values and error pages.
 
-A request of htmx gets the part that changes, without the page around it; its errors go to the page's notice.
+A request of htmx gets only the part of the page that changes. Its errors appear in the page's notice.
 """
 
 import logging
@@ -41,7 +41,7 @@ _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment:
-    """The templates, with what they all may call."""
+    """Return the environment of all templates, with their functions and filters."""
     made = Environment(
         loader=FileSystemLoader(assets.FOLDER / "templates"),
         autoescape=True,
@@ -86,15 +86,15 @@ class Page:
         return RANK[self.operator.role] >= RANK[role]
 
     def acting(self, action: str, path: str) -> Operator:
-        """The operator as the audit log has it: a click is the same change as a call."""
+        """Return the operator with the action and path of the API's route, for the audit log."""
         return replace(self.operator, action=action, path=path)
 
     def problem_of(self, exc: Exception) -> Problem:
-        """The problem by which the API would answer an error; for endpoints, which run in threads."""
+        """Return the problem that the API answers for an error. Call this in an endpoint's thread."""
         return _read_problem(from_thread.run(problems.answer, self.request, exc))
 
     def render(self, template: str, *, status: int = 200, **values: object) -> Response:
-        """The page; the part alone, whose file has an underscore, where it is asked for and there is one."""
+        """Render a template, or for htmx its part `_template` if there is one."""
         part = f"_{template}" if self.is_part and template in _PARTS else template
         return render(self.request, part, {"page": self, **values}, status=status)
 
@@ -106,7 +106,7 @@ class Page:
 def render(
     request: Request, template: str, values: Mapping[str, object], *, status: int = 200
 ) -> HTMLResponse:
-    """A page out of a template."""
+    """Render a template as a response."""
     environment: Environment = request.app.state.templates
     content = environment.get_template(f"{template}.html.jinja").render({"request": request, **values})
     return HTMLResponse(content, status_code=status, headers=HEADERS)
@@ -131,10 +131,9 @@ AdminPage = Annotated[Page, Depends(SignedIn(Role.ADMIN))]
 
 
 class PageRoute(APIRoute):
-    """A route whose errors are pages too, and which sends whom it does not know to sign in.
+    """A route that shows errors as pages, and redirects unknown callers to the sign-in.
 
-    What changes something is refused before anything else where it does not come from the page itself: no
-    route can leave that out.
+    Requests that change something must come from the page itself. This is checked first, for all routes.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -179,13 +178,13 @@ def _read_problem(answer: Response) -> Problem:
 
 
 def link(request: Request, **changes: object) -> str:
-    """The address of the same page with some parameters of its query changed; None takes one out."""
+    """Return the address of the same page with changed query parameters. None removes a parameter."""
     kept = {**request.query_params, **changes}
     return f"?{urlencode({name: value for name, value in kept.items() if value not in (None, '')})}"
 
 
 def ago(then: datetime | None) -> str:
-    """A point in time, seen from now."""
+    """Format a point in time relative to now."""
     if then is None:
         return "never"
     seconds = (datetime.now(UTC) - then).total_seconds()
@@ -193,12 +192,17 @@ def ago(then: datetime | None) -> str:
 
 
 def moment(then: datetime) -> str:
-    """A point in time in full."""
+    """Format a point in time in full."""
     return f"{then:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def span(seconds: float) -> str:
-    """A length of time with its largest unit."""
+    """Format a duration in its largest unit.
+
+    Example:
+        >>> span(5400.0)
+        '2 h'
+    """
     for length, unit in _SPANS:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
@@ -206,7 +210,12 @@ def span(seconds: float) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes with a unit."""
+    """Format a number of bytes.
+
+    Example:
+        >>> size(1_234_567)
+        '1.23 MB'
+    """
     if value is None:
         return "–"
     power = min(int(math.log10(value) // 3), len(_UNITS) - 1) if value >= 1 else 0
@@ -214,24 +223,34 @@ def size(value: float | None) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A share."""
+    """Format a share.
+
+    Example:
+        >>> percent(0.0421)
+        '4.2 %'
+    """
     return "–" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def points(value: float | None) -> str:
-    """A difference of two shares."""
+    """Format a difference of two shares in percentage points."""
     return "–" if value is None else f"{100 * value:+.1f}".replace("-", "−")
 
 
 def number(value: float | None) -> str:
-    """A count, or a number that was measured."""
+    """Format a count or a measured number."""
     if value is None:
         return "–"
     return (f"{value:,}".replace(",", " ") if isinstance(value, int) else f"{value:.3g}").replace("-", "−")
 
 
 def short(value: str | None) -> str:
-    """An id or a digest as a table shows it."""
+    """Shorten an id or a digest for a table.
+
+    Example:
+        >>> short("mask_01jd3kq8z7m4n5p6r7s8t9v0wx")
+        'mask_01jd3kq8z7m4'
+    """
     if value is None:
         return "–"
     prefix, separator, rest = value.partition(":" if ":" in value else "_")

@@ -1,10 +1,11 @@
 """Sign-in to the page with an operator's token, which a sealed cookie then holds.
 
-The cookie is out of scripts' reach (HttpOnly), sent by no other site (SameSite=Strict), good for twelve hours
-and below `/ui` alone. Token and session are looked up at every request: a token that was revoked and a
-session that was ended by signing out are refused at the next.
-What changes something must come from the page itself: browsers say where a request comes from, and one that
-does not is refused. `PageRoute` asks this of every such request.
+Scripts cannot read the cookie (HttpOnly), other sites cannot send it (SameSite=Strict), and it is valid for
+twelve hours below `/ui`. Each request looks up the token and the session. A revoked token or an ended
+session is therefore refused at the next request.
+
+A request that changes something must come from the page itself. Browsers name the origin of a request.
+`PageRoute` refuses requests of another origin or without one.
 """
 
 import base64
@@ -48,16 +49,16 @@ class _Session:
 
 
 class SignInNeededError(Exception):
-    """Nobody is signed in, or no longer."""
+    """No operator is signed in, or the session has ended."""
 
 
 def operator_of(request: Request, service: Service) -> Operator:
-    """The operator that the cookie's token stands for. Raises SignInNeededError."""
+    """Return the operator of the cookie's token. Raises SignInNeededError."""
     return _open(request, service)[0]
 
 
 def keep(response: Response, service: Service, token: str, *, secure: bool) -> None:
-    """Set the cookie of a token that was checked."""
+    """Set the cookie for a token. The caller has checked the token."""
     content = json.dumps({"id": new_code(), "token": token, "until": int(time.time()) + LIFE_S}).encode()
     sealed = base64.urlsafe_b64encode(service.seal.close(content, _CONTEXT)).decode()
     response.set_cookie(
@@ -66,7 +67,7 @@ def keep(response: Response, service: Service, token: str, *, secure: bool) -> N
 
 
 def forget(request: Request, response: Response, service: Service) -> None:
-    """End the session, so that a copy of its cookie is good for nothing, and take the cookie away."""
+    """End the session and delete the cookie. A copy of the cookie is useless afterwards."""
     with suppress(SignInNeededError):
         operator, kept = _open(request, service)
         expires_at = datetime.fromtimestamp(kept.until, UTC)
@@ -78,7 +79,7 @@ def forget(request: Request, response: Response, service: Service) -> None:
 
 
 def check_origin(request: Request) -> None:
-    """Refuse what another site, or no page at all, has sent. Raises ApiError (`forbidden`)."""
+    """Check that the page itself sent a request. Raises ApiError (`forbidden`)."""
     site = request.headers.get("sec-fetch-site")
     _, _, origin = request.headers.get("origin", "").partition("://")
     same = origin == request.headers.get("host") if site is None else site == "same-origin"
@@ -87,7 +88,11 @@ def check_origin(request: Request) -> None:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form; of each name the last one. Raises ApiError (`bad-request`): it has too many."""
+    """Return the fields of a form, with the last value of each name.
+
+    Raises:
+        ApiError: `bad-request`: the form has too many fields.
+    """
     body = (await read_body(request)).decode("ascii", errors="replace")
     try:
         found = parse_qs(body, max_num_fields=_MOST_FIELDS)
@@ -97,7 +102,14 @@ async def form_of(request: Request) -> dict[str, str]:
 
 
 def own_path(text: str) -> str:
-    """A path of this page to go on to, with its filters; the first page where the text is none."""
+    """Return the text if it is a path of the page, or else the path of the list of jobs.
+
+    Example:
+        >>> own_path("/ui/releases/chat?version=2")
+        '/ui/releases/chat?version=2'
+        >>> own_path("https://example.org")
+        '/ui/jobs'
+    """
     return text if _OWN_PATH.fullmatch(text) else f"{PATH}/jobs"
 
 

@@ -1,0 +1,21 @@
+"""The examples in docstrings of the service and the workers."""
+
+import doctest
+import importlib
+
+import pytest
+
+MODULES = (
+    "permille_service.guard",
+    "permille_service.limits",
+    "permille_service.pages.rendering",
+    "permille_service.pages.sign_in",
+    "permille_workers.runtime.webhooks",
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_give_what_they_say(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(name), optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    assert found.attempted > 0
+    assert found.failed == 0
