@@ -19,4 +19,4 @@ def _run(kind: JobKind, context: TaskContext) -> Publish | PartsToAdd:
 
 
 TASKS: Mapping[str, Task] = {kind.value: partial(_run, kind) for kind in JobKind if kind is not JobKind.BUILD}
-"""Tasks by kind. A task's module is imported when it runs: a replay does not wait for what a mask needs."""
+"""Tasks by kind. A task's module is imported when it runs, so a replay does not import torch for a mask."""

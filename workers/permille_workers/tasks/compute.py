@@ -31,14 +31,14 @@ _HIDDEN_SHARE = 4  # of the memory, one part for hidden states of a model that i
 def open_torch_model(
     context: TaskContext, checkpoint: Checkpoint, length: int, dtype_name: Dtype | None = None
 ) -> "PreTrainedModel | StreamedModel":
-    """The model for sequences of this length; one that does not fit into the memory is read layer by layer.
+    """Open a model for sequences of this length. A model that exceeds the memory is read layer by layer.
 
     Args:
-        dtype_name: None: the settings'.
+        dtype_name: the precision; None for that of the settings.
 
     Raises:
         InputError: as `load_model`.
-        OperatorError: the worker's settings name a device that is not there.
+        OperatorError: this machine lacks the device of the worker's settings.
     """
     settings = context.settings
     dtype, device = _DTYPES[dtype_name or settings.dtype], torch_device(settings.device)
@@ -50,7 +50,7 @@ def open_torch_model(
 
 
 def needed_bytes(checkpoint: Checkpoint, length: int, item_bytes: int) -> int:
-    """Upper estimate of what the whole model, its scores and the backward pass of one sequence take."""
+    """Return an upper estimate of the memory for the whole model, its scores and one backward pass."""
     shape = shape_of(checkpoint.config)
     scored = sum(prod(size) for _, size in scoped_tensors(checkpoint.config))
     largest = max(prod(checkpoint.shape(name)) for name in checkpoint.names)
@@ -62,11 +62,7 @@ def needed_bytes(checkpoint: Checkpoint, length: int, item_bytes: int) -> int:
 
 
 def torch_device(name: str) -> torch.device:
-    """The device that the settings name.
-
-    Raises:
-        OperatorError: it is not there.
-    """
+    """Return the device of this name. Raises OperatorError if the machine has no CUDA."""
     if name != "cpu" and not torch.cuda.is_available():
         raise OperatorError(f"This machine has no CUDA. Set PERMILLE_DEVICE to cpu, not {name}.")
     return torch.device(name)

@@ -1,4 +1,4 @@
-"""Artifacts in and out: what earlier jobs have stored, read again; what this one has made, for the store."""
+"""Reading of artifacts that earlier jobs have stored, and publishing of new ones."""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from permille_workers.runtime.context import Publish, TaskContext
 
 
 def publishes(context: TaskContext, made: Made) -> Publish:
-    """Add what was made, in the transaction that ends the job."""
+    """Return a function that adds an artifact, in the transaction that ends the job."""
 
     def publish(session: Session) -> str:
         hold(session, context.blobs, [blob.digest for blob in made.blobs])
@@ -34,7 +34,7 @@ def publishes(context: TaskContext, made: Made) -> Publish:
 
 
 def publishes_package(context: TaskContext, model_id: str, manifest: Manifest) -> Publish:
-    """Add a package whose manifest is stored, in the transaction that ends the job."""
+    """Return a function that adds a package with a stored manifest, in the transaction that ends the job."""
     whole = Blob(
         role=MANIFEST,
         media_type=MANIFEST_MEDIA_TYPE,
@@ -54,14 +54,14 @@ def publishes_package(context: TaskContext, model_id: str, manifest: Manifest) -
 
 
 def open_parent(context: TaskContext, digest: str) -> tuple[Artifact, Manifest, Package]:
-    """Open the package that a job adds something to: its row, its manifest, and it without additions."""
+    """Open a package to extend. Return its row, its manifest, and the package without additions."""
     row = context.artifact(JobKind.PACKAGE, digest)
     manifest = Manifest.from_bytes(context.blobs.read(digest, limit=MAX_MANIFEST_BYTES))
     return row, manifest, Package(context.blobs, manifest.parent())
 
 
 def blob_of_layer(layer: Layer) -> Blob:
-    """A layer as the store keeps it."""
+    """Return the store's record of a layer."""
     return Blob(
         role=layer.role.value,
         media_type=layer.media_type,
@@ -72,7 +72,7 @@ def blob_of_layer(layer: Layer) -> Blob:
 
 
 def layer_of(artifact: Artifact, role: Role) -> Layer:
-    """A layer of an artifact that must have it."""
+    """Return a layer of an artifact. Raises LookupError if the artifact lacks it."""
     blob = artifacts.blob_of(artifact, role.value)
     if blob is None:
         raise LookupError(f"{artifact.id} has no {role} layer")
@@ -80,20 +80,20 @@ def layer_of(artifact: Artifact, role: Role) -> Layer:
 
 
 def quantization_of(options: AnyOptions) -> Quantization:
-    """Return scheme and groups for devices."""
+    """Return the scheme and the group size as the manifest names them. AutoRound makes int4 codes."""
     scheme = Scheme.INT4 if isinstance(options, AutoRound) else Scheme(options.scheme)
     return Quantization(name=scheme, group_size=options.group_size)
 
 
 def report_blob(blobs: BlobFolder, report: Mapping[str, object]) -> Blob:
-    """Store a report."""
+    """Store a report as JSON."""
     data = json.dumps(report, allow_nan=False, sort_keys=True).encode()
     digest = blobs.put_bytes(data)
     return Blob(role=REPORT, media_type="application/json", digest=digest, size_bytes=len(data))
 
 
 def read_mask(blobs: BlobFolder, digest: str) -> dict[str, NDArray[np.uint32]]:
-    """Indices by tensor of a stored mask layer, its digest checked.
+    """Check the digest of a stored mask layer, and return its indices by tensor.
 
     Raises:
         PackageError: the blob is missing or damaged.

@@ -27,7 +27,7 @@ _SCORED = 0.9  # progress of the job when the weights are scored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
-    """The numbers that decide the choice: scores on a corpus, or the weights (then the rest is empty)."""
+    """The numbers that decide the choice: scores on a corpus, or weights without a corpus."""
 
     tensors: Tensors
     provenance: Mapping[str, JSON]
@@ -38,8 +38,8 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
     """Choose a mask. Long scoring is split into parts, which are jobs of their own.
 
     Raises:
-        InputError: options that do not go together, a model or corpus that does not serve.
-        RetryableError: a hub or data set that cannot be reached.
+        InputError: the options contradict each other, or the model or corpus is unusable.
+        RetryableError: the hub or the data set cannot be reached.
     """
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)

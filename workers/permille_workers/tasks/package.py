@@ -1,7 +1,7 @@
-"""The package job: a quantization of a model and a mask of it, the masked values, the files, and if asked for
-powers of two; or an adapter in the mask's place.
+"""The package job: combine a quantization of a model with a mask or an adapter.
 
-The reader verifies the package, as a stranger would, before its row is written.
+The package holds the codes, the masked values, the model's files and a reference. Before its row is
+written, the reader verifies it in the same way as on a device.
 """
 
 from typing import cast
@@ -34,11 +34,11 @@ from permille_workers.tasks.sources import (
 
 
 def run(context: TaskContext, request: PackageCreate) -> Publish:
-    """Make a package and verify it as a stranger would.
+    """Make a package and verify it with the reader.
 
     Raises:
-        InputError: parts of different models or weights.
-        PackageError: a stored part is damaged, or a file of the model may not be in a package.
+        InputError: the parts come from different models or weights.
+        PackageError: a stored part is damaged, or a package may not hold one of the model's files.
     """
     quantization = context.artifact(JobKind.QUANTIZATION, request.quantization_id)
     mask_row = None if request.mask_id is None else context.artifact(JobKind.MASK, request.mask_id)
@@ -78,7 +78,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
 
 
 def _corpus_of(mask_row: Artifact | None, coded: QuantizationCreate) -> str | None:
-    """Find the public text of a build: what chose the mask, else what the quantization was measured on."""
+    """Return the corpus of the mask, or else the corpus on which the quantization was measured."""
     if mask_row is not None:
         asked: FisherMaskCreate | WeightMaskCreate = parse_request(JobKind.MASK, mask_row.request)
         if isinstance(asked, FisherMaskCreate):
@@ -89,7 +89,7 @@ def _corpus_of(mask_row: Artifact | None, coded: QuantizationCreate) -> str | No
 def _with_reference(
     context: TaskContext, model: SourceModel, manifest: Manifest, corpus_id: str | None
 ) -> Manifest:
-    """Add a reference: rows of the corpus, and answers of the model where it chats; without either none."""
+    """Add a reference of corpus rows and chat answers. Without corpus and chat, add none."""
     from permille.models.loading import FileChat, FileTokenizer
 
     folder, made = model.checkpoint.folder, dict[str, JSON](versions("tokenizers"))

@@ -1,7 +1,7 @@
-"""The pooling job: a state of a package's weights, trained on public text, and a package that carries it.
+"""The pooling job: train a state of a package's weights on public text, and add it to the package.
 
-A light engine computes, on a GPU torch's; what it needs of the model is in the package. A state that is not
-surely better than the base on held-out text of the corpus is not published.
+The package holds everything that the engine needs. A state is published only if it is surely better than
+the base on held-out text of the corpus.
 """
 
 from typing import cast
@@ -23,9 +23,9 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
     """Train, judge, and publish a package with the state.
 
     Raises:
-        InputError: too little text, or a state that is not surely better than the base.
+        InputError: the text is too short, or the state is not surely better than the base.
         PackageError: the package is damaged.
-        RetryableError: a data set that cannot be reached.
+        RetryableError: the data set cannot be reached.
     """
     from permille.models.loading import FileTokenizer
 

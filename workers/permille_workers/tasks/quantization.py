@@ -70,10 +70,9 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     """Quantize a model.
 
     Raises:
-        InputError: a model that does not serve, too little text to calibrate on, a corpus that is
-            broken.
-        RetryableError: a hub or data set that cannot be reached.
-        OperatorError: this worker was installed without auto-round, and it is asked for.
+        InputError: the model is unusable, the corpus is damaged, or the text is too short to calibrate on.
+        RetryableError: the hub or the data set cannot be reached.
+        OperatorError: the request asks for auto-round, and this worker lacks it.
     """
     options = request.options
     context.progress(0.0, "opening the model")
@@ -221,8 +220,8 @@ def calibrated_codes(context: TaskContext, checkpoint: Checkpoint, options: Auto
     This runs in one piece and does not notice a cancel. The supervisor of the worker ends it.
 
     Raises:
-        InputError: what auto-round cannot do; too little text.
-        RetryableError: a data set that cannot be reached.
+        InputError: auto-round does not support the model, or the text is too short.
+        RetryableError: the data set cannot be reached.
         OperatorError: auto-round is not installed.
     """
     if importlib.util.find_spec("auto_round") is None:

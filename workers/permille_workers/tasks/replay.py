@@ -1,9 +1,9 @@
-"""The replay job: an uploaded log, replayed from its integers, compared with what the device says it reached.
+"""The replay job: replay an uploaded log, and compare the result with the digest that the device reports.
 
-A packed state that came in a log's place is decoded instead, and compared the same way. Either leads to the
-state as it was trained; where the device keeps less than all of it, that state is compared, too. What is
-malformed, of another package, or too large is refused with the reason; the job itself then succeeds. Log and
-state are foreign bytes: read with a limit, decoded by the strict reader, never executed.
+A device may send a packed state in place of a log. The state is decoded and compared in the same way. If
+the device reduces the strength of its state, the digest at that strength is compared as well. A malformed,
+foreign or oversized upload is refused with a reason, and the job itself succeeds. Uploads are untrusted:
+they are read with a limit, decoded by the strict reader, and never executed.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def run(context: TaskContext, request: ReplayRequest) -> Publish:
 
     Raises:
         InputError: the run or its log is gone.
-        RetryableError: a stored blob is missing or damaged; the log is then not judged.
+        RetryableError: a stored blob is missing or damaged, so the log is neither verified nor refused.
     """
     with context.db.read() as session:
         row = runs.get(session, tenant_id=context.claim.tenant_id, run_id=request.run_id)
@@ -61,10 +61,10 @@ def run(context: TaskContext, request: ReplayRequest) -> Publish:
 
 
 def verdict_of_replay(context: TaskContext, run_row: Run, data: bytes) -> LogVerdict:
-    """Decode, compare with the package, replay, compare with the device's state.
+    """Decode a log or state, check its package, replay it, and compare it with the device's digests.
 
     Raises:
-        RetryableError: the log cannot be read from our own blobs.
+        RetryableError: the manifest of the package cannot be read from the blob store.
     """
     reached_by = _decoded_state if run_row.log_form == LogForm.STATE else _replayed_log
     try:
@@ -88,7 +88,7 @@ def verdict_of_replay(context: TaskContext, run_row: Run, data: bytes) -> LogVer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Reached:
-    """The state that a log leads to, or that was sent in its place."""
+    """The state at the end of a log, or the state that was sent in place of a log."""
 
     s_K: NDArray[np.int64]
     mask_digest: str
@@ -101,7 +101,7 @@ class _Reached:
 
 
 def _difference(claimed: object, found: str) -> str | None:
-    """Say how the device's digest differs from ours; None where it does not, or where it named none."""
+    """Describe how the device's digest differs. Return None if it does not, or if the device sent none."""
     if claimed is None or claimed == found:
         return None
     return f"state-differs: the device reports {claimed}, the replay gives {found}"

@@ -1,11 +1,12 @@
-"""The round job: what devices sent to a round becomes one step of the federation's state.
+"""The round job: combine the contributions of a round into one step of the federation's state.
 
-It is told which round is closing; what was sent does not change from then on. Nothing leaves before the
-transaction that publishes it, so a second attempt after a kill makes the same bytes; of a private round it
-draws other noise, or gets a keeper's again.
+A closing round accepts no more contributions. The result leaves the process only in the transaction that
+publishes it. After a kill, a second attempt therefore makes the same bytes. In a private round, it draws new
+noise, or gets the keeper's earlier answer again.
 
-In mode keeper this process never sees a device's integers: it asks a keeper over HTTPS for the noised sum.
-The keeper answers one set of devices with one answer, durably. While it is down the job is retried.
+In the mode `keeper`, this process never sees a device's integers. It asks the keeper over HTTPS for the
+noised sum. The keeper stores its answer to a set of devices, and repeats that answer. The job is retried
+while the keeper is down.
 """
 
 import http.client
@@ -48,10 +49,11 @@ from permille_workers.runtime.context import Publish, TaskContext
 
 
 def run(context: TaskContext, request: RoundRequest) -> Publish:
-    """Combine what has come, and move the federation on by it.
+    """Combine the received contributions, and publish the federation's next state.
 
     Raises:
-        OperatorError: what is stored is damaged.
+        InputError: another round is closing.
+        OperatorError: the stored history or a stored contribution is damaged.
     """
     tenant_id = context.claim.tenant_id
     with context.db.read() as session:
@@ -80,10 +82,7 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
 
 
 def close(history: History, received: Sequence[Received], keeper_token: str | None = None) -> Ended | str:
-    """Compute the result of a round from its contributions, or the reason that it is void.
-
-    The history moves on by it.
-    """
+    """Compute the result of a round and apply it to `history`, or return the reason why the round is void."""
     definition = history.definition
     try:
         made, gains = _combined(definition, history.number, received, keeper_token)
@@ -140,7 +139,7 @@ def _history(definition: Definition, way: Way) -> History:
 
 
 def _gains(definition: Definition, gains: Sequence[int]) -> tuple[float, float] | None:
-    """Mean and standard error of what devices measured, in nats per token; None where there are too few."""
+    """Return mean and standard error of the gains in nats per token, or None for fewer than two devices."""
     if len(gains) < 2:
         return None
     unit = GAIN_NATS / definition.gain_bound
@@ -157,11 +156,11 @@ _log = logging.getLogger(__name__)
 def private_sum(
     definition: Definition, number: int, sent: Sequence[Contribution | Masked], keeper_token: str | None
 ) -> NDArray[np.int64]:
-    """The sum of the devices' vectors with noise, int64 [V], the gain last.
+    """Return the noised sum of the devices' vectors, int64 [V], with the gain as the last element.
 
     Raises:
-        RetryableError: the keeper does not answer now.
-        OperatorError: the keeper refuses; no other attempt would change that.
+        RetryableError: the keeper does not answer.
+        OperatorError: the keeper refuses, so a retry is pointless.
     """
     masked = [each for each in sent if isinstance(each, Masked)]
     plain = [each for each in sent if isinstance(each, Contribution)]
@@ -174,7 +173,7 @@ def private_sum(
 
 
 def ask_keeper(opening: Opening, token: str | None) -> NDArray[np.uint32]:
-    """The sum of the masks of these devices less noise, uint32 [V].
+    """Ask the keeper for the sum of the devices' masks minus noise, uint32 [V].
 
     Raises:
         RetryableError, OperatorError: as `private_sum`.
@@ -198,7 +197,7 @@ def ask_keeper(opening: Opening, token: str | None) -> NDArray[np.uint32]:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Take a redirection as the refusal that it is: the token is for the keeper of the definition alone."""
+    """Treat a redirect as a refusal, so that the token is sent to no host but the definition's keeper."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -229,7 +228,7 @@ def _ask(opening: Opening, token: str | None) -> NDArray[np.uint32]:
 
 
 def _reason(refusal: urllib.error.HTTPError) -> str:
-    """Return the text of a refusal, as far as it arrives."""
+    """Return the text of a refusal, or the error that interrupted it."""
     try:
         return refusal.read(1000).decode(errors="replace")
     except (OSError, http.client.HTTPException) as exc:

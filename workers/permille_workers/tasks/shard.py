@@ -1,9 +1,9 @@
-"""The shard job: squared gradients of some of a mask's sequences, summed; how a mask job is cut and joined.
+"""The shard job, and how a long mask job is split and joined.
 
-A mask job of much work draws its sequences, leaves them where its parts find them, and is split: one job a
-shard of `permille.sensitivity.fisher.shard_ranges`, so that the cut does not depend on who works. Its next
-attempt adds the sums in the order of the shards. A sum that is gone, after a failure of long ago, is made
-again.
+A shard job sums the squared gradients of some of a mask's sequences. A long mask job draws its sequences,
+stores them for its parts, and adds one shard job for each range of `shard_ranges` in
+`permille.sensitivity.scores`. The ranges do not depend on the workers. The next attempt of the mask job
+adds the sums in the order of the shards. If a sum was removed after a failure, its shard runs again.
 """
 
 import json
@@ -36,11 +36,11 @@ class Drawn:
 
 
 def run(context: TaskContext, request: ShardRequest) -> Publish:
-    """Sum the squared gradients of a shard; the result is the digest of the sums, for the parent alone.
+    """Sum the squared gradients of a shard, and return the digest of the sums to the mask job.
 
     Raises:
-        InputError: no part of a mask job, or a model that does not serve.
-        PackageError: what the parent left is gone or damaged.
+        InputError: the job is no part of a mask job, or the model is unusable.
+        PackageError: the stored sequences are missing or damaged.
     """
     from permille.sensitivity.fisher import shard_sums
     from permille_workers.tasks.compute import open_torch_model
@@ -73,7 +73,7 @@ def drawn_before(context: TaskContext) -> Drawn | None:
 
 
 def split_or_join(context: TaskContext, request: FisherMaskCreate, drawn: Drawn) -> PartsToAdd | Scores:
-    """The shards that are still to be done; once there are none, the scores of all.
+    """Return the shards that have no sums yet, or the joined scores if all shards have.
 
     Raises:
         PackageError: a sum is damaged.

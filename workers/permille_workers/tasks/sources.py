@@ -100,7 +100,8 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
     """Find (or download) the model's folder, check it, and store what it is.
 
     Raises:
-        InputError: no such model, a folder that is none of ours, or files that changed since the first job.
+        InputError: the folder is unusable, or its files have changed since the first job.
+        NotFoundError: there is no such model.
         RetryableError: the hub cannot be reached.
     """
     tenant_id = context.claim.tenant_id
@@ -128,7 +129,7 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
 
 
 def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
-    """Find the corpus. Raises InputError when there is none, or its file is gone."""
+    """Open a corpus. Raises NotFoundError if it is unknown, InputError if its file is missing."""
     tenant_id = context.claim.tenant_id
     with context.db.read() as session:
         row = rows.get(session, Corpus, tenant_id=tenant_id, row_id=corpus_id)
@@ -137,7 +138,7 @@ def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
     if isinstance(source, FileCorpus):
         path = resolve_inside(root, source.path, what="file")
         return SourceCorpus(
-            # Looked for again when it is read: a link may have come meanwhile.
+            # Resolve the path again before reading: it may have become a link that leads outside.
             texts=lambda report: file_texts(resolve_inside(root, source.path, what="file"), report),
             provenance={"kind": "file", "location": source.path, "digest": digest_of_file(path)},
         )
@@ -148,7 +149,7 @@ def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
 
 
 def versions(*libraries: str) -> dict[str, JSON]:
-    """Versions of this software and of libraries that decide bits, for provenance."""
+    """Return the versions of permille and of libraries whose version can change the result's bits."""
     from importlib.metadata import version
 
     found: dict[str, JSON] = {name: version(name) for name in sorted(libraries)}
@@ -197,9 +198,9 @@ def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
 def evaluation_sequences(
     tokenizer: Tokenizer, corpus: SourceCorpus, wanted: Sampling
 ) -> tuple[Sequences, bool]:
-    """Sequences to measure on, and whether they lie after `wanted.skip`.
+    """Return sequences to measure on, and whether they lie after `wanted.skip`.
 
-    Of a small corpus as much is taken as there is, at last without passing over the used part (and said so).
+    If the corpus is too small, halve the number of sequences. As a last resort, do not skip the used part.
     """
     for skip in dict.fromkeys((wanted.skip, 0)):
         number = wanted.number

@@ -1,8 +1,8 @@
 """The sparsification job: a copy of a model with weights set to zero, registered as a model.
 
-The copy is made in the job's work folder, a decoder layer at a time. Whole, it is put below the model root,
-in a folder named by its digest: the same request makes the same files, and they are kept once. The model's
-row and the result's are written in the transaction that ends the job.
+The job makes the copy in its work folder, one decoder layer at a time. It then links the complete copy below
+the model root, in a folder named by its digest. Equal requests make equal files, which are stored once.
+The rows of the model and of the result are written in the transaction that ends the job.
 """
 
 import math
@@ -49,9 +49,9 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
     """Make a model sparse.
 
     Raises:
-        InputError: a model that is as sparse already, a pattern that does not divide its rows, too little
-            text, a name that was taken meanwhile.
-        RetryableError: a hub or data set that cannot be reached.
+        InputError: the model is as sparse already, the pattern does not divide its rows, the text is too
+            short, or the name was taken meanwhile.
+        RetryableError: the hub or the data set cannot be reached.
     """
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
@@ -232,7 +232,7 @@ def _perplexity(
 
 
 def _install(made: Path, final: Path, *, mark: str) -> None:
-    """Put a folder in its place at once; the same one may be there. `mark` tells apart those on their way."""
+    """Install a folder atomically, unless it exists already. `mark` names the job's temporary folder."""
     final.parent.mkdir(parents=True, exist_ok=True)
     incoming = final.parent / f".{mark}"
     shutil.rmtree(incoming, ignore_errors=True)
@@ -251,7 +251,7 @@ def _install(made: Path, final: Path, *, mark: str) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """The same file under another name, or a durable copy where that is another file system."""
+    """Link a file, or make a durable copy if the target is on another file system."""
     try:
         os.link(source, target)
     except OSError:
