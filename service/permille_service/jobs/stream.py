@@ -1,5 +1,8 @@
-"""A job's events as server-sent events: resumed by `Last-Event-ID`, kept alive by comments, ended with the
-job."""
+"""A job's events as server-sent events.
+
+A client resumes a stream by `Last-Event-ID`. Comments keep the connection alive. The stream ends with the
+job.
+"""
 
 import asyncio
 import json
@@ -24,7 +27,7 @@ MAX_STREAMS, MAX_STREAMS_PER_TOKEN = 200, 10
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that hold a place for as long as they are sent; where there is none, a problem."""
+    """A stream of events that holds a slot while it is sent. If no slot is free, it answers a problem."""
 
     media_type = "text/event-stream"
 
@@ -35,7 +38,7 @@ class EventStream(StreamingResponse):
         self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them, or the ApiError of the place, which the app answers."""
+        """Send the events. Raises ApiError if no slot is free."""
         with self._place():
             await super().__call__(scope, receive, send)
 
@@ -43,10 +46,10 @@ class EventStream(StreamingResponse):
 async def stream_events(
     service: Service, *, tenant_id: str, job_id: str, after: int, still_allowed: Callable[[], bool]
 ) -> AsyncIterator[bytes]:
-    """The lines of the stream, from the event after `after` on.
+    """Yield the lines of the stream, starting after the event `after`.
 
-    Ends when the job has ended and all is told, when the time of a stream is over or the process stops
-    (clients then resume), or at a heartbeat when the caller's token is no longer valid.
+    The stream ends after the last event of an ended job, and at a heartbeat if the caller's token is no
+    longer valid. It also ends after `stream_s` seconds and when the process stops. Clients then resume it.
     """
     deadline = time.monotonic() + service.settings.stream_s
     heartbeat = time.monotonic() + HEARTBEAT_S
@@ -68,7 +71,7 @@ async def stream_events(
 
 
 def encode(event: JobEvent) -> bytes:
-    """An event of the stream. Its data is one line of JSON."""
+    """Encode an event. Its data is one line of JSON."""
     data = json.dumps(event.model_dump(mode="json"), separators=(",", ":"))
     return f"id: {event.seq}\nevent: {event.kind}\ndata: {data}\n\n".encode()
 

@@ -1,10 +1,10 @@
-"""Estimates of what a job will need: memory, disk and time, from the model's config alone; and what this
-machine has: free memory (the control group's limit included), free disk, an assumed speed. No torch, no file
-is read.
+"""Estimates of the memory, disk and time that a job needs, and measurements of what this machine has.
 
-The figures are upper estimates of the worker's methods (weights in float32, one sequence at a time, one
-tensor's gradient, checkpointed activations). They are meant to refuse the hopeless before hours are spent,
-not to predict.
+Needs are computed from the model's config alone. No model file is read. The figures are upper estimates of
+the worker's methods: weights in float32, one sequence at a time, one tensor's gradient, checkpointed
+activations. They serve to refuse hopeless jobs early, not to predict.
+
+Free memory takes the limit of the control group into account. The speed of the machine is assumed.
 """
 
 import os
@@ -63,7 +63,7 @@ class Needs:
     seconds: float
 
     def then(self, other: "Needs") -> "Needs":
-        """This job and after it another: the larger memory, the sum of the rest."""
+        """Return the needs of two jobs in sequence: the larger memory, and the sums of disk and time."""
         return Needs(
             memory_bytes=max(self.memory_bytes, other.memory_bytes),
             disk_bytes=self.disk_bytes + other.disk_bytes,

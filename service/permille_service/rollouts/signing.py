@@ -1,7 +1,7 @@
-"""Signing of rollouts: when an operator changes one, or else at the next poll.
+"""Signing of rollouts, when an operator changes one or when a device polls.
 
-The sweeper runs in workers, which have no keys. A step that it makes is signed by the API when a device next
-asks for the timestamp, before that device gets it.
+The sweeper of the workers moves rollouts on, but workers have no keys. The API signs such a step when a
+device next asks for the timestamp, before it answers.
 """
 
 import logging
@@ -33,7 +33,7 @@ def sign_all(service: Service, session: Session, repository: Repository, tenant_
 
 
 def sign(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
-    """Let the trust metadata say what a locked row says.
+    """Update the trust metadata to match a locked row.
 
     Raises:
         KeyElsewhereError: the service does not hold the key of the role `rollouts`.
@@ -52,7 +52,7 @@ def sign(service: Service, session: Session, repository: Repository, row: tables
 
 
 def check_may_end(repository: Repository, row: tables.Rollout) -> None:
-    """Refuse a rollout whose end needs a key that is elsewhere. Raises ConflictError."""
+    """Check that the service can sign the end of a rollout. Raises ConflictError if it lacks the key."""
     if not repository.may_move_alias(row.release, row.alias, row.version):
         raise ConflictError(
             f"The service cannot sign {row.release!r} version {row.version} for {row.alias!r} once it is "
@@ -61,7 +61,7 @@ def check_may_end(repository: Repository, row: tables.Rollout) -> None:
 
 
 def _finish(session: Session, repository: Repository, row: tables.Rollout) -> None:
-    """Point the alias at the version, so that the rollout's record is needed no more."""
+    """Point the alias at the version. Devices then no longer need the rollout's record."""
     if not _is_where_it_was(session, row):
         return
     with suppress(ConflictError):  # yanked at the last moment: devices stay with the alias of before
@@ -72,10 +72,11 @@ def _finish(session: Session, repository: Repository, row: tables.Rollout) -> No
 
 
 def _revert(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
-    """Publish the package of before as a new version; where the team's key is elsewhere, leave the alias.
+    """Publish the earlier package as a new version.
 
-    The alias never left the version of before, so devices return to that: it is signed for them as well.
-    Where an operator has moved the alias or yanked that version, devices go by the alias.
+    If the service lacks the team's key, it publishes nothing. The alias still points at the earlier
+    version, so devices return to that version. If an operator has moved the alias or yanked the earlier
+    version, devices follow the alias.
     """
     before = releases.get(session, tenant_id=row.tenant_id, name=row.release, version=row.before)
     if before.yanked_at is not None or not _is_where_it_was(session, row):

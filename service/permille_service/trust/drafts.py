@@ -1,4 +1,4 @@
-"""Drafts of metadata as files, and the keys that sign them: on operators' own machines, without a service."""
+"""Draft metadata files and the keys that sign them, on operators' own machines and without a service."""
 
 import base64
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Change:
 
 
 def write_key(file: Path) -> dict[str, Any]:
-    """Make a key in a new file; the record says its public part. Raises CommandError."""
+    """Make a key in a new file, and describe its public key. Raises CommandError if the file exists."""
     if file.exists():
         raise CommandError(f"{file} exists already. Choose another file.", Exit.REFUSED)
     key = Ed25519PrivateKey.generate()
@@ -53,22 +53,27 @@ def write_key(file: Path) -> dict[str, Any]:
 
 
 def read_draft(file: Path) -> tuple[str, bytes]:
-    """The role of a draft, by its file's name, and its bytes. Raises InputError, CommandError."""
+    """Return the role and the bytes of a draft. The name of the file tells the role.
+
+    Raises:
+        InputError: the name is not `<version>.<role>.json`.
+        CommandError: the file cannot be read.
+    """
     return parse_file_name(file.name)[0], _read(file)
 
 
 def version_of(data: bytes) -> int:
-    """The version that a draft says it is."""
+    """Return the version of a draft."""
     version: int = Metadata.from_bytes(data).signed.version
     return version
 
 
 def sign_draft(file: Path, key: Path, change: Change) -> dict[str, Any]:
-    """Change a draft and sign it in place; the record says what was signed.
+    """Change a draft, sign it in place, and describe the signed metadata.
 
     Raises:
-        InputError: its name or content is no draft's.
-        CommandError: the change or the key does not go with it.
+        InputError: the file is no draft.
+        CommandError: the change or the key does not fit the draft.
     """
     role, data = read_draft(file)
     metadata: Metadata[Any] = parse(Root, data) if role == ROOT else parse(Targets, data)

@@ -1,7 +1,7 @@
-"""A tenant's repository opened within a transaction, on its stored metadata and the keys that are here.
+"""Access to a tenant's repository within a transaction, with its stored metadata and the service's keys.
 
-Keys are files: a new one is written before the transaction that names it ends, and one that a transaction
-has made useless is deleted after it. So a crash in between leaves a key too many, never one too few.
+Keys are files. A new key is written before the end of the transaction that names it. An obsolete key is
+deleted after the transaction. A crash can therefore leave an unused key, but never lose a needed one.
 """
 
 import logging
@@ -28,10 +28,15 @@ Answer = TypeVar("Answer")
 
 @contextmanager
 def changing(service: Service, session: Session, tenant_id: str) -> Iterator[Repository]:
-    """The tenant's repository, made if it has none; what the block changes is kept with the transaction.
+    """Open the tenant's repository to change it, and make it if it does not exist.
+
+    Changes of the block are stored with the transaction:
+
+        with changing(service, session, tenant_id) as repository:
+            repository.move_alias("chat", "stable", 4)
 
     Raises:
-        ChangedError: another change was faster.
+        ChangedError: another transaction has changed the repository in the meantime.
     """
     found, now = trust.newest(session, tenant_id=tenant_id), database.now(session)
     if found:
@@ -45,7 +50,7 @@ def changing(service: Service, session: Session, tenant_id: str) -> Iterator[Rep
 
 
 def read(service: Service, tenant_id: str) -> Repository:
-    """The tenant's repository to read; made if it has none."""
+    """Open the tenant's repository to read it, and make it if it does not exist."""
     with service.database.read() as session:
         found, now = trust.newest(session, tenant_id=tenant_id), database.now(session)
     if found:
@@ -54,13 +59,13 @@ def read(service: Service, tenant_id: str) -> Repository:
 
 
 def ensure(service: Service, session: Session, tenant_id: str) -> None:
-    """Make the tenant's repository if it has none."""
+    """Make the tenant's repository if it does not exist."""
     with changing(service, session, tenant_id):
         pass
 
 
 def change(service: Service, tenant_id: str, work: Callable[[Session, Repository], Answer]) -> Answer:
-    """Change a repository in a transaction of its own; keys that no role names afterwards are deleted."""
+    """Change a repository in its own transaction, and then delete the keys that no role names any more."""
     useless: set[str] = set()
 
     def run(session: Session) -> Answer:
@@ -82,7 +87,7 @@ def change_by(
     work: Callable[[Session, Repository], Answer],
     body: BaseModel | None = None,
 ) -> Answer:
-    """The same by an operator, with its entry in the audit log."""
+    """Change a repository as `change` does, and add an operator's entry to the audit log."""
 
     def audited(session: Session, repository: Repository) -> Answer:
         answer = work(session, repository)
@@ -93,13 +98,13 @@ def change_by(
 
 
 def read_file(service: Service, tenant_id: str, file: str) -> bytes:
-    """One file for a client; before a timestamp, what is due is renewed and what rollouts changed is signed.
+    """Return a file for a client. Before the timestamp is served, sign changed rollouts and renew it if due.
 
-    Where it cannot be renewed now (a full disk, a key that is missing), it is served as long as it is good.
+    If the renewal fails, for example on a full disk, the old timestamp is served until it expires.
 
     Raises:
         NotFoundError: there is no such file.
-        OperatorError, DBAPIError, OSError: the timestamp has ended, and cannot be renewed.
+        OperatorError, DBAPIError, OSError: the timestamp has expired and cannot be renewed.
     """
     data, at, is_unsigned = trust.read_file(service.database, tenant_id=tenant_id, file=file)
     if file != TIMESTAMP_FILE or not (is_unsigned or is_due(TIMESTAMP, data, at)):
