@@ -1,4 +1,4 @@
-"""The thin client under every command: one request, one answer, errors as `CommandError`."""
+"""The HTTP client of the commands. It returns JSON, and raises `CommandError` for problems."""
 
 import json
 import re
@@ -77,14 +77,17 @@ class Client:
         self._http.close()
 
     def get(self, path: str, **params: str | int | None) -> Any:
-        """The JSON of a GET. Raises CommandError."""
+        """Send a GET and return its JSON. Raises CommandError."""
         given = {name: value for name, value in params.items() if value is not None}
         return _json(self._send("GET", path, params=given))
 
     def post(self, path: str, body: Any = None, *, key: str | None = None) -> Any:
-        """The JSON of a POST that makes something; sent with a fresh idempotency key unless one is given.
+        """Send a POST and return its JSON. A fresh idempotency key is used unless one is given.
 
-        A request that was cut off is sent once more, which the key makes safe.
+        If the connection breaks, the request is sent once more. The key prevents a second object.
+
+        Raises:
+            CommandError: the service refuses the request or does not answer.
         """
         headers = {"Idempotency-Key": key or f"cli-{uuid.uuid4()}"}
         try:
@@ -96,20 +99,20 @@ class Client:
         return _json(response)
 
     def put(self, path: str, body: Any) -> Any:
-        """The JSON of a PUT. Raises CommandError."""
+        """Send a PUT and return its JSON. Raises CommandError."""
         return _json(self._send("PUT", path, json=body))
 
     def put_bytes(self, path: str, data: bytes) -> Any:
-        """The JSON of a PUT of JSON that must arrive byte for byte. Raises CommandError."""
+        """Send signed JSON by PUT without changing its bytes, and return the answer. Raises CommandError."""
         headers = {"Content-Type": "application/json"}
         return _json(self._send("PUT", path, content=data, headers=headers))
 
     def delete(self, path: str) -> None:
-        """A DELETE. Raises CommandError."""
+        """Send a DELETE. Raises CommandError."""
         self._send("DELETE", path)
 
     def pages(self, path: str, *, limit: int | None = None, **params: str | int | None) -> list[Any]:
-        """Items of a list, page by page, at most `limit`."""
+        """Return the items of a list, at most `limit`. All pages are read."""
         items: list[Any] = []
         cursor: str | None = None
         while True:
@@ -121,7 +124,7 @@ class Client:
                 return items
 
     def events(self, job_id: str) -> Iterator[dict[str, Any]]:
-        """A job's events as they come, until it ends; a stream that breaks is resumed."""
+        """Yield a job's events until the job ends. A stream that ends early is resumed."""
         last = 0
         while True:
             headers = {"Last-Event-ID": str(last)}
@@ -139,7 +142,7 @@ class Client:
                             event = json.loads(line.removeprefix("data:"))
                             last = event["seq"]
                             yield event
-                if crowded:  # as many follow as may: look now and then instead
+                if crowded:  # the service has no free stream, so poll the events instead
                     ended = self.get(f"/v1/jobs/{job_id}")["state"] in ENDED
                     for event in self.get(f"/v1/jobs/{job_id}/events", after=last):
                         last = event["seq"]
@@ -191,7 +194,7 @@ def _error(response: httpx.Response) -> CommandError:
 
 
 def in_words(errors: list[dict[str, str]]) -> str:
-    """Return the faults of a request, by the command's names of its fields."""
+    """Describe the invalid fields of a request by the names of the command's options."""
     return "; ".join(_field_in_words(error["location"], error["message"]) for error in errors[:3])
 
 

@@ -27,7 +27,12 @@ class Exit(IntEnum):
 
 
 def exit_of_status(status: int) -> Exit:
-    """The exit code of an HTTP status that is an error."""
+    """Return the exit code for an HTTP error status.
+
+    Example:
+        >>> exit_of_status(404)
+        <Exit.NOT_FOUND: 4>
+    """
     if status in (401, 403):
         return Exit.ACCESS
     if status in (404, 410):
@@ -38,8 +43,7 @@ def exit_of_status(status: int) -> Exit:
 
 
 class CommandError(Exception):
-    """A command that cannot go on: what to tell, what to exit with, and the service's problem if it sent
-    one."""
+    """Failure of a command: the message, the exit code, and the service's problem if there is one."""
 
     def __init__(self, message: str, code: Exit, problem: dict[str, object] | None = None) -> None:
         super().__init__(message)

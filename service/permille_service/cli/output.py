@@ -31,7 +31,7 @@ class Output:
     errors: Console
 
     def show(self, answer: Any, columns: Sequence[str] = ()) -> None:
-        """Print one answer: a list as a table of `columns`, an object as its fields."""
+        """Print an answer: a list as a table of `columns`, an object as a table of its fields."""
         if self.as_json:
             print_json(answer)
         elif isinstance(answer, list):
@@ -45,7 +45,7 @@ class Output:
                 self.console.print(table_of(lines, columns))
 
     def say(self, text: str) -> None:
-        """Print a line for people; programs do not see it."""
+        """Print a line for people. With `--json` nothing is printed."""
         if not self.as_json:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -55,7 +55,7 @@ class Output:
 
 
 def make_output(*, as_json: bool) -> Output:
-    """Tables on stdout, errors on stderr."""
+    """Make an output with tables on stdout and errors on stderr."""
     console = PlainConsole()
     if not console.is_terminal:
         console = PlainConsole(width=WIDE)  # a pipe has no edge: ids must not be cut
@@ -71,7 +71,7 @@ def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
     """Follow a job to its end and return it. A terminal shows a bar, a pipe gets a line twice a minute.
 
     Raises:
-        CommandError: it did not succeed, or Ctrl-C ended the waiting; the job runs on then.
+        CommandError: the job did not succeed, or Ctrl-C ended the wait. In this case the job continues.
     """
     bar = Progress(
         TextColumn("{task.description}"),

@@ -12,7 +12,7 @@ _FULL = re.compile(
     r"[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}|sha256:[0-9a-f]{64}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 )
 LOOKED_THROUGH = 1000
-"""The newest so many of a collection are searched."""
+"""Number of the newest records that are searched."""
 _KEYS = {"packages": "digest", "runs": "run_id"}
 _SHOWN = 5
 # An unset shell variable is not a way to say "the only one"; `mask_` is, for the only mask.
@@ -20,10 +20,10 @@ _NO_BEGINNING = ("", "sha256:")
 
 
 def resolve(client: "Client", collection: str, text: str) -> str:
-    """The id that `text` means in a collection such as `models`; a whole id is taken as it is.
+    """Return the id of a record that is given by its name, its id or the beginning of its id.
 
     Raises:
-        CommandError: nothing has this name or beginning, or several have it.
+        CommandError: no record matches, or several do.
     """
     if _FULL.fullmatch(text):
         return text
@@ -51,10 +51,17 @@ def resolve(client: "Client", collection: str, text: str) -> str:
 
 
 def _made_name(row: dict[str, Any]) -> Any:
-    """The name that a sparsification gave to its model; None of what names nothing."""
+    """Return the name of a sparsification's model, or None for other records."""
     return (row.get("request") or {}).get("name")
 
 
 def singular(collection: str) -> str:
-    """Return the name of a record of a collection."""
+    """Return the word for one record of a collection.
+
+    Example:
+        >>> singular("corpora")
+        'corpus'
+        >>> singular("masks")
+        'mask'
+    """
     return "corpus" if collection == "corpora" else collection.removesuffix("s")

@@ -1,6 +1,6 @@
-"""Records as people read them: short ids and digests, megabytes, "3 min ago"; lines of 80 columns.
+"""Tables for people, with short ids and digests, units such as MB, and times such as "3 min ago".
 
-An id or a digest that is shown short is taken by every command, see `references`. `--json` has all in full.
+Every command accepts a shortened id or digest, see `references`. `--json` prints all values in full.
 """
 
 import re
@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 
 
 def table_of(rows: Sequence[Row], columns: Sequence[str], *, now: datetime | None = None) -> Table:
-    """A table; a column `source.path` looks inside, and is headed `path`."""
+    """Make a table of records. A column `source.path` shows a nested field under the heading `path`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     cells = [[_inside(row, column) for row in rows] for column in columns]
     for column, values in zip(columns, cells, strict=True):
@@ -44,8 +44,10 @@ def table_of(rows: Sequence[Row], columns: Sequence[str], *, now: datetime | Non
 
 
 def fields_of(record: Row, *, now: datetime | None = None) -> Table:
-    """A record as two columns: what is nested has lines of its own, and only what names the record is in
-    full."""
+    """Make a table of a record's fields. Nested fields get their own lines.
+
+    Only the id of the record is shown in full.
+    """
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
@@ -56,7 +58,7 @@ def fields_of(record: Row, *, now: datetime | None = None) -> Table:
 
 
 def records_in(record: Row) -> dict[str, list[Row]]:
-    """Lists of records in a record, which are tables of their own."""
+    """Return the lists of records inside a record. They are shown as separate tables."""
     return {
         name: value
         for name, value in record.items()
@@ -65,12 +67,24 @@ def records_in(record: Row) -> dict[str, list[Row]]:
 
 
 def flat(row: Row) -> Row:
-    """A row without others inside: `perplexity before` is a column of its own."""
+    """Flatten a row: the nested field `perplexity.before` becomes `perplexity before`.
+
+    Example:
+        >>> flat({"perplexity": {"before": 12.5}})
+        {'perplexity before': 12.5}
+    """
     return {name.replace(".", " "): value for name, value in _lines("", row)}
 
 
 def cell(name: str, value: Any, now: datetime | None = None) -> str:
-    """Format a value by its kind and by its name."""
+    """Format a value by its type and by the name of its field.
+
+    Example:
+        >>> cell("size_bytes", 1_234_567)
+        '1.2 MB'
+        >>> cell("fraction", 0.25)
+        '25%'
+    """
     if value in ([], {}):
         return "none"
     if value is None:
@@ -95,7 +109,7 @@ def cell(name: str, value: Any, now: datetime | None = None) -> str:
 
 
 def when(value: str | float, now: datetime) -> str:
-    """A point in time, seen from now: "3 min ago", "in 24 h"."""
+    """Format a point in time relative to now, such as "3 min ago" or "in 24 h"."""
     then = (
         datetime.fromtimestamp(value, UTC)
         if isinstance(value, (int, float))
@@ -106,7 +120,12 @@ def when(value: str | float, now: datetime) -> str:
 
 
 def span(seconds: float) -> str:
-    """A length of time with its largest unit."""
+    """Format a duration in its largest unit.
+
+    Example:
+        >>> span(5400.0)
+        '2 h'
+    """
     for size, unit in _SPANS:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -114,12 +133,17 @@ def span(seconds: float) -> str:
 
 
 def short(value: str) -> str:
-    """An id or a digest as tables show it."""
+    """Shorten an id or a digest as tables do.
+
+    Example:
+        >>> short("mask_01jd3kq8z7m4n5p6r7s8t9v0wx")
+        'mask_01jd3kq8z7'
+    """
     return str(_shortened([value])[0])
 
 
 def figures_of(figures: Sequence[Row]) -> list[Row]:
-    """Figures of a preflight, each number in its unit, or unknown."""
+    """Format the figures of a preflight in their units. Unknown figures are shown as "unknown"."""
     return [
         {
             **row,
@@ -151,7 +175,7 @@ def _lines(prefix: str, record: Row) -> list[tuple[str, Any]]:
 
 
 def _shortened(values: Sequence[Any]) -> list[Any]:
-    """Ids and digests cut to one length, at which those that differ still do."""
+    """Cut ids and digests to one length that keeps different values different."""
     for pattern, length in _SHORT.items():
         known = {value for value in values if isinstance(value, str) and pattern.fullmatch(value)}
         if not known:

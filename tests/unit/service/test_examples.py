@@ -6,6 +6,9 @@ import importlib
 import pytest
 
 MODULES = (
+    "permille_service.cli.exits",
+    "permille_service.cli.references",
+    "permille_service.cli.tables",
     "permille_service.guard",
     "permille_service.limits",
     "permille_service.pages.rendering",
