@@ -30,7 +30,7 @@ COLLECT_AFTER = 10_000
 
 def main() -> int:
     """Serve until SIGINT or SIGTERM."""
-    gc.disable()  # what is imported stays: to look through it again and again took an eighth of the start
+    gc.disable()  # imported modules are never garbage, and collections took an eighth of the start
     from permille_service.app import create_app
 
     try:
@@ -51,7 +51,7 @@ def main() -> int:
         print(f"permille: {exc}", file=sys.stderr)
         return EXIT_RETRY if isinstance(exc, RetryableError) else EXIT_USAGE
     gc.collect()
-    gc.freeze()  # what is here now stays: no collection looks at all modules and routes again
+    gc.freeze()  # exclude all modules and routes from later collections
     gc.set_threshold(COLLECT_AFTER)
     gc.enable()
     config = uvicorn.Config(
@@ -79,14 +79,14 @@ def main() -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which tells when it begins to stop: streams end by themselves, and clients resume."""
+    """uvicorn's server, which sets `draining` when it begins to stop. Event streams then end."""
 
     def __init__(self, config: uvicorn.Config, draining: threading.Event) -> None:
         super().__init__(config)
         self._draining = draining
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As the base class, and say so."""
+        """Set `draining`, and stop as the base class does."""
         self._draining.set()
         super().handle_exit(sig, frame)
 
@@ -96,7 +96,7 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 
 
 def listen(settings: Settings, connections: Connections) -> Listener:
-    """A listening socket, so that the port is known before the first request."""
+    """Open the listening socket before uvicorn starts, so that the port is known."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # The protocol is named, else asyncio leaves Nagle on and every answer waits for a delayed ACK (40 ms).
     listening = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -140,7 +140,7 @@ def _routes() -> list[BaseRoute]:
 
 
 def _open_service(settings: Settings) -> Service:
-    """Make the folders, bring the database up to date, read or make the sealing key."""
+    """Make the folders, migrate the database, and open everything that endpoints share."""
     make_private(settings.data_dir)
     if settings.private_dir is not None:
         make_private(settings.private_dir)
@@ -202,7 +202,7 @@ def _complete(app: FastAPI) -> dict[str, Any]:
 
 
 def _drop_null(parameter: dict[str, Any]) -> None:
-    """A parameter that may be left out is not one that may be the word `null`."""
+    """Remove `null` from a parameter's types. An optional parameter is left out, not sent as null."""
     schema = parameter["schema"]
     kinds = [kind for kind in schema.pop("anyOf", ()) if kind != {"type": "null"}]
     if kinds:

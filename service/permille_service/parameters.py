@@ -26,7 +26,7 @@ EXAMPLE_DIGEST = "sha256:" + "0123456789abcdef" * 4
 
 
 def key_of(prefix: str | None, **options: Any) -> Any:
-    """A path parameter: an id with this prefix, or without one a digest."""
+    """Make a path parameter for an id with this prefix, or for a digest if `prefix` is None."""
     if prefix is None:
         return Path(pattern=DIGEST_PATTERN, examples=[EXAMPLE_DIGEST], **options)
     return Path(pattern=f"^{prefix}_{ULID_PATTERN}$", examples=[f"{prefix}_{EXAMPLE_ULID}"], **options)
@@ -89,7 +89,7 @@ NumberPaging = Annotated[Window, Depends(_number_window)]
 
 
 async def check_given_once(request: Request) -> None:
-    """Refuse a parameter that comes twice in a query: FastAPI would take the last and ignore the others."""
+    """Refuse a query with a repeated parameter. FastAPI would silently take the last value."""
     if b"&" not in request.scope["query_string"]:
         return
     names = _query_names(request.scope["route"].dependant)
@@ -104,7 +104,7 @@ async def check_given_once(request: Request) -> None:
 
 
 async def read_body(request: Request) -> bytes:
-    """Read a body that is no JSON. Raises HTTPException (400) where the client goes away before its end."""
+    """Read a raw body. Raises HTTPException (400) if the client disconnects before its end."""
     try:
         return await request.body()
     except ClientDisconnect as exc:
@@ -112,11 +112,11 @@ async def read_body(request: Request) -> bytes:
 
 
 def _query_names(dependant: Dependant) -> frozenset[str]:
-    """The names of all parameters of a route's query, those of its dependencies too."""
+    """Return the names of a route's query parameters, including those of its dependencies."""
     own = frozenset(field.alias for field in dependant.query_params)
     return own.union(*map(_query_names, dependant.dependencies))
 
 
 def page_of(page: rows.Page[Row], present: Callable[[Row], Record]) -> Page[Record]:
-    """The records of a page of rows."""
+    """Turn a page of rows into a page of records."""
     return Page(items=[present(row) for row in page.items], next_cursor=page.next_cursor)

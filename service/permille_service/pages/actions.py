@@ -1,9 +1,8 @@
 """Actions that operators start from the page: builds, releases, rollouts and invitations.
 
-Each form is made of the request that the API takes, and sent to the function of the API's route: rights,
-rules, errors and the audit log are the same. What devices will see is confirmed on a page that says how many
-devices that is. A confirmation holds only for the facts that its page showed: once they differ, the page asks
-again.
+Each form is derived from the API's request model, and calls the function of the API's route. Permissions,
+rules, errors and audit entries are therefore the same. An action that affects devices must be confirmed on
+a page that names their number. If the facts on that page have changed meanwhile, the page asks again.
 """
 
 import hashlib
@@ -43,7 +42,7 @@ TypedForm = Annotated[dict[str, str], Depends(sign_in.form_of)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """Changes that devices will see of an action.
+    """The effect of an action on devices.
 
     Attributes:
         words: for the reader.
@@ -114,7 +113,7 @@ def show_form(name: str, request: Request, page: MakerPage) -> Response:
 
 @router.post("/new/{name}")
 def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
-    """Make it, once what devices see is confirmed; where it is refused, the form again as it was typed."""
+    """Run the action after its effect is confirmed. If it is refused, show the form as it was typed."""
     action = ACTIONS[_known(name, ACTIONS)]
     if typed.get("step") == "edit":
         return _form(page, action, typed, None)
@@ -144,7 +143,7 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
 
 @router.get("/rollouts/{rollout_id}/{move}")
 def show_move(rollout_id: RolloutId, move: str, page: MakerPage) -> Response:
-    """Ask whether a rollout shall be moved, and say what devices will see."""
+    """Show the effect of a move on devices, and ask for a confirmation."""
     return _ask_move(page, rollout_id, move)
 
 

@@ -1,4 +1,4 @@
-"""Pages of what goes out and comes back: the fleet, releases one against the one before, federations."""
+"""Pages of the fleet, of releases and their comparisons, and of federations."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,7 @@
-"""Forms of the page: the options of a request as fields, with what was typed and what is wrong with it.
+"""Forms of the page: the options of a request as fields, with the typed values and their errors.
 
-A field left empty is left out of the request, so that defaults are the service's. The request model alone
-checks what was typed: its errors are shown beside the fields, in the words of the API.
+An empty field is left out of the request, so the service's default applies. Only the request model checks
+the values. Its errors are shown beside the fields.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ def _choices(session: Session, tenant_id: str, option: RequestOption, text: str)
 
 
 def _value(option: RequestOption, text: str) -> object:
-    """Return a typed text as its option has it; text of another form stays, for the model to refuse."""
+    """Convert a typed text to the type of its option. Malformed text is kept, and the model refuses it."""
     if not text:
         return None
     if option.many:
@@ -105,7 +105,7 @@ def _number(kind: type, text: str) -> object:
 
 
 def _sort_errors(form: Form, problem: Problem | None) -> tuple[dict[str, str], list[str]]:
-    """Return errors by the field that they belong to, and those of none."""
+    """Return the errors by field, and the errors that belong to no field."""
     if problem is None:
         return {}, []
     errors, others = dict[str, str](), list[str]()

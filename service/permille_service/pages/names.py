@@ -1,4 +1,4 @@
-"""Names of what pages and forms mention by id: models, corpora, groups, devices, tokens, packages."""
+"""Names for the ids on pages and forms: models, corpora, groups, devices, tokens, packages."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,5 +1,4 @@
-"""Pages of what work starts from and makes: models and corpora, what sparse ones cost, masks with their
-coverage, packages."""
+"""Pages of models, corpora, sparsifications, masks and packages."""
 
 from typing import Annotated, Final, TypeVar
 
@@ -37,8 +36,12 @@ class ZerosRow(BaseModel):
 
 
 class Perplexity(BaseModel):
-    """Of the evaluation text; `held_out`: whether it is other text than what the model was made with;
-    `pruned`: before any fine-tuning."""
+    """Perplexity on the evaluation text.
+
+    Attributes:
+        pruned: the perplexity before fine-tuning.
+        held_out: whether the evaluation text was not used to make the model.
+    """
 
     before: float | None
     pruned: float | None = None
@@ -145,7 +148,7 @@ def show_package(digest: PackageDigest, page: ViewerPage) -> Response:
 
 
 def report_of(blobs: BlobFolder, made: tables.Artifact, kind: type[AnyReport]) -> AnyReport | None:
-    """The report of what a job has made; None where it has none, or its blob is gone."""
+    """Return the report of an artifact, or None if it has none or its blob is missing."""
     blob = artifacts.blob_of(made, REPORT)
     if blob is None:
         return None
@@ -161,7 +164,7 @@ def _model_names(session: Session, tenant_id: str) -> dict[str, str]:
 
 
 def _origins(session: Session, tenant_id: str, model_ids: list[str]) -> dict[str, str]:
-    """By id the sparsifications that made these models, and the name of the model before."""
+    """Return the sparsifications that made these models: the name of the original model by id."""
     names, made = _model_names(session, tenant_id), tables.Artifact
     found = session.scalars(select(made).where(made.made_model_id.in_(model_ids)))
     return {row.id: names.get(row.model_id, row.model_id) for row in found}
