@@ -131,7 +131,7 @@ def test_zeros_of_a_sparse_model_stay_zeros_and_are_not_masked(bench: Bench, met
         assert info.count == count(0.4, weights[info.name].size)
     if method == "fisher":
         report = bench.report(digest_of_role(mask_of(bench), "report"))
-        full = next(point["fraction"] for point in report["curve"] if point["coverage"] == 1)
+        full = next(point["fraction"] for point in report["curve"] if point["coverage"] > 0.999_999)
         assert full < 0.6, "half of the weights, which no mask can have, hold nothing"
 
 
