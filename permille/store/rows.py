@@ -49,8 +49,9 @@ def get(session: Session, table: type[NamedRow], *, tenant_id: str, row_id: str)
 
     Example:
 
-        model = rows.get(session, tables.Model, tenant_id=operator.tenant_id,
-        row_id="model_01jd3k...")
+        model = rows.get(
+            session, tables.Model, tenant_id=operator.tenant_id, row_id="model_01jd3k..."
+        )
     """
     found: NamedRow | None = session.scalar(_row_of(table), {"tenant_id": tenant_id, "row_id": row_id})
     return require(found, f"There is no {table.noun} {row_id!r}.")

@@ -111,7 +111,7 @@ class Decision:
 
     @property
     def allowed(self) -> bool:
-        """Whether there is no reason against it."""
+        """True if there is no reason against it."""
         return not self.reasons
 
 

@@ -71,7 +71,7 @@ class RunReport:
 
     @property
     def waits(self) -> bool:
-        """Whether a part of the report still has to be sent."""
+        """True if a part of the report still has to be sent."""
         return self.metrics_delivery in WAITING or self.log_delivery in WAITING
 
 

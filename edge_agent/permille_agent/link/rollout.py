@@ -85,7 +85,7 @@ class Part:
 
     @property
     def failed(self) -> bool:
-        """Whether the part failed. The device then follows its alias."""
+        """True if the part failed. The device then follows its alias."""
         return self.code not in (None, ReportCode.OK)
 
 

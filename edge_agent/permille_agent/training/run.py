@@ -374,7 +374,7 @@ class Run:
 
     @property
     def judges_start(self) -> bool:
-        """Whether the start is judged if no step improved it."""
+        """True if the start is judged when no step improved it."""
         return self.start is not None and self.start.is_candidate and not self.prepared.stages
 
     def first_values(self) -> NDArray[np.float32]:
