@@ -166,6 +166,8 @@ def _die(folder: Path, moment: str, act: Callable[[Api], object]) -> None:
         )
 
     def die(session: Session, *_: object) -> None:
+        if moment == "before_commit":
+            session.flush()  # a commit flushes after this event: without it, the change may still be unknown
         if session.info.get("changes"):
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -222,8 +222,8 @@ def test_segments_keep_their_mask_and_are_plain_training_where_there_is_one(
     monkeypatch.setattr(cells.Bench, "_mask", spied)
     sweep_file.write_text(text)
     plain, fixed, moving = run_sweep(read_sweep(sweep_file), tmp_path / "three.jsonl", lambda *_: None)
-    # Of the one trial and the run: a mask each, or one of each of three segments.
-    assert [len(masks[name]) for name in names] == [2, 2, 6]
+    # A mask of the run (a single trial is no search), or one of each of its three segments.
+    assert [len(masks[name]) for name in names] == [1, 1, 3]
     assert masks[names[0]][-1] == masks[names[1]][-1] == masks[names[2]][-3]
     assert masks[names[2]][-3] != masks[names[2]][-1]
     assert len({record["loss"] for record in (plain, fixed, moving)}) == 3

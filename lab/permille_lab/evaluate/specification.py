@@ -93,7 +93,8 @@ class Sweep(BaseModel):
     """The choices and the size of a comparison.
 
     Attributes:
-        trials: step factors that every trained method tries first (odd).
+        trials: step factors that every trained method tries first (odd). With one there is no search: the
+            factor is 1.
         tuning_seeds: seeds that choose among the best step factor of the first seed and its neighbours; the
             search goes on while a neighbour is better (odd).
         sizes: examples of train, validation and test.

@@ -102,16 +102,17 @@ def _run_missing(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
 
 def _run(bench: Bench, cell: Cell, done: Results, tell: Callable[[str], None]) -> Json:
     """Return the record of a cell. Its bad rows are durable before its trials and its record are."""
-    order = cell.method.order
-    if order is None:
-        with done.bad_rows_of(bench):
-            return bench.run(cell, cell.seed, None).record() | {"tuned_step_factor": None, "on_edge": False}
-    if cell.tuning_key not in done.tunings:
-        _tune(bench, cell, order, done, tell)
-    tuning = done.tunings[cell.tuning_key]
-    chosen = {"tuned_step_factor": tuning["step_factor"], "on_edge": tuning["on_edge"]}
+    order, factor, on_edge = cell.method.order, None, False
+    if order is not None and bench.sweep.trials == 1:
+        factor = 1.0  # a single trial chooses nothing, and would cost as much as the cell
+    elif order is not None:
+        if cell.tuning_key not in done.tunings:
+            _tune(bench, cell, order, done, tell)
+        tuning = done.tunings[cell.tuning_key]
+        factor, on_edge = tuning["step_factor"], tuning["on_edge"]
     with done.bad_rows_of(bench):
-        return bench.run(cell, cell.seed, tuning["step_factor"]).record() | chosen
+        record = bench.run(cell, cell.seed, factor).record()
+    return record | {"tuned_step_factor": factor, "on_edge": on_edge}
 
 
 def _tune(bench: Bench, cell: Cell, order: Order, done: Results, tell: Callable[[str], None]) -> None:

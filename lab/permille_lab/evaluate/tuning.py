@@ -72,13 +72,13 @@ def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
         run: of the first tuning seed.
         others: of further tuning seeds, which try the best and its neighbours, and go on as long as a
             neighbour is better.
-        trials: odd; powers from `-(trials // 2)` to `trials // 2`. One trial is no search: its factor is 1.
+        trials: odd; powers from `-(trials // 2)` to `trials // 2`.
         extensions: how many powers may be added to them.
 
     Raises:
         InputError: an even number of trials, or none of them gave a finite loss.
     """
-    if trials < 1 or trials % 2 == 0:
+    if trials < 3 or trials % 2 == 0:
         raise InputError(f"expected an odd number of trials, got {trials}")
     seeds = [_Seed(one) for one in (run, *others)]
     first = seeds[0]
@@ -89,14 +89,14 @@ def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
             losses[power] = first.loss(power)
         chosen = min(losses, key=lambda power: (losses[power], power))
         edge = chosen - 1 if chosen == min(losses) else chosen + 1 if chosen == max(losses) else None
-        on_edge = edge is not None and trials > 1
-        if edge is None or trials == 1 or len(losses) >= trials + extensions:
+        on_edge = edge is not None
+        if edge is None or len(losses) >= trials + extensions:
             break
         wanted = [edge]
     if not math.isfinite(losses[chosen]):
         raise InputError(f"expected a finite loss at some step factor, got none of {sorted(losses)}")
     medians: dict[int, float] = {}
-    if others and trials > 1:
+    if others:
         chosen = _by_median(seeds, chosen, losses, medians, trials + extensions)
         on_edge = not {chosen - 1, chosen + 1} <= medians.keys()
     return Tuned(
