@@ -105,15 +105,19 @@ ROUTERS = (
 def create_app(settings: Settings) -> FastAPI:
     """Open what the settings name (folders, database, keys, first token) and make the app on it."""
     service = _open_service(settings)
+    # A new installation must have a token before it answers, because no route works without one.
     access_routes.ensure_token(service)
     app = FastAPI(
         title=TITLE,
         version=__version__,
+        # FastAPI's own pages load scripts from a CDN. `console` serves the same pages from this process.
         docs_url=None,
         redoc_url=None,
+        # A redirect's Location would come from the Host header, so a wrong path is a 404.
         redirect_slashes=False,
         routes=_routes(),
         lifespan=_closing(service),
+        # `observing` makes spans, metrics and logs: FastAPI's own would come on top.
         telemetry={"operation_spans": False, "metrics": False, "logs": False},
     )
     app.state.service = service
@@ -121,8 +125,10 @@ def create_app(settings: Settings) -> FastAPI:
     pages.install(app)
     _document(app)
     problems.install(app)
+    # Middleware runs in the reverse order of its installation: observing sees what the guard refuses.
     app.add_middleware(guard.Guard, settings=settings)
     observing.install(app)
+    # Last, so that it sees every route: one that declares no principal stops the start.
     check_routes(app)
     return app
 
@@ -131,6 +137,7 @@ def create_app(settings: Settings) -> FastAPI:
 def _routes() -> list[BaseRoute]:
     """Return the routes. They hold no state, so all apps of a process share them once they are resolved."""
     api = APIRouter(
+        # Starlette takes the last of repeated query parameters, and a proxy may check the first.
         dependencies=[Depends(check_given_once)],
         generate_unique_id_function=problems.operation_id,
     )
@@ -141,6 +148,7 @@ def _routes() -> list[BaseRoute]:
 
 def _open_service(settings: Settings) -> Service:
     """Make the folders, migrate the database, and open everything that endpoints share."""
+    # The data folder holds signing keys and the operator's token: 0700 before anything is written to it.
     make_private(settings.data_dir)
     if settings.private_dir is not None:
         make_private(settings.private_dir)
@@ -154,12 +162,14 @@ def _open_service(settings: Settings) -> Service:
     return Service(
         settings=settings,
         database=Database(url),
+        # An HTTP request waits for the store, so it retries once only; workers retry for longer.
         blobs=open_blobs(settings, attempts=2),
         seal=keys.Seal(settings.keys_dir),
         sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),
         streams=Slots(MAX_STREAMS, of_one=MAX_STREAMS_PER_TOKEN),
         trust_keys=keys.TrustKeys(settings.keys_dir),
         round_keys=keys.RoundKeys(settings.keys_dir),
+        # Without a broker, workers find jobs in the database alone.
         dispatcher=CeleryDispatcher(broker.get_secret_value()) if broker else None,
     )
 
@@ -194,8 +204,10 @@ def _complete(app: FastAPI) -> dict[str, Any]:
     schemas["Problem"] = problem
     for item in document["paths"].values():
         for operation in item.values():
+            # FastAPI documents `T | None` as a nullable parameter.
             for parameter in operation.get("parameters", ()):
                 _drop_null(parameter)
+    # FastAPI always adds its own error schemas. We answer problems instead.
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     return document

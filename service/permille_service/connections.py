@@ -76,6 +76,7 @@ class Connection:
     """State of a connection: its address, the start of its wait for a head, and its refusal if any."""
 
     key: str
+    # Weak, since the event loop owns the socket: a strong one would keep its descriptor open.
     socket: "weakref.ref[socket.socket]"
     since: float = 0.0
     refusal: ProblemType | None = None
@@ -92,6 +93,7 @@ class Connections:
         self._most_of_one = settings.max_connections_per_address
         self._proxies = settings.proxy_networks
         self._open: dict[int, Connection] = {}
+        # Dicts serve as ordered sets: the first key has waited longest.
         self._waiting: dict[Connection, None] = {}
         self._owing: dict[Connection, None] = {}
         self._count_of: Counter[str] = Counter()
@@ -107,6 +109,7 @@ class Connections:
         """Count an accepted socket, and evict another one if needed. Return None if it was closed."""
         key = address_key(host)
         refusal = longest = None
+        # A crowd at one address pays for itself, so this limit is tried first.
         if self._count_of[key] >= self._most_of_one and not self._is_proxy(host):
             refusal, longest = ProblemType.TOO_MANY_REQUESTS, self._longest(key)
         elif len(self._open) >= self._most:
@@ -118,6 +121,7 @@ class Connections:
             elif len(self._open) >= self._most + SPARE:
                 plain.close()
                 return None
+        # The descriptor moves to a class of ours, which tells when it is closed.
         counted = _Counted(plain.family, plain.type, plain.proto, fileno=plain.detach())
         connection = Connection(key=key, socket=weakref.ref(counted), refusal=refusal)
         counted.finalizer = weakref.finalize(counted, self._forget, counted.fileno(), connection)
@@ -168,6 +172,7 @@ class Connections:
                 return
 
     def _sweep(self) -> None:
+        # Connections stand in the order in which they began to wait, so the first young one ends the search.
         late = time.monotonic() - self.header_s
         for connection in list(self._waiting):
             if connection.since > late:
@@ -181,6 +186,7 @@ class Connections:
         self.answer(connection)
         self._closing.discard(connection)
         self._open.pop(descriptor, None)
+        # Entries at zero are removed, or each address that ever connected would stay in memory.
         self._count_of[connection.key] -= 1
         if self._count_of[connection.key] <= 0:
             del self._count_of[connection.key]
@@ -243,12 +249,14 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # An IPv4 client of a dual-stack socket has an address like ::ffff:192.0.2.1.
         if self.client is not None:
             self.client = (plain_address(self.client[0]), self.client[1])
         self._connection = self.limits.attach(transport.get_extra_info("socket").fileno(), self)
         if self._connection is None:
             transport.abort()
         elif self._connection.refusal is not None:
+            # The head is still read: a client that gets a reset before its answer reports no reason.
             self.app = _refusing(self.app, self._connection.refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -290,6 +298,7 @@ class LimitedProtocol(H11Protocol):
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
+        # A silent connection is a keep-alive that the client may reuse. An unasked answer would confuse it.
         begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
         if begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             path = self.scope["path"] if self.conn.their_state is h11.SEND_BODY else "/"
@@ -304,6 +313,7 @@ class LimitedProtocol(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and not cycle.response_complete:
+            # The application that waits for the body must see the end, as if the client had left.
             cycle.disconnected = True
             cycle.message_event.set()
         if self.conn.their_state is h11.SEND_BODY and self.transport.can_write_eof():
@@ -333,9 +343,11 @@ class LimitedProtocol(H11Protocol):
         self._timing = None
         if self.conn.their_state is not h11.SEND_BODY or self._refused or self.transport.is_closing():
             return
+        # Back-pressure is our own doing: time in which we do not read is not the client's.
         if not self.flow.read_paused:
             self._body_s += SWEEP_S
         allowed_s = self.limits.body_s + self._body_bytes / UPLOAD_BYTES_PER_S
+        # A slow but honest upload earns time with each byte, up to an hour in all.
         if self._body_s > min(allowed_s, REQUEST_S):
             self.refuse(ProblemType.REQUEST_TIMEOUT, _TOO_SLOW)
             return
@@ -354,6 +366,7 @@ def protocol_of(connections: Connections) -> type[LimitedProtocol]:
 
 def _refusing(app: ASGIApp, problem: ProblemType) -> ASGIApp:
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        # An orchestrator must not restart a service because it is busy.
         if scope["path"] in HEALTH_PATHS:
             await app(scope, receive, send)
             return

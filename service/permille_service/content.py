@@ -74,6 +74,7 @@ def blob_response(
     try:
         size = blobs.size(digest)
     except PackageError as exc:
+        # A row names it, so the store has lost it or is still being copied: not the client's mistake.
         raise ApiError(ProblemType.UNAVAILABLE, f"the blob {digest} is not in the blob store") from exc
     etag = f'"{digest}"'
     headers = {"ETag": etag, "Cache-Control": CACHE_CONTROL}
@@ -85,9 +86,11 @@ def blob_response(
             headers={"ETag": etag},
         )
     if_none_match = request.headers.get("if-none-match")
+    # RFC 9110, 13.1.2: If-None-Match compares weakly, If-Match strongly.
     if if_none_match is not None and _matches(if_none_match, etag, weak=True):
         return Response(status_code=304, headers=headers)
     gets = request.method == "GET"
+    # RFC 9110, 14.2: a Range header means something with GET only.
     asked = _asked_range(request, etag, size) if gets else None
     if may_redirect and gets and downloads is Downloads.REDIRECT:
         address = blobs.opened_by(digest, media_type)
@@ -149,6 +152,7 @@ def _asked_range(request: Request, etag: str, size: int) -> range | None:
     if request.headers.get("if-range", etag).strip() != etag:
         return None  # the client's part belongs to other content
     first, last = found.groups()
+    # RFC 9110, 14.1.1: a range whose end lies before its start is malformed, so it is ignored.
     if first and last and int(last) < int(first):
         return None
     if size == 0 or (int(first) >= size if first else int(last) == 0):
@@ -157,6 +161,7 @@ def _asked_range(request: Request, etag: str, size: int) -> range | None:
             f"The blob has {size} bytes, so the range {header[:60]!r} is outside of it.",
             headers={"Content-Range": f"bytes */{size}"},
         )
+    # `bytes=-500` means the last 500 bytes.
     if not first:
         return range(max(0, size - int(last)), size)
     return range(int(first), min(size, int(last) + 1) if last else size)

@@ -97,9 +97,11 @@ class Creation:
             ApiError: `idempotency-conflict`: the key was used for another request, or its object was removed.
             Exception: any error of `make`. Nothing is stored then.
         """
+        # The digest names the token: another operator with the same key gets a conflict, not the secret.
         operation = f"{self.operation} {self.operator.token_id}" if private else self.operation
         digest = hashlib.sha256(f"{operation}\0{body.model_dump_json()}".encode()).hexdigest()
         tenant_id, key, seal = self.operator.tenant_id, self.key, self.service.seal
+        # The seal covers tenant and key: a row that is copied to another key does not open.
         context = f"{tenant_id}\0{key}"
 
         def work(session: Session) -> Answer:
@@ -111,6 +113,7 @@ class Creation:
             try:
                 made = make(session)
             except ConflictError as exc:
+                # The name may be taken by this very request, which another process has just finished.
                 if key is None or self._find_kept(session, digest) is None:
                     raise
                 raise ChangedError("The name is taken by an earlier sending of this request.") from exc
@@ -155,6 +158,7 @@ class Creation:
             idempotency_key=self.key,
         )
         digest = request_digest(new.kind, new.payload)
+        # Cheap answers come first: the check of the machine reads model folders and takes seconds.
         with self.service.database.read() as session:
             repeated = self._find_repeated(session, new, digest) is not None
             found = None if repeated or again else self._find_equal(session, digest)
@@ -179,6 +183,7 @@ class Creation:
             return record
 
         record = self.service.database.transact(work)
+        # After the commit, or a worker could look for a job that is not there yet.
         dispatch(self.service.dispatcher, record.children or [record.id])
         self.response.headers["Location"] = f"/v1/jobs/{record.id}"
         return record

@@ -1,8 +1,9 @@
 """A request as a form for people: one flat option for each value of the request.
 
-A request may be a union of models (the methods of a mask) and hold other models (the parts of a build). An
-option is named after its field, helped by the field's description, and takes names for ids. The command line
-(`permille_service.cli.forms`) and the page (`permille_service.pages.forms`) show the same options.
+A request may be a union of models (the methods of a mask), and may hold other models (the parts of a build).
+An option takes its name from its field and its help from the field's description. In place of an id, it
+accepts a name. The command line (`permille_service.cli.forms`) and the page (`permille_service.pages.forms`)
+show the same options.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from pydantic.fields import FieldInfo
 from permille.schemas.fields import Flag
 
 IdOf = Callable[[str, str], str]
-"""Returns the id that a text means in a collection."""
+"""Return the id of an object. The arguments are a collection, and the object's name or id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +26,15 @@ class RequestOption:
     """A value of a request.
 
     Attributes:
-        flag: such as `--density`; an id's flag names the thing, `--corpus`.
-        place: names of the nested fields that lead to it.
-        value_type: `str`, `int`, `float`, `bool`.
-        choices: the only values, where they are few.
-        default: None where the service decides, or the value may be left out.
-        required: in every form of the request.
-        names: of an id, the collection that it is of; else None.
-        optional: it leads into a part that is absent where nothing of it is given.
-        many: it may be repeated; `value_type` is of one.
+        flag: for example `--density`. For a field with an id, the name of the object: `--corpus`.
+        place: names of the nested fields that lead to the value.
+        value_type: `str`, `int`, `float` or `bool`. If `many` is set, the type of one element.
+        choices: all allowed values, if the field is an enumeration.
+        default: None if the service chooses the value, or if it may be left out.
+        required: whether every form of the request needs the value.
+        names: the collection that the id belongs to, or None if the field holds no id.
+        optional: whether the value belongs to a part that is absent if none of its values are given.
+        many: whether the option may be repeated.
     """
 
     flag: str
@@ -49,21 +50,21 @@ class RequestOption:
 
     @property
     def parameter(self) -> str:
-        """Name of the parameter of a command, and of the field of a page's form."""
+        """Return the name of the command's parameter, and of the page's form field."""
         return "_".join(self.place)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The options of a request; on a command line, those named in `arguments` need no flag."""
+    """The options of a request. On a command line, those in `arguments` are positional."""
 
     options: tuple[RequestOption, ...]
     arguments: tuple[str, ...] = ()
 
     def body(self, given: dict[str, object], id_of: IdOf) -> dict[str, Any]:
-        """Take the request out of what was given, with ids for names.
+        """Remove the options' values from `given`, and return the body of the request with ids for names.
 
-        Choices are always in it, since one may say which form the rest has.
+        Enumerations are always part of the body, since one of them may select the form of the request.
         """
         body: dict[str, Any] = {}
         values = {option.place: given.pop(option.parameter) for option in self.options}
@@ -83,12 +84,12 @@ class Form:
 
 
 def flag_of(field: str) -> str:
-    """The option that most commands have for a field of a request."""
+    """Return the usual option of a field, for example `--corpus` of `corpus_id`."""
     return "--" + field.removesuffix("_id").removesuffix("_digest").replace("_", "-")
 
 
 def form_of(request: Any, *arguments: str) -> Form:
-    """The options of a request in the order of its fields; those of a union's members once each."""
+    """Return the options of a request in the order of its fields. Fields of several union members merge."""
     found: dict[tuple[str, ...], RequestOption] = {}
     for option in _options(request, (), required=True):
         earlier = found.get(option.place, option)
@@ -137,14 +138,14 @@ def _option(info: FieldInfo, place: tuple[str, ...], *, required: bool) -> Reque
 
 
 def _models(form: Any) -> tuple[type[BaseModel], ...]:
-    """The models that an annotation may be; none where it is a plain value."""
+    """Return the models that an annotation allows. A plain value has none."""
     if isinstance(form, type):
         return (form,) if issubclass(form, BaseModel) else ()
     return tuple(model for part in _parts(form) for model in _models(part))
 
 
 def _value(form: Any) -> tuple[type, tuple[str, ...]]:
-    """The type of a plain value, and its choices."""
+    """Return the type of a plain value, and its choices."""
     if get_origin(form) is Literal:
         values = get_args(form)
         return (str if isinstance(values[0], str) else type(values[0])), tuple(map(str, values))

@@ -51,6 +51,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # Answers of the API may hold secrets, so no cache keeps them. Pages and scripts may be kept.
         wanted = _PRIVATE_HEADERS if scope["path"].startswith("/v1/") else _HEADERS
         if scope["scheme"] == "https" and self._settings.tls_certificate is not None:
             wanted = (*wanted, _HSTS)
@@ -68,6 +69,7 @@ class Guard:
         if host not in self._hosts:
             detail = "The service does not answer to this host name. Add it with `permille up --allow-host`."
             return problem_response(path, ProblemType.MISDIRECTED, detail)
+        # A body without a declared length is counted while it arrives, in `_limited`.
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
             return problem_response(
@@ -76,6 +78,7 @@ class Guard:
         return None
 
     def _body_limit(self, scope: Scope) -> int:
+        # Shared logs are the only large bodies of devices; blobs come from workers.
         log = scope["method"] == "PUT" and _LOG_PATH.fullmatch(scope["path"])
         return self._settings.max_log_bytes if log else MAX_BODY_BYTES
 
@@ -88,6 +91,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
         message = await receive()
         seen += len(message.get("body", b""))
         if seen > limit:
+            # The rest of the body is not read, so the connection cannot serve another request.
             raise ApiError(ProblemType.TOO_LARGE, _too_large(limit), headers={"Connection": "close"})
         return message
 
@@ -107,6 +111,7 @@ def _host_name(host: str) -> str:
         >>> _host_name("[::1]")
         '[::1]'
     """
+    # The last colon: an IPv6 address without a port has colons of its own.
     name, _, port = host.lower().rpartition(":")
     return name if name and port.isdecimal() else host.lower()
 

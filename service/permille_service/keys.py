@@ -30,6 +30,7 @@ class TrustKeys:
         for path in sorted((self._folder / tenant_id).glob("*.key")):
             key = Ed25519PrivateKey.from_private_bytes(_read_private(path))
             signer = CryptoSigner(key)
+            # A renamed or swapped file would sign as another role.
             if signer.public_key.keyid != path.stem:
                 raise OperatorError(f"{path} holds the key {signer.public_key.keyid}, not {path.stem}.")
             found[path.stem] = signer
@@ -89,6 +90,7 @@ class Seal:
 
     def close(self, data: bytes, context: str) -> bytes:
         """Encrypt data. `open` needs the same context."""
+        # A random nonce is safe for some billions of answers under one key, which a service never reaches.
         nonce = secrets.token_bytes(NONCE_BYTES)
         return nonce + self._cipher.encrypt(nonce, data, context.encode())
 
@@ -135,6 +137,7 @@ def _write_first(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     write_atomic(temporary, data, mode=0o600)
     try:
+        # A link fails where a rename would replace the key that the other process already uses.
         os.link(temporary, path)
     except FileExistsError:
         pass

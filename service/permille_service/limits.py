@@ -48,11 +48,13 @@ class RateLimit:
         rate = self._per_minute / 60
         with self._lock:
             at = self._clock()
+            # Popped and set again, so that the bucket moves to the end and the oldest one stands first.
             tokens, since = self._buckets.pop(key, (float(self._per_minute), at))
             tokens = min(float(self._per_minute), tokens + (at - since) * rate)
             allowed = tokens >= 1
             self._buckets[key] = (tokens - 1 if allowed else tokens, at)
             if len(self._buckets) > MAX_KEYS:
+                # Callers invent keys, so memory must stay bounded. A forgotten key starts with a full bucket.
                 self._buckets.popitem(last=False)
             return 0.0 if allowed else (1 - tokens) / rate
 
@@ -87,4 +89,5 @@ class Slots:
         finally:
             self._held[key] -= 1
             if self._held[key] == 0:
+                # A Counter keeps keys at zero.
                 del self._held[key]

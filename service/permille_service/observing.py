@@ -1,7 +1,7 @@
 """Observability of the API: an id for each request, and metrics for Prometheus.
 
-`GET /metrics` answers to the bearer of `PERMILLE_METRICS_TOKEN` alone; without one it is not there. Numbers
-of jobs, blobs and devices are those of the database, of requests those of this process.
+`GET /metrics` needs the token of `PERMILLE_METRICS_TOKEN`. If that setting is empty, the path answers 404.
+The numbers of jobs, blobs and devices come from the database. Those of requests count this process only.
 """
 
 import hmac
@@ -27,13 +27,13 @@ from permille_service.problems import UNANSWERED, ApiError
 
 REQUEST_ID: Final = "X-Request-ID"
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Methods that are counted by name. Unknown ones are not, since each would be kept for ever."""
+"""Methods that have a label of their own. Others share one, since a label is kept for ever."""
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 router = APIRouter(include_in_schema=False)
 
 
 class Observed:
-    """Pure ASGI middleware: names every request, and tells how long its answer took to begin."""
+    """Pure ASGI middleware that gives each request an id and measures the time until its answer begins."""
 
     def __init__(self, app: ASGIApp, requests: Histogram) -> None:
         self._app = app
@@ -51,6 +51,7 @@ class Observed:
             async def send_with_id(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     MutableHeaders(scope=message)[REQUEST_ID] = here.trace_id
+                    # The pattern of the route, not the path: each device id would be a label.
                     route = getattr(scope.get("route"), "path", "other")
                     method = scope["method"] if scope["method"] in _METHODS else "other"
                     timer = self._requests.labels(method, route, str(message["status"]))
@@ -67,7 +68,7 @@ class _Rows(Collector):
         self._database = database
 
     def describe(self) -> list[Metric]:
-        """Name nothing at registration: that would ask the database."""
+        """Return nothing, because the registry calls this at start-up and `collect` reads the database."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -96,14 +97,16 @@ def _families(found: Figures) -> Iterator[Metric]:
         rollouts.add_metric((state,), count)
     yield from (jobs, waiting, devices, rollouts)
     yield GaugeMetricFamily(
-        "permille_rollouts_halted", "Rollouts that stopped themselves and wait for a person.", found.halted
+        "permille_rollouts_halted", "Halted rollouts, which wait for an operator.", found.halted
     )
-    yield GaugeMetricFamily("permille_queue_age_longest_seconds", "Of all kinds; 0: none waits.", longest)
+    yield GaugeMetricFamily(
+        "permille_queue_age_longest_seconds", "Longest wait of a job of any kind. 0: no job waits.", longest
+    )
     yield GaugeMetricFamily("permille_blob_bytes", "Bytes of all blobs of artifacts.", found.blob_bytes)
     if found.unreferenced_bytes is not None and found.collected_at is not None:
         yield GaugeMetricFamily(
             "permille_blob_unreferenced_bytes",
-            "Bytes of blobs that no row names and the last collection found too young.",
+            "Bytes of blobs without a row, which the last collection kept because they are recent.",
             found.unreferenced_bytes,
         )
         yield GaugeMetricFamily(
@@ -114,7 +117,7 @@ def _families(found: Figures) -> Iterator[Metric]:
 
 
 class MetricsToken(Authentication):
-    """A dependency: Prometheus, by the token of the settings. Without one there is no such path."""
+    """A dependency that admits Prometheus by the token of the settings. Without a token, it answers 404."""
 
     def __call__(self, request: Request, service: Served) -> None:
         """Raise ApiError (`not-found`, `unauthenticated`) for anybody else."""
@@ -122,6 +125,7 @@ class MetricsToken(Authentication):
         if expected is None:
             raise ApiError(ProblemType.NOT_FOUND, "there is no such path")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        # Compared in constant time: this token is in no table, so no lookup by hash protects it.
         if scheme.lower() != "bearer" or not hmac.compare_digest(
             token.encode(), expected.get_secret_value().encode()
         ):
@@ -130,7 +134,7 @@ class MetricsToken(Authentication):
 
 @router.get("/metrics", dependencies=[Depends(MetricsToken())])
 def metrics(request: Request) -> Response:
-    """The numbers in Prometheus' text form."""
+    """Return the numbers in the text format of Prometheus."""
     registry: CollectorRegistry = request.app.state.metrics
     try:
         content = generate_latest(registry)
@@ -140,7 +144,7 @@ def metrics(request: Request) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Observe every request of the app. Outermost: what other middleware refuses is counted too."""
+    """Observe every request of the app. Install this last, so that it also counts refused requests."""
     service: Service = app.state.service
     registry = CollectorRegistry()
     registry.register(_Rows(service.database))

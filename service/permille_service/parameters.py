@@ -40,6 +40,7 @@ InvitationId = Annotated[str, key_of("inv")]
 TokenId = Annotated[str, key_of("operator")]
 PackageDigest = Annotated[str, key_of(None, alias="digest")]
 BlobDigest = Annotated[str, key_of(None)]
+# The agent makes the id of a run (a UUID), so that a report sent twice counts once.
 RunId = Annotated[
     str,
     Path(
@@ -69,6 +70,7 @@ _NumberCursor = Annotated[str | None, Query(pattern=r"^[0-9]{1,9}$", description
 DEFAULT_LIMIT = 50
 
 
+# These dependencies are `async`, so that FastAPI does not start a thread for each of them.
 async def _window(limit: Limit = DEFAULT_LIMIT, cursor: _Cursor = None) -> Window:
     return Window(limit=limit, cursor=cursor)
 
@@ -90,6 +92,7 @@ NumberPaging = Annotated[Window, Depends(_number_window)]
 
 async def check_given_once(request: Request) -> None:
     """Refuse a query with a repeated parameter. FastAPI would silently take the last value."""
+    # Nearly all requests have at most one parameter, and need no look at the route.
     if b"&" not in request.scope["query_string"]:
         return
     names = _query_names(request.scope["route"].dependant)

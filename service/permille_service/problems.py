@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 5
 UNANSWERED = "the database did not answer in time"
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+# EFBIG is a limit on files' sizes (ulimit -f), EACCES a folder that belongs to someone else.
 _DISK_ERRNOS = _FULL_ERRNOS | {errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES}
 """Faults of a disk: full or over its quota, a limit on files, read-only, broken, not ours."""
 _TYPE_OF_STATUS = {
@@ -59,6 +60,7 @@ _HEADERS_OF_STATUS = {
     503: {"Retry-After": ("integer", "seconds to wait")},
 }
 
+# Every operation documents these problems; PRIVATE ones add those of a caller with a token.
 OPEN = (
     ProblemType.BAD_REQUEST,
     ProblemType.REQUEST_TIMEOUT,
@@ -109,8 +111,10 @@ def problem_response(
         errors=list(errors) if errors else None,
         figures=list(figures) if figures else None,
     )
+    # An error may be over in a moment, so no proxy may keep it.
     all_headers = {"Cache-Control": "no-store", **(headers or {})}
     if status == HTTPStatus.UNAUTHORIZED:
+        # RFC 9110 asks for the scheme with every 401.
         all_headers.setdefault("WWW-Authenticate", "Bearer")
     if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
         all_headers.setdefault("Retry-After", str(RETRY_AFTER_S))
@@ -146,9 +150,11 @@ async def answer(request: Request, exc: Exception) -> Response:
         case RequestValidationError():
             return _answer_invalid(path, exc)
         case PermilleError():
+            # Only a quota knows when it has room again; other problems name the usual five seconds.
             headers = {"Retry-After": str(exc.retry_after_s)} if isinstance(exc, QuotaError) else None
             return problem_response(path, problem_of(exc), str(exc), headers=headers)
     if (fault := fault_of(exc)) is not None:
+        # The operator needs the path of the file, and the client must not see it.
         logger.error("%s: %s", "disk" if isinstance(exc, OSError) else "database", exc)
         return problem_response(path, ProblemType.UNAVAILABLE, fault)
     logger.error("unhandled error on %s %s", request.method, path, exc_info=exc)
@@ -203,6 +209,7 @@ def _answer_http(request: Request, exc: StarletteHTTPException) -> Response:
 def _got(error: Mapping[str, Any]) -> str:
     """Say a number that was refused; texts may be secrets."""
     number = error.get("input")
+    # A number of a JSON body can have thousands of digits.
     return f", got {number}"[:80] if isinstance(number, int | float) else ""
 
 
@@ -210,9 +217,11 @@ def _answer_invalid(path: str, exc: RequestValidationError) -> Response:
     found = exc.errors()
     errors = [
         FieldError(
+            # Clients choose the names of unknown fields, so those are cut as well.
             location=".".join(str(part) for part in error["loc"])[:200],
             message=f"{error['msg']!s:.400}{_got(error)}",
         )
+        # A body of one megabyte can hold a hundred thousand errors.
         for error in found[:20]
     ]
     detail = "; ".join(f"{error.location}: {error.message}" for error in errors[:3])

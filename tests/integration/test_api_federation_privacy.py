@@ -135,12 +135,12 @@ def test_a_round_that_was_summed_and_is_void_stays_charged(api: Api, monkeypatch
     [
         ({"clip": None}, "expected a clip with privacy"),
         ({"rule": "trimmed", "trim_percent": 10}, "expected the mean"),
-        ({"privacy": {"dp_epsilon": 1.0, "participations": 10}}, "It takes a target of"),
+        ({"privacy": {"dp_epsilon": 1.0, "participations": 10}}, "Use a target of"),
         ({"rounds": 1}, "expected participations"),
         # The most noise does not keep this epsilon, however many devices there are.
         (
             {"privacy": {"dp_epsilon": 0.0005, "participations": 10}, "target": 65536},
-            "No noise keeps a dp_epsilon",
+            "No noise gives a dp_epsilon",
         ),
         # A target above the limit of the field is no way out.
         (
@@ -150,7 +150,7 @@ def test_a_round_that_was_summed_and_is_void_stays_charged(api: Api, monkeypatch
                 "estimator": "spsa",
                 "target": 100,
             },
-            "noise of 1071.01 times the clip. It takes dp_epsilon",
+            "noise of 1071.01 times the clip. Use dp_epsilon",
         ),
         ({"privacy": PRIVATE["privacy"] | {"keeper_url": "https://k.example.org"}}, "together"),
         (

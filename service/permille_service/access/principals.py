@@ -36,6 +36,7 @@ from permille_service.problems import ApiError
 logger = logging.getLogger(__name__)
 RANK = {Role.WATCHER: 0, Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
 _SEEN_EVERY = timedelta(minutes=1)
+"""Times are this exact. A write for each request would make every read wait for the database's writer."""
 
 bearer = HTTPBearer(
     auto_error=False,
@@ -177,6 +178,7 @@ def check_routes(app: FastAPI) -> None:
                 )
             continue
         calls = list(_calls_of(route.dependant))
+        # Both at once is an error as well: PUBLIC would promise what the other dependency denies.
         authenticated = any(isinstance(call, Authentication) for call in calls)
         if authenticated == (public in calls):
             raise RuntimeError(

@@ -39,6 +39,7 @@ def create_tenant(body: TenantCreate, creating: AdminCreating) -> Tenant:
     settings = creating.service.settings
     with creating.service.database.read() as session:
         roots = inputs.roots_of(session, settings, tenant_id=tenant.id)
+    # After the commit: a folder without a tenant is harmless, and a repeated request makes it again.
     for root in (roots.models, roots.corpora):
         root.mkdir(parents=True, exist_ok=True)
     return tenant
@@ -91,8 +92,8 @@ def list_tokens(service: Served, operator: Admin, window: Paging) -> Page[Token]
     "/tokens/{token_id}", status_code=204, responses=documented(ProblemType.NOT_FOUND, ProblemType.CONFLICT)
 )
 def delete_token(token_id: TokenId, service: Served, operator: Admin) -> None:
-    """Revoke an operator token, with effect on its next request. Idempotent. Nobody revokes the token in
-    use."""
+    """Revoke an operator token. Its next request is refused. A token cannot revoke itself."""
+    # An administrator who revokes the only token would lock everybody out.
     if token_id == operator.token_id:
         raise ApiError(ProblemType.CONFLICT, "A token cannot revoke itself. Use another one.")
     with changing(service, operator) as session:
@@ -103,18 +104,18 @@ def delete_token(token_id: TokenId, service: Served, operator: Admin) -> None:
 def list_audit_entries(
     service: Served, operator: Admin, after: After = 0, limit: Limit = DEFAULT_LIMIT
 ) -> list[AuditEntry]:
-    """List what operators of the caller's tenant changed, oldest first, each chained to the one before."""
+    """List the changes by operators of the caller's tenant, oldest first. Entries form a hash chain."""
     with service.database.read() as session:
         return audit.entries_after(session, tenant_id=operator.tenant_id, seq=after, limit=limit)
 
 
 def present_tenant(row: tables.Tenant) -> Tenant:
-    """The record of a tenant."""
+    """Return the record of a tenant."""
     return Tenant(id=row.id, name=row.name, created_at=row.created_at)
 
 
 def present_token(row: tables.OperatorToken) -> Token:
-    """The record of a token."""
+    """Return the record of a token."""
     return Token(
         id=row.id,
         tenant_id=row.tenant_id,
@@ -127,10 +128,10 @@ def present_token(row: tables.OperatorToken) -> Token:
 
 
 def ensure_token(service: Service) -> Path:
-    """Make sure that the token file exists; return its path.
+    """Make sure that the token file exists, and return its path.
 
-    Where it is missing, a new administrator's token of the first tenant is made: who can write to the data
-    folder is its administrator anyway. The file has mode 0600; the database keeps the token's hash only.
+    If it is missing, make a new administrator's token of the first tenant. Anyone who can write to the data
+    folder is its administrator anyway. The file has mode 0600. The database stores only the token's hash.
     """
     path = service.settings.token_path
     if path.exists():

@@ -1,5 +1,4 @@
-"""Commands of what goes out and comes back: releases, invitations, devices, runs; of who may do what; and of
-what is kept."""
+"""Commands of releases, invitations, devices, runs, access, audit, retention and the fleet."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -139,6 +138,7 @@ def roll_back(
         raise CommandError(
             f"No version of {name!r} has the alias {alias!r}. See `permille releases list`.", Exit.NOT_FOUND
         )
+    # A rollback publishes an old package again. Skipping its twins lets a second rollback go further back.
     same = [one["version"] for one in versions if one["manifest_digest"] == current["manifest_digest"]]
     older = (
         one
@@ -213,6 +213,7 @@ def create_invitation(
     _require_alias(session, release, alias)
     made = session.client.post("/v1/invitations", {"release": release, "alias": alias}, key=key)
     session.output.show(made)
+    # The device needs the same CA file, so the printed command works when it is pasted there.
     trust = "" if session.ca_file is None else f" --ca-file {session.ca_file.name}"
     session.output.say("next, on the device:")
     session.output.say(f"  permille-agent enroll {session.client.url} {made['invitation']}{trust}")
@@ -267,6 +268,7 @@ def verify_entries(
     digest, count, found = FIRST_DIGEST, 0, expect is None
     for entry in _entries(session):
         count += 1
+        # The numbers have no gap, so an entry cut from the end shows only by a digest that was noted before.
         if entry.seq != count or entry.digest_after(digest) != entry.digest:
             raise CommandError(
                 f"Entry {count} does not follow {digest}: somebody changed the log.", Exit.FAILED
@@ -308,13 +310,13 @@ def set_rule(session: Session, body: dict[str, Any]) -> Any:
 
 @command(retention, "apply")
 def apply_rule(session: Session, dry_run: DryRun = False) -> Any:
-    """Apply the retention rule now, to at most 50 of each; `permille blobs collect` then frees the bytes.
+    """Apply the retention rule now, to at most 50 records of each kind.
 
     Example:
 
       permille retention apply --dry-run
 
-    It deletes at most 500 records of each kind. `permille blobs collect` then frees their space.
+    `permille blobs collect` then frees their space.
     """
     return session.client.post(f"/v1/retention/apply?dry_run={str(dry_run).lower()}", {})
 
@@ -365,7 +367,7 @@ def add_fleet(app: typer.Typer) -> None:
 
 
 def _show_versions(session: Session, versions: list[dict[str, Any]]) -> None:
-    """Two tables, as one would be wider than terminals are."""
+    """Show versions in two tables, because a single one would be wider than terminals."""
     session.output.show(versions, _VERSIONS)
     if any(one["improvement"] or one["peak_rss_bytes"] for one in versions):
         session.output.say(

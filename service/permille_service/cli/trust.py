@@ -1,8 +1,9 @@
-"""`permille trust`: who signs what devices may install. `key` and `sign` need no network and no service.
+"""`permille trust`: manage the keys that sign what devices may install.
 
-Keys that are elsewhere sign drafts: `offline` and `renew` write them, `sign` signs them where the key is, and
-`send` brings them back, in the order of the files that were named. What reads and signs metadata is imported
-by the command that needs it: half of the start of every other command would go into that.
+`key` and `sign` need neither network nor service. A key that the service does not hold signs drafts:
+`offline` and `renew` write them, `sign` signs them on the machine with the key, and `send` sends them to the
+service in the printed order. Commands import the modules for metadata when they need them, because that
+import takes half of the start-up time.
 """
 
 from pathlib import Path
@@ -57,7 +58,7 @@ def renew(
     roles: Annotated[list[str] | None, typer.Argument(help="Roles to renew before they are due.")] = None,
     into: Into = _HERE,
 ) -> Any:
-    """Sign metadata again that is due. What is signed elsewhere becomes a draft.
+    """Renew metadata that will expire soon. Roles whose key is elsewhere become drafts.
 
     Example:
 
@@ -159,7 +160,7 @@ def sign(
 
 
 def _drafts(session: Session, answer: dict[str, Any], into: Path) -> Any:
-    """Write drafts as files; what is printed says which, or how the roles stand now."""
+    """Write drafts as files and print their names. Without drafts, print the roles."""
     from permille_service.trust.drafts import version_of
 
     files = []

@@ -1,4 +1,4 @@
-"""Commands of long work and of what it makes, read off the description of each kind of job; and of jobs."""
+"""Commands of jobs and their results. The description of each kind of job defines its commands."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,9 +39,9 @@ class View:
     """Additions of the command line to a kind of job.
 
     Attributes:
-        columns: of its table, as dotted names.
+        columns: columns of its table, as dotted names.
         example: options of a first call.
-        then: the command that usually comes next; `{}` is what was made.
+        then: the command that usually comes next. `{}` stands for the result's id.
     """
 
     columns: tuple[str, ...]
@@ -136,6 +136,7 @@ def _add_preflight(app: typer.Typer, work: WorkKind) -> None:
             session.output.show(answer)
         else:
             session.output.show(figures_of(answer["figures"]), FIGURES)
+        # A hub model that was not downloaded yet has no known size.
         if answer["unknown"]:
             session.output.say(f"Not known yet: {answer['unknown']}")
         if not answer["accepted"]:
@@ -158,7 +159,7 @@ def _add_report(group: typer.Typer, collection: str, shows: str) -> None:
 
 
 def _show_made(session: Session, job: Mapping[str, Any], view: View) -> None:
-    """Show an ended job: to programs as it is, to people what it made and what comes next."""
+    """Show a finished job. As JSON, show its record, else its result and the next command."""
     if session.output.as_json:
         session.output.show(job)
         return

@@ -1,10 +1,14 @@
-"""Routes by which a device enrols, proves its key, and looks at itself.
+"""Routes by which a device enrols, proves its key, and reads its own record.
 
-Enrolment and tokens have no principal yet: an invitation, or a signature over a nonce, stands for it.
-Enrolments are limited by invitation, which a stranger does not know; only refused ones are counted by
-address, so that nobody behind a shared address is locked out by another. A device's id is no secret: its
-sign-ins are counted once its signature holds. Until then nothing is written, and a nonce is a sealed time
-that the service does not remember.
+Enrolment and tokens are public routes: an invitation, or a signature over a nonce, replaces the bearer token.
+
+Limits:
+- Attempts with a known invitation are counted by invitation.
+- Attempts with an unknown invitation are counted by address. They cannot lock out a device behind the same
+  address that has an invitation.
+- Sign-ins are counted by device after the signature is verified, since device ids are no secrets.
+
+A request without a valid signature writes nothing. A nonce is a sealed time, so the service stores none.
 """
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -53,8 +57,8 @@ own = APIRouter(prefix="/v1/device", tags=["devices"], responses=documented(*PRI
 def create_enrolment(
     body: EnrolmentCreate, request: Request, response: Response, service: Served
 ) -> Enrolment:
-    """Enrol a device by an invitation and its public key, signed by the private one. The same key again is
-    the same device."""
+    """Enrol a device with an invitation and its public key, signed by the private key. If the key has
+    enrolled before, return the same device."""
     code, _, root_digest = body.invitation.partition(".")
     _limit_enrolment(service, request, code)
     message = enrolment_message(body.invitation, body.public_key)
@@ -72,6 +76,7 @@ def create_enrolment(
         except InvitationError as exc:
             raise ApiError(ProblemType.FORBIDDEN, str(exc)) from exc
         device = enrolment.device
+        # In the transaction of the enrolment: an incomplete invitation must not be used up.
         root = trust.root_by_digest(session, tenant_id=device.tenant_id, digest=root_digest)
         if root is None:
             raise ApiError(
@@ -96,7 +101,7 @@ def create_enrolment(
     responses=documented(ProblemType.NOT_FOUND),
 )
 def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
-    """Get a nonce to sign: good once, for five minutes."""
+    """Get a nonce to sign. It is valid for five minutes and for one token."""
     with service.database.read() as session:
         if devices.find_active(session, device_id=body.device_id) is None:
             raise ApiError(ProblemType.NOT_FOUND, f"no device {body.device_id!r}")
@@ -111,10 +116,12 @@ def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
     responses=documented(ProblemType.UNAUTHENTICATED),
 )
 def create_device_token(body: DeviceTokenCreate, service: Served) -> DeviceToken:
-    """Get a token for one hour by a signed nonce. A nonce is used up by the device's own signature alone."""
+    """Get an access token for one hour with a signed nonce. Each nonce gives one token."""
+    # One answer for all reasons, so that a stranger cannot probe for devices.
     refusal = ApiError(ProblemType.UNAUTHENTICATED, "The nonce is old, or not signed by the device's key.")
     issued_at = _open_time(service, body.device_id, body.nonce)
-    with service.database.read() as session:  # a stranger's guess takes no writer's place
+    # A read first: SQLite has one writer, which guesses of strangers must not occupy.
+    with service.database.read() as session:
         known = devices.find_active(session, device_id=body.device_id)
     message = token_message(body.device_id, body.nonce)
     if issued_at is None or known is None or not _is_signed(known.public_key, body.signature, message):
@@ -140,7 +147,7 @@ def get_own_device(service: Served, device: CallingDevice) -> Device:
 
 @own.delete("", status_code=204)
 def delete_own_device(service: Served, device: CallingDevice) -> None:
-    """Leave: the calling device's tokens end at once. A new invitation lets it come back."""
+    """Unenrol the calling device. Its tokens end at once. To come back, it needs a new invitation."""
     with service.database.write() as session:
         devices.unenrol(session, tenant_id=device.tenant_id, device_id=device.device_id)
         session.flush()
@@ -148,7 +155,7 @@ def delete_own_device(service: Served, device: CallingDevice) -> None:
 
 
 def _limit_enrolment(service: Service, request: Request, code: str) -> None:
-    """Let a known invitation be tried so often a minute, and unknown ones of an address, before any write."""
+    """Count an attempt by its invitation if that is known, else by its address. Write nothing."""
     with service.database.read() as session:
         invitation = devices.find_invitation(session, code=code)
     if invitation is not None:
@@ -159,13 +166,13 @@ def _limit_enrolment(service: Service, request: Request, code: str) -> None:
 
 
 def _seal_time(service: Service, device_id: str, at: datetime) -> str:
-    """Make a nonce: the time at which it is given, sealed for this device."""
+    """Make a nonce: the time of issue, sealed for this device."""
     sealed = service.seal.close(at.isoformat().encode(), _NONCE_CONTEXT + device_id)
     return urlsafe_b64encode(sealed).decode().rstrip("=")
 
 
 def _open_time(service: Service, device_id: str, nonce: str) -> datetime | None:
-    """Return when a nonce was given to this device; None where it never was."""
+    """Return the time of issue of a nonce, or None if the service never issued it to this device."""
     try:
         sealed = _decode(nonce)
         return datetime.fromisoformat(service.seal.open(sealed, _NONCE_CONTEXT + device_id).decode())
@@ -183,5 +190,5 @@ def _is_signed(public_key: str, signature: str, message: bytes) -> bool:
 
 
 def _decode(text: str) -> bytes:
-    """Bytes of base64url without padding, whose pattern the schema has checked."""
+    """Decode base64url without padding. The schema has checked the pattern."""
     return urlsafe_b64decode(text + "=" * (-len(text) % 4))

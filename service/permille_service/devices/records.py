@@ -19,7 +19,8 @@ from permille_service.context import Service
 
 
 def present_all(service: Service, session: Session, rows: Sequence[tables.Device]) -> list[Device]:
-    """The records of devices, with what is kept of each."""
+    """Return the records of devices, with the storage that each uses."""
+    # One query for the page, not one for each device.
     kept = uploads.kept_of(session, [row.id for row in rows])
     return [_present(row, kept[row.id], service.settings.quota) for row in rows]
 
@@ -47,14 +48,14 @@ def _present(row: tables.Device, kept: Kept, most: Quota) -> Device:
 
 
 def state_of(row: tables.Device) -> DeviceState:
-    """Revoked by an operator, left by itself, or active."""
+    """Return the state of a device."""
     if row.revoked_at is not None:
         return DeviceState.REVOKED
     return DeviceState.ACTIVE if row.unenrolled_at is None else DeviceState.UNENROLLED
 
 
 def present_invitation(row: tables.Invitation, at: datetime) -> InvitationRecord:
-    """The record of an invitation at a moment."""
+    """Return the record of an invitation at a moment."""
     if row.used_at is not None:
         state = InvitationState.USED
     elif row.revoked_at is not None:

@@ -22,11 +22,12 @@ router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*PRIVATE
 
 @router.post("/invitations", status_code=201, responses=documented(ProblemType.IDEMPOTENCY_CONFLICT))
 def create_invitation(body: InvitationCreate, creating: Creating) -> Invitation:
-    """Invite one device to follow a release. The invitation is shown here only, is good for 24 hours and for
-    one device, and names the root from which the device begins to trust."""
+    """Invite one device to follow a release. Only this answer shows the invitation. It is valid for one
+    device and 24 hours, and pins the trust root that the device starts from."""
     tenant_id = creating.operator.tenant_id
 
     def make(session: Session) -> Invitation:
+        # The first invitation of a tenant creates its signing keys: the code below names their root.
         repositories.ensure(creating.service, session, tenant_id)
         root = root_digest(trust.newest_root(session, tenant_id=tenant_id))
         row, code = devices.invite(session, tenant_id=tenant_id, release=body.release, alias=body.alias)
@@ -54,14 +55,14 @@ def list_invitations(service: Served, operator: Viewer, window: Paging) -> Page[
     "/invitations/{invitation_id}/revoke", status_code=204, responses=documented(ProblemType.NOT_FOUND)
 )
 def revoke_invitation(invitation_id: InvitationId, service: Served, operator: Maker) -> None:
-    """Make an invitation useless. Idempotent; a device that used it already stays."""
+    """Revoke an invitation. Idempotent. A device that has used it stays enrolled."""
     with changing(service, operator) as session:
         devices.revoke_invitation(session, tenant_id=operator.tenant_id, invitation_id=invitation_id)
 
 
 @router.get("/devices")
 def list_devices(service: Served, operator: Viewer, window: Paging) -> Page[Device]:
-    """List devices, newest first, those that left included."""
+    """List devices, newest first, including revoked and unenrolled ones."""
     with service.database.read() as session:
         page = rows.list_all(session, tables.Device, tenant_id=operator.tenant_id, window=window)
         return Page(items=present_all(service, session, page.items), next_cursor=page.next_cursor)
@@ -77,7 +78,7 @@ def get_device(device_id: DeviceId, service: Served, operator: Viewer) -> Device
 
 @router.post("/devices/{device_id}/revoke", responses=documented(ProblemType.NOT_FOUND))
 def revoke_device(device_id: DeviceId, service: Served, operator: Maker) -> Device:
-    """Shut a device out for good, with effect on its next request. Idempotent."""
+    """Revoke a device for good. Its next request is refused. Idempotent."""
     with changing(service, operator) as session:
         row = devices.revoke(session, tenant_id=operator.tenant_id, device_id=device_id)
         session.flush()

@@ -1,7 +1,7 @@
-"""Routes by which devices take part: what they may join, membership, invitations, contributions.
+"""Routes by which devices take part in federations: offers, membership, invitations, contributions.
 
-A device does so by its owner's choice, made on the device. What it sends is read by the strict reader before
-anything is kept; what is refused is counted by its code, and its bytes are forgotten.
+The owner of a device decides on the device whether it takes part. The strict reader checks a contribution
+before anything is stored. A refused contribution is counted by its error code, and its bytes are dropped.
 """
 
 import logging
@@ -46,7 +46,7 @@ _BODY = {
 
 @router.get("/device/federations")
 def list_own_federations(service: Served, device: CallingDevice) -> list[FederationOffer]:
-    """Federations that the calling device may join, and those that it is a member of."""
+    """List the federations that the calling device may join or is a member of."""
     with service.database.read() as session:
         found = members.offers(
             session, tenant_id=device.tenant_id, release=device.release, device_id=device.device_id
@@ -60,8 +60,9 @@ def list_own_federations(service: Served, device: CallingDevice) -> list[Federat
     responses=documented(ProblemType.NOT_FOUND, ProblemType.CONFLICT),
 )
 def put_membership(federation_id: FederationId, service: Served, device: CallingDevice) -> None:
-    """Join, by the choice of the device's owner. Idempotent."""
-    service.sign_ins.check(f"{device.device_id} membership")  # leaving is never refused
+    """Join a federation. The device's owner must have agreed. Idempotent."""
+    # Joining is limited, and leaving is not: nothing may delay a withdrawal.
+    service.sign_ins.check(f"{device.device_id} membership")
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
         members.join(session, federation=row, device_id=device.device_id)
@@ -73,7 +74,7 @@ def put_membership(federation_id: FederationId, service: Served, device: Calling
     responses=documented(ProblemType.NOT_FOUND),
 )
 def delete_membership(federation_id: FederationId, service: Served, device: CallingDevice) -> None:
-    """Leave; what the device sent to the open round is forgotten. Idempotent."""
+    """Leave a federation. The device's contribution to the open round is deleted. Idempotent."""
     with service.database.write() as session:
         _federation(session, device, federation_id)
         members.leave(session, device_id=device.device_id, federation_id=federation_id)
@@ -83,7 +84,7 @@ def delete_membership(federation_id: FederationId, service: Served, device: Call
     "/federations/{federation_id}/invitations",
     status_code=201,
     responses={
-        204: {"description": "not invited to this round, or there is none now: ask again at the next poll"},
+        204: {"description": "not invited to this round, or no round is open: ask again at the next poll"},
         **documented(ProblemType.NOT_FOUND),
     },
     response_model=RoundInvitation,
@@ -91,7 +92,8 @@ def delete_membership(federation_id: FederationId, service: Served, device: Call
 def create_round_invitation(
     federation_id: FederationId, service: Served, device: CallingDevice
 ) -> RoundInvitation | Response:
-    """Ask a member's part in the open round. Drawn once a device and round: the answer stays the same."""
+    """Ask whether the calling member is invited to the open round. Each member is drawn once a
+    round, so the answer stays the same."""
     service.sign_ins.check(f"{device.device_id} rounds")
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
@@ -142,7 +144,7 @@ def put_contribution(
     response: Response,
     data: Annotated[bytes, Depends(_body)],
 ) -> ContributionReceipt:
-    """Send what the device found in a round (FORMAT 13.2, 13.7). The same bytes may be sent again."""
+    """Send the device's contribution to a round (FORMAT 13.2, 13.7). The same bytes may be sent again."""
     with service.database.read() as session:
         row = _federation(session, device, federation_id)
         place = contributions.place_of(session, federation=row, number=number, device_id=device.device_id)
@@ -150,6 +152,7 @@ def put_contribution(
     try:
         _check(data, row, place, own)
     except PackageError as exc:
+        # Only refused contributions are limited: they cost the strict reader and leave no row that counts.
         service.sign_ins.check(f"{device.device_id} refused")
         _note_refusal(service, row, number, exc)
         raise
@@ -163,6 +166,7 @@ def put_contribution(
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
         is_new, job_id = contributions.accept(session, federation=row, sent=sent)
+    # The contribution that reaches the target queues the job that closes the round.
     dispatch(service.dispatcher, [job_id] if job_id else [])
     response.status_code = 202 if is_new else 200
     return ContributionReceipt(round=number, digest=sent.digest)
@@ -176,7 +180,7 @@ def put_contribution(
 def delete_contribution(
     federation_id: FederationId, number: RoundNumber, service: Served, device: CallingDevice
 ) -> None:
-    """Take back what the device sent, while the round is open. Idempotent."""
+    """Withdraw the device's contribution while the round is open. Idempotent."""
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
         members.withdraw(session, federation_id=row.id, device_id=device.device_id, number=number)
@@ -189,7 +193,7 @@ def _federation(session: Session, device: DevicePrincipal, federation_id: str) -
 
 
 def _check(data: bytes, row: tables.Federation, place: Place, device: tables.Device) -> None:
-    """Refuse what is no contribution of this device to this round. Raises PackageError."""
+    """Check that the bytes are a contribution of this device to this round. Raises PackageError."""
     definition = Definition.from_bytes(row.definition)
     decode_sent(data, definition, decode_key(device.public_key), place)
 

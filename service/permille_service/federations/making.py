@@ -1,6 +1,6 @@
-"""Making of a federation's definition from an operator's request (FORMAT 13.1).
+"""Make a federation's definition from an operator's request (FORMAT 13.1).
 
-The header of the federation's log is made from the package: no torch, no model.
+The header of the federation's log comes from the package's manifest. It needs neither torch nor the model.
 """
 
 import math
@@ -26,16 +26,16 @@ from permille.training.adam import learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import check_step_unit_exponent, step_unit_exponent_for
 
-_NO_EPSILON = 1.0  # stands in the header of a gradient's log, where nothing reads it
-_LOWER_SHARE = 5  # of a split, one query in so many is of the lower half
-_GUARD_BITS = 2  # of the mean that a device's integers lack
+_NO_EPSILON = 1.0  # placeholder in the header of a gradient's log, which has no perturbation
+_LOWER_SHARE = 5  # with the split estimator, one query in five perturbs the lower half
+_GUARD_BITS = 2  # the mean of a round has two bits more than a device's integers, so that it can be finer
 
 
 def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey) -> Definition:
-    """The definition of a federation on a package.
+    """Return the definition of a federation on a package.
 
     Raises:
-        InputError: what is asked for does not fit together, or lacks what only a pilot can tell.
+        InputError: the options contradict each other, or lack numbers that only a trial run can tell.
         PackageError: the package is damaged.
     """
     schedule, training, aggregation = body.schedule, body.training, body.aggregation
@@ -66,16 +66,16 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
     if definition.exposes_few and not aggregation.few_devices:
         raise InputError(
             f"A round of {schedule.minimum} devices would publish a sum without noise that exposes each. "
-            f"Take a minimum of at least {FEW_DEVICES}, add privacy, or say few_devices (--few-devices)."
+            f"Take a minimum of at least {FEW_DEVICES}, add privacy, or set few_devices (--few-devices)."
         )
     return definition
 
 
 def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
-    """The least noise that keeps what is asked for, where it leaves something to learn.
+    """Return the least noise that gives the requested privacy, if it leaves a signal to learn from.
 
     Raises:
-        InputError: noise would be larger than what it hides; the numbers that would work are named.
+        InputError: the noise would exceed the signal. The message names numbers that would work.
     """
     if (asked.keeper_key is None) != (asked.keeper_url is None):
         raise InputError("keeper_key and keeper_url belong together: set both or none.")
@@ -87,11 +87,12 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
     kept = dp_epsilon_of(rho_of(noise, asked.participations), delta)
     if kept > asked.dp_epsilon:
         raise InputError(
-            f"No noise keeps a dp_epsilon of {asked.dp_epsilon} for {asked.participations} rounds of a "
-            f"device: the most, {noise:.0f} times the clip, keeps {kept:.2g}"
+            f"No noise gives a dp_epsilon of {asked.dp_epsilon} over {asked.participations} rounds of a "
+            f"device. The most noise, {noise:.0f} times the clip, gives {kept:.2g}."
         )
     signal = signal_to_noise(target, integers, noise)
     if signal < 1:
+        # Each way out changes one number and keeps the others. Ways beyond the service's limits are left out.
         affordable = max(1, int(100 * target * MEAN_NORM / math.sqrt(integers))) / 100
         dp_epsilon = dp_epsilon_of(rho_of(affordable, asked.participations), delta)
         devices = math.ceil(noise * math.sqrt(integers) / MEAN_NORM)
@@ -105,7 +106,7 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
         takes = ", or ".join(possible) or "more devices and fewer integers together, or fewer participations"
         raise InputError(
             f"The signal would be {signal:.2f} of the noise, below 1: {target} devices, {integers} integers "
-            f"each, noise of {noise:.2f} times the clip. It takes {takes}"
+            f"each, noise of {noise:.2f} times the clip. Use {takes}."
         )
     keeper = None
     if asked.keeper_key is not None and asked.keeper_url is not None:
@@ -127,8 +128,8 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
         epsilon = epsilon or _NO_EPSILON
     if rate is None or epsilon is None:
         raise InputError(
-            f"{estimator.value} needs learning_rate and epsilon. Take those that `permille-agent train "
-            f"--method zeroth-order --estimator {estimator.value}` finds on like text."
+            f"{estimator.value} needs learning_rate and epsilon. Use the values that `permille-agent train "
+            f"--method zeroth-order --estimator {estimator.value}` finds on similar text."
         )
     groups = estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
     header = LogHeader(
@@ -146,24 +147,25 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
         counts=package.counts,
         split=_split(package, body),
     )
+    # The state of a round is finer than a device's integers, by the guard bits.
     exponent = _device_unit(header) - _GUARD_BITS
     return replace(header, step_unit_exponent=check_step_unit_exponent(exponent))
 
 
 def _estimator(training: TrainingCreate) -> EstimatorKind:
-    """Find the estimator of the method that is asked for."""
+    """Return the estimator of the requested method."""
     if training.method is Method.ZEROTH_ORDER and training.estimator is not EstimatorKind.GRADIENT:
         return training.estimator or EstimatorKind.ONE_SIDED
     if training.estimator is not None:
         raise InputError(
-            f"{training.estimator.value} is no estimator of {training.method.value}. Leave it out, or name "
-            " spsa, split or forward with the method zeroth-order."
+            f"The method {training.method.value} has no estimator {training.estimator.value}. Leave it out, "
+            "or choose spsa, split or forward with the method zeroth-order."
         )
     return EstimatorKind.GRADIENT
 
 
 def _device_unit(header: LogHeader) -> int:
-    """The unit on which a device's integers stand, fine enough for its steps."""
+    """Return the exponent of the unit of a device's integers, which is fine enough for its steps."""
     if header.estimator is EstimatorKind.GRADIENT:
         return unit_exponent(header.learning_rate)
     widest = max(queries.stop - queries.start for queries, _ in header.blocks())

@@ -24,7 +24,7 @@ from permille.store.errors import NotFoundError
 from permille.store.federations import members, rounds
 
 _FEWEST = 6
-"""Fewer devices have no interval: what they measured is hardly normal."""
+"""Least number of devices for an interval. Student's t assumes nearly normal gains."""
 
 
 def present(session: Session, row: tables.Federation) -> Federation:
@@ -51,7 +51,7 @@ def present_privacy(row: tables.Federation, distribution: dict[int, int]) -> Fed
     definition = Definition.from_bytes(row.definition)
     privacy, clip = definition.privacy, definition.clip
     if privacy is None or clip is None:
-        raise NotFoundError(f"no privacy is promised by federation {row.id!r}")
+        raise NotFoundError(f"The federation {row.id!r} gives no privacy guarantee.")
     integers = definition.steps * definition.log.queries
     return FederationPrivacy(
         mode=privacy.mode.value,
@@ -82,6 +82,7 @@ def present_round(session: Session, row: tables.Round) -> RoundRecord:
         invited=invited,
         received=received,
         counted=row.counted,
+        # The column is JSON of the database, so its values are checked again.
         refused={code: count for code, count in row.refused.items() if isinstance(count, int)},
         reason=row.reason,
         job_id=row.job_id,
@@ -93,7 +94,7 @@ def present_round(session: Session, row: tables.Round) -> RoundRecord:
 
 
 def adoption_of(row: tables.Round) -> Adoption:
-    """Return the gain that the devices of a round measured of their starting state."""
+    """Return the gain that the devices of a round measured for the state that they started from."""
     low = gain_low(row)
     return Adoption(
         round=row.number,
@@ -106,7 +107,7 @@ def adoption_of(row: tables.Round) -> Adoption:
 
 
 def gain_low(row: tables.Round) -> float | None:
-    """Return the lower end of the 95 % interval of the mean gain, by Student's t; None of too few devices."""
+    """Return the lower end of the 95 % interval of the mean gain (Student's t), or None for few devices."""
     devices = row.counted or 0
     if row.gain_mean is None or row.gain_error is None or devices < _FEWEST:
         return None

@@ -1,4 +1,4 @@
-"""Routes of federations for operators, and the public bytes that whoever takes part may read."""
+"""Routes of federations for operators, and of the files that every participant may read."""
 
 import logging
 from typing import Annotated
@@ -48,9 +48,9 @@ router = APIRouter(
 )
 FederationId = Annotated[str, key_of("fed")]
 RoundNumber = Annotated[int, Path(alias="number", ge=0, le=MAX_ROUNDS, examples=[0])]
-_After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="rounds that the caller has")]
+_After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="number of rounds that the caller has")]
 _Until = Annotated[
-    int | None, Query(ge=0, le=MAX_INTEGER, description="rounds to come to; else all that are done")
+    int | None, Query(ge=0, le=MAX_INTEGER, description="number of rounds to reach; default: all")
 ]
 
 
@@ -63,10 +63,11 @@ def create_federation(body: FederationCreate, creating: Creating) -> Federation:
         release = releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
     if release.yanked_at is not None:
         raise ConflictError(f"{body.release!r} version {version} was yanked. Choose another version.")
+    # Opened before the write transaction, since the blob may come from a bucket.
     package = Package.open(service.blobs, release.package_digest)
 
     def make(session: Session) -> Federation:
-        with as_conflicts():  # each value is as described, together they are not
+        with as_conflicts():  # each value passed its schema, but they contradict each other
             definition = define(package, body, service.round_keys.make(tenant_id))
         new = NewFederation(
             name=body.name,
@@ -97,8 +98,8 @@ def get_federation(federation_id: FederationId, service: Served, operator: Viewe
 
 @router.post("/{federation_id}/start", responses=documented(ProblemType.CONFLICT))
 def start_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
-    """Let devices join and rounds begin, for the first time or after a pause. Its definition is listed in the
-    signed trust metadata."""
+    """Start a federation, or continue after a pause. Devices may join, and rounds begin. The signed trust
+    metadata lists its definition."""
 
     def start(session: Session, repository: Repository) -> Federation:
         row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
@@ -111,7 +112,8 @@ def start_federation(federation_id: FederationId, service: Served, operator: Mak
 
 @router.post("/{federation_id}/pause", responses=documented(ProblemType.CONFLICT))
 def pause_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
-    """Invite nobody more. The open round takes what its devices send and is the last until the next start."""
+    """Stop inviting devices. The open round still accepts contributions. No further round opens before the
+    next start."""
     with changing(service, operator) as session:
         row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         definitions.pause(row)
@@ -120,17 +122,18 @@ def pause_federation(federation_id: FederationId, service: Served, operator: Mak
 
 @router.post("/{federation_id}/finish", responses=documented(ProblemType.CONFLICT))
 def finish_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
-    """End a federation for good: its open round closes with what has come, its definition is listed no
-    longer."""
+    """End a federation for good. Its open round closes with the contributions so far, and the trust metadata
+    no longer lists its definition."""
     job_ids: list[str] = []
 
     def finish(session: Session, repository: Repository) -> Federation:
         row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         job_id = definitions.finish(session, row)
+        # The transaction may run twice, so the list is replaced, not extended.
         job_ids[:] = [job_id] if job_id else []
         try:
             repository.drop(federation_path(row.definition_digest))
-        except KeyElsewhereError as exc:  # devices are told that it is finished all the same
+        except KeyElsewhereError as exc:  # devices learn from its state that it is finished
             logger.warning("%s stays listed until its list is signed elsewhere: %s", row.id, exc)
         return present(session, row)
 
@@ -143,14 +146,14 @@ def finish_federation(federation_id: FederationId, service: Served, operator: Ma
 def create_adoption(
     federation_id: FederationId, body: AdoptionCreate, service: Served, operator: Maker
 ) -> Adoption:
-    """Have members' devices begin with a state, where its gain is sure; or, for a reason, where it is not."""
+    """Let members' devices begin with the state of a round. An uncertain gain needs a reason."""
     with changing(service, operator, body) as session:
         row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         adoption = _adoption(session, row, body.round)
         if not adoption.sure and body.reason is None:
             raise ConflictError(
                 f"The gain of round {adoption.round} is not surely above 0 for at least {EVIDENCE_DEVICES} "
-                f"devices: {_gain_words(adoption)}. Give a reason to adopt it all the same."
+                f"devices: {_gain_words(adoption)}. Give a reason to adopt it anyway."
             )
         row.adopted_round = adoption.round
         return adoption
@@ -160,7 +163,7 @@ def create_adoption(
 def get_federation_privacy(
     federation_id: FederationId, service: Served, operator: Viewer
 ) -> FederationPrivacy:
-    """Read what a federation promises its devices, and how much of it they have used up."""
+    """Read the privacy guarantee of a federation, and how much of it the devices have used."""
     with service.database.read() as session:
         row = rows.get(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         return present_privacy(row, charges.distribution(session, row.id))
@@ -206,7 +209,7 @@ def get_federation_definition(federation_id: FederationId, service: Served, prin
 @router.get(
     "/{federation_id}/history",
     response_class=Response,
-    responses={200: body_of("a catching up (FORMAT 13.5)", CATCH_UP_MEDIA_TYPE)},
+    responses={200: body_of("a catch-up file (FORMAT 13.5)", CATCH_UP_MEDIA_TYPE)},
 )
 def get_federation_history(
     federation_id: FederationId,
@@ -215,7 +218,7 @@ def get_federation_history(
     after: _After = 0,
     until: _Until = None,
 ) -> Response:
-    """Read what a device with so many rounds lacks: rounds, or a checkpoint and rounds if smaller."""
+    """Read the rounds after the given number. If a checkpoint with later rounds is smaller, read that."""
     with service.database.read() as session:
         row = _readable(session, principal, federation_id)
         way = history.way_to(session, row, after=after, until=row.number if until is None else until)
@@ -230,12 +233,12 @@ def get_federation_history(
 def get_round_record(
     federation_id: FederationId, number: RoundNumber, service: Served, principal: Anyone
 ) -> Response:
-    """Read what a round published."""
+    """Read the published record of a round."""
     with service.database.read() as session:
         row = _readable(session, principal, federation_id)
         record = history.get_round(session, row, number).record
     if record is None:
-        raise NotFoundError(f"no record of round {number} yet")
+        raise NotFoundError(f"Round {number} has no record yet.")
     return Response(record, media_type=ROUND_MEDIA_TYPE, headers={"Cache-Control": CACHE_CONTROL})
 
 
@@ -251,6 +254,7 @@ def _readable(
 
 
 def _catch_up(service: Service, row: tables.Federation, way: history.Way) -> bytes:
+    # Heads are signed for each answer: workers, which close rounds, have no keys.
     key = service.round_keys.read(row.tenant_id, Definition.from_bytes(row.definition).key)
     checkpoint = None
     if way.checkpoint is not None:
@@ -262,17 +266,17 @@ def _catch_up(service: Service, row: tables.Federation, way: history.Way) -> byt
 def _gain_words(adoption: Adoption) -> str:
     if adoption.mean_gain is None:
         return "none measured"
-    low = "" if adoption.gain_low is None else f" (surely {adoption.gain_low:.3g})"
+    low = "" if adoption.gain_low is None else f" (at least {adoption.gain_low:.3g})"
     return f"{adoption.mean_gain:.3g}{low} nats per token by {adoption.devices}"
 
 
 def _adoption(session: Session, row: tables.Federation, number: int | None) -> Adoption:
-    """Return what is known of the state after so many rounds, else of the newest whose gain was measured."""
+    """Return the measured gain of the state after `number` rounds. By default, of the newest measured one."""
     if number is None:
         number = history.newest_measured(session, row)
     if number is None:
         raise ConflictError("No round has a measured gain yet. Wait for the next round.")
-    if number == row.number:  # nobody has begun from it yet
+    if number == row.number:  # no device has started from this state yet
         return Adoption(
             round=number, state_digest=row.state_digest, devices=0, mean_gain=None, gain_low=None, sure=False
         )

@@ -1,4 +1,4 @@
-"""Commands of groups and rollouts: who is chosen, and how a version reaches them wave by wave."""
+"""Commands of groups, rollouts and webhooks."""
 
 import time
 from typing import Annotated, Any, Final
@@ -18,16 +18,16 @@ _GROUPS = ("id", "name", "devices", "created_at")
 _ROLLOUTS = ("id", "release", "version", "alias", "state", "wave", "reason", "created_at")
 _ENDED: Final = frozenset({"done", "stopped", "reverted"})
 _Many = list[str] | None
-WebhookArgument = Annotated[str, typer.Argument(help="Its id, or the beginning of it.")]
-RolloutArgument = Annotated[str, typer.Argument(help="Its id, or the beginning of it.")]
+WebhookArgument = Annotated[str, typer.Argument(help="Its id, or the first characters of it.")]
+RolloutArgument = Annotated[str, typer.Argument(help="Its id, or the first characters of it.")]
 
 
-webhooks = typer.Typer(no_args_is_help=True, help="Addresses that are told when rollouts stop or end.")
+webhooks = typer.Typer(no_args_is_help=True, help="Addresses to call when rollouts halt or end.")
 
 
 @command(webhooks, "create")
 def create_webhook(session: Session, url: str, key: Key = None) -> Any:
-    """Tell an address when rollouts stop themselves or end. Keep the secret: it is shown once.
+    """Register an address to call when rollouts halt or end. Keep the secret: it is shown only once.
 
     Example:
 
@@ -37,7 +37,7 @@ def create_webhook(session: Session, url: str, key: Key = None) -> Any:
 
 
 add_list(webhooks, "webhooks", ("id", "url", "created_at"))
-add_deletion(webhooks, "webhooks", "delete", "Remove a webhook, and what is on its way to it.")
+add_deletion(webhooks, "webhooks", "delete", "Remove a webhook, and drop its pending events.")
 
 
 @command(webhooks, "deliveries")
@@ -57,14 +57,14 @@ def list_deliveries(session: Session, webhook: WebhookArgument, limit: Rows = 10
 def create_group(
     session: Session,
     name: str,
-    device: Annotated[_Many, typer.Option(help="This device; repeat for more.")] = None,
-    tag: Annotated[_Many, typer.Option(help="Devices with this tag; repeat for more.")] = None,
-    engine: Annotated[_Many, typer.Option(help="Devices whose newest run it computed; repeat.")] = None,
-    agent_version: Annotated[str | None, typer.Option(help="The lowest version of the agent.")] = None,
-    memory_gib: Annotated[int, typer.Option(min=0, help="At least so much memory.")] = 0,
+    device: Annotated[_Many, typer.Option(help="Only this device. Repeatable.")] = None,
+    tag: Annotated[_Many, typer.Option(help="Only devices with this tag. Repeatable.")] = None,
+    engine: Annotated[_Many, typer.Option(help="Only devices with this engine. Repeatable.")] = None,
+    agent_version: Annotated[str | None, typer.Option(help="Lowest version of the agent.")] = None,
+    memory_gib: Annotated[int, typer.Option(min=0, help="Least memory, in GiB.")] = 0,
     key: Key = None,
 ) -> Any:
-    """Name a group of devices. All conditions must hold; without any it is of all devices.
+    """Create a group of the devices that meet all conditions. Without conditions: all devices.
 
     Example:
 
@@ -83,16 +83,16 @@ def create_group(
 
 add_list(groups, "groups", _GROUPS)
 add_show(groups, "groups")
-add_deletion(groups, "groups", "delete", "Remove a group that no rollout was made for.")
+add_deletion(groups, "groups", "delete", "Remove a group that no rollout uses.")
 
 
 @command(groups, "tag")
 def tag_device(
     session: Session,
-    device: Annotated[str, typer.Argument(help="Its id, its beginning, or its name.")],
-    tags: Annotated[_Many, typer.Argument(help="All its tags; none removes them.")] = None,
+    device: Annotated[str, typer.Argument(help="Its name, its id, or the first characters of the id.")],
+    tags: Annotated[_Many, typer.Argument(help="All its tags. Without any, its tags are removed.")] = None,
 ) -> Any:
-    """Give a device these tags, in the place of those that it had.
+    """Set the tags of a device. They replace its earlier tags.
 
     Example:
 
@@ -104,7 +104,7 @@ def tag_device(
 
 @command(rollouts, "create", form=form_of(RolloutCreate, "release"))
 def create_rollout(session: Session, body: dict[str, Any], key: Key = None) -> None:
-    """Bring a version to the devices of an alias wave by wave.
+    """Roll out a version to the devices of an alias, wave by wave.
 
     Example:
 
@@ -123,9 +123,9 @@ add_show(rollouts, "rollouts")
 def watch_rollout(
     session: Session,
     rollout: RolloutArgument,
-    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 5.0,
+    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two polls.")] = 5.0,
 ) -> None:
-    """Tell every change of a rollout until it ends or stops itself. Exit code 1 where it did not end well.
+    """Show each change of a rollout until it ends or halts. The exit code is 1 unless it is done.
 
     Example:
 
@@ -137,6 +137,7 @@ def watch_rollout(
         if (found["state"], found["funnel"]) != told:
             told = (found["state"], found["funnel"])
             session.output.show(found)
+        # A halted rollout is paused with a reason, and waits for a person.
         if found["state"] in _ENDED or found["reason"]:
             break
         time.sleep(every_s)
@@ -148,9 +149,9 @@ def watch_rollout(
 def approve_rollout(
     session: Session,
     rollout: RolloutArgument,
-    wave: Annotated[int, typer.Argument(min=2, help="The wave that may open: the one after the open wave.")],
+    wave: Annotated[int, typer.Argument(min=2, help="Wave to open: the one after the open wave.")],
 ) -> Any:
-    """Let the next wave open, where the rollout was made with --approval.
+    """Approve the next wave of a rollout that was created with --approval.
 
     Example:
 
@@ -160,7 +161,7 @@ def approve_rollout(
     return session.client.post(path, {"wave": wave})
 
 
-add_action(rollouts, "rollouts", "pause", "Let no other device begin for now.")
-add_action(rollouts, "rollouts", "resume", "Start a draft, or go on: failures so far are acknowledged.")
-add_action(rollouts, "rollouts", "stop", "End it where it stands: devices keep what they have.")
-add_action(rollouts, "rollouts", "revert", "End it, and publish the version of before as a new version.")
+add_action(rollouts, "rollouts", "pause", "Pause it. No further device starts the update.")
+add_action(rollouts, "rollouts", "resume", "Start a draft, or continue. Earlier failures no longer count.")
+add_action(rollouts, "rollouts", "stop", "Stop it. Devices keep the version that they have.")
+add_action(rollouts, "rollouts", "revert", "Stop it, and publish the earlier package as a new version.")

@@ -1,6 +1,6 @@
-"""Routes of groups and rollouts: those for operators, and those by which a device reports.
+"""Routes of groups and rollouts, for operators and for the reports of devices.
 
-No route here says which version a device takes: the signed metadata does (FORMAT 14).
+No route here tells a device which version to install. Only the signed metadata does (FORMAT 14).
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ RolloutId = Annotated[str, key_of("rollout")]
 
 @router.post("/groups", status_code=201, responses=MADE_RESPONSES)
 def create_group(body: GroupCreate, creating: Creating) -> DeviceGroup:
-    """Name a group of devices by a rule. A rollout looks at the rule when it starts."""
+    """Create a group of devices by a rule. A rollout evaluates the rule when it starts."""
     tenant_id = creating.operator.tenant_id
 
     def make(session: Session) -> DeviceGroup:
@@ -114,7 +114,7 @@ def get_rollout(rollout_id: RolloutId, service: Served, operator: Viewer) -> Rol
 
 @router.post("/rollouts/{rollout_id}/resume", responses=documented(ProblemType.CONFLICT))
 def resume_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
-    """Start a draft, or continue after a pause. Results so far no longer count: counting starts from zero."""
+    """Start a draft, or continue after a pause. Earlier results no longer count."""
 
     def resume(session: Session, repository: Repository, row: tables.Rollout) -> None:
         _resume(service, session, repository, row)
@@ -124,7 +124,7 @@ def resume_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> R
 
 @router.post("/rollouts/{rollout_id}/pause", responses=documented(ProblemType.CONFLICT))
 def pause_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
-    """Let no other device begin for now."""
+    """Pause a rollout. No further device starts the update until it resumes."""
     return _change(service, operator, rollout_id, lambda _session, _repository, row: rollouts.pause(row))
 
 
@@ -132,8 +132,7 @@ def pause_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Ro
 def approve_rollout(
     rollout_id: RolloutId, body: RolloutApproval, service: Served, operator: Maker
 ) -> Rollout:
-    """Let the next wave open, where the rules ask for an approval. A program may call this after a check of
-    its own."""
+    """Approve the next wave, if the rules require approval. A program may call this after its own checks."""
     return _change(
         service, operator, rollout_id, lambda _session, _, row: rollouts.approve(row, body.wave), body
     )
@@ -141,18 +140,19 @@ def approve_rollout(
 
 @router.post("/rollouts/{rollout_id}/stop", responses=documented(ProblemType.CONFLICT))
 def stop_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
-    """End a rollout where it stands. Devices that have the version keep it; no other device gets it."""
+    """Stop a rollout. Devices that have the version keep it, and no other device gets it."""
     return _change(service, operator, rollout_id, lambda session, _, row: rollouts.stop(session, row))
 
 
 @router.post("/rollouts/{rollout_id}/revert", responses=documented(ProblemType.CONFLICT))
 def revert_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
-    """End a rollout and undo it: the package of before is published as a new version, which all devices
-    take."""
+    """Stop a rollout and undo it. The service publishes the earlier package as a new version, which all
+    devices install."""
     return _change(service, operator, rollout_id, lambda session, _, row: rollouts.want_revert(session, row))
 
 
 def _resume(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
+    # Checked at the start: a rollout that cannot be signed at its end would leave devices between versions.
     check_may_end(repository, row)
     rollouts.resume(session, row)
     sign(service, session, repository, row)
@@ -170,6 +170,7 @@ def _change(
     def run(session: Session, repository: Repository) -> Rollout:
         row = rows.lock(session, tables.Rollout, tenant_id=operator.tenant_id, row_id=rollout_id)
         change(session, repository, row)
+        # Most changes alter the signed record. Those that do not, such as an approval, need no signature.
         if row.signed_revision < row.revision:
             sign(service, session, repository, row)
         return present(session, row)
@@ -179,7 +180,7 @@ def _change(
 
 @device_router.put("/facts", status_code=204)
 def put_device_facts(body: FactsPut, service: Served, device: CallingDevice) -> None:
-    """Report agent, engine, memory and the owner's tags, by which groups choose devices.
+    """Report the agent's version, the engine, the memory and the owner's tags. Groups select devices by them.
 
     A device sends this again when one of them changes.
     """
@@ -202,7 +203,7 @@ def put_device_facts(body: FactsPut, service: Served, device: CallingDevice) -> 
 def put_rollout_report(
     rollout_id: RolloutId, body: RolloutReport, service: Served, device: CallingDevice
 ) -> None:
-    """Tell how far the device has come. A device counts once, by its newest report."""
+    """Report the device's progress in a rollout. Only its newest report counts."""
     service.sign_ins.check(f"{device.device_id} rollouts")
     with service.database.write() as session:
         own = rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id)

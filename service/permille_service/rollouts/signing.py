@@ -28,6 +28,7 @@ def sign_all(service: Service, session: Session, repository: Repository, tenant_
     for row in rollouts.unsigned(session, tenant_id=tenant_id):
         try:
             sign(service, session, repository, row)
+        # One team's missing key must not keep the other rollouts from being signed.
         except KeyElsewhereError as exc:
             logger.error("%s stays as it was signed before: %s", row.id, exc)
 

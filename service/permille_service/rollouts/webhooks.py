@@ -1,4 +1,4 @@
-"""Routes of webhooks, which are told when a rollout stops itself or ends."""
+"""Routes of webhooks. The service calls them when a rollout halts or ends."""
 
 from typing import Annotated
 
@@ -23,7 +23,7 @@ WebhookId = Annotated[str, key_of("hook")]
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_webhook(body: WebhookCreate, creating: Creating) -> WebhookSecret:
-    """Tell an address when rollouts stop themselves or end. The secret is shown here only."""
+    """Register an address to call when rollouts halt or end. Only this answer shows the secret."""
     tenant_id = creating.operator.tenant_id
 
     def make(session: Session) -> WebhookSecret:

@@ -48,7 +48,7 @@ def put_retention(body: RetentionRule, service: Served, operator: Admin) -> Rete
 
 @router.post("/retention/apply")
 def apply_retention(service: Served, operator: Admin, dry_run: DryRun = False) -> Retired:
-    """Let go what the rule says, now. What anything names stays; the audit log says what went."""
+    """Apply the retention rule now. Objects in use stay. The audit log lists the deleted ones."""
     gone = rules.apply(
         service.database, tenant_id=operator.tenant_id, token_id=operator.token_id, dry_run=dry_run
     )
@@ -56,7 +56,7 @@ def apply_retention(service: Served, operator: Admin, dry_run: DryRun = False) -
 
 
 def present(found: Found, *, dry_run: bool) -> BlobCollection:
-    """The record of a collection."""
+    """Return the record of a collection."""
     largest = sorted(found.removed, key=lambda name: (-found.removed[name], name))
     return BlobCollection(
         dry_run=dry_run,
