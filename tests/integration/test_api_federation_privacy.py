@@ -177,7 +177,7 @@ def test_the_numbers_that_would_work_do(api: Api) -> None:
     asked = SMALL | PRIVATE | {"privacy": {"dp_epsilon": 4.0, "participations": 10}}
     detail = api.post("/v1/federations", request_of(asked)).json()["detail"]
     target = int(detail.partition("a target of ")[2].split()[0])
-    dp_epsilon = float(detail.partition("dp_epsilon ")[2].split()[0].rstrip(","))
+    dp_epsilon = float(detail.partition("dp_epsilon ")[2].split()[0].rstrip(",."))
     assert api.post("/v1/federations", request_of(asked | {"target": target})).status_code == 201
     again = asked | {"name": "weaker", "privacy": {"dp_epsilon": dp_epsilon, "participations": 10}}
     assert api.post("/v1/federations", request_of(again)).status_code == 201
@@ -187,7 +187,7 @@ def test_a_federation_without_privacy_says_so(api: Api) -> None:
     site = make_site(api)
     answer = api.get(f"{site.path}/privacy")
     assert answer.status_code == 404
-    assert "no privacy is promised" in answer.json()["detail"]
+    assert "gives no privacy guarantee" in answer.json()["detail"]
 
 
 @pytest.fixture
