@@ -34,6 +34,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self, events: AsyncIterator[bytes], *, place: Callable[[], AbstractContextManager[None]]
     ) -> None:
+        # nginx buffers answers unless this header forbids it.
         super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._place = place
 
@@ -63,6 +64,7 @@ async def stream_events(
             return
         if time.monotonic() > heartbeat:
             heartbeat = time.monotonic() + HEARTBEAT_S
+            # Streams live for minutes, so a revoked token must end them.
             if not await run_in_threadpool(still_allowed):
                 return
             yield b": alive\n\n"

@@ -67,11 +67,11 @@ class Request:
     Attributes:
         model: a GGUF file, or a folder of transformers.
         texts: files and folders of the person's text.
-        out: a new GGUF file where its name ends so, else a new folder for transformers.
-        corpus: public text to find the sensitive weights with; None chooses.
+        out: a new GGUF file if the name ends in `.gguf`, else a new folder for transformers.
+        corpus: public text to find the sensitive weights with. None means C4 or the included text.
         density: share of the weights that training may change.
-        scheme: how the package codes the weights.
-        work: keeps package and runs.
+        scheme: coding of the weights in the package.
+        work: folder of the package and the runs.
         training: options of `permille-agent train`.
     """
 
@@ -142,8 +142,8 @@ def personalise(
 
       permille personalise --ollama smollm2:135m --text ~/notes --out mine.gguf --minutes 20
 
-    Your text never leaves the machine, and you need no account. If the command is stopped or killed, the same
-    command goes on where it ended. The result is exported only if it is surely better on your text.
+    Your text never leaves the machine, and you need no account. If the command is stopped or killed, run it
+    again: it continues from there. It writes the model only if it is surely better on your text.
     """
     output = make_output(as_json=as_json)
     model = _model(gguf, folder, ollama)
@@ -189,7 +189,7 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
         else:
             say(f"1. Building a package in {request.work}")
             _build(request, programs, say, quiet=quiet)
-        say("2. Training on your text; Ctrl-C stops, the same command goes on")
+        say("2. Training on your text. Ctrl-C stops. The same command continues.")
         is_new = _train(request, programs, quiet=quiet)
         answer = _last_result(programs.agent("status"))
         if not is_new:
@@ -238,6 +238,7 @@ def _check_folder(folder: Path) -> None:
             f"{folder} is no model: it has no config.json. Name a folder that transformers saved.",
             Exit.REFUSED,
         )
+    # A hub cache has links to its blobs, which dangle after a cleanup.
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.is_file():
             raise CommandError(
@@ -263,6 +264,7 @@ def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path | None)
         raise CommandError(
             f"--text names no text. Name files of {named}, or folders with such.", Exit.REFUSED
         )
+    # Before the build: it takes minutes, and training would refuse so little text afterwards.
     size = sum(path.stat().st_size for path in readable)
     if size < LEAST_BYTES:
         raise CommandError(
@@ -334,6 +336,7 @@ def _scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
 
 def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -> str:
     """Return a digest of the inputs of a package. A work folder serves one such digest."""
+    # The contents, not the paths or times: a moved model finds its package again.
     digest = hashlib.sha256(f"{density!r} {scheme}\n".encode())
     for root in (model, corpus):
         files = sorted(root.rglob("*")) if root is not None and root.is_dir() else [root]
@@ -371,6 +374,7 @@ def _alone(request: Request) -> Iterator[None]:
 @contextmanager
 def _terminated_as_exit() -> Iterator[None]:
     """Let SIGTERM unwind the stack, so that the children are stopped."""
+    # Python's default ends the process at once and would leave the service and the agent running.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(Exit.INTERRUPTED)))
     try:
         yield
@@ -393,6 +397,7 @@ def _build(request: Request, programs: Programs, say: Callable[[str], None], *, 
     source = _linked(request.model, models / ("model.gguf" if request.model.is_file() else "model"))
     flag = "--gguf" if request.model.is_file() else "--folder"
     with programs.service(models=models, corpora=texts) as url:
+        # Idempotency keys, so that a second run of a killed command gets the same objects.
         programs.permille("models", "add", "model", flag, source.name, "--idempotency-key", "model")
         corpus = _add_corpus(request, programs, texts)
         say(f"   sensitive weights are found with {corpus}; this takes some minutes")
@@ -402,6 +407,7 @@ def _build(request: Request, programs: Programs, say: Callable[[str], None], *, 
             *("--idempotency-key", "build"),
         )
         if job["state"] in ("failed", "dead", "cancelled"):
+            # The key returns the failed job of last time.
             programs.permille("jobs", "retry", job["id"])
         programs.follow(job["id"], quiet=quiet)
         package = programs.permille("builds", "show", job["id"])["package_digest"]
@@ -435,6 +441,7 @@ def _reaches_hub() -> bool:
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return False
     try:
+        # Asked here, because the job would try for minutes before it failed.
         return httpx.head(HUB, timeout=HUB_TIMEOUT_S, follow_redirects=True).is_success
     except httpx.HTTPError:
         return False
@@ -507,11 +514,13 @@ def _export(request: Request, programs: Programs, say: Callable[[str], None]) ->
     try:
         programs.agent("export", str(folder), "--format", "gguf")
     except CommandError as exc:
+        # The agent's commands answer in words, so the message is the only sign of this error.
         if "personal change" not in str(exc):
             raise
         say("   The change is too small for the file's own codes: writing Q8_0.")
         programs.agent("export", str(folder), "--format", "gguf", "--type", "q8_0")
     (file,) = folder.glob("*.gguf")
+    # In the folder of the result: a rename across file systems would not be atomic.
     partial = request.out.with_name(f".{request.out.name}.partial")
     shutil.move(file, partial)
     partial.replace(request.out)

@@ -76,6 +76,7 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
     shapes = expected_tensors(config)
     scoped = scoped_tensors(config, scope)
     counts = [prod(shape) for _, shape in scoped]
+    # The largest tensor of a language model is its embedding.
     embedding = max(shapes.values(), key=prod)
     return Sizes(
         parameters=sum(prod(shape) for shape in shapes.values()),
@@ -92,9 +93,11 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
 def sparsification_needs(
     sizes: Sizes, request: SparsificationCreate, *, model_bytes: int, flops_per_s: float
 ) -> Needs:
-    """Estimate what making a model sparse needs: its ends or one decoder layer in memory, with the products
-    of its inputs and what SparseGPT makes of them; on the disk the copy, twice on its way, and the hidden
-    states."""
+    """Estimate the needs of a sparsification.
+
+    Memory: embedding and head, or one decoder layer with the Gram matrices of its inputs and SparseGPT's
+    temporaries. Disk: two copies of the model, and the hidden states.
+    """
     rows = request.sequences + 2 * request.evaluation_sequences
     tokens = rows * request.length
     layer = sizes.scoped // sizes.layers
@@ -142,8 +145,11 @@ def mask_needs(
     flops_per_s: float,
     split_flops: float,
 ) -> Needs:
-    """Estimate what choosing a mask needs. Scores that do not fit into `memory_bytes` are spilled to the
-    disk, as are those of each shard of a job of more work than `split_flops`."""
+    """Estimate the needs of a mask.
+
+    Scores that do not fit into `memory_bytes` go to the disk. A job of more work than `split_flops` is split
+    into shards, and the scores of each shard go to the disk, too.
+    """
     scores = sizes.scoped * FLOAT_BYTES
     mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES
     if not isinstance(options, FisherMask):
@@ -160,7 +166,7 @@ def mask_needs(
 
 
 def _held(sizes: Sizes, activations: int, memory_bytes: int | None) -> int:
-    """The model in memory; where that does not fit, one decoder layer or the embedding and the head."""
+    """Return the bytes of the whole model, or of its largest part if the whole does not fit."""
     whole = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest + activations) * FLOAT_BYTES
     if memory_bytes is None or whole <= memory_bytes:
         return whole
@@ -176,8 +182,7 @@ def quantization_needs(
     flops_per_s: float,
     memory_bytes: int | None,
 ) -> Needs:
-    """Estimate what quantizing needs; measuring perplexity holds the model in float32, whole if it can, and
-    runs it twice."""
+    """Estimate the needs of a quantization. Measuring perplexity runs the model in float32, twice."""
     codes = sizes.scoped if isinstance(options, Int8) else sizes.scoped // 2
     plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES
     memory = PROCESS_BYTES + 6 * sizes.largest * FLOAT_BYTES
@@ -196,7 +201,7 @@ def quantization_needs(
 
 
 def package_needs(sizes: Sizes) -> Needs:
-    """Estimate packing. The layers exist already; the mask's values and the files are added."""
+    """Estimate the needs of a package. Its layers exist already. The values and files are added."""
     return Needs(
         memory_bytes=PROCESS_BYTES + 2 * sizes.largest * FLOAT_BYTES,
         disk_bytes=sizes.scoped // 100 * FLOAT_BYTES + 32 * 1024 * 1024,
@@ -205,8 +210,11 @@ def package_needs(sizes: Sizes) -> Needs:
 
 
 def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int, flops_per_s: float) -> Needs:
-    """Estimate what training a pooled state needs: the package mapped, a hidden vector of each token and
-    decoder layer, the activations of one decoder layer, and what Adam remembers."""
+    """Estimate the needs of a pooled state.
+
+    Memory: the mapped package, a hidden vector for each token and decoder layer, the activations of one
+    decoder layer, and Adam's moments.
+    """
     tokens = request.rows * request.length
     activations = tokens * (sizes.layers + 32) * sizes.hidden * FLOAT_BYTES
     adam = 16 * (sizes.scoped // 100)
@@ -219,7 +227,7 @@ def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int, f
 
 
 def export_needs(sizes: Sizes) -> Needs:
-    """Estimate the export of a program: the model several times in float32, and the program."""
+    """Estimate the needs of an export: several copies of the model in float32, and the program."""
     weights = sizes.parameters * FLOAT_BYTES
     return Needs(
         memory_bytes=PROCESS_BYTES + EXPORT_COPIES * weights,

@@ -71,8 +71,8 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
     """Refuse a request that contradicts itself, or that needs more than the machine has.
 
     Raises:
-        ApiError: `preflight-refused`, with the figures; `conflict`: parts that do not go together.
-        NotFoundError: something that the request names.
+        ApiError: `preflight-refused`, with the figures, or `conflict` if parts do not go together.
+        NotFoundError: an object of the request does not exist.
     """
     verdict = preflight_of(service, tenant_id, request)
     if verdict.accepted:
@@ -94,6 +94,7 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
     with service.database.read() as session:
         planner = _Planner(session, tenant_id, machine, service.settings.fisher_split_flops)
         needs = planner.needs_of(request)
+        # `is`, not `==`: a request whose needs happen to be zero is known.
         if needs is NOTHING:
             return compare(None, machine)
         seconds, jobs = forecast_s(
@@ -101,6 +102,7 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
             tenant_id=tenant_id,
             kind=kind,
             estimated_s=needs.seconds,
+            # Past jobs are estimated on this machine as it is now, so the quotient cancels its speed.
             estimate=lambda past: planner.needs_of(past).seconds,
         )
     told_by = f"by {jobs} past jobs of kind {kind}" if jobs else ""
@@ -170,7 +172,7 @@ class _Planner:
         raise TypeError(f"{type(request).__name__} is no request for work")
 
     def _sparsification(self, request: SparsificationCreate) -> Needs:
-        """Refuses early what the job would refuse by the config alone, or by a name that is taken."""
+        """Estimate a sparsification. Refuse a plan that does not fit the config, or a name that is taken."""
         self._check_corpus(request.corpus_id, request.sequences * request.length)
         inputs.check_name(self._session, Model, self._tenant_id, request.name)
         sizes = self._sizes(request.model_id)
@@ -288,7 +290,7 @@ class _Planner:
                 ProblemType.CONFLICT,
                 "This package trains an adapter, and programs take sparse values only.",
             )
-        if request.variants > request.rows:  # which no JSON schema can say
+        if request.variants > request.rows:  # JSON schema cannot compare two fields
             raise ApiError(
                 ProblemType.CONFLICT,
                 f"{request.rows} rows are too few for {request.variants} variants: each needs at least one.",
@@ -316,6 +318,7 @@ class _Planner:
         if corpus_id is None:
             return
         corpus = rows.get(self._session, Corpus, tenant_id=self._tenant_id, row_id=corpus_id)
+        # A compressed file may hold many times its size.
         packed = str(corpus.source.get("path", "")).endswith(".gz")
         if corpus.size_bytes is not None and not packed and tokens > corpus.size_bytes:
             raise ApiError(
@@ -326,6 +329,7 @@ class _Planner:
 
 
 COUNTED: Final = 5
+# Jobs that are read, since some of them may not count.
 _LOOKED_AT: Final = 20
 # Seconds to start a process and read files, which the estimates do not include. Without this, a small job,
 # which is almost all overhead, would make a large one look ten times slower than its estimate.
@@ -364,6 +368,7 @@ def forecast_s(
             found.append(took_s / (past_s + _FIXED_S))
     if not found:
         return estimated_s, 0
+    # The median ignores a job that waited for a busy machine or a slow download.
     return median(found) * (estimated_s + _FIXED_S), len(found)
 
 
@@ -392,5 +397,5 @@ def check_preflight(
     service: Served,
     operator: Viewer,
 ) -> Preflight:
-    """Say what a piece of work needs and whether the machine has it. Nothing is made."""
+    """Estimate what a request needs, and say whether the machine has it. Nothing is created."""
     return preflight_of(service, operator.tenant_id, body.request)

@@ -49,7 +49,7 @@ from permille_service.problems import PRIVATE, ApiError, documented
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
-# Whoever does not say what bytes are sends a log.
+# Bytes without a specific type are a log.
 _FORMS = {
     LOG_MEDIA_TYPE: LogForm.LOG,
     STATE_MEDIA_TYPE: LogForm.STATE,
@@ -72,8 +72,8 @@ _LOG_BODY: dict[str, Any] = {
     },
 )
 def create_run(body: RunCreate, response: Response, service: Served, device: CallingDevice) -> Run:
-    """Report a run: numbers and closed sets only. The id is the device's, so that a report may be sent
-    again."""
+    """Report a run. A report holds numbers and closed sets, and never text. The device chooses the id, so it
+    can send a report again."""
     with service.database.write() as session:
         row, created = runs.report(
             session,
@@ -99,9 +99,9 @@ def list_runs(
     version: Annotated[
         int | None, Query(ge=1, le=MAX_INTEGER, description="only those on this version")
     ] = None,
-    outcome: Annotated[Outcome | None, Query(description="only those that ended so")] = None,
+    outcome: Annotated[Outcome | None, Query(description="only those with this outcome")] = None,
 ) -> Page[Run]:
-    """List runs, the one that ended last first."""
+    """List runs, the most recently ended first."""
     wanted = runs.RunFilter(device_id=device_id, release=release, version=version, outcome=outcome)
     with service.database.read() as session:
         page = runs.list_runs(session, tenant_id=operator.tenant_id, wanted=wanted, window=window)
@@ -129,8 +129,8 @@ def get_run(run_id: RunId, service: Served, principal: Anyone) -> Run:
     ),
 )
 async def put_run_log(run_id: RunId, request: Request, service: Served, device: CallingDevice) -> LogAccepted:
-    """Share the log of a run, or the packed state where that is shorter, by the user's choice: stored,
-    checked once, kept private, deleted on request."""
+    """Share the log of a run, or its packed state. The device's owner must have agreed. The service checks it
+    once, keeps it private, and deletes it on request."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _FORMS:
         raise ApiError(
@@ -148,6 +148,7 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
         log = runs.SentLog(form=_FORMS[media_type], digest=digest, size_bytes=size_bytes, upload_id=upload_id)
         accepted = await run_in_threadpool(_attach, service, device, run_id, folder, log)
     except BaseException:
+        # A client that goes away cancels this task, and the upload's row must still be given up.
         with CancelScope(shield=True):
             await run_in_threadpool(_give_up, service, folder, upload_id, size_bytes)
         raise
@@ -157,7 +158,7 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
 
 @router.delete("/{run_id}/log", status_code=204)
 def delete_run_log(run_id: RunId, service: Served, principal: Anyone) -> None:
-    """Forget the log of a run and its bytes. Idempotent."""
+    """Delete the log of a run and its bytes. Idempotent."""
     with _erasing(service, principal) as session:
         upload_id = runs.delete_log(
             session, tenant_id=principal.tenant_id, run_id=run_id, device_id=_device_of(principal)
@@ -167,7 +168,7 @@ def delete_run_log(run_id: RunId, service: Served, principal: Anyone) -> None:
 
 @router.delete("/{run_id}", status_code=204)
 def delete_run(run_id: RunId, service: Served, principal: Anyone) -> None:
-    """Forget a run, its metrics and its log."""
+    """Delete a run, its metrics and its log."""
     with _erasing(service, principal) as session:
         upload_id = runs.delete_run(
             session, tenant_id=principal.tenant_id, run_id=run_id, device_id=_device_of(principal)
@@ -176,7 +177,7 @@ def delete_run(run_id: RunId, service: Served, principal: Anyone) -> None:
 
 
 def present(row: tables.Run) -> Run:
-    """The record of a row."""
+    """Return the record of a row."""
     log = None
     if row.log_state is not None and row.log_form is not None and row.log_digest is not None:
         log = RunLog(
@@ -204,7 +205,7 @@ def _device_of(principal: Operator | DevicePrincipal) -> str | None:
 
 @contextmanager
 def _erasing(service: Service, principal: Operator | DevicePrincipal) -> Iterator[Session]:
-    """The transaction of an erasure: an operator's is noted, and a viewer's is refused."""
+    """Open the transaction of an erasure. An operator's goes into the audit log. A viewer's is refused."""
     if isinstance(principal, DevicePrincipal):
         with service.database.write() as session:
             yield session
@@ -218,7 +219,7 @@ def _erasing(service: Service, principal: Operator | DevicePrincipal) -> Iterato
 
 
 def _begin(service: Service, device: DevicePrincipal, run_id: str) -> str:
-    """Add the row of an upload. Raises NotFoundError: no such run of the device; QuotaError."""
+    """Add the row of an upload. Raises NotFoundError if the device has no such run, or QuotaError."""
     tenant_id, device_id = device.tenant_id, device.device_id
     with service.database.write() as session:
         runs.get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
@@ -229,7 +230,7 @@ def _begin(service: Service, device: DevicePrincipal, run_id: str) -> str:
 def _attach(
     service: Service, device: DevicePrincipal, run_id: str, folder: BlobFolder, log: runs.SentLog
 ) -> LogAccepted:
-    """Store that the log has come, or give its bytes up where the run has the same already.
+    """Attach the log to its run. If the run has the same log already, drop the new bytes.
 
     Raises:
         PackageError: `log-limit`: its replay would take too long.
@@ -247,7 +248,7 @@ def _attach(
 
 
 def _give_up(service: Service, folder: BlobFolder, upload_id: str, size_bytes: int) -> None:
-    """Erase the bytes of an upload that no run names. Where the database does not answer a sweep does it."""
+    """Erase the bytes of an unused upload. If the database does not answer, a sweep does it later."""
     try:
         with service.database.write() as session:
             ours = uploads.give_up(session, upload_id=upload_id, size_bytes=size_bytes)
@@ -264,7 +265,7 @@ def _erase(service: Service, tenant_id: str, upload_id: str | None) -> None:
 
 
 def _erase_bytes(folder: BlobFolder) -> None:
-    """Erase an upload's bytes, whose row says that they go; where a bucket is away a sweep does it."""
+    """Erase the bytes of an upload that is marked for it. If the bucket does not answer, a sweep does it."""
     try:
         uploads.erase(folder)
     except PermilleError as exc:

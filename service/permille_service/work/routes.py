@@ -91,7 +91,9 @@ def _add_artifacts(router: APIRouter, work: WorkKind) -> None:
             artifacts.remove(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
 
     _add_reads(router, work, list_rows, read_row)
-    _add_removal(router, work, remove, "Forget it, where nothing names it. Its bytes go with a collection.")
+    _add_removal(
+        router, work, remove, f"Delete a {work.kind} that nothing uses. The next collection frees its bytes."
+    )
 
 
 def _add_jobs(router: APIRouter, work: WorkKind) -> None:
@@ -112,7 +114,7 @@ def _add_jobs(router: APIRouter, work: WorkKind) -> None:
     ) -> Closed:
         with service.database.read() as session:
             row = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=key)
-            if row.kind != work.kind:
+            if row.kind != work.kind:  # ids of all kinds of jobs have the same form
                 raise ApiError(ProblemType.NOT_FOUND, f"This job is no {work.kind} but a {row.kind}.")
             return present(session, row)
 
@@ -123,7 +125,7 @@ def _add_jobs(router: APIRouter, work: WorkKind) -> None:
             queue.remove(session, tenant_id=operator.tenant_id, kind=work.kind, job_id=key)
 
     _add_reads(router, work, list_rows, read_row)
-    _add_removal(router, work, remove, "Forget a job that has ended, once what it made was removed.")
+    _add_removal(router, work, remove, "Delete a job that has ended. Delete its results before.")
 
 
 def _add_removal(router: APIRouter, work: WorkKind, remove: Any, text: str) -> None:
@@ -166,7 +168,7 @@ def _add_report(router: APIRouter, work: WorkKind, text: str) -> None:
             row = artifacts.get(session, tenant_id=operator.tenant_id, kind=work.kind, key=key)
         blob = artifacts.blob_of(row, REPORT)
         if blob is None:
-            raise ApiError(ProblemType.NOT_FOUND, f"this {work.kind} has no report")
+            raise ApiError(ProblemType.NOT_FOUND, f"This {work.kind} has no report.")
         return blob_response(request, service, blob.digest, "application/json")
 
     router.add_api_route(
@@ -180,7 +182,7 @@ def _add_report(router: APIRouter, work: WorkKind, text: str) -> None:
 
 
 def present_artifact(work: WorkKind, row: tables.Artifact) -> Closed:
-    """The record of a row: of what there is, what the kind's record has."""
+    """Return the record of a row. It has the fields that its kind declares."""
     known = {
         "id": row.id,
         "model_id": row.model_id,
@@ -207,7 +209,7 @@ def present_artifact(work: WorkKind, row: tables.Artifact) -> Closed:
 
 
 def present_build(session: Session, row: tables.Job) -> Build:
-    """The record of a build's row and of its parts."""
+    """Return the record of a build's row and of its parts."""
     made = {part.kind: part.result_id for part in queue.parts_of(session, row)}
     return Build.model_validate(
         {
@@ -224,7 +226,7 @@ def present_build(session: Session, row: tables.Job) -> Build:
 
 
 def present_made(_: Session, row: tables.Job) -> Closed:
-    """The record of a job that makes a package of another."""
+    """Return the record of a job that makes a package from another one."""
     return WORK[JobKind(row.kind)].record.model_validate(
         {
             "id": row.id,
