@@ -135,6 +135,7 @@ class Daemon:
         try:
             self._poll()
         except PermilleError as exc:
+            # A lock is held by the user's own command. The service is fine, so the pause must not grow.
             self._failed_polls += 0 if isinstance(exc, LockedError) else 1
             log.warning("poll: %s: %s", type(exc).__name__, exc)
             self._note(poll_error=_words(exc))
@@ -277,6 +278,7 @@ class Daemon:
         consent = read_consent(self._home)
         request = TrainingRequest(
             data_paths=read_references(self._home),
+            # Only if the owner wrote it: the policy's default must not overrule the release.
             minutes=policy.minutes_per_run if "minutes_per_run" in policy.model_fields_set else None,
             method=policy.method,
             share_log=consent.share_log,
@@ -295,6 +297,7 @@ class Daemon:
             self._training_failed(exc, wanted)
             return False
         log.info("training ended: %s", outcome)
+        # An interrupted run stays wanted and resumes, so `trained` must not name it.
         if outcome == "interrupted":
             self._note(last_outcome=outcome)
             return False
@@ -324,6 +327,7 @@ class Daemon:
     def _pause_after(self, error: PermilleError) -> float:
         pause_s = min(POLL_LIMIT_S, POLL_S * 2.0 ** min(self._failed_polls, 10))
         if isinstance(error, ServiceUnavailableError) and error.retry_after_s is not None:
+            # The service's own estimate counts, but a wrong one must not silence the device for days.
             pause_s = min(POLL_LIMIT_S, max(error.retry_after_s, POLICY_CHECK_S))
         return pause_s * (1.0 + self._world.rng.uniform(0.0, JITTER))
 

@@ -100,6 +100,7 @@ def train_in_child(
         PermilleError: the error that the child raised.
         ChildDiedError: the child died without an answer.
     """
+    # `-P` keeps modules in the current folder from shadowing ours.
     command = [sys.executable, "-P", "-m", "permille_agent.daemon.training_child"]
     line = json.dumps(as_json(_Order(home=home.root, request=request))) + "\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -116,6 +117,7 @@ def run_child(stdin: TextIO, stdout: TextIO) -> int:
         signal.signal(number, signal.SIG_IGN)
     order = parse_record(stdin.readline().encode(), _Order, "the parent's line")
     stop = threading.Event()
+    # A thread, because the main thread trains and cannot wait for its input.
     threading.Thread(target=_wait_for_end, args=(stdin, stop), daemon=True).start()
     try:
         answer = _Answer(outcome=_train(order, stop))
@@ -184,6 +186,7 @@ def _wait_for_end(stdin: TextIO, stop: threading.Event) -> None:
 def _supervise(child: subprocess.Popen[str], line: str, keep_going: Callable[[], bool]) -> str:
     answers: list[str] = []
     assert child.stdin is not None and child.stdout is not None  # both are pipes
+    # Read in a thread, or a child whose answer fills the pipe would wait for us for ever.
     reader = threading.Thread(target=lambda out=child.stdout: answers.append(out.read()), daemon=True)
     reader.start()
     try:
@@ -193,6 +196,7 @@ def _supervise(child: subprocess.Popen[str], line: str, keep_going: Callable[[],
             reader.join(CHECK_EVERY_S)
         child.stdin.close()
         reader.join(STOP_GRACE_S)
+    # The child died before it read its request. Wait for its exit code.
     except BrokenPipeError:
         reader.join(STOP_GRACE_S)
     finally:
@@ -206,6 +210,7 @@ def _read_answer(text: str) -> str:
     try:
         answer = parse_record(text.splitlines()[-1].encode(), _Answer, "the answer of the training process")
     except OperatorError as exc:
+        # A child that was killed while it wrote leaves half a line. The next attempt may succeed.
         raise RetryableError(str(exc)) from exc
     if answer.error == "PackageError":
         raise PackageError(answer.code, answer.message)
