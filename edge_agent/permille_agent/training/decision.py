@@ -150,6 +150,7 @@ def decide_adoption(
     """
 
     def decide() -> Decision:
+        # A resumed run keeps its number: later decisions need stronger evidence.
         number = run.folder.once("decision-number", DecisionCount, lambda: next_decision(home)).decisions
         learned = LearnedText()
         if incumbent.run is not None:
@@ -172,6 +173,7 @@ class _Incumbent:
 
 def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumbent) -> Decision:
     base_K = run.package.values()
+    # Measured first and stored: the base's losses are needed for every outcome.
     base = _losses(run, "base", lambda _: base_K)
     exponent = selected.header.step_unit_exponent
 
@@ -191,6 +193,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         bits_per_byte_base=finite_or_none(base.bits_per_byte),
         pooled=incumbent.model.run is None and run.package.manifest.has_layer(Role.POOLED),
     )
+    # Nothing was learned, so judging would only use up test text.
     if selected.step == 0 and not run.judges_start:
         return decision
     general = keep_general(run, selected.s_K, exponent)
@@ -200,6 +203,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         return replace(decision, reason=_too_costly(run, general))
     if strength < EIGHTHS:
         decision = replace(decision, scaled_digest=digest_of(scaled(selected.s_K, strength)))
+    # A short text is judged in parts, each by a state that did not train on it.
     trained = [scaled(s_K, strength) for s_K in selected.judges or (selected.s_K,)]
     judges = [values(run.w_base_K, s_K, exponent) for s_K in trained]
     personal = _losses(run, "personal", judges.__getitem__)
@@ -264,6 +268,7 @@ def _losses_beside_active(
     personal = _measured_once(
         run.folder, "personal-passages", lambda: joined(map(_passage_losses, parts, own))
     )
+    # The active model has seen these groups, so its losses on them say nothing of new text.
     new_D = np.array([document.group not in incumbent.learned for document in whole])
     both_D = new_D & (active.tokens_D > 0) & (personal.tokens_D > 0)
     return active.of(both_D), personal.of(both_D)
@@ -308,6 +313,7 @@ def _compared(first: DocumentLosses, second: DocumentLosses, number: int, least:
     if np.array_equal(first.tokens_D, second.tokens_D) and np.array_equal(first.bytes_D, second.bytes_D):
         gain_G = (first.nats_D - second.nats_D) / second.tokens_D
     else:
+        # Tokenizers of two packages cut the text differently, so only losses per byte can be compared.
         gain_G = (first.nats_D / first.bytes_D - second.nats_D / second.bytes_D) * bytes_a_token
     return compare_losses(gain_G, second.tokens_D, decision=number)
 

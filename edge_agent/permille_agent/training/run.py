@@ -219,6 +219,7 @@ class RunFolder:
         if not path.exists():
             return []
         data = path.read_bytes()
+        # A kill within an append leaves part of a line.
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             with path.open("r+b") as file:
@@ -238,6 +239,7 @@ class RunFolder:
             file.write(encode_record(evaluation) + b"\n")
             file.flush()
             os.fsync(file.fileno())
+        # The name of a new file is durable only after its folder is.
         if new:
             fsync_folder(self.path)
 
@@ -333,7 +335,9 @@ class RunClock:
             return False
         if self._stop is None and self.seconds() >= limit_s:
             here = StopPoint(descent=descent, step=step)
+            # Stored once: the clock of a resumed run says another time, and must not move the end.
             self._stop = self._folder.once("stop", StopPoint, lambda: here)
+        # Later steps and later descents are beyond the stop, too.
         return self._stop is not None and (self._stop.descent, self._stop.step) <= (descent, step)
 
 
@@ -407,6 +411,7 @@ class Run:
             InputError: neither this tensor nor a later one has masked weights.
         """
         counts, first = self.package.counts, self.options.first_layer
+        # Every decoder layer has the same number of linears.
         tensor = first * (len(counts) // int(self.package.config["num_hidden_layers"]))
         if not sum(counts[tensor:]):
             raise InputError(f"No masked weight is in layer {first} or above. Name a lower --first-layer.")
@@ -447,6 +452,7 @@ class Run:
             step_unit_exponent=0,
             counts=self.package.counts,
             split=split,
+            # A run along the gradient has no log. It zeroes the gradient of the layers below (`durable_steps`).
             first_tensor=self.first_tensor if options.has_log else 0,
         )
         return Descent(header=header, w_base_K=self.w_base_K)

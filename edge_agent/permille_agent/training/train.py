@@ -91,6 +91,7 @@ def run_training(
         raise OperatorError(NOTHING_INSTALLED)
     with opening(home, release.manifest_digest):
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
+        # Hash everything before hours of training, not when the first damaged tensor is read.
         package.check_blocks()
     options = options.within(_positions(package))
     context.progress.phase("reading the text")
@@ -133,6 +134,7 @@ class _Task:
 
     def refuse(self, groups: Sequence[str], message: str) -> RunResult:
         """End a run whose text cannot be used. The same text is reported once."""
+        # The text has no rows to identify it, so its groups do.
         digest = hashlib.sha256("\0".join(groups).encode()).hexdigest()
         with telling_disk():
             folder = self._open_run(f"refused:{digest}", ())
@@ -223,6 +225,7 @@ class _Task:
     def _end(self, run: Run, facts: RunFacts, message: str) -> RunResult:
         end = run_outcome(facts, message, self.report)
         run.folder.store("outcome", end)
+        # Models in use and their predecessors keep their runs, for a rollback.
         used = {model.run for model in referenced_models(self.home) if model.run is not None}
         prune_runs(self.home, keep={run.folder.name, *used})
         return result_of(run.folder, end, known=False)
