@@ -452,7 +452,7 @@ class Run:
             step_unit_exponent=0,
             counts=self.package.counts,
             split=split,
-            # A run along the gradient has no log. It zeroes the gradient of the layers below (`durable_steps`).
+            # A gradient run has no log. It zeroes the gradient of the layers below (`durable_steps`).
             first_tensor=self.first_tensor if options.has_log else 0,
         )
         return Descent(header=header, w_base_K=self.w_base_K)
