@@ -100,6 +100,7 @@ class PruningPlan:
         largest = 1.0 if self.pattern is None else self.pattern.rate
         for layer in range(layers):
             rate = self.rate(layer)
+            # A rate of 1 would remove a layer's weights altogether.
             if not 0 <= rate <= largest or rate == 1:
                 limit = "below 1" if self.pattern is None else f"at most {largest} with {self.pattern}"
                 where = f" in layer {layer}" if isinstance(self.rates, Mapping) else ""

@@ -142,6 +142,7 @@ def recover(
         raise InputError(
             f"A step takes {plan.rows} rows of text; there are {len(rows_NT)}. Add text, or take fewer rows."
         )
+    # `foreach` stacks all parameters in temporaries, which doubles the memory of the moments.
     optimizer = torch.optim.Adam(trained, lr=plan.rate, foreach=False)
     losses = _load(checkpoint, trained, optimizer)
     at_once = max(1, TOKENS_A_PASS // rows_NT.shape[1])
@@ -186,6 +187,7 @@ def _bytes(trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam, losses:
         torch.cat([optimizer.state[parameter][key].reshape(-1) for parameter in trained])
         for key in ("exp_avg", "exp_avg_sq")
     ]
+    # Values, first and second moments: all that Adam needs to continue to the same bits.
     values_3K = torch.stack([parameters_to_vector(trained).detach(), *moments])
     buffer = io.BytesIO()
     np.savez(buffer, values_3K=values_3K.float().cpu().numpy(), losses=np.array(losses))
@@ -201,6 +203,7 @@ def _load(
     try:
         with np.load(checkpoint, allow_pickle=False) as stored:
             values_3K, losses = torch.from_numpy(stored["values_3K"]), stored["losses"]
+    # A checkpoint only saves time, so a damaged one is ignored, and training begins anew.
     except (ValueError, KeyError, OSError, zipfile.BadZipFile):
         return []
     if values_3K.shape != (3, sum(parameter.numel() for parameter in trained)):

@@ -31,6 +31,7 @@ def prune_linear(
         return _sparsegpt(weight_NK, gram_KK, rate, pattern)
     score_NK, per_row = weight_NK.abs(), method is PruningMethod.WANDA
     if per_row:
+        # Wanda, equation 1: |w| times the norm of its input.
         score_NK = score_NK * gram_KK.diagonal().sqrt()
     count = int((weight_NK.shape[1] if per_row else weight_NK.numel()) * rate)
     return weight_NK.masked_fill(prune_mask(score_NK, weight_NK == 0, count, pattern, per_row=per_row), 0.0)
@@ -48,12 +49,14 @@ def prune_mask(
         pattern: the pattern, or None.
         per_row: take the same number in each row (Wanda), or the smallest of all (magnitude, SparseGPT).
     """
+    # Scores are not negative, so existing zeros come first and count towards the rate.
     score_NK = score_NK.masked_fill(zero_NK, -1.0)
     rows = score_NK if per_row else score_NK.reshape(1, -1)
     if pattern is not None:
         candidate_NK = _smallest_of_groups(score_NK, pattern) | zero_NK
         if count >= int(rows.shape[1] * pattern.rate):
             return candidate_NK
+        # Fewer zeros than the pattern: take them from a choice that would fill it.
         rows = rows.masked_fill(~candidate_NK.reshape(rows.shape), torch.inf)
     order = rows.sort(dim=1, stable=True).indices[:, :count]
     found = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order, value=True)
@@ -103,6 +106,7 @@ def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern
                 removed_NB[:, group] = prune_mask(score_NM, known_NM, count, None, per_row=True)
             error_N = torch.where(removed_NB[:, j], w_NB[:, j], 0.0) / scale_B[j]
             w_NB[:, j:] -= torch.outer(error_N, inverse_BB[j, j:])
+            # Later blocks are corrected once for a whole block, by a single product.
             error_NB[:, j] = error_N
         weight_NK[:, part] = w_NB.masked_fill(removed_NB, 0.0)
         weight_NK[:, part.stop :] -= error_NB @ inverse_KK[part, part.stop :]
@@ -115,6 +119,7 @@ def _inverse_factor(gram_KK: Tensor, dead_K: Tensor) -> Tensor:
     while True:
         damped_KK = gram_KK.clone()
         diagonal_K = damped_KK.diagonal()
+        # A dead input has a row of zeros, which no damping relative to the mean could make invertible.
         diagonal_K[dead_K] = 1
         diagonal_K += damping * diagonal_K.mean()
         factor_KK, failed = torch.linalg.cholesky_ex(damped_KK)

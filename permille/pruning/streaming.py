@@ -240,6 +240,7 @@ class _Walk:
         assert self.folder is not None
         path = self.folder / _STATE
         found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        # Without the target, its finished layers are lost, so the work begins anew.
         if found.get("fingerprint") == self._fingerprint and self.target.is_dir():
             self.finished = found["finished"]
             self.linears = [LinearReport(**row) for row in found["linears"]]
@@ -247,6 +248,7 @@ class _Walk:
     def _save(self, buffer: int) -> None:
         if self.folder is None:
             return
+        # Hidden states and weights first: the state must not name results that a crash has lost.
         flush(_buffer_path(self.folder, buffer))
         for file in {self.source.place(row.name).file for row in self.linears}:
             flush(self.target / file)
@@ -289,6 +291,7 @@ class _Grams:
         def add(_module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0]
             if name not in self._leader:
+                # Query, key and value projections get one tensor, so one matrix of K x K serves the three.
                 same = self._input is not None and self._input[1] is x
                 self._leader[name] = self._input[0] if same and self._input is not None else name
             if self._leader[name] != name:
@@ -326,6 +329,7 @@ def write_weight(source: Checkpoint, target: Path, name: str, weight_NK: Tensor,
     else:
         data = raw.data.copy()
         words = data.view("<u4" if raw.dtype == "F32" else "<u2")
+        # Only zeros are written. A round trip through float32 could change the bits of a NaN or a subnormal.
         words[(weight_NK == 0).cpu().numpy().reshape(-1)] = 0
     with (target / place.file).open("r+b") as file:
         file.seek(place.begin)
@@ -347,6 +351,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _squared(weight_NK: Tensor, gram_KK: Tensor) -> float:
+    # Rounding can make the sum of squares slightly negative.
     return max(0.0, float(((weight_NK @ gram_KK) * weight_NK).double().sum()))
 
 

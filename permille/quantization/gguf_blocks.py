@@ -1,12 +1,13 @@
-"""Scheme `source`: the codes of a GGUF file as they are, in groups of 32 along a row (FORMAT 4.2).
+"""Scheme `source`: the unchanged codes of a GGUF file, in groups of 32 along a row (FORMAT 4.2).
 
     Q8_0    w' = d * q          q from -128 to 127
     Q4_0    w' = d * (q - 8)    q from 0 to 15
     Q4_1    w' = d * q + m      q from 0 to 15
 
 `d` and `m` are float16 of either sign, so `d * q` is exact in float32 and a weight is rounded at most once.
-A block of a file is `d`, of Q4_1 `m`, and the codes. Of four bits the low halves of its 16 bytes are the
-first 16 codes and the high halves the others; here neighbours share a byte, as in all schemes.
+A block of a file holds `d`, then `m` if it is Q4_1, then the codes. In a block of four-bit codes, the low
+halves of the 16 bytes are codes 0 to 15, and the high halves are codes 16 to 31. Here neighbours share a
+byte, as in all schemes.
 
 # Legend: N, K = rows and columns; G = K / 32; R = bytes of a row; B = blocks; S = 32; P = bytes of codes.
 """
@@ -20,7 +21,7 @@ from permille.quantization.types import QuantizedTensor, Scheme
 
 GROUP_SIZE = 32
 _HALF = GROUP_SIZE // 2
-_NAMES = {34: "Q8_0", 18: "Q4_0", 20: "Q4_1"}  # by bytes of a block
+_NAMES = {34: "Q8_0", 18: "Q4_0", 20: "Q4_1"}  # by the size of a block in bytes
 TYPES = tuple(_NAMES.values())
 """The types of a GGUF file whose codes are kept."""
 
@@ -54,6 +55,7 @@ def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
         raise InputError("The blocks have scales that are not finite.")
     code_BP = np.ascontiguousarray(block_BP[:, 2 * heads :])
     if kind != "Q8_0":
+        # From the order of the file (16 apart) to that of packages (neighbours in a byte).
         code_BP = pack(np.concatenate([code_BP & 15, code_BP >> 4], axis=1).reshape(-1))
     shape = (rows, columns // GROUP_SIZE)
     return QuantizedTensor(

@@ -2,13 +2,13 @@
 
     scale = absmax(group) / M        code = clip(rint(w / scale), -M, M)        w' = code * scale
 
-with M = 7 or 127. All in float32, rint half to even. int4 is stored as code + 8; its -8 is left to codes that
-were calibrated (`rounding`). The last group of a row is shorter where K is no multiple of the group size. A
-scale that underflows to 0 makes a zero group.
+with M = 7 or 127. All computations are in float32, and rint rounds half to even. int4 stores code + 8. Only
+calibrated codes (`rounding`) use -8. If K is not a multiple of the group size, the last group of a row is
+shorter. A scale that underflows to 0 makes a group of zeros.
 
 int8 is the weight-only form of LLM.int8 (Dettmers et al., 2022) and of torchao's `Int8WeightOnlyConfig`,
-which have one scale a row. Groups of 128 cost a quarter of a bit a weight more, and halve the squared error
-of rows of thousands of weights; one large weight coarsens its group alone; kernels for int4 have them anyway.
+which have one scale for each row. Groups of 128 cost a quarter of a bit more per weight. They halve the
+squared error of rows of thousands of weights, because a large weight coarsens only its own group.
 
 # Legend: N, K = rows and columns; G = ceil(K / group_size); S = group_size; R = rows of a chunk.
 """
@@ -43,6 +43,7 @@ def quantize(
     rows, columns = w_NK.shape
     scale_NG = np.empty((rows, -(-columns // group_size)), np.float32)
 
+    # Row by row in chunks: a float32 copy of the largest weight would not fit beside the model.
     def code(chunk: slice) -> NDArray[np.uint8]:
         scale_NG[chunk] = _scales(w_NK[chunk], _MOST[scheme], group_size)
         codes = _codes(w_NK[chunk], scale_NG[chunk], _MOST[scheme], group_size)
@@ -65,6 +66,7 @@ def _codes(
     w_RK: NDArray[np.float32], scale_RG: NDArray[np.float32], most: int, group_size: int
 ) -> NDArray[np.int8]:
     scale_RK = np.repeat(scale_RG, group_size, axis=1)[:, : w_RK.shape[1]]
+    # Groups of zeros have scale 0 and keep the code 0.
     code_RK = np.divide(w_RK, scale_RK, out=np.zeros_like(w_RK), where=scale_RK > 0)
     np.clip(np.rint(code_RK, out=code_RK), -most, most, out=code_RK)
     return code_RK.astype(np.int8)

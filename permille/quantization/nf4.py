@@ -40,6 +40,7 @@ NF4_CODES: NDArray[np.float32] = np.array(
 )
 # In float32, as in the reference: a weight exactly between two codes takes the lower one.
 _BOUNDS: NDArray[np.float32] = (NF4_CODES[:-1] + NF4_CODES[1:]) / np.float32(2)
+# The reference's guard against a division by zero.
 _SMALLEST_ABSMAX = np.float32(1e-38)
 
 
@@ -53,6 +54,7 @@ def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTen
     w = w_NK.reshape(-1)
     packed = np.empty((w.size + 1) // 2, np.uint8)
     absmax_B = np.empty(-(-w.size // BLOCK_SIZE), np.float32)
+    # A chunk is a whole number of blocks, so blocks do not depend on it.
     for start in range(0, w.size, CHUNK_WEIGHTS):
         stop = min(start + CHUNK_WEIGHTS, w.size)
         check_finite(w[start:stop], start, name)

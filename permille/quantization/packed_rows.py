@@ -1,8 +1,8 @@
-"""A quantized weight whose scheme is settled once: codes, scales, and how numpy decodes them.
+"""A quantized weight in one form for all schemes, and its decoder in numpy.
 
-All schemes decode alike: look a code up or take it as an integer, multiply it by the scale of its group, and
-add the group's minimum where there is one. The numpy here is the definition (FORMAT 4.2). The kernels of
-`permille.native.weights` give the same bits.
+All schemes decode alike. Look the code up in a table, or take it as an integer. Multiply it by the scale of
+its group, and add the group's minimum if there is one. The numpy code here is the definition (FORMAT 4.2).
+The kernels of `permille.native.weights` give the same bits.
 
 Shapes: N, K = out and in features; R = rows of a range.
 """
@@ -24,23 +24,23 @@ _UNSIGNED_CODES = np.arange(16, dtype=np.float32)
 
 
 class Form(IntEnum):
-    """Meaning of a code before its scale, with the numbers of `src/weights.inc`."""
+    """Meaning of a code before its scale. The numbers are those of `src/weights.inc`."""
 
-    SHARED = 0  # one of 16 numbers, the same for all rows
-    BYTES = 1  # itself, an integer in a byte
-    SHIFTED = 2  # as SHARED, and its group's minimum is added
+    SHARED = 0  # an index into a table of 16 numbers
+    BYTES = 1  # an integer in a byte
+    SHIFTED = 2  # as SHARED, and the minimum of the group is added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedRows:
-    """A view of one weight [N, K]: sizes, types and contiguity are checked once, when it is made by `of`.
+    """A view of one weight [N, K]. `of` checks sizes, types and contiguity once.
 
     Attributes:
-        packed: uint8, as in `QuantizedTensor`; may be a read-only map of the package's file.
-        scales: float32, one a group.
-        codes: float32 [16]; of bytes nothing.
-        minima: float32, one a group where the form is SHIFTED, else none.
-        line: weights after which groups begin anew: a row, of nf4 the whole matrix.
+        packed: uint8, as in `QuantizedTensor`. It may be a read-only map of the package's file.
+        scales: float32, one for each group.
+        codes: the table, float32 [16]. Empty for BYTES.
+        minima: float32, one for each group of SHIFTED, else empty.
+        line: the number of weights after which groups begin anew: a row, or the whole matrix for nf4.
     """
 
     packed: NDArray[np.uint8]
@@ -55,10 +55,10 @@ class PackedRows:
 
     @classmethod
     def of(cls, quantized: QuantizedTensor) -> "PackedRows":
-        """Borrow the arrays of a quantized tensor; what is not contiguous is copied.
+        """Borrow the arrays of a quantized tensor. Arrays that are not contiguous are copied.
 
         Raises:
-            InputError: as many codes or scales as the shape does not ask for.
+            InputError: the number of codes or scales does not match the shape.
         """
         check_quantized(quantized)
         scales, group_size = np.ascontiguousarray(quantized.scales), quantized.group_size
@@ -108,6 +108,7 @@ def decode_rows(weight: PackedRows, first: int, last: int) -> NDArray[np.float32
             w_RK += np.repeat(weight.minima[first:last], weight.group_size, axis=1)
     else:
         group = weight.group_size
+        # Groups of nf4 run across rows, so a row may begin in the middle of a group.
         scales = np.repeat(weight.scales[start // group : -(-stop // group)], group)
         w_RK *= scales[start % group :][: stop - start].reshape(w_RK.shape)
     return w_RK
@@ -121,7 +122,7 @@ def decoded_at(
     A sparse product adds `value - decoded` to the product with the codes.
 
     Raises:
-        InputError: an index outside the weight.
+        InputError: an index is outside of the weight.
     """
     flat = flat_index.astype(np.int64)
     size = weight.shape[0] * weight.shape[1]
@@ -133,6 +134,7 @@ def decoded_at(
     if weight.form is Form.BYTES:
         w = weight.packed[flat].view(np.int8).astype(np.float32)
     else:
+        # The first code of a byte is in its high half.
         codes = (weight.packed[flat >> 1] >> np.where(flat & 1, 0, 4).astype(np.uint8)) & np.uint8(15)
         w = weight.codes[codes]
     w *= weight.scales.reshape(-1)[group]

@@ -81,6 +81,7 @@ def perplexity_by_layer(
     """
     _check(sequences_NT)
     ids = [_ids(tokens_T) for tokens_T in sequences_NT]
+    # In tensor_id order a layer's tensors are neighbours, so one decoded layer is in memory at a time.
     by_layer = itertools.groupby(quantized, key=lambda item: layer_of(item[0]))
     with torch.inference_mode():
         with stream.ends() as ends:

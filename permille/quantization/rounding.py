@@ -1,13 +1,13 @@
-"""Weights rounded with the outputs of their block in view: SignRound of Intel's auto-round.
+"""Calibrated rounding: SignRound of Intel's auto-round.
 
     w' = scale * clip(rint(w / scale + v), -8, 7)
 
-`v` in [-0.5, 0.5] and the range of each group move by the sign of the gradient of the error that a block's
-output has on calibration text (Cheng et al. 2023, "Optimize Weight Rounding via Signed Gradient Descent").
-Symmetric, one float16 scale for 128 weights of a row. Why this one of the calibrated methods, and how it is
-called: docs/adr/0013.
+On calibration text, SignRound measures the error of a block's output. It moves `v` in [-0.5, 0.5] and the
+range of each group by the sign of that error's gradient (Cheng et al. 2023, "Optimize Weight Rounding via
+Signed Gradient Descent"). Codes are symmetric, with one float16 scale for 128 weights of a row. ADR 13 says
+why we chose this method.
 
-Scales are not negative: what is found is an int4 layer of a package as it stands (ADR 14).
+Scales are not negative, so the result is an int4 layer of a package.
 
 # Legend: N, K = rows and columns; G = groups of a row; Q, T = sequences and their tokens.
 """
@@ -44,15 +44,15 @@ def rounded_int4(
     *,
     iterations: int = ITERATIONS,
 ) -> dict[str, QuantizedTensor]:
-    """The linear weights of the blocks as int4 of packages. The model's own weights are gone afterwards.
+    """Round the linear weights of the blocks to int4. The model's own weights are lost.
 
     Args:
-        names: parameters that have to come out in four bits.
+        names: the parameters to round.
         sequences_QT: calibration text, [Q, T] token ids.
 
     Raises:
-        InputError: auto-round is not installed, left one of the weights as it was, or made a weight that is
-            no product of a code and a scale.
+        InputError: auto-round is not installed, did not change one of the weights, or made a weight that is
+            not the product of a code and a scale.
     """
     tuned = _tuned(model, names, sequences_QT, iterations)
     return {
@@ -66,7 +66,7 @@ def rounded_int4(
 
 
 def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> QuantizedTensor:
-    """Codes and scales that decode to a weight, bit for bit."""
+    """Return codes and scales that decode to the weight, bit for bit."""
     rows, columns = w_NK.shape
     scale_NG = scale.reshape(rows, -1)
     scale_NK = np.repeat(scale_NG, GROUP_SIZE, axis=1)[:, :columns]
@@ -82,11 +82,11 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
     )
     if scale_NG.shape != scales_shape(Scheme.INT4, found.shape, GROUP_SIZE) or scale_NG.min() < 0:
         raise InputError(
-            f"auto-round gave {name} scales {scale_NG.shape}, the least {scale_NG.min()}: not a positive one "
-            "for each group."
+            f"auto-round gave {name} scales {scale_NG.shape}, the least {scale_NG.min()}. Each group needs "
+            "one that is not negative."
         )
     if not np.array_equal(dequantize(found), w_NK):
-        raise InputError(f"auto-round left weights in {name} that are no codes times scales.")
+        raise InputError(f"auto-round made weights in {name} that are not codes times scales.")
     return found
 
 
@@ -101,7 +101,7 @@ def _tuned(
     sequences_QT: NDArray[np.int64],
     iterations: int,
 ) -> torch.nn.Module:
-    """The model with its weights rounded, and `scale` beside each of them."""
+    """Return the model with rounded weights. Each linear has its scales in the attribute `scale`."""
     auto_round, tokenizer = _library()
     before = {name: model.get_parameter(name).detach().clone() for name in names}
     dataset = [{"input_ids": torch.from_numpy(tokens_T[None].copy())} for tokens_T in sequences_QT]
@@ -131,18 +131,21 @@ def _tuned(
     if same := [
         name for name in names if before[name].any() and torch.equal(found.get_parameter(name), before[name])
     ]:
-        raise InputError(f"auto-round left {same[0]} as it was.")
+        raise InputError(f"auto-round did not change {same[0]}.")
     return found
 
 
 def _library() -> tuple[Any, Any]:
-    """The entry, and a tokenizer, which it insists on though it is given tokens. One without a padding token:
-    the library would mask that token out of the text."""
+    """Return auto-round's entry point, and a tokenizer for it.
+
+    auto-round requires a tokenizer even if it is given token ids. This one has no padding token, because the
+    library would mask that token out of the text.
+    """
     try:
         from auto_round import AutoRound
     except ImportError as exc:
         raise InputError(
-            'expected auto-round, which is not installed: pip install "permille[workers]"'
+            'auto-round is not installed. Install it with: pip install "permille[workers]"'
         ) from exc
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -152,7 +155,7 @@ def _library() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the library's progress bars and lines."""
+    """Hide the library's progress bars and log lines."""
     logger = logging.getLogger("autoround")
     level = logger.level
     logger.setLevel(logging.ERROR)

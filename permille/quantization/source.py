@@ -30,6 +30,7 @@ def check_finite(chunk: NDArray[np.float32], first: int, name: str) -> None:
     """
     finite = np.isfinite(chunk)
     if not finite.all():
+        # The first False of a boolean array.
         at = int(np.argmin(finite.reshape(-1)))
         value = chunk.reshape(-1)[at]
         raise InputError(f"{name}: expected finite weights, got {value} at flat index {first + at}")

@@ -31,9 +31,8 @@ class QuantizedTensor:
         shape: (N, K) of the weight.
         group_size: the number of weights that share a scale. NF4 counts them along the flat row-major matrix,
             the other schemes along a row.
-        packed: uint8 in flat row-major order. Codes of four bits: [ceil(N*K / 2)], two in a byte, the
-        first in
-            the high nibble; an odd last low nibble is 0. Codes of eight bits (INT8, and some of SOURCE):
+        packed: uint8 in flat row-major order. Codes of four bits: [ceil(N*K / 2)], two in a byte, the first
+            in the high nibble. An odd last low nibble is 0. Codes of eight bits (INT8, and some of SOURCE):
             [N*K], the bytes of int8.
         scales: float32. NF4 has absmax [B], INT4 and INT8 have scales [N, G], all finite and not negative.
             The scales [N, G] of SOURCE have either sign, and each is exact in float16.

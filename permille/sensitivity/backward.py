@@ -56,6 +56,7 @@ def sequence_loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequenc
         InputError: the loss is not finite.
     """
     ids_BT = torch.from_numpy(np.ascontiguousarray(tokens_T))[None].to(model.device)
+    # In float32 for any type of the model: a softmax in bfloat16 loses small probabilities.
     logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, :-1].float()
     loss = functional.cross_entropy(logits_TV, ids_BT[0, 1:])
     if not torch.isfinite(loss):
@@ -95,6 +96,7 @@ def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
     The switch of transformers works in training mode only, where dropout is on.
     """
+    # From the instance alone, since `block.forward` would also find the class's method.
     own = [vars(block).get("forward") for block in blocks]
     try:
         for block in blocks:
@@ -109,6 +111,7 @@ def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Dropout is off, so there is no random state to keep.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run
@@ -116,6 +119,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the decoder blocks from the lowest in scope upwards: those that the reverse pass visits."""
+    # Blocks below the lowest trainable weight have no reverse pass, so nothing is recomputed there.
     lowest = min(index for index in map(layer_of, names) if index is not None)
     prefix = names[0].split(".layers.", 1)[0] + ".layers"
     blocks = model.get_submodule(prefix)

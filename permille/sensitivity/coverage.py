@@ -1,8 +1,7 @@
 """Evidence for a mask, as plain dicts for JSON, without NaN, infinity or arrays.
 
 - `curve`: the share of the whole score that the best fraction of the weights holds (sensitive-sparse-zo,
-figure
-  2).
+  figure 2).
 - `coverage`: the share of a score that a mask holds, in all and by tensor. With scores of another text, it
   says whether a mask of one corpus still covers the gradients of a task (figure 3).
 
@@ -85,8 +84,10 @@ def curve(scores: Tensors, points: int = 61) -> list[CurvePoint]:
     numel, total = int(numbers.sum()), float(sums.sum())
     best_first = np.concatenate([[0], np.cumsum(numbers[::-1])])
     held = np.concatenate([[0.0], np.cumsum(sums[::-1])])
+    # A fraction below one weight means nothing.
     smallest = max(1e-6, 1 / numel)
     fractions = np.geomspace(smallest, 1, points)
+    # `geomspace` misses its ends by a rounding error.
     fractions[0], fractions[-1] = smallest, 1
     if total == 0:
         return [CurvePoint(fraction=float(at), coverage=float(at)) for at in fractions]
@@ -108,6 +109,7 @@ def _histogram(scores: Tensors) -> tuple[NDArray[np.int64], NDArray[np.float64]]
             chunk = np.asarray(flat[start : start + _CHUNK], np.float64)
             if not (np.isfinite(chunk) & (chunk >= 0)).all():
                 raise InputError(f"{name}: expected finite scores of at least 0")
+            # `where` leaves out zeros, whose logarithm would be a warning and -inf.
             octave = np.log2(chunk, out=np.full_like(chunk, -150.0), where=chunk > 0)
             index = np.where(chunk > 0, 1 + np.floor((octave + 149) * _BINS_PER_OCTAVE), 0).astype(np.int64)
             numbers += np.bincount(index, minlength=bins)
@@ -142,4 +144,5 @@ def _sum(flat: NDArray[np.float32]) -> float:
 
 
 def _share(part: float, whole: float, count: int, numel: int) -> float:
+    # Both are float64 sums in different orders, so the part can exceed the whole by a rounding error.
     return min(1.0, part / whole) if whole > 0 else count / numel

@@ -88,6 +88,7 @@ def fisher_scores(
     sums = PartialSums.open(resume, fingerprint=_fingerprint(model, sequences_NT, shapes) if resume else "")
     total = zero_scores(shapes, spill_dir=spill_dir)
     finished = sums.load_into(total)
+    # A single shard needs no second array, which would be as large as the model's weights in scope.
     partial = total if len(shards) == 1 else zero_scores(shapes, spill_dir=spill_dir)
     for index, shard in enumerate(shards[finished:], start=finished):
         report = None if progress is None else _offset(progress, shard.start, len(sequences_NT))
@@ -242,6 +243,7 @@ def _squares_into(
         for handle in handles:
             handle.remove()
         for parameter in parameters.values():
+            # An error may have left gradients behind, each as large as its weight.
             parameter.grad = None
 
 
@@ -250,11 +252,14 @@ def _square_hook(name: str, sum_NK: Tensor, sequence: int) -> Callable[[Tensor],
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             raise RuntimeError(f"{name}: autograd called the hook without a gradient")
+        # float32 before the square, which bfloat16 would round to eight bits.
         square_NK = gradient.detach().float().square_()
+        # One NaN would spread through the sum and rank every weight of the tensor arbitrarily.
         if not torch.isfinite(square_NK).all():
             raise InputError(
                 f"{name}: expected finite squared gradients, got NaN or infinity at sequence {sequence}"
             )
+        # The sum may be in memory while the gradient is on a GPU (`_sums_beside`).
         sum_NK.add_(square_NK.to(sum_NK.device))
 
     return add_square
@@ -266,6 +271,7 @@ def _offset(progress: Progress, start: int, total: int) -> Callable[[int], None]
 
 def _fingerprint(model: AnyModel, sequences_NT: NDArray[np.int64], shapes: Shapes) -> str:
     """Return a name for the sum: a hash of weights, sequences, scope and the rule of the shards."""
+    # Sums of other weights or sequences in the folder must not be added to, so the hash covers both.
     state = hashlib.sha256(f"permille-fisher-1 {SHARD_SEQUENCES} {sequences_NT.shape} {shapes}".encode())
     state.update(np.ascontiguousarray(sequences_NT).astype("<i8", copy=False).data)
     if isinstance(model, StreamedModel):

@@ -135,6 +135,7 @@ def _largest(ranked: _Ranked, wanted: int) -> NDArray[np.uint32]:
 
 def _threshold(ranked: _Ranked, wanted: int) -> tuple[int, int]:
     """Return the rank of the `wanted`-th largest, and how many weights of exactly that rank are wanted."""
+    # The first pass counts the upper 16 bits, the second one the lower 16 bits of the bin that was found.
     high = np.zeros(1 << 16, np.int64)
     for _, rank in ranked.chunks():
         high += np.bincount(rank >> np.uint32(16), minlength=high.size)
@@ -149,6 +150,7 @@ def _threshold(ranked: _Ranked, wanted: int) -> tuple[int, int]:
 
 def _bin_of(histogram: NDArray[np.int64], wanted: int) -> tuple[int, int]:
     """Return the bin that holds the `wanted`-th largest, and how many of that bin are wanted."""
+    # From the top, as the largest scores are wanted.
     at_least = np.cumsum(histogram[::-1])
     position = int(np.searchsorted(at_least, wanted))
     above = int(at_least[position - 1]) if position else 0
@@ -188,6 +190,7 @@ def _first_distinct(numel: int, wanted: int, seed: int, tensor_id: int) -> NDArr
     draws = np.empty(0, np.uint64)
     block = 0
     while True:
+        # `unique` sorts, so the first occurrences give back the order of the draws.
         _, first = np.unique(draws, return_index=True)
         if first.size >= wanted:
             return draws[np.sort(first)[:wanted]]

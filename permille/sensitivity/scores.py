@@ -30,6 +30,7 @@ Shapes = Sequence[tuple[str, tuple[int, int]]]
 
 _CHUNK = 1 << 22
 IN_MEMORY_BYTES = 4 << 30
+# Part of the result, because float32 sums depend on how their terms are grouped.
 SHARD_SEQUENCES = 16
 _MOST_SHARDS = 64  # each leaves an array as large as the scores until all are added
 _FLOPS = 8  # for a token and weight: forward 2, backward 4, recomputed forward 2
@@ -102,6 +103,7 @@ def _unnamed_file(folder: Path) -> BinaryIO:
 
 def save_scores(path: Path, scores: Scores) -> None:
     """Write the scores to a file at once: a temporary file in the same folder, fsync, rename."""
+    # In the same folder, because a rename is atomic only within a file system.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)
     try:
@@ -190,6 +192,7 @@ class PartialSums:
         if self.folder is None:
             return
         older = self._found()
+        # The new sum is durable before the old one goes, so a kill at any moment leaves one of them.
         save_scores(self.folder / f"{self.fingerprint}-{shards}.safetensors", total)
         for number, path in older.items():
             if number != shards:
@@ -232,6 +235,7 @@ def shard_ranges(sequences: int) -> list[range]:
     """
     if sequences < 1:
         raise InputError(f"Scores need at least 1 sequence, got {sequences}.")
+    # Multiples of 16 add up in the same pieces, whichever worker computes a shard.
     size = SHARD_SEQUENCES * max(1, -(-sequences // (SHARD_SEQUENCES * _MOST_SHARDS)))
     return [range(start, min(start + size, sequences)) for start in range(0, sequences, size)]
 
@@ -243,6 +247,7 @@ def join_shards(paths: Sequence[Path], sequences: int, *, spill_dir: Path | None
         PackageError, InputError: a file holds no such sums, or sums of other tensors.
     """
     total = zero_scores(load_scores(paths[0]).shapes, spill_dir=spill_dir)
+    # Shards may end in any order; their sums are added in the order of the sequences.
     for path in paths:
         partial = load_scores(path)
         if partial.shapes != total.shapes:

@@ -34,6 +34,7 @@ class StreamedModel:
     def sequences_a_pass(self, length: int) -> int:
         """Return the number of sequences that go through the layers together."""
         hidden = shape_of(self.stream.checkpoint.config).hidden
+        # All layers' inputs are kept, one more after the last, and one gradient.
         return max(1, self.hidden_bytes // (4 * length * hidden * (self.stream.layers + 2)))
 
 
@@ -89,11 +90,13 @@ class _Pass:
                     parameter.requires_grad_(f"{layer.prefix}.{name}" in self._names)
                 hidden = before.pop()
                 for number, gradient in enumerate(gradients):
+                    # Nobody needs the gradient below the lowest layer in scope.
                     input_BTH = hidden[number].requires_grad_(index > self._lowest)
                     with watched(layer, self._first + number):
                         layer(input_BTH).backward(gradient)  # type: ignore[no-untyped-call]
                     if input_BTH.grad is not None:
                         gradients[number] = input_BTH.grad
+                    # Free the input now: the list of all layers' inputs is the largest part of a pass.
                     hidden[number] = torch.empty(0)
             self._tell()
 
@@ -131,5 +134,6 @@ class _Pass:
     def _tell(self) -> None:
         self._done += 1
         if self._progress is not None:
+            # Up through all layers, and down to the lowest one in scope.
             layers = 2 * self._stream.layers - self._lowest
             self._progress(self._first + len(self._ids) * self._done // layers)

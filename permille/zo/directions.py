@@ -53,6 +53,7 @@ def direction(*, seed: int, step: int, query: int, counts: Sequence[int]) -> NDA
         library.call("direction", seed, step, query, np.array(counts, dtype=np.int64), len(counts), z_K)
         return z_K
     bits_P = _bits(philox4x32_10((layout.block_B, layout.tensor_B, step, query), seed))
+    # In place, as there are as many signs as weights: 0 becomes -1, 1 stays 1.
     z_P = bits_P.view(np.int8)
     z_P *= 2
     z_P -= 1
@@ -90,6 +91,7 @@ class Combination:
         layout = block_layout(counts)
         first, stop = layout.starts[tensors.start], layout.starts[tensors.stop]
         block_B, tensor_B = layout.block_B[first:stop], layout.tensor_B[first:stop]
+        # Spans of blocks, not of directions: each thread writes its own part, so there is nothing to merge.
         edges = [len(block_B) * index // threads for index in range(threads + 1)]
         spans = [slice(start, end) for start, end in pairwise(edges) if start < end]
         with ThreadPoolExecutor(max_workers=threads) as pool:
@@ -111,6 +113,7 @@ class Combination:
                 # The bits of eight directions at one position form a byte, the index of one of 256 sums.
                 chosen_P = np.packbits(_bits(philox4x32_10(counter, self.seed)), axis=0)[0]
                 sums_P += _subset_sums(c_G)[chosen_P]
+        # A sign is twice a bit less one. The sums of bits are converted once, at the end.
         sums_P *= 2
         sums_P -= self.c_D.sum()
         return sums_P
@@ -133,6 +136,7 @@ class BlockLayout:
         """`width` is the number of elements that a block gives."""
         if any(not 0 <= count < _WORD_LIMIT for count in counts):
             raise InputError(f"expected counts from 0 to 2**32 - 1, got {min(counts)} to {max(counts)}")
+        # Rounded up, so each tensor begins with a new block and does not depend on the ones before it.
         blocks_T = np.array([-(-count // width) for count in counts], dtype=np.int64)
         self._width = width
         self.counts = counts
@@ -142,6 +146,7 @@ class BlockLayout:
         self.block_B = np.arange(self.starts[-1], dtype=np.uint64) - np.repeat(
             self.starts[:-1].astype(np.uint64), blocks_T
         )
+        # `block_layout` caches this object for all callers.
         self.block_B.flags.writeable = False
         self.tensor_B.flags.writeable = False
 

@@ -186,6 +186,7 @@ def estimate(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
 ) -> tuple[float, NDArray[np.float64]]:
     """Return the loss of `step` and its q scalars, by the header's estimator. They need not be finite."""
+    # `EstimatorKind.GRADIENT` has no entry: `change_step` makes its records, without directions to measure.
     found = _ESTIMATES.get(descent.header.estimator)
     if found is None:
         raise InputError(
@@ -207,9 +208,11 @@ def _spsa(
         Mean of the 2q losses, and the q scalars in float64.
     """
     header = descent.header
+    # Always from the state: adding and subtracting in place, as MeZO does, would drift by rounding.
     values_VK = perturbed_pairs(descent.w_base_K, s_K, header.step_unit_exponent, z_QK, descent.scale)
     losses_V = _scalars(engine.losses(values_VK, batch), 2 * header.queries)
     with np.errstate(invalid="ignore", over="ignore"):
+        # NaN and infinity pass through here. `rounded_step` turns them into a rejected record.
         projected_grad_Q = (losses_V[0::2] - losses_V[1::2]) / (2 * header.epsilon)
         return float(losses_V.mean()), projected_grad_Q
 
@@ -233,6 +236,7 @@ def _one_sided(
     losses_V = _scalars(engine.losses(values_VK, batch), queries)
     with np.errstate(invalid="ignore", over="ignore"):
         mean = losses_V.mean()
+        # The header guarantees at least two queries for this estimator.
         unbiased = queries / (queries - 1)
         return float(mean), (losses_V - mean) * (unbiased / descent.header.epsilon)
 
@@ -255,6 +259,7 @@ def _split(
     lower, upper = lower_queries.stop, upper_queries.stop - upper_queries.start
     shape_PSJD = (lower, 2, upper // (2 * lower), 2)
     values_VK = np.empty((2 * upper, descent.header.k), dtype=np.float32)
+    # Variants of one lower direction and sign are neighbours, so that an engine computes that half once.
     for variant in range(2 * upper):
         p, minus, _, opposite = np.unravel_index(variant, shape_PSJD)
         z_lower_K = z_QK[p] * z_QK.dtype.type(1 - 2 * minus)
@@ -285,6 +290,7 @@ def _forward(
     header = descent.header
     values_K = values(descent.w_base_K, s_K, header.step_unit_exponent)
     loss, gradient_K = differentiable(engine).gradient(values_K, batch)
+    # In float64, so that the order of the sum hardly matters for the rounded coefficient.
     wide_K = gradient_K.astype(np.float64) / header.sigma
     # One direction at a time: all directions in float64 would be gigabytes.
     return loss, np.array([z_K @ wide_K for z_K in z_QK])
@@ -301,4 +307,5 @@ _ESTIMATES: dict[EstimatorKind, Estimate] = {
 def _scalars(scalars: NDArray[np.floating], expected: int) -> NDArray[np.float64]:
     if scalars.shape != (expected,):
         raise InputError(f"expected {expected} scalars from the engine, got shape {scalars.shape}")
+    # float32 losses that differ by a few units in the last place are subtracted, so go on in float64.
     return scalars.astype(np.float64)

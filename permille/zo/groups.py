@@ -29,6 +29,7 @@ QUERY_WORD = (1 << 32) - 1
 
 _SPAN = 1 << 16  # weights of a task
 _COEFFICIENTS = 1 << 15  # of some steps together, so that they fit the second cache
+# Of a word: the top bit is the sign, the other 31 choose the group.
 _GROUP_BITS = np.uint64(31)
 
 
@@ -51,6 +52,7 @@ class Grouping:
         `sum_i found_i * z_i` is the orthogonal projection of the change. An empty group has 0.
         """
         sums_Q = np.bincount(self.group_K, weights=self.sign_K * change_K, minlength=self.queries)
+        # `<z_i, z_i>` is the size of the group, since all its elements are signs.
         sizes_Q = np.bincount(self.group_K, minlength=self.queries)
         found_Q: NDArray[np.float64] = sums_Q / np.maximum(sizes_Q, 1)
         return found_Q
@@ -70,6 +72,7 @@ def grouping(header: LogHeader, step: int) -> Grouping:
     words = philox4x32_10((layout.block_B, layout.tensor_B, step, QUERY_WORD), header.seed)
     word_K = layout.without_padding(np.stack(words, axis=1).reshape(-1))
     low_K = word_K & np.uint64((1 << 31) - 1)
+    # A product and a shift in place of a remainder. The bias is below Q / 2**31.
     group_K = ((low_K * np.uint64(header.queries)) >> _GROUP_BITS).astype(np.int32)
     sign_K = (2 * (word_K >> _GROUP_BITS).astype(np.int8) - 1).astype(np.int8)
     return Grouping(group_K=group_K, sign_K=sign_K, queries=header.queries)
@@ -91,6 +94,7 @@ def group_sums(
             found = grouping(header, step)
             sums_K += c_Q[found.group_K] * found.sign_K
         return sums_K
+    # Several steps in one pass over the weights, which are read from memory once for all of them.
     abreast = max(2, _COEFFICIENTS // header.queries)
 
     def add(span: tuple[int, int, slice]) -> None:

@@ -128,6 +128,7 @@ class LogHeader:
             ("estimator", EstimatorKind),
             ("schedule", Schedule),
         ):
+            # The record is frozen, but a header that comes from JSON has strings in place of the enums.
             object.__setattr__(
                 self, name, choice_of(kind, getattr(self, name), f"a {name.replace('_', ' ')}")
             )
@@ -162,6 +163,7 @@ class LogHeader:
             self.split.check(counts=self.counts, queries=self.queries)
         last = (len(self.counts) if self.split is None else self.split.first_upper_tensor) - 1
         gradient = self.estimator is EstimatorKind.GRADIENT
+        # A gradient reaches all masked weights. Other estimators must leave at least one tensor to move.
         check_range("first_tensor", self.first_tensor, 0, 0 if gradient else last)
         if any(not sum(self.counts[tensors]) for _, tensors in self.blocks()):
             raise InputError(f"expected masked weights from tensor {self.first_tensor} on, got none")
@@ -185,6 +187,7 @@ class LogHeader:
         """Return the learning rate of a step, from 0: constant, or falling linearly to 0 at `total_steps`."""
         if self.schedule is Schedule.CONSTANT:
             return self.learning_rate
+        # Python floats are IEEE 754 binary64, so every device computes the same rate.
         return self.learning_rate * max(0.0, 1.0 - step / self.total_steps)
 
     def blocks(self) -> tuple[tuple[slice, slice], ...]:
@@ -211,6 +214,7 @@ class LogHeader:
         fields = asdict(self) | {
             "format": FORMAT,
             "version": VERSION,
+            # The format names the generator of the directions: another one would be another run.
             "generator": GENERATOR,
             "generator_version": GENERATOR_VERSION,
             "seed": f"{self.seed:016x}",
@@ -226,6 +230,7 @@ class LogHeader:
         Raises:
             PackageError: `log-header`. The message says what is wrong.
         """
+        # Before parsing: a log comes from a device that the service does not trust.
         if len(data) > MAX_HEADER_BYTES:
             raise PackageError("log-header", f"expected at most {MAX_HEADER_BYTES} bytes, got {len(data)}")
         try:
@@ -233,6 +238,7 @@ class LogHeader:
             for name in ("format", "version", "generator", "generator_version"):
                 del fields[name]  # constants; to_bytes adds them, and the bytes are compared below
             split = fields.pop("split")
+            # An unknown field is a TypeError here, so nothing is ignored silently.
             header = cls(
                 **fields
                 | {
@@ -277,5 +283,6 @@ class LogHeader:
 
 def check_range(name: str, number: object, least: int, most: int) -> None:
     """Check that `number` is an integer in the range, and no bool (InputError)."""
+    # `isinstance` would let True through, and JSON's `true` is no number.
     if type(number) is not int or not least <= number <= most:
         raise InputError(f"expected {name} as an integer from {least} to {most}, got {number!r}")

@@ -81,6 +81,7 @@ class Journal:
         """
         if path.exists():
             raise InputError(f"{path} exists, and a journal is never overwritten.")
+        # The losses of the steps say something about the user's text, so only the owner may read the file.
         write_atomic(path, encode_header(header), mode=0o600)
         return cls.open(path)
 
@@ -98,6 +99,7 @@ class Journal:
         except FileNotFoundError as exc:
             raise InputError(f"There is no journal at {path}.") from exc
         try:
+            # The lock comes before the cut: another process could be in the middle of its record.
             _lock(descriptor, path)
             contents = parse_journal(_read_all(descriptor), path)
             if contents.torn_bytes:
@@ -136,6 +138,7 @@ class Journal:
         except OSError as exc:
             self._broken = True
             raise OperatorError(f"Cannot append step {record.step} to {self.path}: {exc}") from exc
+        # Only now: a failed write leaves the position, and recovery cuts the bytes behind it.
         self._end += len(entry)
         self._weight = weight
         self._records.append(record)
@@ -170,6 +173,7 @@ def _read_all(descriptor: int) -> bytes:
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:
     while data:
+        # `pwrite` may write a part only, for example when the disk fills up.
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
 
@@ -185,6 +189,7 @@ def encode_header(header: LogHeader) -> bytes:
 
 def _entry_seed(header: LogHeader) -> int:
     """Return the start of the checksums of a journal's entries: the checksum of its header."""
+    # Entries of another journal, copied into this file, then fail their checksum.
     return zlib.crc32(header.to_bytes())
 
 

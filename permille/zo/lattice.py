@@ -20,11 +20,14 @@ from permille.native.library import load
 STATE_LIMIT = 1 << 53
 """Bound on sum |c| of a log, and so on |s|. Below it, float64(s) is exact."""
 
+# The limit of a coefficient in the log's varints (FORMAT 8).
 MAX_COEFFICIENT = (1 << 31) - 1
+# 2**-149 is the smallest positive float32.
 MIN_STEP_UNIT_EXPONENT = -149
 MAX_STEP_UNIT_EXPONENT = 64
 
 _STATE_DOMAIN = b"permille-state-1\0"
+# Ten bits for the scalars: finer rounding only makes logs longer, coarser rounding adds noise.
 _COEFFICIENT_RMS = 1024
 
 
@@ -62,6 +65,7 @@ def perturbed(
         numbers = (_unit(step_unit_exponent), np.array(scale, dtype=np.float64))
         library.call("perturbed", w_K, state_K, *numbers, z_K, len(z_K), out_K)
         return out_K
+    # Without the kernels, the same operations in numpy. Both give the same bits, which tests compare.
     moved_K = _exact(w_K, state_K, step_unit_exponent)
     moved_K += scale * z_K.astype(np.float64)
     return moved_K.astype(np.float32)
@@ -133,6 +137,7 @@ def coefficient(
         raise InputError(
             f"expected a finite coefficient, got {quotient} from projected_grad {projected_grad}"
         )
+    # Python's `round` is half to even, as the format asks.
     return round(quotient)
 
 
@@ -171,6 +176,7 @@ def check_step_unit_exponent(exponent: int) -> int:
 def state_digest(s_K: NDArray[np.int64], *, mask_digest: str, step_unit_exponent: int) -> str:
     """Return the digest of a state: sha256 of domain, mask digest, exponent and integers (FORMAT 10)."""
     digest = hashlib.sha256(_STATE_DOMAIN)
+    # The same integers on another mask or unit are other weights, so both are part of the digest.
     digest.update(mask_digest.encode("ascii") + b"\0")
     digest.update(step_unit_exponent.to_bytes(4, "little", signed=True))
     digest.update(np.ascontiguousarray(s_K, dtype="<i8").data)

@@ -157,6 +157,7 @@ class _Reader:
 
 
 def _check_limits(header: LogHeader, steps: int, *, max_steps: int, max_k: int, left: int) -> None:
+    # Before any array is allocated: the numbers come from the device.
     if steps > min(max_steps, header.total_steps):
         raise PackageError(
             "log-limit", f"expected at most {min(max_steps, header.total_steps)} steps, got {steps}"
@@ -185,6 +186,7 @@ def _encode(header: LogHeader, coefficients_TQ: NDArray[np.int64], flags_T: NDAr
 def _payloads(coefficients_TQ: NDArray[np.int64], flags_T: NDArray[np.uint8]) -> Iterator[bytes]:
     for first in range(0, len(coefficients_TQ), CHUNK_STEPS):
         chunk = slice(first, first + CHUNK_STEPS)
+        # Flags are rare, so only steps that have some are listed.
         flagged = np.flatnonzero(flags_T[chunk])
         pairs = np.stack([flagged, flags_T[chunk][flagged]], axis=1).reshape(-1)
         numbers = np.concatenate([[len(flagged)], pairs, zigzag(coefficients_TQ[chunk].reshape(-1))])
@@ -200,6 +202,7 @@ def _decode_chunk(payload: bytes, out_TQ: NDArray[np.int64], out_flags_T: NDArra
         )
     pairs_F2 = numbers_V[1 : 1 + 2 * flagged].reshape(-1, 2).astype(np.int64)
     steps_F, flags_F = pairs_F2[:, 0], pairs_F2[:, 1]
+    # Increasing steps and known flags only: a log has exactly one byte string.
     if flagged and (
         np.any(np.diff(steps_F) <= 0)
         or steps_F[-1] >= len(out_flags_T)

@@ -36,7 +36,7 @@ MAX_HEADER_BYTES = 1024
 
 _HEAD = struct.Struct("<8sI")
 _DIGEST_BYTES = 32
-_MAX_WIDTH = 55
+_MAX_WIDTH = 55  # the bit length of zigzag(2**53)
 
 
 class StateOrigin(StrEnum):
@@ -179,6 +179,7 @@ def decode_state(data: bytes, *, max_bytes: int, max_k: int) -> PackedState:
     """
     if len(data) > max_bytes:
         raise PackageError("state-limit", f"expected at most {max_bytes} bytes, got {len(data)}")
+    # The digest comes first, so that everything below reads bytes as they were written.
     end = len(data) - _DIGEST_BYTES
     if end < _HEAD.size or hashlib.sha256(data[:end]).digest() != data[end:]:
         raise PackageError("state-corrupt", f"expected a state and its digest, got {len(data)} other bytes")
@@ -223,6 +224,7 @@ def _unpack(data: memoryview, out_N: NDArray[np.int64]) -> int:
     used = len(out_N) * width
     bits_NW = bits[:used].reshape(len(out_N), width).astype(np.uint64)
     numbers_N = (bits_NW << np.arange(width, dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
+    # A state has one byte string, so that its digest names it. So padding bits must be zero, too.
     shortest = int(numbers_N.max()).bit_length() == width
     out_N[...] = unzigzag(numbers_N)
     if not shortest or bits[used:].any() or int(np.abs(out_N).max()) > STATE_LIMIT:

@@ -65,5 +65,6 @@ def encrypt(words: tuple[Words, Words, Words, Words], scratch: tuple[Words, Word
         np.bitwise_xor(x2, np.uint64(key_1), out=x2)
         np.bitwise_and(p1, _LOW, out=x1)
         np.bitwise_and(p0, _LOW, out=x3)
+        # Python integers, so the sum does not wrap by itself.
         key_0 = (key_0 + _WEYL_0) & 0xFFFFFFFF
         key_1 = (key_1 + _WEYL_1) & 0xFFFFFFFF

@@ -14,6 +14,7 @@ from permille.errors import InputError
 from permille.zo.header import LogHeader
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT
 
+# Rows that are summed at once, so that the float64 copies stay small.
 _ROWS = 1024
 
 

@@ -49,6 +49,7 @@ def replay(
         raise InputError(f"expected coefficients [T, {header.queries}], got {coefficients_TQ.shape}")
     if not 0 <= start <= MAX_STEPS - len(coefficients_TQ):
         raise InputError(f"expected steps below {MAX_STEPS}, got {len(coefficients_TQ)} from {start}")
+    # Checked before the sum: below this bound, no order of additions can overflow.
     check_weight(weight_of_rows(coefficients_TQ))
     if header.directions is DirectionKind.GROUPS:
         s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
@@ -91,9 +92,11 @@ def check_replay_work(head: bytes) -> None:
 def _sums_of_signs(
     header: LogHeader, coefficients_TQ: NDArray[np.int64], start: int, threads: int
 ) -> NDArray[np.int64]:
+    # Tensors before `first_tensor` are in no block and stay zero.
     s_K = np.zeros(header.k, dtype=np.int64)
     for queries, tensors in header.blocks():
         block_TQ = coefficients_TQ[:, queries]
+        # Rejected steps have only zeros and cost nothing.
         step_D, query_D = np.nonzero(block_TQ)
         sums = Combination(
             seed=header.seed,

@@ -49,8 +49,10 @@ def rounded_step(
 ) -> StepRecord:
     """Make the record of one step from its scalars, as `take_step` does."""
     rejected = StepRecord(step=step, coefficients=(0,) * header.queries, loss=loss, flags=StepFlag.REJECTED)
+    # A rejected step keeps its number, so the directions of later steps stay the same.
     if not (math.isfinite(loss) and np.isfinite(projected_grad_Q).all()):
         return rejected
+    # All scalars are zero on a flat loss. There is no length to divide by, and the step is zero anyway.
     if normalised and projected_grad_Q.any():
         largest = np.abs(projected_grad_Q).max()  # divide by it first, because squares may overflow
         projected_grad_Q = projected_grad_Q / largest
@@ -59,6 +61,7 @@ def rounded_step(
         coefficients = _coefficients(header, step, projected_grad_Q)
     except InputError:  # the quotient overflowed
         return rejected
+    # Clipping would change the direction of the step, so the whole step is rejected.
     if max(abs(c) for c in coefficients) > MAX_COEFFICIENT:
         return rejected
     return StepRecord(step=step, coefficients=coefficients, loss=loss)
@@ -73,6 +76,7 @@ def change_step(change_K: NDArray[np.floating], loss: float, header: LogHeader, 
         The record. If the loss or change is not finite, or a coefficient is beyond the format, the record has
         zeros and is REJECTED.
     """
+    # Groups are disjoint, so the directions are orthogonal, and the projection is one quotient each.
     found_Q = grouping(header, step).project(change_K)
     c_Q = np.rint(found_Q / math.ldexp(1.0, header.step_unit_exponent))
     if not math.isfinite(loss) or not (np.abs(c_Q) <= MAX_COEFFICIENT).all():  # NaN fails, too
@@ -93,6 +97,7 @@ def apply_record(s_K: NDArray[np.int64], record: StepRecord, header: LogHeader) 
             f"got {len(s_K)} and {len(record.coefficients)}"
         )
     reach = weight_of(record)
+    # `-int(min)`, not `abs`: the absolute value of the smallest int64 overflows.
     if reach and max(int(s_K.max()), -int(s_K.min())) + reach > STATE_LIMIT:
         raise InputError(f"expected a state within 2**53, got a step of {reach} that may leave it")
     if not reach:
@@ -144,6 +149,8 @@ class JournaledSteps:
 
     def append(self, record: StepRecord) -> None:
         """Make the record of step `step` durable, and move the state by it."""
+        # The journal first: a state ahead of its journal could not be replayed after a kill.
+        # The journal counts its own steps from zero, whatever their number in the log of directions.
         self._journal.append(replace(record, step=self.done))
         apply_record(self.s_K, record, self._descent.header)
 

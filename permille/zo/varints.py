@@ -19,6 +19,7 @@ def zigzag(numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
     >>> zigzag(np.array([0, -1, 1, -2])).tolist()
     [0, 1, 2, 3]
     """
+    # The shift of a signed number keeps the sign, so `numbers >> 63` is 0 or -1, all bits set.
     return ((numbers << 1) ^ (numbers >> 63)).view(np.uint64)
 
 
@@ -34,6 +35,7 @@ def encode_varints(numbers_V: NDArray[np.uint64]) -> bytes:
     '01ac02'
     """
     sizes_V = np.ones(len(numbers_V), dtype=np.int64)
+    # One pass for each byte position over all numbers: a loop over numbers would be a thousand times slower.
     for index in range(1, MAX_BYTES):
         sizes_V += numbers_V >= np.uint64(1 << 7 * index)
     starts_V = np.cumsum(sizes_V) - sizes_V

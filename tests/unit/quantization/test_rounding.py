@@ -51,7 +51,7 @@ def test_weights_that_are_no_codes_times_scales_are_refused() -> None:
     w_NK = np.array([[0.5, -4.0, 3.5], [0.0, 1.0, -1.5]], np.float32)
     np.testing.assert_array_equal(dequantize(rounding._int4("w", w_NK, scale_NG)), w_NK)
     for wrong_NK in (w_NK + np.float32(0.1), w_NK * 2, w_NK * np.float32("nan")):
-        with pytest.raises(InputError, match="no codes times scales"):
+        with pytest.raises(InputError, match="not codes times scales"):
             rounding._int4("w", wrong_NK, scale_NG)
     with pytest.raises(InputError, match="auto-round gave w scales"):
         rounding._int4("w", w_NK, -scale_NG)
