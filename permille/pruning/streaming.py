@@ -329,7 +329,7 @@ def write_weight(source: Checkpoint, target: Path, name: str, weight_NK: Tensor,
     else:
         data = raw.data.copy()
         words = data.view("<u4" if raw.dtype == "F32" else "<u2")
-        # Only zeros are written. A round trip through float32 could change the bits of a NaN or a subnormal.
+        # Only zeros are written, so kept weights keep their bits.
         words[(weight_NK == 0).cpu().numpy().reshape(-1)] = 0
     with (target / place.file).open("r+b") as file:
         file.seek(place.begin)

@@ -114,7 +114,6 @@ class Moments:
         Raises:
             ValueError: the bytes are damaged.
         """
-        # The numpy archive has checksums of its own, but some headers of it are outside of them.
         data, checksum = data[:-32], data[-32:]
         if hashlib.sha256(data).digest() != checksum:
             raise ValueError("expected moments, their checksum differs")
