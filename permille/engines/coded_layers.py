@@ -71,6 +71,7 @@ class CodedWeight(nn.Module):
 
     def at(self, indices_C: NDArray[np.integer]) -> Tensor:
         """Decode the weights at flat, increasing indices: float32, the same bits that products use."""
+        # Decoded tile by tile with the decoder of products, so `value - decoded` has no error of its own.
         columns, found = self.shape[1], []
         for rows in tiles(self):
             first, last = np.searchsorted(indices_C, [rows.start * columns, rows.stop * columns])
@@ -116,6 +117,7 @@ class CodedWeight(nn.Module):
     def _codes(self, first: int, last: int) -> Tensor:
         if self._bits == 8:
             return self.packed[first:last]
+        # FORMAT 4.2: the first code is in the high half. A tile may start or end in the middle of a byte.
         pairs = self.packed[first // 2 : (last + 1) // 2]
         return torch.stack([pairs >> 4, pairs & 15], dim=1).view(-1)[first % 2 :][: last - first]
 
@@ -173,8 +175,10 @@ class SparseAdd(nn.Module):
 
     def gradient(self, d_MN: Tensor, x_MK: Tensor) -> Tensor:
         """Return `sum over m of d[m, row] x[m, column]` for each entry, [C]."""
+        # Transposed once, so that each entry picks two whole rows.
         d_NM, x_KM = d_MN.T.contiguous(), x_MK.T.contiguous()
         found = torch.empty(len(self.column_C), device=x_MK.device)
+        # In slices, because all products at once are as many as rows times masked weights.
         for part in _slices(len(found), max(1, _PRODUCTS // len(x_MK))):
             order = self.order_C[part]
             found[order] = (d_NM[self.row_C[part]] * x_KM[self.column_C[order]]).sum(dim=1)
@@ -194,6 +198,7 @@ class LowRank(nn.Module):
 
     def forward(self, x_VMK: Tensor, values_VC: Tensor) -> Tensor:
         """Return the added part, float32 [V, M, N]."""
+        # FORMAT 4.10: the values are A, then B, or B alone where A is frozen.
         trained = self._shape[0] * self._shape[1] if self.a_RK is None else 0
         a = self.a_RK if self.a_RK is not None else values_VC[:, :trained].reshape(-1, *self._shape)
         b_VNR = values_VC[:, trained:].reshape(len(values_VC), -1, self._adapter.rank)
@@ -259,6 +264,7 @@ class CodedEmbedding(nn.Module):
     def __init__(self, table: CodedTable, factor: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.table = table
+        # Rounded to the compute dtype first, as transformers does.
         self._factor, self._dtype = torch.tensor(factor, dtype=dtype).item(), dtype
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -303,6 +309,7 @@ def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
 class _TiledProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight: Tiled) -> Tensor:
+        # The codes, not the decoded tiles: keeping those would need the memory of the whole matrix.
         ctx.weight = weight
         y_MN = x_MK.new_empty(len(x_MK), weight.shape[0])
         for rows in tiles(weight):
@@ -342,6 +349,7 @@ def _sparse_rows(x_MK: Tensor, index_C: Tensor, start: Tensor, value_C: Tensor) 
 
     embedding_bag adds in a fixed order, so results are reproducible.
     """
+    # A bag is an output row: it sums rows of the table, which are features, with the values as weights.
     summed_NM = functional.embedding_bag(
         index_C, x_MK.T.contiguous(), start, mode="sum", per_sample_weights=value_C, include_last_offset=True
     )

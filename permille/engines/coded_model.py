@@ -50,6 +50,8 @@ class CodedLayer(nn.Module):
             return self.stand_in(hidden, arguments)
         if not torch.is_grad_enabled():
             return self.layer(hidden, **arguments)
+        # Not reentrant: the reentrant form gives no gradients where the input of a layer needs none, as that
+        # of the first layer. Dropout is off, so there is no random state to preserve.
         return checkpoint(self.layer, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
 
 
@@ -88,6 +90,7 @@ class CodedModel:
 
     def enter(self, ids_BT: Tensor) -> tuple[Tensor, list[Arguments]]:
         """Return the input of the first layer, [B, T, H], and the other arguments of each layer."""
+        # The code of transformers makes embedding, mask and positions. The layers only note what they get.
         entered: list[Tensor] = []
         arguments: list[Arguments] = []
 
@@ -104,6 +107,7 @@ class CodedModel:
     def logits(self, state_LH: Tensor) -> Tensor:
         """Return the float32 logits [L, D] of states after the last layer."""
         self.head.place_L = slice(None)
+        # The ids do not matter: the stand-ins replace the hidden states.
         any_ids = torch.zeros(1, 1, dtype=torch.int64, device=state_LH.device)
         logits: Tensor = self._around(self.module, any_ids, lambda *_: state_LH[None]).logits
         return logits
@@ -131,11 +135,13 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval().requires_grad_(False)
+    # Rotary frequencies are buffers that no checkpoint has, and "meta" left them without numbers.
     restore_buffers(model, device)
     linears = tuple(_linear(model, package, info, device, dtype) for info in package.manifest.tensors)
     # Before `_fill`, which loads all parameters that remain.
     head = _tables(model, package, device, dtype)
     _fill(model, package, device, dtype)
+    # Last, because it inserts `.layer` into the names of all weights of a layer.
     prefix = shape_of(package.config).about.prefix
     layers = tuple(map(CodedLayer, model.get_submodule(prefix)))
     model.set_submodule(prefix, nn.ModuleList(layers))
@@ -189,6 +195,7 @@ def _tables(model: Any, package: Package, device: torch.device, dtype: torch.dty
     embedding, head = table_names(package.config)
     table = CodedTable(package.plain(embedding), device)
     own = table if is_tied(package.config) else CodedTable(package.plain(head), device)
+    # Some families scale inside the embedding, which is replaced here; others scale after it.
     factor = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
     model.set_input_embeddings(CodedEmbedding(table, factor, dtype))
     found = CodedHead(own)

@@ -37,14 +37,15 @@ def export_transformers(package: Package, values_K: NDArray[np.float32] | None, 
 
     Args:
         package: the package.
-        values_K: float32 [k] to set at the masked positions, or of the adapter; None takes the package's own.
-        folder: must not exist, or be empty; its parent must exist.
+        values_K: float32 [k], the masked weights or the adapter's numbers. None takes the package's own.
+        folder: a new or empty folder in an existing one.
 
     Raises:
-        InputError: values of another shape or dtype or not finite, or a folder that holds something.
-        OSError: as the file system reports it; no folder is left.
+        InputError: the values have another shape or dtype or are not finite, or the folder is not empty.
+        OSError: the file system failed. No folder is left.
     """
     values_K = checked_values(package, values_K)
+    # The older name of `dtype`. It would contradict the float32 that is written below.
     config = {key: value for key, value in package.config.items() if key != "torch_dtype"}
     shapes = expected_tensors(package.config)
     # In the order of `merged_tensors`.
@@ -96,9 +97,11 @@ def _peft_config(package: Package, adapter: AdapterInfo) -> bytes:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
+        # The user names the base: an export of the package, or the source model.
         "base_model_name_or_path": None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
+        # Full paths, because peft would match a bare name in layers outside of the scope, too.
         "target_modules": [t.name.removesuffix(".weight") for t in package.manifest.tensors if t.count],
         "bias": "none",
         "fan_in_fan_out": False,
@@ -132,6 +135,7 @@ def adapter_matrices(
     for info in package.manifest.tensors:
         if info.count:
             a_RK, part = package.adapter_matrix(info.name), values_K[start : start + info.count]
+            # FORMAT 4.10: A, then B. The A of LoRA-FA is not among the values.
             b_N = part[info.count - info.shape[0] * len(a_RK) :]
             trained = part[: info.count - len(b_N)]
             yield info, trained.reshape(a_RK.shape) if len(trained) else a_RK, b_N.reshape(-1, len(a_RK))
@@ -147,6 +151,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} holds files. Name a new or empty folder.")
+    # In the parent, because a rename is atomic only within a file system.
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
     try:
         yield temporary

@@ -43,6 +43,7 @@ def open_engine(
         OperatorError, PackageError: as the engine's constructor.
     """
     chosen = choice_of(EngineName, name, "an engine")
+    # Only torch takes another device or compute dtype.
     plain = device == "cpu" and compute_dtype == "float32"
     if chosen is EngineName.TORCH or (chosen is AUTO and not (plain and _light_knows(package))):
         return _torch(package, device, compute_dtype, threads)
@@ -71,6 +72,7 @@ def _torch(package: Package, device: str, compute_dtype: str, threads: int | Non
     try:
         from permille.engines.torch_engine import TorchEngine
     except ModuleNotFoundError as exc:
+        # Any other missing module is a broken installation. Its own message helps more than ours.
         if exc.name not in ("torch", "transformers", "bitsandbytes"):
             raise
         raise InputError(

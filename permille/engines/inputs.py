@@ -77,6 +77,7 @@ def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Bat
         if not soft:
             raise InputError("This engine has no soft targets. Use the light or the torch engine.")
         _check_soft(batch.soft, int(batch.target_BT.sum()), limits)
+    # Right padding only: attention is causal, so no token sees the padding behind it.
     length_B = batch.attention_BT.sum(axis=1)
     if (batch.attention_BT != (np.arange(batch.attention_BT.shape[1]) < length_B[:, None])).any():
         raise InputError("expected attention to be true from the left, then false (right padding)")
@@ -84,6 +85,7 @@ def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Bat
         raise InputError(f"expected a token in each sequence, got none in row {int(length_B.argmin())}")
     if not batch.target_BT.any():
         raise InputError("expected at least one target token, got none")
+    # No token stands before position 0 to predict it from.
     if batch.target_BT[:, 0].any() or (batch.target_BT & ~batch.attention_BT).any():
         raise InputError("expected targets after position 0 and outside the padding")
     columns = int(length_B.max())

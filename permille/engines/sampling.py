@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 
+# The window of llama.cpp (`repeat_last_n`), so a penalty means the same there and here.
 REPEATED_TOKENS: Final = 64
 
 
@@ -70,6 +71,7 @@ def generate_tokens(
         prompt_ids: int64 [T], the ids of the first call.
         room: the largest number of new tokens.
     """
+    # A generator of its own for each text, so that other calls do not change its tokens.
     rng = np.random.Generator(np.random.Philox(sampling.seed))
     written: list[int] = []
     ids = prompt_ids
@@ -79,6 +81,7 @@ def generate_tokens(
             return
         yield token
         written.append(token)
+        # The engine keeps keys and values of earlier tokens, so it needs the new one only.
         ids = np.array([token], dtype=np.int64)
 
 
@@ -129,9 +132,13 @@ def next_token(
 
 def _sampled(logit_D: NDArray[np.float64], sampling: TokenSampling, rng: np.random.Generator) -> int:
     """Sample by the inverse of the cumulative distribution, cut by top_k, then by top_p."""
+    # Stable, so that equally likely tokens stay in the order of their ids.
     order_D = np.argsort(-logit_D, kind="stable")[: sampling.top_k or None]
+    # Relative to the largest logit, so that no exponential overflows.
     weight_D = np.exp(logit_D[order_D] - logit_D[order_D[0]])
     cumulative_D = np.cumsum(weight_D / weight_D.sum())
+    # The token at which the sum reaches top_p belongs to the set.
     kept = min(int(np.searchsorted(cumulative_D, sampling.top_p)) + 1, len(cumulative_D))
     drawn = rng.random() * cumulative_D[kept - 1]
+    # The product above can round up to the whole sum, which lies behind the last token.
     return int(order_D[min(int(np.searchsorted(cumulative_D[:kept], drawn, side="right")), kept - 1)])

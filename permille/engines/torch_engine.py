@@ -151,6 +151,7 @@ class TorchEngine:
         """Return the mean loss and its gradient by the sparse values, by reverse mode."""
         check_values(values_K[None], self._limits)
         batch = check_batch(batch, self._limits, soft=True)
+        # Sums of the parts in float64, so that the cut into parts hardly shows.
         loss_sum, sum_K = 0.0, np.zeros(self.k)
         layers, lowest = len(self._spans), first_masked(self._spans)
         with self._lock, torch.enable_grad():
@@ -161,6 +162,7 @@ class TorchEngine:
                 state = run.through(layers)
                 loss = self._losses_of(rows, state).double().sum()
                 (gradient_1K,) = torch.autograd.grad(loss, values_1K)
+                # The pass has counted its forward part. The reverse pass ends at the lowest masked layer.
                 above = (REVERSE_PASSES - 1) * (layers - lowest) * len(rows.ids_BT)
                 self._layer_passes += run.layer_passes + above
                 loss_sum += float(loss.detach())
@@ -266,6 +268,7 @@ class _VariantsPass:
 
     def fork(self, state: Tensor, source_G: list[int], values_GK: NDArray[np.float32]) -> Tensor:
         self._model.set_values(as_tensor(values_GK, state.device), self._counts)
+        # Indexing with a list copies, so the kept state stays whole.
         return state[source_G]
 
     def run_layer(self, number: int, state: Tensor) -> Tensor:

@@ -81,11 +81,14 @@ def run_variants(
                 for group, variants in enumerate(groups)
                 for part in agreeing(values_VK, variants, spans[number])
             ]
+            # Depth first: one part goes through all layers above before the next one starts, so at most
+            # `room` states are computed together.
             if len(parts) > room:
                 kept = decoder.keep(state)
                 for begin in range(0, len(parts), room):
                     yield from above(number, *forked(parts[begin : begin + room], kept))
                 return
+            # Groups only ever split, so an equal number means the same groups.
             if len(parts) != len(groups):
                 groups, state = forked(parts, state)
             state = decoder.run_layer(number, state)
@@ -93,6 +96,7 @@ def run_variants(
 
     def forked(parts: list[tuple[int, list[int]]], state: State) -> tuple[Groups, State]:
         groups = [part for _, part in parts]
+        # One variant speaks for its group. Before a layer where the others differ, the group is split.
         chosen_GK = values_VK[[variants[0] for variants in groups]]
         return groups, decoder.fork(state, [group for group, _ in parts], chosen_GK)
 
@@ -106,6 +110,7 @@ def agreeing(values_VK: NDArray[np.float32], variants: list[int], spans: Sequenc
         return [variants]
     found: dict[bytes, list[int]] = {}
     for variant in variants:
+        # By bits, so that equal NaN agree, and 0 and -0 do not.
         key = b"".join(values_VK[variant, span].tobytes() for span in spans)
         found.setdefault(key, []).append(variant)
     return list(found.values())

@@ -61,6 +61,7 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
         history = History.resume(held.definition, s_W, head)
     segment, position = _sized(data, position)
     history.apply(decode_segment(segment, held.definition, max_bytes=len(segment)))
+    # The head vouches for all rounds before it, so nothing is returned without this check.
     history.check_head(data[position:])
     # A service must not lead a device back, or to another history.
     if history.number < held.number or (history.number == held.number and history.chain != held.chain):

@@ -22,6 +22,7 @@ from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzig
 MAGIC = b"PMLCTB1\n"
 SIGNATURE_BYTES = 64
 
+# FORMAT 13.2: magic, definition, round, weight, steps done, start, size of the payload.
 _HEAD = struct.Struct("<8s32sIBH32sI")
 
 
@@ -88,6 +89,7 @@ class Contribution:
 
 def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> bytes:
     """Return the canonical bytes of a contribution, signed with the device's key."""
+    # FORMAT 13.2: the gain follows the coefficients.
     numbers = np.append(contribution.c_TQ.reshape(-1), np.int64(contribution.gain))
     payload = encode_varints(zigzag(numbers))
     head = _HEAD.pack(

@@ -22,7 +22,9 @@ from permille.zo.header import LogHeader, check_range
 
 FORMAT = "permille-federation"
 VERSION = 1
+# A header of 1 MiB (FORMAT 8.1), and room for the other fields.
 MAX_BYTES = (1 << 20) + 4096
+# With 2**16 devices of weight 16, sums stay within 2**33, so the shifts of `rounds.divided` cannot overflow.
 MAX_CONTRIBUTED = 1 << 13
 MAX_DEVICES = 1 << 16
 MAX_WEIGHT = 16
@@ -187,6 +189,7 @@ class Definition:
         check_range("participations", privacy.participations, 1, self.rounds)
         if privacy.keeper is not None:
             check_range("minimum", self.minimum, KEEPER_MINIMUM, MAX_DEVICES)
+        # FORMAT 13.6: the bound on one device's influence is that of a plain sum.
         if self.rule is not Rule.MEAN or self.max_weight > 1:
             raise InputError(
                 "expected the mean and equal weights with privacy, "
@@ -221,6 +224,7 @@ def decode_key(text: str) -> Ed25519PublicKey:
         key = Ed25519PublicKey.from_public_bytes(raw)
     except ValueError as exc:
         raise InputError(f"expected base64url of 32 bytes as a key, got {exc}") from exc
+    # base64 has several texts for the same bytes, and a definition has one byte string.
     if encode_key(key) != text:
         raise InputError(f"expected base64url of 32 bytes as a key, got {text!r:.100}")
     return key

@@ -133,9 +133,11 @@ class _GradientSteps:
         for number in range(step * rules.local_steps, (step + 1) * rules.local_steps):
             values_W = values(self._descent.w_base_K, moments.s_K, exponent)
             loss, gradient_W = gradients.gradient(values_W, batches(number))
+            # The schedule counts steps of the log, so local steps share a rate.
             rate = header.learning_rate_at(step)
             moments = adam_step(moments, loss, gradient_W, rate=rate, step_unit_exponent=exponent)
             losses.append(loss)
+        # FORMAT 13.1: a step of the log holds the change of all its local steps.
         change_W = (moments.s_K - before_W) * math.ldexp(1.0, exponent)
         loss = math.fsum(losses) / len(losses)
         record = change_step(_stretched(change_W, header), loss, header, step)
@@ -146,6 +148,7 @@ class _GradientSteps:
             loss=loss,
             flags=int(record.flags),
         )
+        # Before the journal: the moments can repeat the record, and the journal lacks the moments.
         self._moments.store(self._path)
         return record
 

@@ -34,7 +34,9 @@ from permille.privacy.rules import KEEPER_MINIMUM
 
 MAGIC: Final = b"PMLMSK1\n"
 
+# FORMAT 13.7. A contribution: magic, definition, round, start, seal, its signature.
 _HEAD = struct.Struct(f"<8s32sI32s{SEAL_BYTES}s{SIGNATURE_BYTES}s")
+# A question: magic, round, size of the definition. An entry: device key, seal, its signature.
 _ASKED = struct.Struct("<8sII")
 _ENTRY = struct.Struct(f"<32s{SEAL_BYTES}s{SIGNATURE_BYTES}s")
 _ASKED_MAGIC = b"PMLOPN1\n"
@@ -126,6 +128,7 @@ def encode_masked(
         round_number,
         digest_bytes(start_digest),
         seal,
+        # Signed apart from the vector, so the keeper can check the seal without seeing the vector.
         key.sign(context + seal),
     )
     body = head + masked_V.astype("<u4").tobytes()
@@ -181,6 +184,7 @@ def decode_sent(
 
 def opening_of(definition: Definition, number: int, masked: Sequence[Masked]) -> Opening:
     """Return the request to the keeper for these devices of a round."""
+    # Sorted, so that a set of devices has one question and one digest.
     entries = sorted((each.device_key, each.seal, each.seal_signature) for each in masked)
     return Opening(definition=definition, round_number=number, entries=tuple(entries))
 
@@ -198,6 +202,7 @@ def decode_opening(data: bytes) -> Opening:
     rest = len(data) - _ASKED.size - size
     if magic != _ASKED_MAGIC or rest < 0 or rest % _ENTRY.size:
         raise PackageError("round-content", f"expected {_ASKED_MAGIC!r} and whole entries, got {magic!r}")
+    # The keeper knows no federations. The seals' signatures below bind the definition that came.
     definition = Definition.from_bytes(data[_ASKED.size : _ASKED.size + size])
     if definition.privacy is None or definition.privacy.keeper is None or number >= definition.rounds:
         raise PackageError("round-content", f"expected a round of a federation with a keeper, got {number}")

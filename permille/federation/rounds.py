@@ -31,8 +31,10 @@ from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzig
 HEAD_MAGIC = b"PMLHED1\n"
 
 _DOMAIN = b"permille-round-1\0"
+# FORMAT 13.4: magic, definition, rounds done, reach, chain, state digest.
 _HEAD = struct.Struct("<8s32sIQ32s32s")
 HEAD_BYTES = _HEAD.size + SIGNATURE_BYTES
+# FORMAT 13.3: round, payload size.
 _SIZES = struct.Struct("<II")
 _MOST_WEIGHT = MAX_DEVICES * MAX_WEIGHT
 
@@ -94,6 +96,7 @@ def combine(definition: Definition, number: int, contributions: Sequence[Contrib
         sum_KJ, weight_K = np.zeros(shape, dtype=np.int64), np.zeros(definition.steps, dtype=np.int64)
         for each in contributions:
             c_TQ = clipped(each.c_TQ, definition.clip)
+            # A device may stop early. It counts only for the steps that it did.
             sum_KJ[: len(c_TQ)] += each.weight * c_TQ
             weight_K[: len(c_TQ)] += each.weight
         divisor_K = weight_K
@@ -136,6 +139,7 @@ def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
     squares = int((c_TQ * c_TQ).sum())
     if clip is None or squares <= clip * clip:
         return c_TQ
+    # One above the root, so that a shortened vector never exceeds the clip.
     norm = math.isqrt(squares) + 1
     shortened_TQ: NDArray[np.int64] = np.sign(c_TQ) * (np.abs(c_TQ) * clip // norm)
     return shortened_TQ
@@ -224,11 +228,13 @@ class History:
         """
         for each in rounds:
             self._check_next(each)
+            # FORMAT 7.3: checked before the sum, so that no order of additions can overflow.
             reach = self.reach + weight_of_rows(each.u_KJ)
             if reach > STATE_LIMIT:
                 raise PackageError("round-limit", f"expected sum |u| within 2**53, got {reach}")
             # Directions depend on the step's number in the whole history.
             start = each.number * self.definition.steps
+            # A new array, because copies of a history share the old one (`catch_up`).
             self.s_W = self.s_W + replay(self.definition.log, each.u_KJ, start=start)
             self.reach, self.number = reach, each.number + 1
             self.chain = chain_after(self.chain, each.to_bytes(), self.digest)
@@ -304,6 +310,7 @@ def decode_segment(data: bytes, definition: Definition, *, max_bytes: int) -> li
             raise PackageError("round-content", f"expected a round, got {len(data) - position} bytes")
         number, size = _SIZES.unpack_from(data, position)
         position += _SIZES.size
+        # An integer takes 1 to 5 bytes, so this bounds memory before parsing.
         if not values <= size <= min(values * MAX_BYTES, len(data) - position):
             raise PackageError("round-content", f"expected {values} integers, got {size} bytes")
         rounds.append(_decode_round(data[position : position + size], number, definition))
@@ -362,6 +369,7 @@ def _trimmed(
     vectors = [clipped(each.c_TQ, definition.clip) for each in contributions]
     for step in range(definition.steps):
         rows = [c_TQ[step] for c_TQ in vectors if len(c_TQ) > step]
+        # No device skips a step, so later steps have no rows, either.
         if not rows:
             break
         c_MJ = np.sort(np.stack(rows), axis=0)

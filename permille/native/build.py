@@ -30,9 +30,11 @@ _FLAGS = (
     "-Werror=vla",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
+# GCC prefers vectors of 256 bits, even where it may use 512.
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86": {"scalar": (), "avx2": _AVX2, "avx512": _AVX512},
+    # NEON is part of arm64, so it needs no flag.
     "arm64": {"scalar": (), "neon": ()},
     "other": {"scalar": ()},
 }
@@ -44,9 +46,11 @@ class BuildError(Exception):
 
 def source_number() -> int:
     """Return 31 bits of a checksum over sources, flags and targets. A library stores that of its sources."""
+    # Flags and targets count like sources: other flags could give other bits.
     number = zlib.crc32(repr((_FLAGS, _TARGETS)).encode())
     for source in sorted(SOURCES.glob("*.[chi]*")):
         number = zlib.crc32(source.name.encode() + b"\0" + source.read_bytes(), number)
+    # 31 bits, since the library returns it as a C `int`.
     return number & 0x7FFFFFFF
 
 
@@ -94,6 +98,7 @@ def _build(
         error = _run([*command, *have, "-shared", *sources, "-o", str(linked)])
         if error:
             raise BuildError(error)
+        # Renamed when it is whole: another process may have the old library mapped.
         part = library.with_name(f"{library.name}.{os.getpid()}.part")
         try:
             shutil.copyfile(linked, part)

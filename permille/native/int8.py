@@ -20,7 +20,9 @@ from permille.quantization.packed_rows import PackedRows
 from permille.quantization.types import Scheme
 
 RUN = 32
+# Rows side by side: four features of each are 32 bytes (`src/int8.inc`).
 _PANEL = 8
+# Well above 4e-37, below which 127 / max|x| overflows.
 _SMALLEST = np.float32(1e-30)
 
 
@@ -59,6 +61,7 @@ def quantize_tokens(x_MK: NDArray[np.float32], q_MP: NDArray[np.uint8], scale_M:
         something_M = np.isfinite(largest_M) & (largest_M >= _SMALLEST)
         scale_M[:] = np.where(something_M, largest_M / np.float32(127), np.float32(0))
         scale_M[~np.isfinite(largest_M)] = np.nan
+        # 128 stands for 0, so features beyond K and tokens of zeros add nothing.
         q_MP[:] = 128
         rounded = np.rint(x_MK[something_M] * (np.float32(127) / largest_M[something_M])[:, None])
         q_MP[something_M, :columns] = (rounded + 128).astype(np.uint8)
@@ -153,7 +156,9 @@ def _numpy_rows(weight: PackedRows, first: int, last: int, out: Int8Rows) -> Non
     rows, columns = last - first, weight.shape[1]
     whole, wide = len(out.offset), padded(columns)
     flat_RK = np.arange(first * columns, last * columns, dtype=np.int64).reshape(rows, columns)
+    # FORMAT 4.2: the first of two codes is in the high half of its byte.
     shift = np.where(flat_RK & 1, 0, 4).astype(np.uint8)
+    # Rows and features beyond the weight have code 0.
     code_NP = np.zeros((whole, wide), np.int8)
     code_NP[:rows, :columns] = ((weight.packed[flat_RK >> 1] >> shift) & 15).astype(np.int8) - 8
     panels = code_NP.reshape(whole // _PANEL, _PANEL, wide // 4, 4).transpose(0, 2, 1, 3)
@@ -165,6 +170,8 @@ def _numpy_rows(weight: PackedRows, first: int, last: int, out: Int8Rows) -> Non
     out.scales[:] = scale_NR.reshape(whole // _PANEL, _PANEL, -1).transpose(0, 2, 1).reshape(-1)
     sum_NR = code_NP.reshape(whole, -1, RUN).sum(axis=2, dtype=np.int32)
     out.offset[:] = 0
+    # x = scale (q - 128), so a product with q is too large by 128 times the row's sum. Summed run by run, in
+    # the order of the kernel, so that the bits agree.
     for run in range(wide // RUN):
         out.offset[:] += (128 * sum_NR[:, run]).astype(np.float32) * scale_NR[:, run]
 

@@ -16,11 +16,12 @@ from permille.tensors import Q8_0_BYTES, Q8_0_WEIGHTS
 
 Array = NDArray[np.float32]
 
+# Floats of the widest register. The kernels' scratch memory is padded to it.
 _STEP = 16
 
 
 def rms_norm(x_MH: Array, weight_H: Array, epsilon: float, out: Array) -> bool:
-    """`out = w x / sqrt(mean(x^2) + epsilon)`; `out` may be x."""
+    """Set `out = w x / sqrt(mean(x^2) + epsilon)`. `out` may be x."""
     library = load()
     arrays = (x_MH, weight_H, out)
     if library is None or not all(_is_plain(array) for array in arrays) or x_MH.shape != out.shape:
@@ -50,7 +51,7 @@ _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 def activate(kind: str, x: Array) -> bool:
-    """`x / (1 + e^-x)` ("silu") or the tanh form of GELU ("gelu_tanh"), in place."""
+    """Apply `x / (1 + e^-x)` ("silu") or the tanh form of GELU ("gelu_tanh"), in place."""
     library = load()
     if library is None or kind not in _ACTIVATIONS or not _is_plain(x):
         return False
@@ -82,6 +83,7 @@ def attention(
     fits = k_SBD.shape == v_SBD.shape == (keys, kv_heads, head) and out_TAD.shape == q_TAD.shape
     if not fits or heads % kv_heads or not 0 < queries <= keys or cap == 0:
         return False
+    # The kernel takes 0 for no cap, so a real cap of 0 is left to numpy.
     numbers = np.array([scale, cap or 0.0], np.float32)
     behind = min(window or 0, keys)  # a config's number may be larger than the kernel's integers
     if queries == 1:

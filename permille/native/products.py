@@ -75,6 +75,7 @@ def compressed_rows(
     """
     rows, columns = shape
     flat = flat_index.astype(np.int64)
+    # The kernels count entries and columns in 32 bits.
     if flat.ndim != 1 or flat.size >= 1 << 31 or columns >= 1 << 31 or not (np.diff(flat) > 0).all():
         raise InputError(f"expected fewer than 2**31 increasing flat indices, got {flat.shape}")
     if flat.size and not (flat[0] >= 0 and flat[-1] < rows * columns):

@@ -54,6 +54,7 @@ def set_values(
     check_array("values", values, np.float32, flat_index.shape)
     library = load()
     if library is None:
+        # All indices are checked before the first value is written, as in the kernel.
         at = flat_index.astype(np.int64) - offset
         outside = np.nonzero((at < 0) | (at >= out.size))[0]
         bad = int(outside[0]) if outside.size else -1
@@ -75,6 +76,7 @@ def widen_bf16(source: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
     check_output("out", out, np.float32, source.shape)
     library = load()
     if library is None:
+        # bfloat16 is the upper half of a float32.
         np.left_shift(source, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
     else:
         library.call("widen_bf16", source, source.size, out)

@@ -53,6 +53,7 @@ class LoraAdapter(nn.Module):
     def __init__(self, shape: tuple[int, int], rank: int, generator: torch.Generator) -> None:
         super().__init__()
         rows, columns = shape
+        # B starts at 0, and so does the change. A must not, or B would get no gradient.
         self.a = nn.Parameter(torch.randn(rank, columns, generator=generator) / math.sqrt(columns))
         self.b = nn.Parameter(torch.zeros(rows, rank))
 
@@ -214,6 +215,7 @@ def _load(
     for parameter in trained:
         end = start + parameter.numel()
         optimizer.state[parameter] = {
+            # Adam corrects its moments by this number.
             "step": torch.tensor(float(len(losses))),
             "exp_avg": values_3K[1, start:end].view_as(parameter).clone(),
             "exp_avg_sq": values_3K[2, start:end].view_as(parameter).clone(),

@@ -161,13 +161,16 @@ class _Walk:
         """Prune a layer, and compute the next hidden states."""
         before, after = self._hidden[index % 2], self._hidden[(index + 1) % 2]
         with self.stream.layer(index) as layer, torch.no_grad():
+            # The rows for the loss before pruning go through the layer while it is still the source's.
             for row in range(self._pruned, len(before)):
                 after[row] = layer(before[row][None])[0]
             grams = _Grams(layer, self._linears(layer))
             with grams.recording():
+                # Calibration rows alone: rows that measure must not decide.
                 for row in range(len(self.text.calibration_NT)):
                     layer(before[row][None])
             rows = [self._prune(layer, name, gram_KK) for name, gram_KK in grams.found()]
+            # A matrix of K x K for each input is freed before the rows go through again.
             del grams
             for row in range(self._pruned):
                 after[row] = layer(before[row][None])[0]
@@ -205,6 +208,7 @@ class _Walk:
         pruned_NK = write_weight(
             self.source, self.target, full_name, pruned_NK, updated=plan.method is PruningMethod.SPARSEGPT
         )
+        # What was written, so that later layers see the rounding of the model's dtype.
         parameter.data.copy_(pruned_NK)
         return LinearReport(
             name=full_name,
@@ -307,6 +311,7 @@ class _Grams:
 
 def copy_model(source: Checkpoint, target: Path) -> None:
     """Create a folder with the files of the model, and nothing else."""
+    # An earlier call may have left a part of a model.
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
@@ -340,6 +345,7 @@ def write_weight(source: Checkpoint, target: Path, name: str, weight_NK: Tensor,
 
 def flush(path: Path) -> None:
     """Make the content of a file durable."""
+    # fsync flushes the file, whichever descriptor or map wrote to it.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -359,6 +365,7 @@ def _buffer(folder: Path | None, number: int, shape: tuple[int, ...]) -> Tensor:
     size = int(np.prod(shape))
     if folder is None:
         return torch.empty(shape)
+    # A shared map, so the states outlive the process.
     return torch.from_file(str(_buffer_path(folder, number)), shared=True, size=size).reshape(shape)
 
 

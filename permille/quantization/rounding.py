@@ -85,6 +85,7 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
             f"auto-round gave {name} scales {scale_NG.shape}, the least {scale_NG.min()}. Each group needs "
             "one that is not negative."
         )
+    # Codes are recovered from decoded weights, so the way back must give the same bits.
     if not np.array_equal(dequantize(found), w_NK):
         raise InputError(f"auto-round made weights in {name} that are not codes times scales.")
     return found
@@ -128,6 +129,7 @@ def _tuned(
             seed=0,
         ).quantize()
     found: torch.nn.Module = tuned
+    # auto-round leaves some layers out without an error. They would pass for calibrated ones.
     if same := [
         name for name in names if before[name].any() and torch.equal(found.get_parameter(name), before[name])
     ]:

@@ -32,6 +32,7 @@ RATE = 0.3
 FULL_RATE_WEIGHTS = 6000
 ADAPTER_RATE = 0.12
 UNITS = 256  # units of the lattice in a step of the largest rate, or a few more
+# Those of ADR 9.
 _BETAS = (0.9, 0.99)
 _TINY = 1e-8
 
@@ -118,6 +119,7 @@ class Moments:
         if hashlib.sha256(data).digest() != checksum:
             raise ValueError("expected moments, their checksum differs")
         try:
+            # Without pickle, because a pickle in the file could run code.
             with np.load(io.BytesIO(data), allow_pickle=False) as found:
                 step, taken, flags = (int(number) for number in found["numbers"])
                 loss = float(found["loss"])
@@ -179,10 +181,12 @@ def adam_step(
         The state after the step. If the loss or gradient is not finite, or the state would leave the exact
         range, the step is rejected: only its number, loss and flags change.
     """
+    # The moments stay, because one NaN in them would spoil all later steps.
     rejected = replace(moments, step=moments.step + 1, loss=loss, flags=int(StepFlag.REJECTED))
     if not (math.isfinite(loss) and np.isfinite(gradient_K).all()):
         return rejected
     moved, change_K = _adam(moments, gradient_K, rate)
+    # Exact in float64 while |s| is within 2**53, which is checked next (FORMAT 7.3).
     exact_K = np.rint(change_K / math.ldexp(1.0, step_unit_exponent)) + moments.s_K
     if np.abs(exact_K).max() > STATE_LIMIT:
         return rejected
@@ -197,6 +201,7 @@ def _adam(
     taken = moments.taken + 1
     m_K = b1 * moments.m_K + (1 - b1) * gradient_K
     v_K = b2 * moments.v_K + (1 - b2) * gradient_K * gradient_K
+    # Moments are float32 to save memory. Their correction for the start from 0 is computed in float64.
     mean_K = m_K.astype(np.float64) / (1 - _BETAS[0] ** taken)
     root_K = np.sqrt(v_K.astype(np.float64) / (1 - _BETAS[1] ** taken))
     return replace(moments, taken=taken, m_K=m_K, v_K=v_K), -rate * mean_K / (root_K + _TINY)

@@ -48,9 +48,9 @@ class PoolingPlan:
     """Options for training a pooled state.
 
     Attributes:
-        steps: the rate falls to 0 over them.
-        batch_rows: rows a step.
-        seed: of the order of the rows.
+        steps: the number of steps. The rate falls to 0 over them.
+        batch_rows: the rows of a step.
+        seed: the seed of the order of the rows.
     """
 
     steps: int
@@ -60,11 +60,11 @@ class PoolingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pooled:
-    """A state and what held-out rows say of it, in nats per token.
+    """A trained state and its losses on the held-out rows, in nats per token.
 
     Attributes:
-        gain: mean over the rows of what the state takes off the loss.
-        error: standard error of that mean.
+        gain: by how much the state lowers the loss, as the mean over the rows.
+        error: the standard error of that mean.
     """
 
     s_K: NDArray[np.int64]
@@ -89,18 +89,19 @@ def pool(
     checkpoint: Path,
     progress: Progress = lambda _done, _total: None,
 ) -> Pooled:
-    """Train on rows and judge on the last tenth of them.
+    """Train on a corpus, and measure the result on the last tenth of its rows.
 
     Args:
-        engine: with a reverse pass.
-        package: the engine's.
+        engine: an engine with a reverse pass.
+        package: the package of the engine.
         rows_NT: int64 [n, t] token ids, whole rows, in the order of the corpus.
-        checkpoint: file that keeps what is needed to go on; what is thrown by `progress` costs a few steps.
-        progress: called after each step.
+        plan: the options.
+        checkpoint: a file for continuing. An interruption costs at most `STEPS_A_CHECKPOINT` steps.
+        progress: called after each step. An exception stops the work.
 
     Raises:
-        InputError: fewer rows than a batch and its judgement need, masked weights that are all 0, or a state
-            that costs too much on general text at any strength.
+        InputError: there are too few rows for a batch and for measuring, the masked weights are all 0, or the
+            state raises the loss on general text too much at any strength.
     """
     # Two rows are the fewest that have a standard error.
     held_out = max(2, len(rows_NT) // HELD_OUT_SHARE)
@@ -122,6 +123,7 @@ def pool(
             gradient_K = gradient_K + engine.gradient(values_K, reference.pull(step))[1]
         step_rate = rate * (1 - step / plan.steps)
         moments = adam_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
+        # Stored before `progress`, which may stop the work.
         if moments.step % STEPS_A_CHECKPOINT == 0 or moments.step == plan.steps:
             moments.store(checkpoint)
         progress(moments.step, plan.steps)
@@ -130,6 +132,7 @@ def pool(
         s_K = _kept_general(engine, w_base_K, s_K, exponent, reference)
     base_N = _losses(engine, w_base_K, held_NT, plan.batch_rows)
     pooled_N = _losses(engine, values(w_base_K, s_K, exponent), held_NT, plan.batch_rows)
+    # By pairs: the gains of the rows vary less than their losses.
     gain_N = base_N - pooled_N
     return Pooled(
         s_K=s_K,
@@ -166,11 +169,13 @@ def _kept_general(
 def write_pooled(
     blobs: BlobFolder, manifest: Manifest, found: Pooled, pooling: Mapping[str, JSON]
 ) -> Manifest:
-    """Store a package with a pooled state: the layers that are there, the state, another manifest.
+    """Store a package with a pooled state. It has the layers of the old one, the state, and a new manifest.
 
     Args:
-        manifest: of the package, with a pooled state or without.
-        pooling: how the state was made, for people.
+        blobs: the folder of the blobs.
+        manifest: the manifest of the package. A pooled state in it is replaced.
+        found: the result of `pool`.
+        pooling: a description of how the state was made, for people to read.
 
     Raises:
         PackageError, OSError: as `write_manifest`.
@@ -186,6 +191,7 @@ def write_pooled(
     data = encode_state(header, found.s_K)
     layer = Layer(role=Role.POOLED, digest=blobs.put_bytes(data), size_bytes=len(data))
     made = manifest.with_addition(layer, pooling)
+    # Read back before the manifest is written, so no package names a state that it cannot open.
     pooled_state(Package(blobs, made))
     write_manifest(blobs, made)
     return made
@@ -200,6 +206,7 @@ def _kept(checkpoint: Path) -> Moments | None:
 
 def _batch(rows_BT: NDArray[np.int64]) -> Batch:
     target_BT = np.ones(rows_BT.shape, np.bool_)
+    # The first token has no earlier ones to predict it from.
     target_BT[:, 0] = False
     return Batch(input_ids_BT=rows_BT, attention_BT=np.ones(rows_BT.shape, np.bool_), target_BT=target_BT)
 

@@ -90,6 +90,7 @@ class Reference:
         """
         rows = self.rows
         kinds = [np.flatnonzero(rows.pulls_N & (rows.chat_N == chat)) for chat in (False, True)]
+        # Without a chat template, both rows of a step are text.
         present = [kind for kind in kinds if len(kind)]
         chosen = []
         for place in range(ROWS_A_STEP):
@@ -97,6 +98,7 @@ class Reference:
             turn = step * (ROWS_A_STEP // len(present)) + place // len(present)
             chosen.append(int(kind[turn % len(kind)]))
         chosen_N = np.array(chosen)
+        # FORMAT 4.12: named tokens exist for the targets of pulling rows only, row by row.
         stops_N = np.cumsum(np.where(rows.pulls_N, rows.targets(), 0))
         named = np.concatenate([np.arange(stops_N[n] - rows.targets()[n], stops_N[n]) for n in chosen])
         return _batch(
@@ -176,6 +178,7 @@ def _answered(package: Package, engine: LightEngine, chat: Chat, question: str, 
     prompt_T = chat.prompt(question)
     if len(prompt_T) > min(MOST_CHAT_TOKENS, positions) - ANSWER_TOKENS:
         return None
+    # Without sampling, so that the same base gives the same answers.
     sampling = TokenSampling(max_new_tokens=ANSWER_TOKENS, stop_ids=chat.stop_ids())
     answer = list(engine.generate(package.values(), prompt_T, sampling))
     if not answer:
@@ -188,6 +191,7 @@ def _rows_of(rows: Sequence[_Row], top: SoftTargets | None = None) -> ReferenceR
     if top is None:
         top = SoftTargets(ids_RN=np.zeros((0, 1), np.int64), probability_RN=np.zeros((0, 1), np.float32))
     return ReferenceRows(
+        # Padded with 0, which is a token of every vocabulary. `end_N` tells where a row ends.
         ids_NT=np.stack([np.pad(row.ids_T, (0, length - len(row.ids_T))) for row in rows]),
         begin_N=np.array([row.begin for row in rows]),
         end_N=np.array([len(row.ids_T) for row in rows]),

@@ -53,7 +53,9 @@ def scaled(s_K: NDArray[np.int64], eighths: int) -> NDArray[np.int64]:
     if not 1 <= eighths <= EIGHTHS:
         raise InputError(f"expected a strength of 1 to {EIGHTHS} eighths, got {eighths}")
     product_K = s_K * np.int64(eighths)
+    # The shift rounds down also below 0, so the rest is 0 to 7.
     floor_K, rest_K = product_K >> 3, product_K & 7
+    # Half to even: of two equally near integers, an odd floor is not the even one.
     up_K = (rest_K > 4) | ((rest_K == 4) & (floor_K & 1 == 1))
     result_K: NDArray[np.int64] = floor_K + up_K
     return result_K
@@ -73,6 +75,7 @@ def choose_strength(rise_of: Callable[[int], float], bound: float) -> Strength:
     rise = 0.0
     for eighths in range(EIGHTHS, 0, -1):
         rise = rise_of(eighths)
+        # NaN fails this comparison.
         if rise <= bound:
             return Strength(eighths=eighths, rise=rise)
     return Strength(eighths=0, rise=rise)

@@ -90,13 +90,13 @@ class LossEngine(Protocol):
 
         Args:
             values_VK: float32 [v, k], v >= 1.
-            batch: see `Batch`; right padded.
+            batch: a right-padded batch.
 
         Returns:
-            float32 [v]; not finite where the forward pass was not.
+            float32 [v]. A loss is not finite if its forward pass was not.
 
         Raises:
-            InputError: a shape, dtype or token id is not what the package needs; no target.
+            InputError: a shape, dtype or token id does not fit the package, or there is no target.
         """
 
 
@@ -111,7 +111,7 @@ class Differentiable(Protocol):
             batch: as `losses`.
 
         Returns:
-            The loss, and float32 [k]: `d loss / d values`; not finite where the forward pass was not.
+            The loss, and `d loss / d values`, float32 [k]. Both are not finite if the forward pass was not.
 
         Raises:
             InputError: as `losses`.

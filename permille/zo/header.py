@@ -85,6 +85,7 @@ class BlockSplit:
         lower = sum(counts[: self.first_upper_tensor])
         if not 0 < lower < sum(counts):
             raise InputError(f"expected masked weights in both blocks, got {lower} of {sum(counts)} below")
+        # FORMAT 6.5: each lower direction and sign has the same number of upper ones.
         if (queries - self.lower_queries) % (2 * self.lower_queries):
             raise InputError(
                 f"expected a multiple of {2 * self.lower_queries} upper queries, "

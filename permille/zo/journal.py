@@ -28,6 +28,7 @@ from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzig
 
 MAGIC = b"PMLJNL1\n"
 
+# FORMAT 8.3: magic and header size; payload size; step, flags and loss; checksum.
 _HEAD = struct.Struct("<8sI")
 _SIZE = struct.Struct("<H")
 _FIXED = struct.Struct("<IBd")

@@ -174,6 +174,7 @@ def _check_limits(header: LogHeader, steps: int, *, max_steps: int, max_k: int, 
 def _encode(header: LogHeader, coefficients_TQ: NDArray[np.int64], flags_T: NDArray[np.uint8]) -> bytes:
     header_bytes = header.to_bytes()
     head = MAGIC + _U32.pack(len(header_bytes)) + header_bytes + _U32.pack(len(coefficients_TQ))
+    # FORMAT 9.1: each checksum continues the one before, so chunks cannot be exchanged or moved.
     crc = zlib.crc32(head)
     parts = [head, _U32.pack(crc)]
     for payload in _payloads(coefficients_TQ, flags_T):

@@ -16,6 +16,7 @@ from permille.errors import InputError, OperatorError
 LIBRARY = Path(__file__).resolve().parent / "_runtime.so"
 SOURCE = Path(__file__).resolve().parent / "runtime.cpp"
 
+# `-march=native`, since the library runs on the machine that compiles it.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden")
 _DEFINES = ("-DET_USE_THREADPOOL", "-DC10_USING_CUSTOM_GENERATED_MACROS")
 _NEEDED = ("", "_threadpool", "_kernels_optimized", "_backend_xnnpack")
@@ -51,10 +52,12 @@ def build(library: Path = LIBRARY) -> Path:
     if compiler is None:
         raise OperatorError("There is no C++ compiler. Install one (c++, g++ or clang++), or name it in CXX.")
     portable = wheel / "include/executorch/runtime/core/portable_type/c10"
+    # Renamed when it is whole: another process may have the old library mapped.
     part = library.with_name(f"{library.name}.{os.getpid()}.part")
     command = [compiler, *_FLAGS, *_DEFINES, f"-I{wheel / 'include'}", f"-I{portable}", "-w", str(SOURCE)]
     # Some of these libraries only register kernels or a backend, so no symbol refers to them.
     libraries = ["-Wl,--no-as-needed", *(f"-lexecutorch{name}" for name in _NEEDED)]
+    # The path is stored in the library, so the wheel's libraries are found without LD_LIBRARY_PATH.
     found = [f"-L{wheel / 'lib'}", f"-Wl,-rpath,{wheel / 'lib'}"]
     try:
         done = subprocess.run(

@@ -140,6 +140,7 @@ class ExecutorchEngine:
                 pair = np.arange(first, last)
                 variant, row = pair // sequences, pair % sequences
                 chosen = values_VK[variant[0] : variant[-1] + 1]
+                # Variants of an earlier pass may remain behind these. No row of this pass refers to them.
                 values[: len(chosen)] = chosen
                 variant_R = np.zeros(rows, np.int64)
                 variant_R[: len(pair)] = variant - variant[0]
@@ -154,6 +155,7 @@ class ExecutorchEngine:
         """Yield ranges of pairs, ordered by variant, that fit one pass each."""
         first = 0
         while first < variants * sequences:
+            # A pass names at most `variants` variants, and may start in the middle of the first one.
             most = (first // sequences + self._shape.variants) * sequences
             last = min(first + self._shape.rows, most, variants * sequences)
             yield first, last

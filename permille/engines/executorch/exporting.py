@@ -79,6 +79,7 @@ def export_program(
     with torch.no_grad():
         exported = torch.export.export(module, inputs)
     constants = {
+        # The engine compares it, so a program never runs with the values of another package.
         "package": torch.frombuffer(_digest(package), dtype=torch.uint8),
         "activation_bits": torch.tensor([BITS[weights]], dtype=torch.uint8),
     }
@@ -103,6 +104,7 @@ def export_executorch(package: Package, values_K: NDArray[np.float32] | None, fo
     _check_exporter()
     module = _Logits(_float32_model(package, checked_values(package, values_K))).eval()
     most = min(MAX_TOKENS, int(package.config.get("max_position_embeddings") or MAX_TOKENS))
+    # At least 2, because torch.export takes a size of 0 or 1 for a constant.
     tokens = torch.export.Dim("tokens", min=2, max=most)
     with torch.no_grad():
         inputs = (torch.zeros(1, most, dtype=torch.int64),)
@@ -260,6 +262,7 @@ def _codes(quantized: QuantizedTensor, mask: np.ndarray[tuple[int], np.dtype[np.
 
     code = np.stack([quantized.packed >> 4, quantized.packed & 15], axis=1).reshape(-1)
     code_NK = (code.astype(np.int8) - np.int8(8))[: np.prod(quantized.shape)].reshape(quantized.shape)
+    # A code of 0 is a weight of 0. The variants add their own values there.
     code_NK.reshape(-1)[mask] = 0
     scale_NG = torch.from_numpy(quantized.scales.copy())
     tensor: Tensor = IntxUnpackedToInt8Tensor(

@@ -47,9 +47,11 @@ class Program:
         """
         self._library = _library()
         self._opened = ctypes.c_void_p()
+        # 0 leaves the number of threads to the runtime.
         code = self._library.program_open(str(path).encode(), threads or 0, ctypes.byref(self._opened))
         if code:
             raise InputError(f"This is no program of ExecuTorch: {self._error(code)}")
+        # Runs when the object is collected or the interpreter ends, so no caller has to close a program.
         self._close = weakref.finalize(self, self._library.program_close, self._opened)
 
     def input_shape(self, method: str, index: int) -> tuple[int, ...]:
@@ -75,6 +77,7 @@ class Program:
         Raises:
             InputError: the runtime refuses the call.
         """
+        # Named, so that the memory behind the pointers lives until the call has ended.
         arrays = [np.ascontiguousarray(array) for array in inputs]
         sizes = np.array([size for array in arrays for size in array.shape], np.int32)
         code = self._library.program_run(

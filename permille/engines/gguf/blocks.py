@@ -40,7 +40,9 @@ BLOCK = 32
 WEIGHT = np.float32(300)
 """Weight of a masked weight's squared error against a neighbour's. The mask has some 30 % of the Fisher
 information in 0.1 % of the weights."""
+# Blocks whose candidates are in memory at once. A block may have over a hundred.
 _CHUNK_BLOCKS = 1 << 13
+# The largest finite float16.
 _LARGEST_HALF = 65504.0
 _MASKED = 4
 """Number of a block's largest masked values that candidates aim at. All count in the error."""
@@ -122,6 +124,7 @@ def encode(
     half_B2 = scale_B.astype("<f2").reshape(-1, 1).view(np.uint8)
     packed_BP: NDArray[Any] = code_BS.view(np.uint8)
     if kind is BlockType.Q4_0:
+        # In the order of a GGUF file, code i shares a byte with code i + 16.
         nibble_BS = (code_BS + 8).astype(np.uint8)
         packed_BP = nibble_BS[:, : BLOCK // 2] | nibble_BS[:, BLOCK // 2 :] << 4
     return np.concatenate([half_B2, packed_BP], axis=1).reshape(rows, row_bytes(kind, columns))
@@ -146,6 +149,7 @@ def encode_source(
     changed_k = mask_k[flat[mask_k] != dequantize(codes).reshape(-1)[mask_k]]
     if not len(changed_k):
         return blocks_of(codes)
+    # Q4_0 stores codes plus 8. Here they are signed.
     low = np.int8(8 if kind is BlockType.Q4_0 else 0)
     unpacked = codes.packed if codes.bits == 8 else unpack(codes.packed, flat.size)
     code_BS = unpacked.view(np.int8).reshape(-1, BLOCK) - low
@@ -214,6 +218,7 @@ def _aim_at_masked(
     touched = np.unique(mask_k // BLOCK)
     for first in range(0, len(touched), _CHUNK_BLOCKS):
         block = touched[first : first + _CHUNK_BLOCKS]
+        # Mask indices increase, so those of a range of blocks are neighbours.
         low, high = np.searchsorted(mask_k, [block[0] * BLOCK, block[-1] * BLOCK + BLOCK])
         masked_BS = np.zeros((len(block), BLOCK), bool)
         own_k = mask_k[low:high]
@@ -240,6 +245,7 @@ def _best(
         scale_B1, above_BS = grid[:, :1], weight_BS - grid[:, 1:]
         code_BS = _codes(kind, above_BS, scale_B1)
         error_B = (importance_BS * (above_BS - code_BS * scale_B1) ** 2).sum(axis=1)
+        # Strictly, so the first of equal candidates wins, which is the block's own grid.
         better = error_B < least_B
         least_B[better], best_B2[better], best_BS[better] = error_B[better], grid[better], code_BS[better]
     return best_B2, best_BS
@@ -296,6 +302,7 @@ def _aimed_at(
 ) -> Iterator[NDArray[np.float32]]:
     """Yield the largest masked values of the blocks, one per block. A block without one has `otherwise_B`."""
     row = np.arange(len(weight_BS))
+    # Masked values have keys of at most 0, so all others come after them.
     order = np.argsort(np.where(masked_BS, -np.abs(weight_BS), np.float32(1)), axis=1)[:, :_MASKED]
     for place_B in order[:, : int(min(_MASKED, masked_BS.sum(axis=1).max()))].T:
         yield np.where(masked_BS[row, place_B], weight_BS[row, place_B], otherwise_B)

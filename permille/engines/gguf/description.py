@@ -21,6 +21,7 @@ from permille.models.gguf.config import ARCHITECTURES, PATTERNS, UNROTATED, adds
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 _SCALED_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
 """The 27B models, which llama.cpp recognises by their layers: scores are scaled by hidden size / heads."""
+# Families whose biases llama.cpp reads.
 _BIASED = (Family.LLAMA, Family.QWEN2, Family.GPT_NEOX, Family.GRANITE)
 
 
@@ -168,7 +169,10 @@ def _rope(
     near = ropes.get(True) if decoder.family is Family.GEMMA3_TEXT else None
     if near is not None and not np.allclose(near.frequency_E, _plain(1e4, near.rotated), rtol=1e-5):
         raise _unknown("rope_theta 10000 in layers with a window", "another")
+    # The first frequency is 1, unless linear scaling divides all of them.
     linear = float(f"{1 / rope.frequency_E[0]:.6g}")
+    # The last frequency is `theta ** -((rotated - 2) / rotated)`, divided by the factor. Six digits, since
+    # frequencies are float32: 9999.998 stands for 10000.
     theta = float(rope.frequency_E[-1] * linear) ** (-rope.rotated / max(rope.rotated - 2, 1))
     theta = float(f"{theta:.6g}")
     if np.allclose(rope.frequency_E * linear, _plain(theta, rope.rotated), rtol=1e-5):
@@ -184,5 +188,8 @@ def _plain(theta: float, rotated: int) -> NDArray[np.float64]:
     return np.asarray(theta ** -(np.arange(0, rotated, 2) / rotated))
 
 
-def _unknown(expected: str, got: object) -> InputError:
-    return InputError(f"expected {expected}, which is what llama.cpp computes; got {got!r:.200}")
+def _unknown(needed: str, got: object) -> InputError:
+    return InputError(
+        f"llama.cpp cannot compute this model: it needs {needed}, and the config has {got!r:.200}. "
+        "Export transformers."
+    )

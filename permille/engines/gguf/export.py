@@ -139,12 +139,15 @@ def _write_model(weights: "_Weights", vocabulary: Vocabulary | None, path: Path,
         if vocabulary is not None:
             vocabulary.write(writer)
         else:
+            # llama.cpp then loads the file for token ids alone.
             writer.add_tokenizer_model("none")
         layout = weights.layout()
         first = next(iter(layout.values()))[0] if weights.kind is BlockType.SOURCE else weights.kind
         # Readers show this type for the whole file, although tensors have their own.
         writer.add_file_type(_TYPES[first][1])
+        # GGML_QNT_VERSION of llama.cpp, the version of the block formats.
         writer.add_quantization_version(2)
+        # GGUF lists all tensors before their data, so all types and shapes are needed first.
         for tensor, (stored, shape) in layout.items():
             size = int(np.prod(shape[:-1])) * row_bytes(stored, shape[-1])
             writer.add_tensor_info(tensor, shape, np.dtype(np.float32), size, _TYPES[stored][0])
@@ -244,6 +247,7 @@ class _Weights:
         tensor = self._package.plain(name)
         number = tensor.float32() + np.float32(self.description.adds_one(name))
         kind = self._plain_type(name, tensor.shape)
+        # The package has the blocks of GGUF, so the bytes are copied.
         if tensor.dtype == Q8_0 and kind is BlockType.Q8_0:
             return self._ordered(name, tensor.data.reshape(tensor.shape[0], -1))
         return self._ordered(name, encode(kind, number.reshape(-1, tensor.shape[-1]), name=name))
@@ -263,6 +267,7 @@ class _Weights:
 
     def _ordered(self, name: str, data_NR: NDArray[np.uint8]) -> NDArray[np.uint8]:
         bias = name.endswith(".bias")
+        # A bias has one float32 a row of its weight, and is reordered like those rows.
         data_NR = data_NR.reshape(-1, 4) if bias else data_NR
         order_N = self.description.row_order(name, len(data_NR))
         return data_NR if order_N is None else np.ascontiguousarray(data_NR[order_N])

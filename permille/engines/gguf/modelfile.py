@@ -1,10 +1,11 @@
-"""The `Modelfile` beside an exported file: how Ollama is to use it.
+"""The `Modelfile` beside an exported file. It tells Ollama how to prompt the model.
 
-Ollama never runs the Jinja template in a file. It recognises some templates by how they are spelled and
-sends bare text to all other models. So the template is taken apart here: it renders marked messages, and what
-stands around the marks becomes a template of Go's, with the system's default message and all. The parts must
-render other conversations as the template does. Where they do not, the choice is left to Ollama, and a
-comment in the file says so.
+Ollama never runs the Jinja template in a GGUF file. It recognises some templates by their spelling, and sends
+bare text to all other models. So this module translates the template to Go. It renders messages with known
+contents, and takes the text around them as the parts of the Go template, a default system message included.
+
+The parts are then tried on other conversations. If they render one of them differently, the file gets no
+`TEMPLATE`, and a comment in it says so. Ollama then makes its own choice.
 """
 
 import json
@@ -31,15 +32,15 @@ _WITH_SYSTEM = tuple((("system", "Be brief."), *messages) for messages in _TRIED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatParts:
-    """A chat template in pieces of text around what is said.
+    """The texts that a chat template puts around messages.
 
     Attributes:
-        first: before the user's message where that is the first of all; a default system message is in it.
-        system: before the system's message; None where the template refuses one, and it is left out.
-        after_system: before the user's message that comes after the system's.
-        user, user_end: around every later message of the user.
-        answer, answer_end: around every answer.
-        prompt: after the last message, before the answer that is wanted.
+        first: before a user's message that opens the conversation. It includes a default system message.
+        system: before the system message. None if the template refuses one. `render` then leaves it out.
+        after_system: before the user's message that follows the system message.
+        user, user_end: before and after each later message of the user.
+        answer, answer_end: before and after each answer.
+        prompt: after the last message, before the next answer.
     """
 
     first: str
@@ -52,7 +53,7 @@ class ChatParts:
     prompt: str
 
     def render(self, messages: Messages) -> str:
-        """Return the text of messages, up to the answer that is wanted."""
+        """Return the text of a conversation, up to the start of the next answer."""
         pieces = []
         for place, (role, said) in enumerate(messages):
             match role:
@@ -67,7 +68,7 @@ class ChatParts:
         return "".join([*pieces, self.prompt])
 
     def go(self) -> str:
-        """Return the same as a template of Go's, in one line without text of its own."""
+        """Return the parts as a Go template, in one line."""
         system = "" if self.system is None else f"{_text(self.system)}{{{{ .Content }}}}"
         return (
             "{{ range $i, $_ := .Messages }}"
@@ -88,9 +89,10 @@ def modelfile(file: str, vocabulary: Vocabulary | None, positions: int) -> str:
     """Return the `Modelfile` of an exported file.
 
     Args:
-        file: its name.
-        vocabulary: None where the package has no tokenizer.
-        positions: of the model; more than 4,096 are not asked for, since Ollama reserves memory for them.
+        file: the name of the file.
+        vocabulary: the tokenizer, or None if the package has none.
+        positions: the longest sequence of the model. At most 4,096 are requested, because Ollama reserves
+            memory for them.
 
     Example:
         FROM ./model.gguf
@@ -112,7 +114,8 @@ def modelfile(file: str, vocabulary: Vocabulary | None, positions: int) -> str:
 
 
 def chat_parts(template: str, variables: Mapping[str, str]) -> ChatParts | None:
-    """Take a chat template apart; None where it is more than text around what is said."""
+    """Take a chat template apart. Return None if it does more than put text around messages."""
+    # A template is a program by the model's author, so it only runs in the sandbox.
     sandbox = Sandbox()
 
     def render(messages: Messages, prompt: bool) -> str | None:
@@ -143,6 +146,7 @@ def chat_parts(template: str, variables: Mapping[str, str]) -> ChatParts | None:
 
 
 def _taken_apart(render: Render) -> ChatParts | None:
+    # Marks. `_around` refuses a template whose own text contains one.
     said = ("SAID-1", "SAID-2", "SAID-3")
     talk = tuple(zip(("user", "assistant", "user"), said, strict=True))
     whole = _around(render(talk, True), said)
@@ -150,12 +154,14 @@ def _taken_apart(render: Render) -> ChatParts | None:
     if whole is None or answered is None or not whole[2].startswith(answered[2]):
         return None
     first, between, following, last = whole
+    # `between` and `last` both start with the end of a user's message. All that they share counts as that.
     shared = next((n for n in range(len(last), 0, -1) if between.startswith(last[:n])), 0)
     before = _around(render((("system", "SAID-0"), *talk[:1]), True), ("SAID-0", said[0]))
     return ChatParts(
         first=first,
         system=before[0] if before else None,
         after_system=before[1] if before else first,
+        # Between an answer and the next user's message: the end of the answer, then the start of the message.
         user=following[len(answered[2]) :],
         user_end=last[:shared],
         answer=between[shared:],
@@ -165,7 +171,7 @@ def _taken_apart(render: Render) -> ChatParts | None:
 
 
 def _around(text: str | None, said: Sequence[str]) -> list[str] | None:
-    """Return the pieces between what is said; None unless each comes once, in order."""
+    """Return the texts between the messages. Return None unless each message occurs once, in order."""
     pieces = []
     for one in said:
         if text is None or text.count(one) != 1:
@@ -176,7 +182,7 @@ def _around(text: str | None, said: Sequence[str]) -> list[str] | None:
 
 
 def _without_beginning(parts: ChatParts, vocabulary: Vocabulary) -> ChatParts:
-    """Leave out the beginning token that the file already has put before every text."""
+    """Drop the beginning token if llama.cpp already adds it to every text."""
     begin = _variables(vocabulary)["bos_token"]
     if not vocabulary.add_bos or not begin:
         return parts
@@ -197,5 +203,5 @@ def _stops(vocabulary: Vocabulary) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Return an action that writes a text as it is; JSON's strings are Go's."""
+    """Return a Go action that writes a text literally. A JSON string is also a Go string."""
     return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""

@@ -1,9 +1,11 @@
-"""A `tokenizer.json` in llama.cpp's terms: the two kinds of byte pair encoding that both know.
+"""Translation of a `tokenizer.json` to llama.cpp's two kinds of byte pair encoding.
 
-`gpt2`: bytes as letters, merges by rank, and a name for how a text is cut before. `llama`: sentencepiece's,
-spaces as `▁`, unknown characters as bytes. There llama.cpp merges any two neighbours that make a token, the
-best token first, and knows no list of merges; a tokenizer whose merges say otherwise is refused. What
-normalizes a text (NFC) is left out: llama.cpp has no such step, and most text is NFC already.
+- `gpt2` writes bytes as letters and merges by rank. A name tells llama.cpp how to cut a text before that.
+- `llama` is that of sentencepiece. Spaces become `▁`, and unknown characters become bytes. llama.cpp has no
+  list of merges here. It merges any two neighbours that make a token, the token with the best score first. A
+  tokenizer whose list of merges would give other tokens is refused.
+
+Normalization (NFC) is dropped. llama.cpp has no such step, and most text is NFC already.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,18 +20,24 @@ from permille.package.reader import Package
 from permille.tokenizer_files import TokenizerFiles, ends_of_turn, read_object
 
 _LONGEST = 256
-"""Letters of a token of sentencepiece's: they are looked at pair by pair, and the file is a stranger's."""
+"""The largest number of letters of a `llama` token. All pairs within a token are checked, and the file is
+untrusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """Tokens by id, and how a text becomes them.
+    """The tokens of a model, and the rules that turn a text into tokens.
 
     Attributes:
-        cut: the name of the patterns that cut a text (`gpt2`); None: `llama`.
-        scores: of `llama`: what is merged first.
+        tokens: the text of each token, by id.
+        types: the type of each token, by id.
+        cut: for `gpt2`, the name of the patterns that cut a text. None for `llama`.
+        merges: for `gpt2`, the pairs to merge, the first one first.
+        scores: for `llama`, the score of each token. The pair with the best score is merged first.
+        space_first: for `llama`, whether a space is added before a text.
         special: ids of special tokens by llama.cpp's names: bos, eos, unk, pad, eot.
-        chat_template: None: the package has none.
+        add_bos, add_eos: whether the token is added to every text.
+        chat_template: the Jinja template, or None if the package has none.
     """
 
     tokens: list[str]
@@ -44,7 +52,7 @@ class Vocabulary:
     chat_template: str | None
 
     def write(self, writer: GGUFWriter) -> None:
-        """Add the keys of the tokenizer."""
+        """Write the keys of the tokenizer."""
         writer.add_tokenizer_model("llama" if self.cut is None else "gpt2")
         writer.add_tokenizer_pre(self.cut or "default")
         writer.add_token_list(self.tokens)
@@ -63,13 +71,13 @@ class Vocabulary:
 
 
 def vocabulary_of(package: Package, rows: int) -> Vocabulary:
-    """The tokenizer of a package that has one.
+    """Read the tokenizer of a package that has one.
 
     Args:
-        rows: of the embedding; ids that no token has are filled.
+        rows: the rows of the embedding. Ids without a token get a placeholder.
 
     Raises:
-        InputError: it is malformed, or of another kind than those that llama.cpp computes alike.
+        InputError: the tokenizer is malformed, or llama.cpp would give other tokens.
     """
     try:
         return _read(package, rows)
@@ -87,14 +95,19 @@ def _read(package: Package, rows: int) -> Vocabulary:
     document = read_object(package.file("tokenizer.json"))
     model, added = document["model"], document.get("added_tokens") or []
     if model.get("type", "BPE") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
-        raise InputError(f"expected byte pair encoding for GGUF, got {model.get('type')!r:.60}")
+        raise InputError(
+            f"GGUF needs a tokenizer of byte pair encoding, and this one is {model.get('type')!r:.60}. "
+            "Export transformers."
+        )
     ids: dict[str, int] = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
     if not ids or max(ids.values()) >= rows:
         raise InputError(
-            f"expected token ids below {rows}, the rows of the embedding; got {max(ids.values())}"
+            f"The tokenizer needs ids from 0 to {rows - 1}, the rows of the embedding, and its largest is "
+            f"{max(ids.values(), default=None)}. Use the model's own tokenizer."
         )
     pairs = [tuple(pair.split(" ", 1) if isinstance(pair, str) else pair) for pair in model["merges"]]
     cut = None if model.get("byte_fallback") else _cut(document)  # sentencepiece cuts by scores
+    # llama.cpp needs a token for each row of the embedding.
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [TokenType.UNUSED] * rows
     for token, number in ids.items():
@@ -129,7 +142,7 @@ def _space_first(document: Mapping[str, Any]) -> bool:
     """Return whether the tokenizer adds a space before a text.
 
     Raises:
-        InputError: a text is changed or cut otherwise than by `▁` for spaces.
+        InputError: the tokenizer has a step that `llama` lacks.
     """
     kinds = {"Prepend": False, "Replace": False, "Metaspace": False}
     before = [*_steps(document.get("normalizer"), "normalizers"), *_pre(document)]
@@ -144,15 +157,18 @@ def _space_first(document: Mapping[str, Any]) -> bool:
             (kind == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE)
             or (kind == "Split" and step["pattern"] == {"String": " "})  # none is left after Replace
         ):
-            raise InputError(f"expected sentencepiece's steps {', '.join(kinds)}, got {kind!r:.60}")
+            raise InputError(
+                f"llama.cpp lacks the tokenizer's step {kind!r:.60}. With bytes for unknown characters, it "
+                f"has {', '.join(kinds)}. Export transformers."
+            )
     return first
 
 
 def _cut(document: Mapping[str, Any]) -> str:
-    """The name that llama.cpp has for how a text is cut.
+    """Return llama.cpp's name of the patterns that cut a text.
 
     Raises:
-        InputError: none.
+        InputError: llama.cpp does not know the patterns.
     """
     steps, found = _pre(document), []
     for step in steps:
@@ -171,19 +187,23 @@ def _cut(document: Mapping[str, Any]) -> str:
         for name, (patterns, whole_words) in SPLITS.items():
             if tuple(found) == patterns and words == whole_words:
                 return name
-    raise InputError(f"expected a tokenizer that cuts text as {', '.join(SPLITS)} do, got {found!r:.200}")
+    raise InputError(
+        f"llama.cpp cannot cut a text as this tokenizer does ({found!r:.200}), only as {', '.join(SPLITS)} "
+        "do. Export transformers."
+    )
 
 
 def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> list[float]:
-    """Minus the rank of the first merge that makes a token.
+    """Return the score of each token: minus the rank of the first merge that makes it.
 
     Raises:
-        InputError: to merge by scores is not to merge by the list.
+        InputError: merging by these scores gives other tokens than merging by the list.
     """
     ranks: dict[str, int] = {}
     last = ""
     for rank, (left, right) in enumerate(pairs):
         token = left + right
+        # Lists that come from scores name all pairs of one token one after the other.
         if token != last and token in ranks:
             raise _not_by_scores(token)
         ranks.setdefault(token, rank)
@@ -191,9 +211,13 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
     known = set(pairs)
     for token in ids:
         if len(token) > _LONGEST:
-            raise InputError(f"expected tokens of at most {_LONGEST} letters, got {len(token)}")
+            raise InputError(
+                f"The tokenizer has a token of {len(token)} letters, more than the {_LONGEST} that GGUF exports "
+                "take. Export transformers."
+            )
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]
+            # A single character always is a piece of its own, if only as bytes.
             both = (left in ids or place == 1) and (right in ids or len(right) == 1)
             if both and (left, right) not in known:
                 raise _not_by_scores(token)
@@ -205,8 +229,8 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
 
 def _not_by_scores(token: str) -> InputError:
     return InputError(
-        f"expected merges as sentencepiece's scores give them, got others for {token!r:.60}: llama.cpp would"
-        " read a text otherwise"
+        f"llama.cpp would cut a text into other tokens: it merges by sentencepiece's scores, and the list of "
+        f"merges differs from them at {token!r:.60}. Export transformers."
     )
 
 
@@ -219,7 +243,7 @@ def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _end_of_turn(generation: Mapping[str, Any], eos: int | None, known: list[int]) -> dict[str, int]:
-    """The other token at which generation ends, if there is one: named by the files, or known by its name."""
+    """Return the token other than `eos` that ends an answer: from the files, else one with a known name."""
     value = generation.get("eos_token_id")
     named = [one for one in value if isinstance(one, int)] if isinstance(value, list) else []
     others = [one for one in named or known if one != eos]

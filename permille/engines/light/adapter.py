@@ -54,6 +54,7 @@ class LightAdapter:
         self._rows, self._columns = rows.stop - rows.start, columns
         self._rank, self._scale = rank, np.float32(scale)
         self._frozen_RK = frozen_RK
+        # FORMAT 4.10: A, then B. A frozen A is not among the values.
         middle = start + (0 if frozen_RK is not None else rank * self._columns)
         self._span_a = slice(start, middle)
         self._span_b = slice(middle + rank * rows.start, middle + rank * rows.stop)
@@ -68,6 +69,7 @@ class LightAdapter:
 
         groups, tokens = x_GMK.shape[:2]
         threads.each(part, [(group, rows) for group in range(groups) for rows in blocks(tokens, _PART)])
+        # On R columns, which are fewer than the outputs of the layer.
         low_GMR *= self._scale
         return LowRank(low_GMR=low_GMR, b_GNR=self._b(values_GK))
 
@@ -80,6 +82,7 @@ class LightAdapter:
         d_b_NR = self._b(gradient_K[None])[0]
 
         def of_b(rows: slice) -> None:
+            # Each task owns its rows, so the order of the sums is fixed. `d_b` is a view of the gradient.
             d_b_NR[rows] += d_out_MN[:, rows].T @ low_MR
 
         threads.each(of_b, blocks(self._rows, _PART))

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 
+# CBLAS_ORDER and CBLAS_TRANSPOSE of cblas.h.
 _ROW_MAJOR, _AS_IS, _TRANSPOSED = 101, 111, 112
+# Where wheels put their libraries: auditwheel, older wheels, and delocate on macOS.
 _FOLDERS = ("../numpy.libs", ".libs", ".dylibs")
 
 
@@ -52,6 +54,7 @@ class Blas:
 
     def _multiply(self, a: Array, b: Array, out: Array, second: int, kept: float) -> None:
         if self._library is None or not (_rows(a) and _rows(b) and _rows(out)) or out.size == 0:
+            # `kept` is the beta of sgemm: 0 overwrites, 1 adds.
             found = a @ (b.T if second == _TRANSPOSED else b)
             np.add(found, out, out=out) if kept else np.copyto(out, found)
             return
@@ -69,6 +72,7 @@ class _Library:
         configuration = _function(library, f"{prefix}openblas_get_config{suffix}")
         configuration.restype = ctypes.c_char_p
         words = configuration().decode().split()
+        # The configuration tells the size of the library's integers. The wrong one would garble the call.
         size = ctypes.c_int64 if "USE64BITINT" in words else ctypes.c_int32
         self.sgemm = _function(library, f"{prefix}cblas_sgemm{suffix}")
         number, place, choice = ctypes.c_float, ctypes.c_void_p, ctypes.c_int

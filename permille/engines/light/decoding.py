@@ -54,6 +54,7 @@ class TextPass(LossPass):
             for layer in model.layers:
                 run_layer(self, model.architecture, layer, x_1MH)
             self.length += len(id_M)
+            # Only the last token decides on the next one, so the head computes one row.
             last_1RH = np.ascontiguousarray(x_1MH[:, -1:])
             logit_D: Array = model.head.logits(finish(self, model, last_1RH)[0])[0]
         return logit_D
@@ -78,6 +79,7 @@ class TextPass(LossPass):
             ],
         )
         for layer, out_1MN in zip(layers, outs, strict=True):
+            # The kernel knows codes and sparse values only.
             if layer.adapter is not None:
                 low_rank = layer.adapter.of_variants(self._tools.blas, threads, x_GMK, self._values_GK)
                 low_rank.add(self._tools.blas, 0, slice(None), out_1MN[0])
@@ -92,6 +94,7 @@ class TextPass(LossPass):
             self.linear([up], x_GMH, [out_GMI])
             numbers.activate(kind, out_GMI)
             return
+        # The whole gate is one vector here, so there is no need for tiles.
         (up_GMI,) = self.buffers("up", x_GMH, up.rows)
         self.linear([gate, up], x_GMH, [out_GMI, up_GMI])
         numbers.activate(kind, out_GMI)

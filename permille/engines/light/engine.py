@@ -89,6 +89,7 @@ class LightEngine:
             raise InputError(f"expected max_tokens of at least 1, got {max_tokens}")
         if threads is not None and threads < 1:
             raise InputError(f"expected at least 1 thread, got {threads}")
+        # ADR 20: 8-bit inputs are for losses alone. Gradients and text are always computed exactly.
         self._exact = Tools(blas=Blas(), threads=Threads(threads))
         self._tools = replace(self._exact, int8=int8)
         self._max_tokens = max_tokens
@@ -96,6 +97,7 @@ class LightEngine:
         self._workspace = Workspace()
         self._model: LightModel = load_model(package, self._tools)
         if int8:
+            # Refused here rather than at the first loss of a run.
             for linear in (linear for layer in self._model.layers for linear in layer.linears):
                 linear.int8_weight()
         self._reverse = ReversePass(self._exact, self._model, self._workspace)
@@ -155,6 +157,7 @@ class LightEngine:
                 ((_, states_1RH),) = self._states(np.ascontiguousarray(values_K)[None], joined)
                 for state_H in states_1RH[0]:
                     logit_D = self._model.head.logits(state_H[None])[0].astype(np.float64)
+                    # Stable: of equally likely tokens, the lowest id comes first.
                     id_S = np.argsort(-logit_D, kind="stable")[:number]
                     total = np.logaddexp.reduce(logit_D)
                     found.append((id_S, np.exp(logit_D[id_S] - total)))
@@ -233,6 +236,7 @@ class LightEngine:
         """Return work memory [states, M, H]. Its first state is the input of the first masked layer."""
         x_GMH = self._workspace.take("residual", (states, len(joined.id_M), self._model.hidden))
         if self._model.first_masked == 0:
+            # All variants start from one state, because they agree below the first masked layer.
             x_GMH[0] = self._model.embed(joined.id_M, joined.position_M)
             return x_GMH
         for index, part in enumerate(joined.sequences):
@@ -247,6 +251,7 @@ class LightEngine:
         """Return the hidden states [M, H] after the layers below all trained values."""
         x_1MH = self._model.embed(joined.id_M, joined.position_M)[None]
         run = LossPass(tools, self._model.architecture, self._workspace, joined)
+        # No layer below the mask has values, so one group without any is enough.
         run.set_values(np.empty((1, 0), np.float32))
         for layer in self._model.layers[: self._model.first_masked]:
             run_layer(run, self._model.architecture, layer, x_1MH)
@@ -256,6 +261,7 @@ class LightEngine:
 
     def _before_targets(self, x_GMH: Array, joined: JoinedSequences) -> Array:
         """Return the hidden states [g, R, H] before the targets, in work memory that is free by then."""
+        # In its default mode, `take` buffers the whole output. Our indices need no check.
         shape = (len(x_GMH), len(joined.state_R), x_GMH.shape[2])
         return np.take(x_GMH, joined.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
 

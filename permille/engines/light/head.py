@@ -32,6 +32,7 @@ Array = NDArray[np.float32]
 
 _LOOK_UP_ROWS = 64
 _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", Q8_0: "u1"}
+# Weights of a block of the vocabulary, 4 MB in float32, and rows of a task.
 _BLOCK_WEIGHTS = 1 << 20
 _BLOCK_ROWS = 256
 # A smaller share of the tokens without a name is only rounding.
@@ -133,11 +134,14 @@ class LightHead:
         at = 0
         for part in parts:
             rows = slice(at, at + len(part.named_RN))
+            # sum_j exp(l_j) W_j over sum_j exp(l_j) is `softmax(logits) W`.
             np.divide(part.gradient_RH, part.sum_R[:, None], out=gradient_RH[rows])  # type: ignore[arg-type]
             whole_R, named_RN = _pulls(part)
             gradient_RH[rows] *= whole_R[:, None]
+            # The named tokens' own term goes through the soft cap, too.
             named_RN *= part.chosen_slope_RN
             chosen_RH = np.empty_like(part.hidden_RH)
+            # Column by column: the rows of all named tokens at once would be N times the hidden states.
             for column in range(named_RN.shape[1]):
                 self._table.look_up(part.named_RN[:, column], chosen_RH)
                 chosen_RH *= named_RN[:, column, None]
@@ -157,6 +161,7 @@ class LightHead:
             self._cap(logit_RD[:, rows])
 
         whole = len(hidden_RH) == 1 and self._table.has_row_product
+        # A single row is multiplied from the stored bytes, one task a thread. More rows share blocks.
         tasks = blocks(self._table.rows, -(-self._table.rows // self._tools.threads.count))
         self._tools.threads.each(block, tasks if whole else self._blocks)
         return logit_RD
@@ -169,6 +174,7 @@ class LightHead:
             for rows in blocks(len(target_R), _BLOCK_ROWS)
         ]
         for rows in self._blocks:
+            # Each block is widened once, for all rows.
             weight_BH = self._shared_weight(rows)
             self._tools.threads.each(self._step(weight_BH, rows.start), parts)
         return parts
@@ -179,6 +185,7 @@ class LightHead:
             logit_RB = self._tools.threads.scratch("logits", len(part.named_RN) * width).reshape(-1, width)
             self._tools.blas.product(part.hidden_RH, weight_BH, logit_RB)
             slope_RB = self._cap(logit_RB)
+            # The named tokens of this block. Each token is in exactly one block.
             row, column = np.nonzero((part.named_RN >= first) & (part.named_RN < first + width))
             inside = part.named_RN[row, column] - first
             part.chosen_RN[row, column] = logit_RB[row, inside]
@@ -244,6 +251,7 @@ def _begin(
         hidden_RH=hidden_RH,
         named_RN=named_RN,
         probability_RN=None if soft is None else soft.probability_RN,
+        # Below every logit, so the first block becomes the maximum and shrinks only zeros.
         top_R=np.full(rows, -np.inf, np.float32),
         sum_R=np.zeros(rows, np.float32),
         chosen_RN=np.zeros(named_RN.shape, np.float32),

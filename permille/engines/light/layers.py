@@ -23,7 +23,7 @@ Array = NDArray[np.float32]
 def norm(
     kind: NormKind, x_MH: Array, weight_H: Array, bias_H: Array | None, epsilon: float, out: Array
 ) -> None:
-    """`out = w x / sqrt(mean(x^2) + epsilon)`, or the same of `x - mean(x)`, plus the bias (LAYER)."""
+    """Set `out = w x / sqrt(mean(x^2) + epsilon)`. LAYER takes `x - mean(x)` for x, and adds a bias."""
     if kind is not NormKind.LAYER and native.rms_norm(x_MH, weight_H, epsilon, out):
         return
     scaled_MH, _ = standardized(kind, x_MH, epsilon)
@@ -48,6 +48,7 @@ def activate(kind: Activation, x: Array) -> Array:
     if kind is Activation.RELU:
         return np.maximum(x, 0, out=x)
     if kind is Activation.SILU:
+        # Far below 0 the exponential is infinite and the quotient 0, which is right.
         x /= 1 + np.exp(-x)
         return x
     if kind is Activation.GELU:
@@ -109,6 +110,7 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
     half = cosine_ME.shape[1]
     cosine, sine = cosine_ME[:, None], sine_ME[:, None]
     first, second = x_MAD[..., :half], x_MAD[..., half : 2 * half]
+    # Kept aside, because the second half still needs the first one unrotated.
     turned = first * cosine - second * sine
     second *= cosine
     second += first * sine
@@ -160,6 +162,7 @@ def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tup
         np.tanh(score_GTS, out=score_GTS)
         slope_GTS = 1 - score_GTS * score_GTS
         score_GTS *= np.float32(cap)
+    # exp(-inf) is 0. A token always sees itself, so no row has -inf alone.
     np.copyto(score_GTS, -np.inf, where=~visible(q_GTD.shape[1], len(k_SD), window))
     score_GTS -= score_GTS.max(axis=2, keepdims=True)
     np.exp(score_GTS, out=score_GTS)

@@ -103,6 +103,7 @@ class LightLinear:
         self.adapter = adapter
         self.span = slice(start, start + len(indices))
         self.indices = indices
+        # Indices are flat and increasing, so the entries of a row are a range.
         rows = np.searchsorted(indices, np.arange(self.rows + 1, dtype=np.int64) * self.columns)
         self.row_start_N1 = rows.astype(np.int32)
 
@@ -116,6 +117,7 @@ class LightLinear:
         """Return ranges of output rows of one size (the last may be smaller), as many for each thread."""
         fewest, most = _TILE_ROWS
         count = -(-self.rows // min(max(_TILE_WEIGHTS // self.columns, fewest), most))
+        # A multiple of the threads, or most of them would wait for the last tiles.
         count = -(-count // threads) * threads
         return blocks(self.rows, max(-(-self.rows // count), _LEAST_ROWS))
 
@@ -140,6 +142,7 @@ class LightLinear:
         self, tools: Tools, inputs: Inputs, values: LayerValues, rows: slice, out_GMN: Array
     ) -> None:
         """Compute columns `rows` of the layer's output for each group of variants."""
+        # BLAS writes to columns of a wider matrix. The 8-bit kernel writes contiguous rows, which are copied.
         if inputs.q_GMP is None:
             for group, multiply in self._multiplied(tools, inputs.x_GMK, values.masked_GC, rows):
                 part_MR = out_GMN[group, :, rows]
@@ -167,6 +170,7 @@ class LightLinear:
                     values.low_rank.add(tools.blas, group, rows, part_MR)
                 yield group, part_MR
             return
+        # Once for all groups: the codes do not depend on the values.
         codes = int8_rows(
             self.int8_weight(),
             rows.start,
@@ -213,6 +217,7 @@ class LightLinear:
         dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         for group, value_C in enumerate(values_GC):
+            # Every group overwrites the same places, so the tile is decoded only once.
             set_values(tile_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
             yield group, tile_RK
 

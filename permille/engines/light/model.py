@@ -101,6 +101,7 @@ class LightModel:
             out_MH *= np.float32(self.architecture.embedding_scale)
         if self.learned_positions is not None:
             place_MH = np.empty_like(out_MH)
+            # OPT's table of positions starts with rows that no token uses.
             first = self.architecture.learned_positions or 0
             self.learned_positions.look_up(position_M + first, place_MH)
             out_MH += place_MH
@@ -117,6 +118,7 @@ def load_model(package: Package, tools: Tools) -> LightModel:
     architecture = architecture_of(package.config)
     parts = _Parts(package, architecture)
     embedding = StoredMatrix(package.plain(f"{architecture.embedding}.weight"))
+    # A tied head is the same mapped blob.
     head = embedding if architecture.tied else StoredMatrix(package.plain("lm_head.weight"))
     spans = layer_spans(package)
     has_positions = architecture.learned_positions is not None
@@ -155,6 +157,7 @@ def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
     fused, query, key, value = (optional(name) for name in (names.fused, names.query, names.key, names.value))
     gate, up = optional(names.gate), parts.linear(prefix + names.up)
     if about.stacked:
+        # One matrix has queries, keys and values, another one gate and up: cut into views.
         query, key, value = parts.stacked(f"{prefix}{names.fused}", (about.heads, *[about.kv_heads] * 2))
         gate, up = parts.stacked(prefix + names.up, (1, 1))
         fused = None
@@ -224,6 +227,7 @@ class _Parts:
         coded, bias_N = PackedRows.of(weight), None if bias_N is None else bias_N[rows]
         if adapter is None:
             mask = self._package.mask(name)
+            # Mask indices increase, so those of a range of rows are neighbours.
             first, last = np.searchsorted(mask, (rows.start * columns, rows.stop * columns)).tolist()
             indices = mask[first:last]
             if rows.start:  # the first layer keeps a view of the mapped file
@@ -248,6 +252,7 @@ class _Parts:
         kind = self.architecture.norm
         weight_H = self._vector(f"{prefix}{leaf}.weight")
         if weight_H is None:
+            # One number, which broadcasts over any width.
             weight_H = np.ones(1, np.float32)
         elif kind is NormKind.RMS_PLUS_ONE:
             weight_H = weight_H + np.float32(1)

@@ -93,6 +93,7 @@ class LossPass:
         self._each_row(x_GMAD, rows)
 
     def _rotation(self, rope: Rope) -> tuple[Array, Array]:
+        # By identity: layers of one kind share their `Rope`, so cosines and sines are computed once a pass.
         if id(rope) not in self._tables:
             self._tables[id(rope)] = rope.tables(self._joined.position_M)
         return self._tables[id(rope)]
@@ -125,6 +126,7 @@ class LossPass:
             layer.variants_tile(self._tools, inputs, values[id(layer)], rows, out_GMN)
 
         threads = self._tools.threads
+        # One list for all layers of this input, so that threads wait once rather than once a layer.
         tasks = [
             (layer, out, rows)
             for layer, out in zip(layers, outs, strict=True)
@@ -159,6 +161,7 @@ class LossPass:
             return Inputs(x_GMK=x_GMK)
         states, tokens, columns = x_GMK.shape
         wide = padded(columns)
+        # One buffer, counted in float32: the bytes of all tokens, then a scale for each token.
         kept = self._workspace.take("int8", (states * tokens * (wide // 4 + 1),))
         q_GMP = kept[: states * tokens * wide // 4].view(np.uint8).reshape(states, tokens, wide)
         scale_GM = kept[states * tokens * wide // 4 :].reshape(states, tokens)
@@ -241,8 +244,10 @@ def _attention(run: LossPass, architecture: Architecture, layer: LightLayer, x_G
     if layer.settings.rope is not None:
         run.rotate(layer, q)
         run.rotate(layer, k)
+    # The projections have read the normed input, so its memory takes the output of the heads.
     (out_GMA,) = run.buffers("normed", x_GMH, architecture.heads * architecture.head)
     run.attend(layer, q, k, v, out_GMA.reshape(q.shape))
+    # Queries, keys and values are used up by now.
     (result_GMH,) = run.buffers("inner", x_GMH, x_GMH.shape[2])
     run.linear([layer.output], out_GMA, [result_GMH])
     return result_GMH
@@ -255,6 +260,7 @@ def head_buffers(
     head, heads, kv_heads = architecture.head, architecture.heads, architecture.kv_heads
     if layer.fused is not None:
         (fused_GMN,) = run.buffers(name, x_GMH, 3 * heads * head)
+        # GPT-NeoX has query, key and value of a head side by side.
         parts = fused_GMN.reshape(*fused_GMN.shape[:2], heads, 3, head)
         return [fused_GMN], (parts[..., 0, :], parts[..., 1, :], parts[..., 2, :])
     counts = (heads, kv_heads, kv_heads)
@@ -267,6 +273,7 @@ def _mlp(run: LossPass, layer: LightLayer, x_GMH: Array, *, normed: bool = True)
     normed_GMH = _normed(run, layer.norm_mlp if normed else None, x_GMH)
     (inner_GMI,) = run.buffers("inner", x_GMH, layer.up.rows)
     run.feed_forward(layer.gate, layer.up, normed_GMH, inner_GMI)
+    # Only the inner activations needed the normed input, so its memory takes the result.
     (result_GMH,) = run.buffers("normed", x_GMH, x_GMH.shape[2])
     run.linear([layer.down], inner_GMI, [result_GMH])
     return result_GMH

@@ -69,6 +69,7 @@ class ReversePass:
         """
         model, shape = self._model, self._model.architecture
         inner = max(layer.up.rows for layer in model.layers)
+        # Queries and outputs, keys and values, and the gradients of all four.
         heads = 4 * shape.head * (shape.heads + shape.kv_heads)
         token_bytes = 4 * (model.hidden * (len(model.layers) + 8) + 3 * inner + heads)
         most = max(_FEWEST_TOKENS, _PART_BYTES // token_bytes)
@@ -161,6 +162,7 @@ class LayerReverse(LossPass):
         kind, post = self._architecture.block, self._architecture.block is BlockKind.POST
         attended = self._attend(layer, x_MH)
         if kind is BlockKind.PARALLEL:
+            # Both branches read the gradient at the output, and the first one already adds to it.
             d_out_MH = self._take("attended", x_MH)
             np.copyto(d_out_MH, d_MH)
             d_MH += self._attention_back(layer, x_MH, attended, d_out_MH)
@@ -209,6 +211,7 @@ class LayerReverse(LossPass):
         self.linear(layer.projections, normed_MH[None], outs)
         before = None
         if layer.norm_query is not None and layer.norm_key is not None:
+            # The norms work in place, and their derivative needs their input.
             before = (q[0].copy(), k[0].copy())
             norm_heads(self, layer.norm_query, q)
             norm_heads(self, layer.norm_key, k)
@@ -228,6 +231,7 @@ class LayerReverse(LossPass):
         def sequence(rows: slice) -> None:
             attention_back(layer.scores, heads.of(rows), d.of(rows))
             if layer.settings.rope is not None:
+                # The derivative of a rotation is the rotation by the opposite angle.
                 cosine_ME, sine_ME = self._rotation(layer.settings.rope)
                 for d_head in (d.q, d.k):
                     rotate(d_head[rows], cosine_ME[rows], -sine_ME[rows])
@@ -256,6 +260,7 @@ class LayerReverse(LossPass):
         kind = self._architecture.activation
 
         def rows(part: slice) -> None:
+            # The activation works in place, and its derivative needs its input.
             np.copyto(inner[0, part], (gate[0] if gate else up)[0, part])
             inner[0, part] = activate(kind, inner[0, part])
             if gate:
@@ -266,6 +271,7 @@ class LayerReverse(LossPass):
 
     def _feed_forward_back(self, layer: LightLayer, x_MH: Array, fed: _Fed, d_out_MH: Array) -> Array:
         add_gradient(self._tools, layer.down, fed.inner_MI, d_out_MH, self._value_K, self.gradient_K)
+        # The gradient of `down` was the last reader of the inner activations, so their memory is free.
         d_inner_MI = fed.inner_MI
         d_inner_MI[...] = 0
         linear_back(self._tools, layer.down, self._value_K, d_out_MH, d_inner_MI)
@@ -277,6 +283,7 @@ class LayerReverse(LossPass):
         self._each_rows(rows, d_inner_MI)
         d_MH = self._take("d normed", x_MH)
         linears = [layer.up] if layer.gate is None else [layer.up, layer.gate]
+        # `feed_forward_back` has replaced both by their gradients.
         d_outs = [fed.up_MI] if fed.gate_MI is None else [fed.up_MI, fed.gate_MI]
         self._linear_back(linears, fed.x_MH, d_outs, d_MH)
         self.norm_back(self._norm_before_mlp(layer), x_MH, d_MH, d_MH)
@@ -351,6 +358,7 @@ class Heads:
 def norm_back(norm: Norm, x_MH: Array, d_out_MH: Array, d_x_MH: Array) -> None:
     """Set `d_x = r (g - n mean(n g))`, with `g = w d_out`, and n and r of `standardized`."""
     scaled_MH, r_M1 = standardized(norm.kind, x_MH, norm.epsilon)
+    # A new array, since `d_x` may share memory with x or with `d_out`.
     g_MH = d_out_MH * norm.weight_H
     if norm.kind is NormKind.LAYER:
         g_MH -= g_MH.mean(axis=1, keepdims=True)
@@ -406,6 +414,7 @@ def linear_back(tools: Tools, layer: LightLinear, value_K: Array, d_out_MN: Arra
     """Add `d_out W` to `d_x`. Each tile of W is made by all threads, then read by all."""
     pool, value_C = tools.threads, value_K[layer.span]
     parts = blocks(len(d_x_MK), -(-len(d_x_MK) // pool.count))
+    # One thread's tiles: here all threads share each tile.
     for rows in layer.tiles(1):
         height = rows.stop - rows.start
         tile_RK = pool.scratch("weight", height * layer.columns).reshape(height, -1)

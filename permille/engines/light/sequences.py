@@ -67,6 +67,7 @@ class LowerLayerStates:
 
     def of(self, id_T: NDArray[np.int64], int8: bool, compute: Callable[[], Array]) -> Array:
         """Return the states of a sequence, kept or computed. `int8`: computed with 8-bit inputs."""
+        # 8-bit inputs give other states, so both kinds may be kept for a sequence.
         key = (id_T.tobytes(), int8)
         found = self._states.get(key)
         if found is None:
@@ -116,6 +117,7 @@ def _joined(
         sequences=tuple(
             slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
         ),
+        # A target is predicted from the state of the token before it.
         state_R=starts[row_R] + column_R - 1,
         target_R=batch.input_ids_BT[rows][row_R, column_R],
         soft=soft,

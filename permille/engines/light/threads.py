@@ -33,6 +33,7 @@ class Threads:
                     work(item)
             return
 
+        # numpy's error state belongs to a thread, so each task sets it.
         def quietly(item: T) -> None:
             with np.errstate(all="ignore"):
                 work(item)
@@ -52,6 +53,7 @@ class Threads:
 def available_processors() -> int:
     """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
+        # `taskset` or a container's cpuset may allow fewer processors than the machine has.
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 

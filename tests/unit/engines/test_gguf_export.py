@@ -279,10 +279,10 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(tmp_path: Pa
     for number, (document, message) in enumerate(
         [
             (fewer, "sentencepiece's scores"),
-            (split, "cuts text"),
+            (split, "cut a text"),
             (lower, "Lowercase"),
             (words, "byte pair encoding"),
-            (long, "at most 256 letters"),
+            (long, "more than the 256"),
             (json.loads(large.to_str()), "rows of the embedding"),
         ]
     ):
