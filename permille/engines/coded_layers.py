@@ -116,6 +116,7 @@ class CodedWeight(nn.Module):
 
     def _codes(self, first: int, last: int) -> Tensor:
         if self._bits == 8:
+            # INT8, and Q8_0 of SOURCE.
             return self.packed[first:last]
         # FORMAT 4.2: the first code is in the high half. A tile may start or end in the middle of a byte.
         pairs = self.packed[first // 2 : (last + 1) // 2]
@@ -225,6 +226,7 @@ class CodedLinear(nn.Module):
             y = y + self.bias
         if self.added is not None:
             # Summed in float32, so that the part of the values is rounded only once (ADR 18).
+            # The rows of a variant are neighbours, so reshaping separates the variants.
             added: Tensor = self.added(x.reshape(len(self.values_VC), -1, x.shape[-1]), self.values_VC)
             y = (y.float() + added.view(y.shape)).to(y.dtype)
         return y.view(*x.shape[:-1], -1)

@@ -137,6 +137,7 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
     model.eval().requires_grad_(False)
     # Rotary frequencies are buffers that no checkpoint has, and "meta" left them without numbers.
     restore_buffers(model, device)
+    # In the order of the package, by which `set_values` cuts the values.
     linears = tuple(_linear(model, package, info, device, dtype) for info in package.manifest.tensors)
     # Before `_fill`, which loads all parameters that remain.
     head = _tables(model, package, device, dtype)

@@ -118,12 +118,13 @@ def checked_values(package: Package, values_K: NDArray[np.float32] | None) -> ND
         InputError: the values have another shape or dtype, or are not finite.
     """
     values_K = package.values() if values_K is None else values_K
+    # A longer array would be cut without an error.
     if values_K.dtype != np.float32 or values_K.shape != (package.k,):
         raise InputError(
             f"expected values float32 [{package.k}], got {values_K.dtype} {list(values_K.shape)}"
         )
     if not np.isfinite(values_K).all():
-        raise InputError("expected finite values, got NaN or infinity")
+        raise InputError("The values contain NaN or infinity. Export another state.")
     return values_K
 
 

@@ -48,7 +48,10 @@ def open_engine(
     if chosen is EngineName.TORCH or (chosen is AUTO and not (plain and _light_knows(package))):
         return _torch(package, device, compute_dtype, threads)
     if not plain:
-        raise InputError(f'expected engine "torch" for {compute_dtype} on {device}, got "{chosen}"')
+        raise InputError(
+            f'The engine "{chosen}" has no {compute_dtype} on {device}, only float32 on cpu. '
+            'Use the engine "torch".'
+        )
     if chosen is EXECUTORCH:
         from permille.engines.executorch.engine import ExecutorchEngine
 

@@ -54,8 +54,8 @@ def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
     _check_ids(prompt_ids, limits)
     if limits.positions is not None and len(prompt_ids) >= limits.positions:
         raise InputError(
-            f"expected a prompt of less than {limits.positions} tokens (the model's positions), "
-            f"got {len(prompt_ids)}"
+            f"The prompt has {len(prompt_ids)} tokens, and the model takes {limits.positions}, those of the "
+            "answer included. Shorten the prompt."
         )
 
 
@@ -84,13 +84,16 @@ def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Bat
     if length_B.min() == 0:
         raise InputError(f"expected a token in each sequence, got none in row {int(length_B.argmin())}")
     if not batch.target_BT.any():
-        raise InputError("expected at least one target token, got none")
+        raise InputError("The batch has no target token, so it has no loss.")
     # No token stands before position 0 to predict it from.
     if batch.target_BT[:, 0].any() or (batch.target_BT & ~batch.attention_BT).any():
         raise InputError("expected targets after position 0 and outside the padding")
     columns = int(length_B.max())
     if limits.positions is not None and columns > limits.positions:
-        raise InputError(f"expected at most {limits.positions} tokens a sequence, got {columns}")
+        raise InputError(
+            f"A sequence has {columns} tokens, and the model takes at most {limits.positions}. "
+            "Cut the text into shorter sequences."
+        )
     # Ids in the padding change no loss, but an engine looks them up. 0 is always in the vocabulary.
     ids_BT = np.where(batch.attention_BT, batch.input_ids_BT, 0)[:, :columns]
     _check_ids(ids_BT, limits)

@@ -45,17 +45,17 @@ class TokenSampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise InputError(f"expected max_new_tokens of at least 1, got {self.max_new_tokens}")
+            raise InputError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}.")
         if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"expected a temperature of 0 or more, got {self.temperature}")
+            raise InputError(f"The temperature must be 0 or more and finite, not {self.temperature}.")
         if not 0 < self.top_p <= 1:
-            raise InputError(f"expected top_p above 0 and at most 1, got {self.top_p}")
+            raise InputError(f"top_p must be above 0 and at most 1, not {self.top_p}.")
         if self.top_k < 0:
-            raise InputError(f"expected top_k of 0 or more, got {self.top_k}")
+            raise InputError(f"top_k must be 0 or more, not {self.top_k}.")
         if not 0 < self.repeat_penalty < float("inf"):
-            raise InputError(f"expected a repeat_penalty above 0, got {self.repeat_penalty}")
+            raise InputError(f"repeat_penalty must be above 0 and finite, not {self.repeat_penalty}.")
         if not 0 <= self.seed < 1 << 64:
-            raise InputError(f"expected a seed from 0 to 2**64 - 1, got {self.seed}")
+            raise InputError(f"The seed must be from 0 to 2**64 - 1, not {self.seed}.")
 
 
 def generate_tokens(

@@ -135,6 +135,7 @@ class TorchEngine:
         """Return the mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._limits)
         losses_VL = self._token_losses(values_VK, check_batch(batch, self._limits, soft=True))
+        # A loss that is not finite is a result here, not a warning.
         with np.errstate(invalid="ignore", over="ignore"):
             losses_V: NDArray[np.float32] = losses_VL.mean(axis=1, dtype=np.float64).astype(np.float32)
         return losses_V
@@ -185,12 +186,14 @@ class TorchEngine:
             # The lock is taken for each token, so a consumer that pauses does not block other callers.
             with self._lock, torch.no_grad():
                 self._model.set_values(values_1K, self._counts)
+                # Only the last token decides on the next one, so the head computes one row.
                 self._model.head.place_L = torch.tensor([len(ids) - 1], device=self._device)
                 found = self._model.module(self._tensor(ids[None]), past_key_values=cache, use_cache=True)
                 logits_D: NDArray[np.float32] = found.logits[0].cpu().numpy()
             return logits_D
 
         room = new_tokens(sampling, len(prompt_ids), self._limits.positions)
+        # A copy, because the generator runs later, when the caller may have changed the array.
         return generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
 
     def _token_losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
@@ -219,6 +222,7 @@ class TorchEngine:
         """Yield the rows with targets, as many at a time as the bound on tokens allows."""
         row_B = np.flatnonzero(batch.target_BT.any(axis=1))
         before_B = np.cumsum(batch.target_BT.sum(axis=1)) - batch.target_BT.sum(axis=1)
+        # At least one row, however long it is.
         count = max(1, self._max_tokens // (variants * batch.input_ids_BT.shape[1]))
         for first in range(0, len(row_B), count):
             rows = row_B[first : first + count]
@@ -295,9 +299,11 @@ def torch_device(name: str) -> torch.device:
     """
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda"):
-        raise InputError(f"expected device cpu, cuda or cuda:<index>, got {name!r}")
+        raise InputError(f"The device must be cpu, cuda or cuda:<index>, not {name!r}.")
     device = torch.device(name)
     found = torch.cuda.device_count() if kind == "cuda" else 1
     if (device.index or 0) >= found:
-        raise OperatorError(f"expected a CUDA device for {name!r}, torch {torch.__version__} finds {found}")
+        raise OperatorError(
+            f"There is no CUDA device {name!r}: torch {torch.__version__} finds {found}. Use the device cpu."
+        )
     return device

@@ -67,8 +67,8 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
     if history.number < held.number or (history.number == held.number and history.chain != held.chain):
         raise PackageError(
             "round-chain",
-            f"expected what follows round {held.number} with chain {held.chain}, "
-            f"got round {history.number} with {history.chain}",
+            f"The service leads to round {history.number} with chain {history.chain}, and this device has "
+            f"round {held.number} with {held.chain}. It does not go back.",
         )
     return history
 
@@ -92,7 +92,7 @@ def _state(data: bytes, definition: Definition) -> NDArray[np.int64]:
     state.check_binding(package_digest=log.package_digest, mask_digest=log.mask_digest, k=log.k)
     found = (state.header.origin, state.header.step_unit_exponent)
     if found != (StateOrigin.POOLED, log.step_unit_exponent):
-        raise PackageError("state-binding", f"expected a pooled state of this federation, got {found}")
+        raise PackageError("state-binding", f"The checkpoint has a state of another federation: {found}.")
     return state.s_K
 
 

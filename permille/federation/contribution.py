@@ -40,7 +40,9 @@ class Place:
             PackageError: `round-binding`.
         """
         if found != self:
-            raise PackageError("round-binding", f"expected {self}, got {found}")
+            raise PackageError(
+                "round-binding", f"The contribution answers {found}, and the device was invited to {self}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,7 +121,10 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
     if magic != MAGIC or size != len(data) - _HEAD.size - SIGNATURE_BYTES:
         raise PackageError("round-content", f"expected {MAGIC!r} and {size} bytes, got {magic!r}")
     if digest != digest_bytes(definition.digest):
-        raise PackageError("round-binding", f"expected federation {definition.digest}, got {digest.hex()}")
+        raise PackageError(
+            "round-binding",
+            f"The contribution belongs to federation {digest.hex()}, not to {definition.digest}.",
+        )
     values = steps * definition.log.queries + 1
     # Each integer takes 1 to MAX_BYTES bytes, so this bounds memory before parsing.
     if not values <= size <= values * MAX_BYTES:

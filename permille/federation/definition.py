@@ -114,16 +114,21 @@ class Definition:
             check_range("clip", self.clip, GAIN_SHARE, (1 << 31) - 1)
         for name, number in (("learning_rate", self.log.learning_rate), ("epsilon", self.log.epsilon)):
             if number > MAX_RATE:
-                raise InputError(f"expected {name} of at most {MAX_RATE:g}, got {number:g}")
+                raise InputError(f"{name} must be at most {MAX_RATE:g}, not {number:g}.")
         decode_key(self.round_key)
         # Each round owns the same number of steps, so that its number gives its first step.
         if self.log.total_steps % self.steps:
-            raise InputError(f"expected whole rounds of {self.steps} steps, got {self.log.total_steps} steps")
+            raise InputError(
+                f"{self.log.total_steps} steps in all are no whole number of rounds of {self.steps} steps."
+            )
         # Otherwise two definitions would describe the same rule.
         if (self.rule is Rule.TRIMMED) != (self.trim_percent > 0):
-            raise InputError(f"expected trim_percent for trimmed and only there, got {self.trim_percent}")
+            raise InputError(
+                "trim_percent must be above 0 for the rule trimmed, and 0 for the rule mean, "
+                f"not {self.trim_percent}."
+            )
         if self.rule is Rule.TRIMMED and self.max_weight > 1:
-            raise InputError("expected equal weights: order statistics compare single integers")
+            raise InputError("The rule trimmed compares single integers. Set max_weight to 1.")
         self.device_log()  # raises if the unit of the devices is out of range
         if self.privacy is not None:
             self._check_privacy(self.privacy)
@@ -179,7 +184,7 @@ class Definition:
             definition = cls(**fields | {"log": log, "rule": Rule(fields["rule"]), "privacy": privacy})
             canonical = definition.to_bytes()
         except (ValueError, TypeError, KeyError, RecursionError, InputError, PackageError) as exc:
-            raise PackageError("round-definition", f"expected a definition, got {exc!r:.300}") from exc
+            raise PackageError("round-definition", f"The definition is malformed: {exc!r:.300}") from exc
         if canonical != data:
             raise PackageError("round-definition", "expected the canonical bytes of a definition, got others")
         return definition
@@ -192,8 +197,7 @@ class Definition:
         # FORMAT 13.6: the bound on one device's influence is that of a plain sum.
         if self.rule is not Rule.MEAN or self.max_weight > 1:
             raise InputError(
-                "expected the mean and equal weights with privacy, "
-                f"got {self.rule} and weights to {self.max_weight}"
+                f"Privacy needs the rule mean and a max_weight of 1, not {self.rule} and {self.max_weight}."
             )
 
 

@@ -113,7 +113,7 @@ def encode_masked(
         vector_V: int64, within the clip (`private_rounds.vector_of`).
     """
     if definition.privacy is None or definition.privacy.keeper is None:
-        raise InputError("expected a federation with a keeper")
+        raise InputError("This federation has no keeper.")
     device_key = key.public_key().public_bytes_raw()
     context = seal_context(definition.digest, round_number, device_key)
     keeper = X25519PublicKey.from_public_bytes(definition.privacy.keeper.public_bytes)
@@ -148,7 +148,10 @@ def decode_masked(data: bytes, definition: Definition, key: Ed25519PublicKey) ->
         )
     _, digest, number, start, seal, seal_signature = _HEAD.unpack_from(data)
     if digest != digest_bytes(definition.digest):
-        raise PackageError("round-binding", f"expected federation {definition.digest}, got {digest.hex()}")
+        raise PackageError(
+            "round-binding",
+            f"The contribution belongs to federation {digest.hex()}, not to {definition.digest}.",
+        )
     if number >= definition.rounds:
         raise PackageError("round-content", f"expected a round below {definition.rounds}, got {number}")
     device_key = key.public_bytes_raw()
@@ -214,14 +217,17 @@ def decode_opening(data: bytes) -> Opening:
     # A small set would reveal single devices, however the service asks.
     if not max(KEEPER_MINIMUM, definition.minimum) <= len(entries) <= MAX_DEVICES:
         least = max(KEEPER_MINIMUM, definition.minimum)
-        raise PackageError("round-limit", f"expected at least {least} devices, got {len(entries)}")
+        raise PackageError(
+            "round-limit",
+            f"The keeper sums the masks of {least} to {MAX_DEVICES} devices, not of {len(entries)}.",
+        )
     for device_key, seal, signature in entries:
         try:
             context = seal_context(definition.digest, number, device_key)
             Ed25519PublicKey.from_public_bytes(device_key).verify(signature, context + seal)
         except (InvalidSignature, ValueError) as exc:
             raise PackageError(
-                "round-signature", f"expected the signature of device {device_key.hex()}, got another"
+                "round-signature", f"The signature of a seal is not that of device {device_key.hex()}."
             ) from exc
     return Opening(definition=definition, round_number=number, entries=entries)
 

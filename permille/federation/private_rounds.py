@@ -30,7 +30,7 @@ def vector_of(contribution: Contribution) -> NDArray[np.int64]:
     """
     rules = contribution.definition
     if rules.clip is None:
-        raise InputError("expected a federation with a clip")
+        raise InputError("This federation has no clip.")
     vector_V = np.zeros(vector_size(rules), dtype=np.int64)
     # FORMAT 13.6: the gain is within C / 10, so coefficients within sqrt(0.98) C leave the whole within C.
     c_TQ = clipped(contribution.c_TQ, math.isqrt(98 * rules.clip * rules.clip // 100))
@@ -46,7 +46,7 @@ def draw_round_noise(definition: Definition, randbelow: RandBelow = secrets.rand
     one.
     """
     if definition.privacy is None or definition.clip is None:
-        raise InputError("expected a federation with privacy")
+        raise InputError("This federation has no privacy, so its sums have no noise.")
     return draw_noise(vector_size(definition), definition.privacy.variance(definition.clip), randbelow)
 
 
@@ -108,15 +108,15 @@ def _check_possible(definition: Definition, devices: int, sum_V: NDArray[np.int6
     A smaller lie goes unnoticed, but the noise hides changes of that size anyway.
     """
     if definition.privacy is None or definition.clip is None:
-        raise InputError("expected a federation with privacy")
+        raise InputError("This federation has no privacy, so its sums have no noise.")
     sigma = math.sqrt(definition.privacy.variance(definition.clip))
     longest = devices * definition.clip + sigma * (math.sqrt(len(sum_V)) + _TAIL)
     length = float(np.linalg.norm(sum_V.astype(np.float64)))
     if length > longest:
         raise PackageError(
             "round-limit",
-            f"expected a sum of norm {longest:.0f} at most of {devices} devices and noise, got {length:.0f}: "
-            "the keeper or a device lies",
+            f"The sum has norm {length:.0f}, and {devices} devices and noise reach {longest:.0f} at most: "
+            "the keeper or a device lies.",
         )
 
 
@@ -125,7 +125,7 @@ def noised_gains(definition: Definition, devices: int, gain_sum: int) -> tuple[f
     sum.
     """
     if definition.privacy is None or definition.clip is None:
-        raise InputError("expected a federation with privacy")
+        raise InputError("This federation has no privacy, so its sums have no noise.")
     # The variance of the gains is not known, since only their sum is. A variable within a bound has at
     # most the square of the bound as variance.
     unit = GAIN_NATS / definition.gain_bound

@@ -87,7 +87,7 @@ def combine(definition: Definition, number: int, contributions: Sequence[Contrib
         PackageError: `round-limit`: a coefficient exceeds the range of a log.
     """
     if definition.privacy is not None and contributions:
-        raise InputError("expected a federation without privacy: its sums need noise")
+        raise InputError("The sums of this federation need noise, so `combine` cannot make its rounds.")
     check_together(definition, number, contributions)
     shape = (definition.steps, definition.log.queries)
     if definition.rule is Rule.TRIMMED:
@@ -181,7 +181,9 @@ class Head:
         check_signature(definition.key, data[_HEAD.size :], data[: _HEAD.size], "the federation")
         _, named, number, reach, chain, state = _HEAD.unpack_from(data)
         if named != digest_bytes(definition.digest):
-            raise PackageError("round-chain", f"expected federation {definition.digest}, got {named.hex()}")
+            raise PackageError(
+                "round-chain", f"The head belongs to federation {named.hex()}, not to {definition.digest}."
+            )
         return cls(
             definition_digest=definition.digest,
             number=number,
@@ -264,7 +266,8 @@ class History:
         """
         if Head.read(data, self.definition) != self.head:
             raise PackageError(
-                "round-chain", f"expected round {self.number} with chain {self.chain}, got another history"
+                "round-chain",
+                f"The head is that of another history, not of round {self.number} with chain {self.chain}.",
             )
 
     @classmethod
@@ -345,16 +348,16 @@ def check_together(
 ) -> None:
     """Check that contributions belong to the same federation, round and start. Raises InputError."""
     if len(contributions) > MAX_DEVICES:
-        raise InputError(f"expected at most {MAX_DEVICES} devices, got {len(contributions)}")
+        raise InputError(f"A round has at most {MAX_DEVICES} devices, not {len(contributions)}.")
     for each in contributions:
         if each.definition.digest != definition.digest or each.round_number != number:
             raise InputError(
-                f"expected round {number} of {definition.digest}, "
-                f"got round {each.round_number} of {each.definition.digest}"
+                f"A contribution is to round {each.round_number} of {each.definition.digest}, "
+                f"not to round {number} of {definition.digest}."
             )
     starts = {each.start_digest for each in contributions}
     if len(starts) > 1:
-        raise InputError(f"expected one state to begin from, got {sorted(starts)}")
+        raise InputError(f"The contributions start from different states: {', '.join(sorted(starts))}.")
 
 
 def _trimmed(

@@ -87,11 +87,13 @@ def _build(
         for target, options in targets.items():
             unit = Path(folder) / f"{target}.o"
             define = (f"-DTARGET={target}", f"-DPATH_{target.upper()}")
+            # The same source for every target. `TARGET` becomes a suffix of the kernels' names.
             error = _run([*command, *options, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)])
             if not error:
                 objects[target] = unit
             elif target == "scalar":
                 raise BuildError(error)
+        # `dispatch.c` offers a path only if it was compiled.
         have = [f"-DWITH_{target.upper()}" for target in objects]
         linked = Path(folder) / LIBRARY_NAME
         sources = [str(SOURCES / "dispatch.c"), *map(str, objects.values())]

@@ -88,6 +88,7 @@ def attention(
     behind = min(window or 0, keys)  # a config's number may be larger than the kernel's integers
     if queries == 1:
         library.call(
+            # One query reads each key and value once, where they are. Several queries share reordered copies.
             "attention_one", q_TAD, _steps(q_TAD)[1], k_SBD, *_steps(k_SBD), v_SBD, *_steps(v_SBD),
             out_TAD, _steps(out_TAD)[1], keys, heads, kv_heads, head, behind, numbers,
             np.empty(keys, np.float32),

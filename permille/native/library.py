@@ -21,6 +21,7 @@ VARIABLE = "PERMILLE_NATIVE"
 LIBRARY_NAME = "_kernels.so"
 """The same value as in `build`, which is imported for building only."""
 
+# The numbers of `permille_has` (`src/dispatch.c`).
 _PATHS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 _WIDEST_FIRST = ("avx512", "avx2", "neon", "scalar")
 
@@ -68,8 +69,8 @@ class Library:
             function = self._dll[f"{name}_{self.path}"]
         except AttributeError as exc:
             raise OperatorError(
-                f"expected {LIBRARY_NAME} to hold the kernel {name}_{self.path}, got none: "
-                "build it again (python -m permille.native.build)"
+                f"{LIBRARY_NAME} has no kernel {name}_{self.path}. "
+                "Build it again: python -m permille.native.build"
             ) from exc
         function.restype = ctypes.c_int64
         function.argtypes = [
@@ -140,8 +141,8 @@ def _open() -> ctypes.CDLL | None:
         return None
     if abi != source_number():
         message = (
-            f"expected {file.name} of the sources beside it ({source_number()}), got {abi}: "
-            "build it again (python -m permille.native.build), numpy does its work"
+            f"{file.name} was built from other sources ({abi}, not {source_number()}). numpy does its work. "
+            "Build it again: python -m permille.native.build"
         )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return None
@@ -163,4 +164,4 @@ def _check_whole(file: Path) -> None:
         (start,), (entry, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
         expected, got = start + entry * count, file.stat().st_size
         if got < expected:
-            raise OSError(f"expected {expected} bytes, got {got}")
+            raise OSError(f"the file is cut off after {got} of {expected} bytes")

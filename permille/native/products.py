@@ -17,7 +17,9 @@ from permille.native.library import Argument, Held, load
 from permille.native.weights import dequantize_rows
 from permille.quantization.packed_rows import PackedRows
 
+# Tokens that `sparse_product` takes together.
 _BLOCK = 8
+# Rows that numpy decodes at a time, so that the whole weight is never in memory.
 _FALLBACK_ROWS = 256
 _WIDE = 128  # features in a block of the widest kernel
 _RUN = 32
@@ -53,6 +55,7 @@ def sparse_product(
     if library is None:
         _numpy_sparse_product(x_MK, row_start_N1, column_C, z_QC, out_QMN)
         return
+    # Eight tokens side by side, so the kernel reads a column of all of them as one vector.
     scratch = np.empty(columns * _BLOCK, np.float32)
     library.call(
         "sparse_product", x_MK, tokens, columns, row_start_N1, rows, column_C, z_QC, queries, out_QMN, scratch

@@ -47,7 +47,7 @@ def open_seed(seal: bytes, keeper: X25519PrivateKey, context: bytes) -> bytes:
     try:
         seed = _SUITE.decrypt(seal, keeper, info=context)
     except (InvalidTag, ValueError) as exc:
-        raise PackageError("round-seal", "expected a seal for this keeper, round and device") from exc
+        raise PackageError("round-seal", "The seal does not open for this keeper, round and device.") from exc
     # Anyone can seal a seed of another length to the keeper's public key.
     if len(seed) != SEED_BYTES:
         raise PackageError("round-seal", f"expected a seed of {SEED_BYTES} bytes, got {len(seed)}")

@@ -47,19 +47,23 @@ class Keeper:
         try:
             raw = base64.urlsafe_b64decode(self.key + "=")
         except ValueError as exc:
-            raise InputError(f"expected the keeper's key in base64url, got {self.key!r:.60}") from exc
+            raise InputError(f"The keeper's key is not base64url: {self.key!r:.60}.") from exc
         # The decoder ignores invalid characters, so compare with the canonical text.
         if len(raw) != 32 or base64.urlsafe_b64encode(raw).decode().rstrip("=") != self.key:
-            raise InputError(f"expected 32 bytes of a keeper's key in base64url, got {self.key!r:.60}")
+            raise InputError(
+                f"The keeper's key must be 32 bytes in base64url without padding, not {self.key!r:.60}."
+            )
         try:
             parts = urlsplit(self.url)
             secure = parts.scheme == "https" or (
                 parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")
             )
         except ValueError as exc:
-            raise InputError(f"expected a keeper's url, got {self.url!r:.200}") from exc
+            raise InputError(f"The keeper's address is no url: {self.url!r:.200}.") from exc
         if not secure or not parts.hostname or len(self.url) > 200 or parts.query or parts.fragment:
-            raise InputError(f"expected a keeper's url of https, got {self.url!r:.200}")
+            raise InputError(
+                f"The keeper's address must be https, or http to this machine, not {self.url!r:.200}."
+            )
 
     @property
     def public_bytes(self) -> bytes:
@@ -93,7 +97,9 @@ class Privacy:
         check_range("participations", self.participations, 1, 1 << 24)
         check_range("delta_exponent", self.delta_exponent, 3, 12)
         if (self.mode is PrivacyMode.KEEPER) != (self.keeper is not None):
-            raise InputError(f"expected a keeper in mode keeper and only there, got mode {self.mode}")
+            raise InputError(
+                f"The mode keeper needs a keeper, and the mode central takes none. The mode is {self.mode}."
+            )
 
     @classmethod
     def from_json(cls, fields: Mapping[str, JSON]) -> "Privacy":
@@ -132,7 +138,7 @@ class Privacy:
             InputError: there is no clip, or the noise under it exceeds 32 bits.
         """
         if clip is None:
-            raise InputError("expected a clip with privacy: noise hides what is bounded, got none")
+            raise InputError("Privacy needs a clip, because noise can only hide what is bounded. Set clip.")
         if self.noise_hundredths * clip > 100 * LARGEST_DEVIATION:
             most = 100 * LARGEST_DEVIATION // self.noise_hundredths
-            raise InputError(f"expected a clip of at most {most} under this noise, got {clip}")
+            raise InputError(f"With this noise, clip must be at most {most}, not {clip}.")

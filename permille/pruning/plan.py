@@ -44,7 +44,10 @@ class Pattern:
         """
         found = _PATTERN.fullmatch(text)
         if found is None or not int(found[1]) < int(found[2]) <= _LARGEST_GROUP:
-            raise InputError(f"expected a pattern such as 2:4, at most :{_LARGEST_GROUP}, got {text!r:.40}")
+            raise InputError(
+                f"A pattern is two rising numbers such as 2:4, the second at most {_LARGEST_GROUP}, "
+                f"not {text!r:.40}."
+            )
         return cls(kept=int(found[1]), of=int(found[2]))
 
     @property
@@ -60,7 +63,10 @@ class Pattern:
         """
         for name, (_, width) in scoped_tensors(config):
             if width % self.of:
-                raise InputError(f"{name}: expected rows of a multiple of {self.of} for {self}, got {width}")
+                raise InputError(
+                    f"The pattern {self} does not fit {name}: groups of {self.of} do not divide its rows of "
+                    f"{width}. Choose another pattern."
+                )
 
     def __str__(self) -> str:
         return f"{self.kept}:{self.of}"

@@ -96,6 +96,7 @@ def recover_model(
     copy_model(pruned, target)
     for name in names:
         module = model.get_submodule(name.removesuffix(".weight"))
+        # The weight becomes `keep * (W + dW)`, so zeros stay zeros.
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
         write_weight(pruned, target, name, module.weight.detach(), updated=True)
 

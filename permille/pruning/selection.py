@@ -33,6 +33,7 @@ def prune_linear(
     if per_row:
         # Wanda, equation 1: |w| times the norm of its input.
         score_NK = score_NK * gram_KK.diagonal().sqrt()
+    # Wanda compares weights within an output, magnitude within the whole matrix.
     count = int((weight_NK.shape[1] if per_row else weight_NK.numel()) * rate)
     return weight_NK.masked_fill(prune_mask(score_NK, weight_NK == 0, count, pattern, per_row=per_row), 0.0)
 

@@ -159,6 +159,7 @@ class _Walk:
 
     def advance(self, index: int) -> None:
         """Prune a layer, and compute the next hidden states."""
+        # A kill leaves the input of the layer whole, because the output goes to the other buffer.
         before, after = self._hidden[index % 2], self._hidden[(index + 1) % 2]
         with self.stream.layer(index) as layer, torch.no_grad():
             # The rows for the loss before pruning go through the layer while it is still the source's.
@@ -169,6 +170,7 @@ class _Walk:
                 # Calibration rows alone: rows that measure must not decide.
                 for row in range(len(self.text.calibration_NT)):
                     layer(before[row][None])
+            # One recording serves all linears, so they are pruned on the inputs of the unpruned layer.
             rows = [self._prune(layer, name, gram_KK) for name, gram_KK in grams.found()]
             # A matrix of K x K for each input is freed before the rows go through again.
             del grams
@@ -197,7 +199,7 @@ class _Walk:
             losses_T = functional.cross_entropy(logits_TV, next_T.to(logits_TV.device), reduction="none")
             total += float(losses_T.double().sum())
         if not np.isfinite(total):
-            raise InputError(f"expected finite losses, got {total}")
+            raise InputError(f"The loss on the evaluation rows is not finite: {total}.")
         return total / (len(rows) * (self._rows.shape[1] - 1))
 
     def _prune(self, layer: DecoderLayer, name: str, gram_KK: Tensor) -> LinearReport:
@@ -333,6 +335,7 @@ def write_weight(source: Checkpoint, target: Path, name: str, weight_NK: Tensor,
         data = own.view(torch.uint8).numpy().reshape(-1)
     else:
         data = raw.data.copy()
+        # As words of bits, because numpy has no bfloat16. Zero has no bits set in any of the three types.
         words = data.view("<u4" if raw.dtype == "F32" else "<u2")
         # Only zeros are written, so kept weights keep their bits.
         words[(weight_NK == 0).cpu().numpy().reshape(-1)] = 0

@@ -68,5 +68,6 @@ def _codes(
     scale_RK = np.repeat(scale_RG, group_size, axis=1)[:, : w_RK.shape[1]]
     # Groups of zeros have scale 0 and keep the code 0.
     code_RK = np.divide(w_RK, scale_RK, out=np.zeros_like(w_RK), where=scale_RK > 0)
+    # Symmetric, so -8 and -128 stay unused.
     np.clip(np.rint(code_RK, out=code_RK), -most, most, out=code_RK)
     return code_RK.astype(np.int8)

@@ -53,6 +53,7 @@ def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTen
     check_weight(w_NK, name)
     w = w_NK.reshape(-1)
     packed = np.empty((w.size + 1) // 2, np.uint8)
+    # The last block may be shorter.
     absmax_B = np.empty(-(-w.size // BLOCK_SIZE), np.float32)
     # A chunk is a whole number of blocks, so blocks do not depend on it.
     for start in range(0, w.size, CHUNK_WEIGHTS):

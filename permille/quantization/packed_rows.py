@@ -66,6 +66,7 @@ class PackedRows:
         codes, form, line, minima = np.empty(0, np.float32), Form.BYTES, columns, np.empty(0, np.float32)
         match quantized.scheme:
             case Scheme.NF4:
+                # Blocks of NF4 run across rows (FORMAT 4.2).
                 codes, form, line = NF4_CODES, Form.SHARED, rows * columns
             case Scheme.INT4:
                 codes, form = _INT4_CODES, Form.SHARED

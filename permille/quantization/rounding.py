@@ -77,6 +77,7 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
         scheme=Scheme.INT4,
         shape=(rows, columns),
         group_size=GROUP_SIZE,
+        # FORMAT 4.2: int4 stores code + 8.
         packed=pack((code_NK + 8).astype(np.uint8).reshape(-1)),
         scales=scale_NG.copy(),
     )

@@ -49,6 +49,7 @@ def check_quantized(quantized: QuantizedTensor) -> None:
         raise InputError(f"expected {size} packed bytes, got {packed.dtype} {packed.shape}")
     if scales.dtype != np.float32 or scales.shape != expected:
         raise InputError(f"expected float32 scales {expected}, got {scales.dtype} {scales.shape}")
+    # FORMAT 4.2: only Q4_1 has minima.
     has_minima = quantized.scheme is Scheme.SOURCE and quantized.bits == 4
     if minima is not None and (not has_minima or (minima.dtype, minima.shape) != (scales.dtype, expected)):
         raise InputError(f"expected no minima or float32 {expected}, got {minima.dtype} {minima.shape}")

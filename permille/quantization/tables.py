@@ -44,6 +44,7 @@ def code_table(table: RawTensor) -> RawTensor:
             )
         with np.errstate(all="ignore"):
             scale_B1 = np.abs(w_BS).max(axis=1, keepdims=True) / np.float32(127)
+            # FORMAT 4.3: times the reciprocal, as in llama.cpp. A division would give some other codes.
             inverse_B1 = np.where(scale_B1 == 0, np.float32(0), np.float32(1) / scale_B1)
             # A decoder multiplies by this rounded scale. llama.cpp accepts the difference, and so do we.
             half_B1 = scale_B1.astype("<f2")

@@ -75,6 +75,7 @@ def rows_of(weight: QuantizedTensor, first: int, last: int) -> QuantizedTensor:
     size = weight.group_size
     if begin * weight.bits % 8 or end * weight.bits % 8 or (weight.scheme is Scheme.NF4 and begin % size):
         raise ValueError(f"rows {first} to {last} of {columns} weights share a byte or a block with others")
+    # The last block may reach beyond these rows. Its absmax decodes them all the same.
     blocks = slice(begin // size, -(-end // size)) if weight.scheme is Scheme.NF4 else slice(first, last)
     return QuantizedTensor(
         scheme=weight.scheme,

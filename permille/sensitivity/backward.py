@@ -36,7 +36,10 @@ def check_tokens(vocabulary: int, sequences_NT: NDArray[np.int64]) -> None:
     if sequences_NT.ndim != 2 or sequences_NT.shape[1] < 2:
         raise InputError(f"expected sequences [N, T] of at least 2 tokens, got shape {sequences_NT.shape}")
     if sequences_NT.min() < 0 or sequences_NT.max() >= vocabulary:
-        raise InputError(f"expected token ids from 0 to {vocabulary - 1}, got {sequences_NT.max()}")
+        raise InputError(
+            f"The model has the tokens 0 to {vocabulary - 1}, and the text has {sequences_NT.min()} to "
+            f"{sequences_NT.max()}. Use the model's own tokenizer."
+        )
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ def _rows(scores: Tensors, mask: Indices) -> Iterator[tuple[TensorRow, float]]:
     """Yield the rows of the table, and the part of each score on the mask. A tensor is read once."""
     if set(scores) != set(mask):
         other = sorted(set(scores) ^ set(mask))[:3]
-        raise InputError(f"expected a mask of the scored tensors, got a difference in {', '.join(other)}")
+        raise InputError(f"Mask and scores must have the same tensors. They differ in {', '.join(other)}.")
     for name in scores:
         tensor, chosen = scores[name], mask[name]
         flat, count = tensor.reshape(-1), int(chosen.size)

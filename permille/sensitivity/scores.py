@@ -180,9 +180,7 @@ class PartialSums:
         shards, path = max(found.items())
         saved = load_scores(path)
         if saved.shapes != total.shapes:
-            raise InputError(
-                f"expected the sums of {len(total.shapes)} tensors in {path.name}, got other ones"
-            )
+            raise InputError(f"{path} has the sums of other tensors. Remove it to begin again.")
         for name in total:
             np.copyto(total[name], saved[name])
         return shards

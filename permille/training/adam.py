@@ -86,10 +86,12 @@ class Moments:
             c=self.coefficients,
         )
         data = file.getvalue()
+        # A damaged file must not be continued from: the run would go on with other weights.
         return data + hashlib.sha256(data).digest()
 
     def store(self, path: Path) -> None:
         """Write the moments to a file, as a whole or not at all. They are durable on return."""
+        # Moments say something about the user's text, so only the owner may read them.
         write_atomic(path, self.to_bytes(), mode=0o600)
 
     @classmethod
@@ -117,7 +119,7 @@ class Moments:
         """
         data, checksum = data[:-32], data[-32:]
         if hashlib.sha256(data).digest() != checksum:
-            raise ValueError("expected moments, their checksum differs")
+            raise ValueError("its checksum differs")
         try:
             # Without pickle, because a pickle in the file could run code.
             with np.load(io.BytesIO(data), allow_pickle=False) as found:
@@ -125,7 +127,7 @@ class Moments:
                 loss = float(found["loss"])
                 m_K, v_K, s_K, c_Q = (found[name] for name in "mvsc")
         except (OSError, KeyError, EOFError, zipfile.BadZipFile) as exc:
-            raise ValueError(f"expected moments, got {exc}") from exc
+            raise ValueError(f"its content is malformed: {exc}") from exc
         return cls(
             step=step, taken=taken, m_K=m_K, v_K=v_K, s_K=s_K, coefficients=c_Q, loss=loss, flags=flags
         )
@@ -149,6 +151,7 @@ def learning_rate(package: Package) -> float:
         rate = ADAPTER_RATE / adapter.alpha
         if adapter.kind is AdapterKind.LORA_FA:
             return rate
+        # Linears without an adapter have a count of 0.
         widths = [tensor.shape[1] for tensor in package.manifest.tensors if tensor.count]
         return min(rate, 0.5 / math.sqrt(adapter.alpha * float(np.mean(widths))))
     w_base_K = package.values()
@@ -187,6 +190,7 @@ def adam_step(
         return rejected
     moved, change_K = _adam(moments, gradient_K, rate)
     # Exact in float64 while |s| is within 2**53, which is checked next (FORMAT 7.3).
+    # The unit is a power of two, so the division is exact.
     exact_K = np.rint(change_K / math.ldexp(1.0, step_unit_exponent)) + moments.s_K
     if np.abs(exact_K).max() > STATE_LIMIT:
         return rejected

@@ -95,6 +95,7 @@ class Reference:
         chosen = []
         for place in range(ROWS_A_STEP):
             kind = present[place % len(present)]
+            # Texts and chat turns each go round on their own, so every row gets its turn.
             turn = step * (ROWS_A_STEP // len(present)) + place // len(present)
             chosen.append(int(kind[turn % len(kind)]))
         chosen_N = np.array(chosen)

@@ -51,7 +51,7 @@ def scaled(s_K: NDArray[np.int64], eighths: int) -> NDArray[np.int64]:
         InputError: `eighths` is out of range.
     """
     if not 1 <= eighths <= EIGHTHS:
-        raise InputError(f"expected a strength of 1 to {EIGHTHS} eighths, got {eighths}")
+        raise InputError(f"The strength must be 1 to {EIGHTHS} eighths, not {eighths}.")
     product_K = s_K * np.int64(eighths)
     # The shift rounds down also below 0, so the rest is 0 to 7.
     floor_K, rest_K = product_K >> 3, product_K & 7

@@ -31,6 +31,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 _WORD_LIMIT = 1 << 32
 _SEED_LIMIT = 1 << 64
 _GROUP = 8
+# FORMAT 7.3.
 _LARGEST = 1 << 53
 
 

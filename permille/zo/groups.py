@@ -105,6 +105,7 @@ def group_sums(
             part_TQ = rows_TQ[step : step + abreast]
             library.call("group_sums", *place, start + step, part_TQ, *part_TQ.shape, span_K)
 
+    # Spans do not overlap, so tasks need no lock, and their order does not matter.
     with ThreadPoolExecutor(max_workers=threads) as pool:
         list(pool.map(add, _spans(header.counts)))
     return sums_K
@@ -122,4 +123,5 @@ def _spans(counts: tuple[int, ...]) -> list[tuple[int, int, slice]]:
 
 @lru_cache(maxsize=8)
 def _layout(counts: tuple[int, ...]) -> BlockLayout:
+    # FORMAT 6.6: a weight takes one word, so a block serves four weights.
     return BlockLayout(counts, WORDS)

@@ -22,6 +22,7 @@ from permille.zo.philox import GENERATOR, GENERATOR_VERSION
 
 FORMAT = "permille-log"
 VERSION = 1
+# The limits of FORMAT 8.1.
 MAX_HEADER_BYTES = 1 << 20
 MAX_QUERIES = 1024
 MAX_GROUPS = 8192
@@ -74,7 +75,10 @@ class BlockSplit:
             if any(counts[layer * size : (layer + 1) * size])
         ]
         if size * decoder_layers != len(counts) or len(masked) < 2:
-            raise InputError(f"expected masks in two layers or more for a split, got {len(masked)}")
+            raise InputError(
+                f"A split needs masks in two decoder layers or more, and there are {len(masked)}. "
+                "Choose another estimator."
+            )
         middle = (masked[0] + masked[-1] + 1) // 2
         return cls(first_upper_tensor=middle * size, lower_queries=lower_queries)
 
@@ -84,12 +88,14 @@ class BlockSplit:
         check_range("split.lower_queries", self.lower_queries, 1, queries - 1)
         lower = sum(counts[: self.first_upper_tensor])
         if not 0 < lower < sum(counts):
-            raise InputError(f"expected masked weights in both blocks, got {lower} of {sum(counts)} below")
+            raise InputError(
+                f"Both blocks of a split need masked weights. The lower one has {lower} of {sum(counts)}."
+            )
         # FORMAT 6.5: each lower direction and sign has the same number of upper ones.
         if (queries - self.lower_queries) % (2 * self.lower_queries):
             raise InputError(
-                f"expected a multiple of {2 * self.lower_queries} upper queries, "
-                f"got {queries - self.lower_queries}"
+                f"The upper queries of this split must be a multiple of {2 * self.lower_queries}, "
+                f"not {queries - self.lower_queries}."
             )
 
 
@@ -157,7 +163,7 @@ class LogHeader:
         check_step_unit_exponent(self.step_unit_exponent)
         for name, number in (("epsilon", self.epsilon), ("learning_rate", self.learning_rate)):
             if not (math.isfinite(number) and number > 0):
-                raise InputError(f"expected a positive finite {name}, got {number}")
+                raise InputError(f"{name} must be positive and finite, not {number}.")
         if (self.split is not None) != (self.estimator is EstimatorKind.SPLIT):
             raise InputError(f"expected two blocks for split and only there, got {self.estimator.value}")
         if self.split is not None:
@@ -167,7 +173,9 @@ class LogHeader:
         # A gradient reaches all masked weights. Other estimators must leave at least one tensor to move.
         check_range("first_tensor", self.first_tensor, 0, 0 if gradient else last)
         if any(not sum(self.counts[tensors]) for _, tensors in self.blocks()):
-            raise InputError(f"expected masked weights from tensor {self.first_tensor} on, got none")
+            raise InputError(
+                f"No weight from tensor {self.first_tensor} on is masked. Train from an earlier layer."
+            )
 
     @property
     def k(self) -> int:
@@ -233,7 +241,10 @@ class LogHeader:
         """
         # Before parsing: a log comes from a device that the service does not trust.
         if len(data) > MAX_HEADER_BYTES:
-            raise PackageError("log-header", f"expected at most {MAX_HEADER_BYTES} bytes, got {len(data)}")
+            raise PackageError(
+                "log-header",
+                f"The header has {len(data)} bytes, and at most {MAX_HEADER_BYTES} are accepted.",
+            )
         try:
             fields = json.loads(data)
             for name in ("format", "version", "generator", "generator_version"):
@@ -261,7 +272,7 @@ class LogHeader:
             RecursionError,
             InputError,
         ) as exc:
-            raise PackageError("log-header", f"expected the header of a log, got {exc!r:.300}") from exc
+            raise PackageError("log-header", f"The header of the log is malformed: {exc!r:.300}") from exc
         if canonical != data:
             raise PackageError(
                 "log-header", f"expected the canonical bytes of a version {VERSION} header, got others"
@@ -275,10 +286,13 @@ class LogHeader:
             PackageError: `log-binding`.
         """
         if self.package_digest != package_digest:
-            raise PackageError("log-binding", f"expected package {package_digest}, got {self.package_digest}")
+            raise PackageError(
+                "log-binding", f"The log belongs to package {self.package_digest}, not to {package_digest}."
+            )
         if self.mask_digest != mask_digest or self.counts != counts:
             raise PackageError(
-                "log-binding", f"expected mask {mask_digest}, got {self.mask_digest} or other counts"
+                "log-binding",
+                f"The log belongs to mask {self.mask_digest}, not to {mask_digest}, or has other counts.",
             )
 
 
@@ -286,4 +300,4 @@ def check_range(name: str, number: object, least: int, most: int) -> None:
     """Check that `number` is an integer in the range, and no bool (InputError)."""
     # `isinstance` would let True through, and JSON's `true` is no number.
     if type(number) is not int or not least <= number <= most:
-        raise InputError(f"expected {name} as an integer from {least} to {most}, got {number!r}")
+        raise InputError(f"{name} must be an integer from {least} to {most}, not {number!r}.")

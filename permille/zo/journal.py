@@ -168,6 +168,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _read_all(descriptor: int) -> bytes:
+    # A duplicate, because closing the file object would close the journal's own descriptor.
     with os.fdopen(os.dup(descriptor), "rb") as file:
         return file.read()
 
@@ -218,7 +219,8 @@ def parse_journal(data: bytes, path: Path) -> JournalContents:
     if any(_payload_at(data, offset, seed) is not None for offset in range(position + 1, len(data))):
         raise PackageError(
             "journal-corrupt",
-            f"expected record {len(records)} at byte {position} of {path}, got damage before others",
+            f"{path} is damaged at byte {position}, in record {len(records)}, with whole records behind it. "
+            "Restore it from a backup, or begin the run again.",
         )
     return JournalContents(
         header=header, records=tuple(records), end=position, torn_bytes=len(data) - position
@@ -226,18 +228,18 @@ def parse_journal(data: bytes, path: Path) -> JournalContents:
 
 
 def _parse_header(data: bytes, path: Path) -> tuple[LogHeader, int]:
-    torn = PackageError("journal-header", f"expected a whole journal header in {path}, got {len(data)} bytes")
+    torn = PackageError("journal-header", f"{path} ends within its header, after {len(data)} bytes.")
     if len(data) < _HEAD.size:
         raise torn
     magic, size = _HEAD.unpack_from(data)
     if magic != MAGIC or size > MAX_HEADER_BYTES:
-        raise PackageError("journal-header", f"expected the magic {MAGIC!r} in {path}, got {magic!r}")
+        raise PackageError("journal-header", f"{path} is no journal: it starts with {magic!r}.")
     end = _HEAD.size + size
     if len(data) < end + _CRC.size:
         raise torn
     header_bytes = data[_HEAD.size : end]
     if _CRC.unpack_from(data, end)[0] != zlib.crc32(header_bytes):
-        raise PackageError("journal-header", f"expected the checksum of the header of {path}, got another")
+        raise PackageError("journal-header", f"The header of {path} is damaged: its checksum differs.")
     return LogHeader.from_bytes(header_bytes), end + _CRC.size
 
 
@@ -264,5 +266,5 @@ def _read_record(payload: bytes, header: LogHeader, step: int, path: Path) -> St
         )
         check_record(record, header, expected_step=step)
     except (InputError, PackageError) as exc:
-        raise PackageError("journal-corrupt", f"expected record {step} of {path}, got: {exc}") from exc
+        raise PackageError("journal-corrupt", f"Record {step} of {path} is malformed: {exc}") from exc
     return record

@@ -158,7 +158,8 @@ def step_unit_exponent_for(learning_rate: float, g_rms: float, queries: int, sig
     unit = learning_rate * g_rms / (_COEFFICIENT_RMS * queries * sigma)
     if not (math.isfinite(unit) and unit > 0):
         raise InputError(
-            f"expected a positive finite step unit, got {unit} from lr {learning_rate}, g_rms {g_rms}"
+            f"A learning rate of {learning_rate} and gradients of size {g_rms} give a step unit of {unit}. "
+            "It must be positive and finite."
         )
     return check_step_unit_exponent(round(math.log2(unit)))
 

@@ -32,6 +32,7 @@ from permille.zo.varints import decode_varints, encode_varints, unzigzag, zigzag
 
 MAGIC = b"PMLLOG1\n"
 CHUNK_STEPS = 1024
+# FORMAT 9.1: besides the header three `u32`, which are its size, the number of steps and the checksum.
 MAX_HEAD_BYTES = len(MAGIC) + MAX_HEADER_BYTES + 12
 """The largest size of the part before the first chunk."""
 
@@ -78,7 +79,9 @@ def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int 
         PackageError: `log-limit`, `log-header`, `log-truncated`, `log-corrupt` or `log-content` (FORMAT 9.3).
     """
     if len(data) > max_bytes:
-        raise PackageError("log-limit", f"expected at most {max_bytes} bytes, got {len(data)}")
+        raise PackageError(
+            "log-limit", f"The log has {len(data)} bytes, and at most {max_bytes} are accepted."
+        )
     reader = _Reader(data)
     header, steps = _read_head(reader)
     _check_limits(header, steps, max_steps=max_steps, max_k=max_k, left=reader.left)
@@ -91,7 +94,7 @@ def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int 
         reader.checksum()
         _decode_chunk(payload, coefficients_TQ[chunk], flags_T[chunk])
     if reader.left:
-        raise PackageError("log-content", f"expected the end of the log, got {reader.left} more bytes")
+        raise PackageError("log-content", f"{reader.left} more bytes follow the end of the log.")
     weight = weight_of_rows(coefficients_TQ)
     if weight > STATE_LIMIT:
         raise PackageError("log-limit", f"expected sum |c| within 2**53, got {weight} or more")
@@ -110,7 +113,7 @@ def read_head(data: bytes) -> tuple[LogHeader, int]:
 def _read_head(reader: "_Reader") -> tuple[LogHeader, int]:
     magic = reader.take(len(MAGIC))
     if magic != MAGIC:
-        raise PackageError("log-header", f"expected the magic {MAGIC!r}, got {magic!r}")
+        raise PackageError("log-header", f"This is no log: it starts with {magic!r}.")
     header_size = reader.u32()
     if header_size > MAX_HEADER_BYTES:
         raise PackageError(
@@ -137,7 +140,10 @@ class _Reader:
 
     def take(self, size: int) -> bytes:
         if size > self.left:
-            raise PackageError("log-truncated", f"expected {size} bytes at {self._position}, got {self.left}")
+            raise PackageError(
+                "log-truncated",
+                f"The log is cut off: {size} bytes should follow byte {self._position}, and {self.left} do.",
+            )
         self._position += size
         return self._data[self._position - size : self._position]
 
@@ -151,7 +157,9 @@ class _Reader:
         stored = self.u32()
         if stored != self._crc:
             raise PackageError(
-                "log-corrupt", f"expected checksum {self._crc:08x}, got {stored:08x} at {self._position}"
+                "log-corrupt",
+                f"The log is damaged before byte {self._position}: its checksum is {self._crc:08x}, and "
+                f"{stored:08x} is stored.",
             )
         self._summed = self._position
 
@@ -160,10 +168,13 @@ def _check_limits(header: LogHeader, steps: int, *, max_steps: int, max_k: int, 
     # Before any array is allocated: the numbers come from the device.
     if steps > min(max_steps, header.total_steps):
         raise PackageError(
-            "log-limit", f"expected at most {min(max_steps, header.total_steps)} steps, got {steps}"
+            "log-limit",
+            f"The log has {steps} steps, and at most {min(max_steps, header.total_steps)} are accepted.",
         )
     if header.k > max_k:
-        raise PackageError("log-limit", f"expected at most {max_k} masked weights, got {header.k}")
+        raise PackageError(
+            "log-limit", f"The log has {header.k} masked weights, and at most {max_k} are accepted."
+        )
     # FORMAT 9.2: a coefficient takes at least one byte, so the array is at most 8 times the upload.
     if steps * header.queries > left:
         raise PackageError(
@@ -196,6 +207,7 @@ def _payloads(coefficients_TQ: NDArray[np.int64], flags_T: NDArray[np.uint8]) ->
 
 def _decode_chunk(payload: bytes, out_TQ: NDArray[np.int64], out_flags_T: NDArray[np.uint8]) -> None:
     numbers_V = decode_varints(payload)
+    # FORMAT 9.2: the number of flagged steps, their positions and flags, then the coefficients.
     flagged = int(numbers_V[0]) if len(numbers_V) else -1
     if not 0 <= flagged <= len(out_flags_T) or len(numbers_V) != 1 + 2 * flagged + out_TQ.size:
         raise PackageError(

@@ -117,8 +117,8 @@ class PackedState:
         """
         found = (self.header.package_digest, self.header.mask_digest, self.header.k)
         if found != (package_digest, mask_digest, k):
-            expected = f"package {package_digest}, mask {mask_digest} and {k} weights"
-            raise PackageError("state-binding", f"expected a state of {expected}, got one of {found}")
+            wanted = f"package {package_digest}, mask {mask_digest} and {k} weights"
+            raise PackageError("state-binding", f"The state does not belong to {wanted}, but to {found}.")
 
 
 def read_state(package: Package, data: bytes) -> PackedState:
@@ -145,10 +145,13 @@ def pooled_state(package: Package) -> PackedState | None:
     if data is None:
         return None
     state = decode_state(data, max_bytes=len(data), max_k=package.k)
+    # FORMAT 4.9: bound to the parent, since the manifest that lists this blob cannot be named in it.
     parent = package.manifest.parent().digest
     state.check_binding(package_digest=parent, mask_digest=package.mask_digest, k=package.k)
     if state.header.origin is not StateOrigin.POOLED:
-        raise PackageError("state-binding", f"expected a pooled state, got a {state.header.origin} one")
+        raise PackageError(
+            "state-binding", f"A package holds pooled states only, and this one is {state.header.origin}."
+        )
     return state
 
 
@@ -165,7 +168,9 @@ def encode_state(header: StateHeader, s_K: NDArray[np.int64]) -> bytes:
     header_bytes = header.to_bytes()
     parts = [_HEAD.pack(MAGIC, len(header_bytes)), header_bytes]
     parts += [
-        _pack(zigzag(s_K[first : first + BLOCK_WEIGHTS])) for first in range(0, header.k, BLOCK_WEIGHTS)
+        # FORMAT 11.2: a bit width for each block, so one large integer makes only its block longer.
+        _pack(zigzag(s_K[first : first + BLOCK_WEIGHTS]))
+        for first in range(0, header.k, BLOCK_WEIGHTS)
     ]
     data = b"".join(parts)
     return data + hashlib.sha256(data).digest()
@@ -178,18 +183,24 @@ def decode_state(data: bytes, *, max_bytes: int, max_k: int) -> PackedState:
         PackageError: `state-limit`, `state-corrupt`, `state-header` or `state-content` (FORMAT 11.3).
     """
     if len(data) > max_bytes:
-        raise PackageError("state-limit", f"expected at most {max_bytes} bytes, got {len(data)}")
+        raise PackageError(
+            "state-limit", f"The state has {len(data)} bytes, and at most {max_bytes} are accepted."
+        )
     # The digest comes first, so that everything below reads bytes as they were written.
     end = len(data) - _DIGEST_BYTES
     if end < _HEAD.size or hashlib.sha256(data[:end]).digest() != data[end:]:
-        raise PackageError("state-corrupt", f"expected a state and its digest, got {len(data)} other bytes")
+        raise PackageError(
+            "state-corrupt", f"The state is damaged: its {len(data)} bytes have another digest."
+        )
     magic, header_size = _HEAD.unpack_from(data)
     if magic != MAGIC or header_size > min(MAX_HEADER_BYTES, end - _HEAD.size):
         raise PackageError("state-header", f"expected {MAGIC!r} and a header, got {magic!r}, {header_size}")
     position = _HEAD.size + header_size
     header = StateHeader.from_bytes(data[_HEAD.size : position])
     if header.k > max_k:
-        raise PackageError("state-limit", f"expected at most {max_k} masked weights, got {header.k}")
+        raise PackageError(
+            "state-limit", f"The state has {header.k} weights, and at most {max_k} are accepted."
+        )
     # FORMAT 11.2: a block takes at least one byte, so the size of the array is bounded by the upload.
     if -(-header.k // BLOCK_WEIGHTS) > end - position:
         raise PackageError(

@@ -18,6 +18,7 @@ WORDS = 4
 BLOCK_BITS = 128
 
 _ROUNDS = 10
+# FORMAT 6.1: the multipliers of Philox4x32, and the increments of its key.
 _MULTIPLIER_0 = np.uint64(0xD2511F53)
 _MULTIPLIER_1 = np.uint64(0xCD9E8D57)
 _WEYL_0 = 0x9E3779B9
@@ -55,6 +56,7 @@ def encrypt(words: tuple[Words, Words, Words, Words], scratch: tuple[Words, Word
     p0, p1 = scratch
     key_0, key_1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(_ROUNDS):
+        # High halves, mixed with a neighbour and the key, go to words 0 and 2; low halves to words 1 and 3.
         np.multiply(x0, _MULTIPLIER_0, out=p0)
         np.multiply(x2, _MULTIPLIER_1, out=p1)
         np.right_shift(p1, _HALF, out=x0)

@@ -58,6 +58,7 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
     Raises:
         InputError: the message names the broken rule.
     """
+    # FORMAT 8.2: numbers of steps have no gap.
     if record.step != expected_step:
         raise InputError(f"expected step {expected_step}, got {record.step}")
     if record.step >= header.total_steps:

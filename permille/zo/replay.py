@@ -84,7 +84,7 @@ def check_replay_work(head: bytes) -> None:
     if work > MAX_REPLAY_WORK:
         raise PackageError(
             "log-limit",
-            f"expected a log whose replay costs at most {MAX_REPLAY_WORK} additions, got {work}: "
+            f"The replay of this log costs {work} additions, and at most {MAX_REPLAY_WORK} are accepted: "
             f"{steps} steps of {header.queries} {header.directions.value} over {header.k} weights",
         )
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 
+# A coefficient as zigzag has at most 32 bits (FORMAT 8.2), and a byte holds 7 of them.
 MAX_BYTES = 5
 
 _SEVEN = np.uint64(7)

@@ -133,10 +133,10 @@ def test_a_round_that_was_summed_and_is_void_stays_charged(api: Api, monkeypatch
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"clip": None}, "expected a clip with privacy"),
-        ({"rule": "trimmed", "trim_percent": 10}, "expected the mean"),
+        ({"clip": None}, "Privacy needs a clip"),
+        ({"rule": "trimmed", "trim_percent": 10}, "Privacy needs the rule mean"),
         ({"privacy": {"dp_epsilon": 1.0, "participations": 10}}, "Use a target of"),
-        ({"rounds": 1}, "expected participations"),
+        ({"rounds": 1}, "participations must be"),
         # The most noise does not keep this epsilon, however many devices there are.
         (
             {"privacy": {"dp_epsilon": 0.0005, "participations": 10}, "target": 65536},
@@ -159,7 +159,7 @@ def test_a_round_that_was_summed_and_is_void_stays_charged(api: Api, monkeypatch
         ),
         (
             {"privacy": PRIVATE["privacy"] | {"keeper_url": "https://k.example.org", "keeper_key": "A" * 43}},
-            "expected minimum as an integer from 32",
+            "minimum must be an integer from 32",
         ),
     ],
 )

@@ -47,7 +47,7 @@ class ExecutorchEngine:
                 not fetched.
         """
         if threads is not None and threads < 1:
-            raise InputError(f"expected at least 1 thread, got {threads}")
+            raise InputError(f"threads must be at least 1, not {threads}.")
         self._threads = threads or available_processors()
         path = package.program()
         if path is None:
@@ -57,13 +57,18 @@ class ExecutorchEngine:
         digest, parent = np.zeros(32, np.uint8), package.manifest.parent().digest
         self._program.run("package", (), digest)
         if (found := f"sha256:{digest.tobytes().hex()}") != parent:
-            raise PackageError("program-binding", f"expected a program of {parent}, got one of {found}")
+            raise PackageError(
+                "program-binding",
+                f"The program belongs to package {found}, not to {parent}. Export it again.",
+            )
         bits = np.zeros(1, np.uint8)
         self._program.run("activation_bits", (), bits)
         self._dtype = "int8-activations" if bits[0] == 8 else "float32"
         (variants, k), (rows, tokens) = (self._program.input_shape("forward", index) for index in (0, 2))
         if k != package.k:
-            raise PackageError("program-binding", f"expected a program of {package.k} weights, got {k}")
+            raise PackageError(
+                "program-binding", f"The program takes {k} masked weights, and the package has {package.k}."
+            )
         self._shape = ProgramShape(variants=variants, rows=rows, tokens=tokens)
         vocabulary = package.config["vocab_size"]
         self._limits = ModelLimits(k=k, vocabulary=vocabulary, positions=tokens)
@@ -100,6 +105,7 @@ class ExecutorchEngine:
         """Return the mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._limits)
         batch = check_batch(batch, self._limits)
+        # Losses start at the second token, because none stands before the first.
         losses_VBT = self._losses(values_VK, batch)
         with np.errstate(all="ignore"):
             means_V: Array = (
@@ -131,6 +137,7 @@ class ExecutorchEngine:
         """Return the losses [V, B, T - 1] of a checked batch."""
         sequences, tokens = batch.input_ids_BT.shape
         rows = self._shape.rows
+        # Arrays of the program's fixed sizes, for all passes of the call.
         ids_RT = np.zeros((rows, self._shape.tokens), np.int64)
         loss_RT = np.zeros((rows, self._shape.tokens - 1), np.float32)
         values = np.zeros((self._shape.variants, self.k), np.float32)
@@ -146,6 +153,7 @@ class ExecutorchEngine:
                 variant_R[: len(pair)] = variant - variant[0]
                 ids_RT[:] = 0
                 ids_RT[: len(pair), :tokens] = batch.input_ids_BT[row]
+                # The program computes unused rows, too.
                 self._layer_passes += rows * self._layers
                 self._program.run("forward", (values, variant_R, ids_RT), loss_RT)
                 found[first:last] = loss_RT[: len(pair), : tokens - 1]

@@ -124,6 +124,7 @@ def sparse_add(
     y_RTN: Tensor, x_RTK: Tensor, values_VC: Tensor, variant_R: Tensor, row_C: Tensor, column_C: Tensor
 ) -> Tensor:
     """Return `y_r + x_r S_v^T`: v is the row's variant, S_v has `values_v` at (row, column) and is else 0."""
+    # Each row takes the values of its own variant.
     product_RTC = x_RTK[..., column_C] * values_VC[variant_R, None]
     return y_RTN.index_add(2, row_C, product_RTC)
 
@@ -169,6 +170,7 @@ class DualModel(nn.Module):
     def forward(self, values_VK: Tensor, variant_R: Tensor, ids_RT: Tensor) -> Tensor:
         """Return `-log p(token t + 1 | tokens to t)` of each row under its variant, float32 [R, T - 1]."""
         values = torch.split(values_VK, self._counts, dim=1)
+        # The values are inputs of the program. All other parameters become its constants.
         replaced = {f"{path}.values": part for path, part in zip(self._paths, values, strict=True)}
         replaced |= {f"{path}.variant_R": variant_R for path in self._paths}
         logits = functional_call(self.model, replaced, (ids_RT,), {"use_cache": False}).logits[:, :-1]

@@ -200,9 +200,11 @@ def _as_coded(
         raise InputError(f"expected {OWN_CODES[kind]} codes for {kind}, got {codes.scheme}")
     columns = codes.shape[1]
     if codes.scheme is Scheme.INT8:
+        # A copy, because blocks with masked values get other codes, and the package's are read-only.
         code_BS = codes.packed.view(np.int8).reshape(weight_BS.shape).copy()
     else:
         code_BS = unpack(codes.packed, weight_BS.size).astype(np.int8).reshape(weight_BS.shape) - 8
+    # A group of 128 gives its scale to four blocks.
     scale_NB = np.repeat(codes.scales, codes.group_size // BLOCK, axis=1)[:, : columns // BLOCK]
     return _half(scale_NB.reshape(-1)), code_BS
 
@@ -268,6 +270,7 @@ def _candidates(
         if kind is BlockType.Q4_0:
             found += [value_B / np.float32(n) for n in range(-8, 8) if n]
         else:
+            # With a larger n, the scale would be too small for the block's largest weight.
             whole_B = np.floor(
                 np.divide(np.abs(value_B), largest_B, out=np.zeros_like(value_B), where=largest_B > 0)
             )

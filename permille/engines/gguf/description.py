@@ -79,6 +79,7 @@ class Description:
             writer.add_attention_scale(decoder.attention_scale)
             writer.add_embedding_scale(decoder.embedding_scale)
             writer.add_residual_scale(decoder.residual_scale)
+            # llama.cpp divides logits by this number.
             writer.add_logit_scale(1 / decoder.logits_scale)
         if decoder.family in PATTERNS:
             writer.add_sliding_window(next((each.window for each in decoder.layers if each.window), 0))
@@ -110,6 +111,7 @@ def describe(config: Mapping[str, Any]) -> Description:
     _check(decoder, config)
     positions, windows = decoder.positions, [each.window for each in decoder.layers]
     if family in PATTERNS:
+        # llama.cpp hard-codes which layers of these families have a window.
         pattern = [bool((layer + 1) % PATTERNS[family]) for layer in range(len(windows))]
         if [window is not None for window in windows] != pattern:
             raise _unknown(f"a window in all layers but every {PATTERNS[family]}th", windows)
@@ -133,6 +135,7 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
     by_width = (family, len(decoder.layers)) in _SCALED_BY_WIDTH
     width = shape_of(config).hidden // decoder.heads if by_width else decoder.head
     # The file of a Granite stores the scale.
+    # llama.cpp scales scores by the width, whatever the config says.
     if family is not Family.GRANITE and not np.isclose(decoder.attention_scale, width**-0.5):
         raise _unknown(f"scores scaled by {width} ** -0.5", decoder.attention_scale)
     expected = (

@@ -22,6 +22,7 @@ Render = Callable[[Messages, bool], str | None]
 _MAX_CONTEXT = 4096
 _MAX_CHARACTERS = 1 << 20
 _UNKNOWN = "# The chat template is of an unknown form. If Ollama does not recognise it, add a TEMPLATE.\n"
+# Conversations that the parts must render as the template does.
 _TRIED: tuple[Messages, ...] = (
     (("user", "Why?"),),
     (("user", "One."), ("assistant", "Two, three."), ("user", "Four")),

@@ -212,8 +212,8 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
     for token in ids:
         if len(token) > _LONGEST:
             raise InputError(
-                f"The tokenizer has a token of {len(token)} letters, more than the {_LONGEST} that GGUF exports "
-                "take. Export transformers."
+                f"The tokenizer has a token of {len(token)} letters. A GGUF export takes at most {_LONGEST}. "
+                "Export transformers."
             )
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]

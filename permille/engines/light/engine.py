@@ -86,9 +86,9 @@ class LightEngine:
             PackageError: the package breaks its format.
         """
         if max_tokens < 1:
-            raise InputError(f"expected max_tokens of at least 1, got {max_tokens}")
+            raise InputError(f"max_tokens must be at least 1, not {max_tokens}.")
         if threads is not None and threads < 1:
-            raise InputError(f"expected at least 1 thread, got {threads}")
+            raise InputError(f"threads must be at least 1, not {threads}.")
         # ADR 20: 8-bit inputs are for losses alone. Gradients and text are always computed exactly.
         self._exact = Tools(blas=Blas(), threads=Threads(threads))
         self._tools = replace(self._exact, int8=int8)
@@ -129,6 +129,7 @@ class LightEngine:
         """Return the mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._model.limits)
         token_losses_VR = self._token_losses(values_VK, check_batch(batch, self._model.limits, soft=True))
+        # A loss that is not finite is a result here, not a warning.
         with np.errstate(invalid="ignore", over="ignore"):
             losses_V: Array = token_losses_VR.mean(axis=1, dtype=np.float64).astype(np.float32)
         return losses_V
@@ -190,6 +191,7 @@ class LightEngine:
         check_values(values_K[None], self._model.limits)
         check_prompt(prompt_ids, self._model.limits)
         room = new_tokens(sampling, len(prompt_ids), self._model.limits.positions)
+        # Copies, because the generator runs later, when the caller may have changed the arrays.
         run = TextPass(self._exact, self._model, values_K.copy(), len(prompt_ids) + room)
 
         def next_logits(ids: NDArray[np.int64]) -> Array:
@@ -213,6 +215,7 @@ class LightEngine:
         for groups, states_GRH in self._states(values_VK, joined):
             losses_N = self._model.head.losses(
                 states_GRH.reshape(-1, states_GRH.shape[2]),
+                # Every group has states before all targets.
                 np.tile(joined.target_R, len(groups)),
                 None if joined.soft is None else joined.soft.repeated(len(groups)),
             )

@@ -30,7 +30,9 @@ from permille.zo.estimators import SoftTargets
 
 Array = NDArray[np.float32]
 
+# Rows that are copied from the map and widened at a time.
 _LOOK_UP_ROWS = 64
+# numpy has no bfloat16, so its bits are kept, and a kernel widens them.
 _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", Q8_0: "u1"}
 # Weights of a block of the vocabulary, 4 MB in float32, and rows of a task.
 _BLOCK_WEIGHTS = 1 << 20

@@ -128,7 +128,10 @@ class LightLinear:
             InputError: the codes are not int4 with one scale for each run of 32.
         """
         if not has_int8(self.weight.scheme, self.weight.group_size):
-            raise InputError(f"expected a package of int4 for int8 activations, got {self.weight.scheme}")
+            raise InputError(
+                f"8-bit activations need an int4 package in groups of a multiple of 32, and this one is "
+                f"{self.weight.scheme} in groups of {self.weight.group_size}. Use the engine light."
+            )
         return self.weight
 
     def values(self, tools: Tools, x_GMK: Array, values_GK: Array) -> LayerValues:
@@ -200,6 +203,7 @@ class LightLinear:
         return Correction(
             row_start_N1=self.row_start_N1[rows.start : rows.stop + 1] - np.int32(first),
             column_C=(indices % np.uint32(self.columns)).astype(np.int32),
+            # The product with the codes has the decoded weight already.
             difference_GC=values_GC[:, first:last] - decoded_at(self.weight, indices),
         )
 

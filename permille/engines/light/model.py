@@ -128,6 +128,7 @@ def load_model(package: Package, tools: Tools) -> LightModel:
         learned_positions=StoredMatrix(package.plain("model.decoder.embed_positions.weight"))
         if has_positions
         else None,
+        # OPT-350m embeds at another width than that of its layers.
         project_in_HE=parts.matrix("model.decoder.project_in.weight"),
         project_out_EH=parts.matrix("model.decoder.project_out.weight"),
         hidden=int(package.config["hidden_size"]),
@@ -237,6 +238,7 @@ class _Parts:
         if name in self._adapted:
             frozen_RK = self._package.adapter_matrix(name) if adapter.kind is AdapterKind.LORA_FA else None
             beside = LightAdapter(rows, columns, adapter.rank, adapter.scale, start, frozen_RK)
+        # A package with an adapter has no masked weights.
         return LightLinear(coded, np.empty(0, np.uint32), start, bias_N, beside)
 
     def norm(self, prefix: str, leaf: str | None, *, scale: float = 1.0) -> Norm | None:
@@ -255,6 +257,7 @@ class _Parts:
             # One number, which broadcasts over any width.
             weight_H = np.ones(1, np.float32)
         elif kind is NormKind.RMS_PLUS_ONE:
+            # Gemma's norms multiply by 1 + w.
             weight_H = weight_H + np.float32(1)
         return Norm(
             kind=kind,

@@ -180,6 +180,7 @@ class LossPass:
             state, rows = task
             numbers.attention(q[state, rows], k[state, rows], v[state, rows], layer.scores, out[state, rows])
 
+        # A task for each sequence, because tokens do not attend across sequences.
         tasks = [(state, rows) for state in range(len(q)) for rows in self._joined.sequences]
         self._tools.threads.each(sequence, tasks)
 
@@ -199,10 +200,12 @@ def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GM
         np.add(attended_GMH, x_GMH, out=added_GMH)
         np.add(_mlp(run, layer, x_GMH), added_GMH, out=x_GMH)
         return
+    # Only SANDWICH norms the output of a part before it is added.
     if layer.norm_attention_out is not None:
         run.norm(layer.norm_attention_out, attended_GMH, attended_GMH)
     scale_residual(architecture, attended_GMH)
     x_GMH += attended_GMH
+    # POST norms the sum, residual included.
     if kind is BlockKind.POST and layer.norm_attention is not None:
         run.norm(layer.norm_attention, x_GMH, x_GMH)
     moved_GMH = _mlp(run, layer, x_GMH, normed=kind is not BlockKind.POST)

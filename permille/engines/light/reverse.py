@@ -88,6 +88,7 @@ class ReversePass:
         layers = model.layers[model.first_masked :]
         kept_L1MH = self._workspace.take("layer inputs", (len(layers), *x_1MH.shape))
         for kept_1MH, layer in zip(kept_L1MH, layers, strict=True):
+            # `run_layer` overwrites its input.
             np.copyto(kept_1MH, x_1MH)
             run_layer(run, model.architecture, layer, x_1MH)
         d_MH = x_1MH[0]
@@ -108,6 +109,7 @@ class ReversePass:
         run.norm_back(model.final_norm, states_RH, d_RH, d_RH)
         x_MH[...] = 0
         x_MH[joined.state_R] = d_RH  # a token is before at most one target
+        # In float64, so that the cut of a batch into parts hardly shows.
         return float(loss_R.sum(dtype=np.float64))
 
 
@@ -180,6 +182,7 @@ class LayerReverse(LossPass):
         fed = self._feed(layer, middle_MH)
         d_out_MH = self._after_feed_forward(layer, fed, middle_MH, d_MH)
         d_MH += self._feed_forward_back(layer, middle_MH, fed, d_out_MH)
+        # POST: the gradient of the normed sum goes to the residual as it goes to the attention.
         d_out_MH = d_MH if post else moved_MH
         self.norm_back(layer.norm_attention if post else layer.norm_attention_out, moved_MH, d_MH, d_out_MH)
         scale_residual(self._architecture, d_out_MH)

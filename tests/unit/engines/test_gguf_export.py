@@ -282,7 +282,7 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(tmp_path: Pa
             (split, "cut a text"),
             (lower, "Lowercase"),
             (words, "byte pair encoding"),
-            (long, "more than the 256"),
+            (long, "at most 256"),
             (json.loads(large.to_str()), "rows of the embedding"),
         ]
     ):

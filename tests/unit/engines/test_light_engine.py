@@ -405,7 +405,7 @@ def test_no_weight_is_unpacked_as_a_whole(tmp_path: Path) -> None:
 
 def test_wrong_settings_are_refused(tmp_path: Path) -> None:
     package = tiny_package(tmp_path, "llama").package
-    with pytest.raises(InputError, match="expected at least 1 thread, got 0"):
+    with pytest.raises(InputError, match="threads must be at least 1, not 0"):
         LightEngine(package, threads=0)
-    with pytest.raises(InputError, match="expected max_tokens of at least 1, got 0"):
+    with pytest.raises(InputError, match="max_tokens must be at least 1, not 0"):
         LightEngine(package, max_tokens=0)

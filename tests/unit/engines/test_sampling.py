@@ -65,7 +65,7 @@ def test_what_was_just_written_is_less_likely() -> None:
     ids=str,
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match="must be"):
         sampling(**changes)
 
 

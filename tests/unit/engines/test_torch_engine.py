@@ -174,12 +174,12 @@ def test_info_says_what_decides_the_bits(llama: Tiny) -> None:
     "options", [{"device": "tpu"}, {"compute_dtype": "float16"}, {"threads": 0}, {"max_tokens": 0}], ids=str
 )
 def test_options_that_are_wrong_are_refused(llama: Tiny, options: dict[str, str]) -> None:
-    with pytest.raises(InputError, match=r"expected|is not a compute dtype|must be at least 1"):
+    with pytest.raises(InputError, match=r"must be|is not a compute dtype"):
         TorchEngine(llama.package, **options)  # type: ignore[arg-type]
 
 
 def test_a_device_that_is_not_there_needs_an_operator(llama: Tiny) -> None:
-    with pytest.raises(OperatorError, match="expected a CUDA device"):
+    with pytest.raises(OperatorError, match="There is no CUDA device"):
         TorchEngine(llama.package, device=f"cuda:{torch.cuda.device_count()}")
 
 

@@ -152,7 +152,7 @@ def test_report_is_json_without_nan() -> None:
 
 def test_mask_of_other_tensors_or_indices_is_refused() -> None:
     scores = {"a": np.ones((2, 2), np.float32)}
-    with pytest.raises(InputError, match="difference in a, b"):
+    with pytest.raises(InputError, match="They differ in a, b"):
         mask_report(scores, {"b": np.zeros(1, np.uint32)})
     with pytest.raises(InputError, match="a: expected indices below 4, got 4"):
         mask_report(scores, {"a": np.array([4], np.uint32)})
