@@ -45,6 +45,7 @@ _EXPERT_KEYS = (
     "moe_num_experts",
     "num_experts_per_tok",
 )
+# Not every mixture has one of these keys, so these are known by their type.
 _EXPERT_TYPES = (
     "mixtral",
     "phimoe",
@@ -68,6 +69,7 @@ _MISSING_LAYERS = {
 }
 
 _OTHERS = "`permille models catalogue` lists models to choose from."
+# Tensors are listed layer by layer, so a forged number of layers could fill the memory.
 _LARGEST_LAYERS = 4096
 
 
@@ -108,6 +110,7 @@ def text_config(config: Config) -> Config:
     if not isinstance(inner, Mapping):
         raise InputError(f"config.json of a {model_type} model has no text_config. Download it again.")
     shared = {key: config[key] for key in _SHARED_KEYS if config.get(key) is not None}
+    # Later entries win: defaults, then the text model's own keys, then those that the whole model shares.
     return {"model_type": TEXT_MODELS[model_type].value, **_SILENT.get(model_type, {}), **inner, **shared}
 
 
@@ -133,7 +136,8 @@ def family_of(config: Config) -> Family:
             f"The model is a mixture of experts (model_type {model_type!r}), which is not supported. "
             + _OTHERS
         )
-    if model_type not in set(Family):
+    # A foreign value may be a list, which no set can look up.
+    if not isinstance(model_type, str) or model_type not in set(Family):
         if (missing := _MISSING_LAYERS.get(str(model_type))) is not None:
             raise InputError(f"Models of type {model_type} are not supported: they need {missing}. {_OTHERS}")
         if "auto_map" in config:
@@ -226,6 +230,7 @@ def shape_of(config: Config) -> ModelShape:
     family = family_of(config)
     about, read = DESCRIPTIONS[family], Settings(config)
     learned = about.rotation is Rotation.LEARNED
+    # OPT and GPT-NeoX have as many key-value heads as heads, and divide the hidden size by them.
     own_heads = not learned and (about.names.fused is None or about.stacked)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     if about.head is None and (not own_heads or config.get("head_dim") is None) and hidden % heads:
@@ -279,6 +284,7 @@ def expected_tensors(config: Config) -> dict[str, TensorShape]:
     tensors: dict[str, TensorShape] = {f"{about.embedding}.weight": table}
     if shape.positions:
         tensors["model.decoder.embed_positions.weight"] = (shape.positions, shape.hidden)
+    # OPT-350m has an embedding that is narrower than its hidden states.
     if shape.embedded != shape.hidden:
         tensors["model.decoder.project_in.weight"] = (shape.hidden, shape.embedded)
         tensors["model.decoder.project_out.weight"] = (shape.embedded, shape.hidden)
@@ -345,6 +351,7 @@ def canonical_name(config: Config, name: str) -> str | None:
     name = _TEXT_MODEL.sub("model.", name).removeprefix("language_model.")
     if name.endswith((".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")):
         return None
+    # Names of older releases follow.
     if family is Family.GPT_NEOX and name == "embed_out.weight":
         name = "lm_head.weight"
     if family is Family.OPT and name.startswith("decoder."):
@@ -373,11 +380,13 @@ def _layers_in(scope: str, layers: int) -> range:
 
 
 def _is_index(text: str) -> bool:
+    # `isdecimal` alone also accepts the digits of other scripts.
     return text.isascii() and text.isdecimal() and len(text) <= 5
 
 
 def _is_mixture(config: Config) -> bool:
     model_type = str(config.get("model_type"))
+    # 0 experts mean a dense model.
     counted = any(isinstance(config.get(key), int) and config[key] > 0 for key in _EXPERT_KEYS)
     return counted or "moe" in model_type.lower() or model_type in _EXPERT_TYPES
 

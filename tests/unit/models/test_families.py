@@ -126,7 +126,7 @@ def test_scope_of_another_form_is_refused(scope: str) -> None:
         scoped_tensors(config_of("llama", {}), scope)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "", None, 7])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "", None, 7, ["llama"], {}])
 def test_unknown_family_is_refused_with_the_list(model_type: Any) -> None:
     with pytest.raises(
         InputError,
