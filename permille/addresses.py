@@ -28,6 +28,7 @@ def address_key(host: str) -> str:
     try:
         address = ipaddress.ip_address(plain_address(host))
     except ValueError:
+        # Not an address, for example of a Unix socket. The key stays short.
         return host[:64]
     if address.version == 4:
         return str(address)

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from permille.addresses import address_key
 
+# The limit of a single read. `Places.stranger_s` limits all of them together.
 _HANDSHAKE_S: Final = 60.0
 
 
@@ -80,6 +81,7 @@ class Connections:
         place = Place(key=address_key(host), socket=connection)
         with self._lock:
             of_one = [one for one in self._taken if one.key == place.key]
+            # The client's own connections go first, so that it cannot push out others.
             for held, most in ((of_one, self._limits.of_one), (self._taken, self._limits.most)):
                 if len(held) >= most:
                     stranger = next((one for one in held if not one.proved), None)
@@ -92,6 +94,7 @@ class Connections:
         for seconds, end in ends:
             if seconds is not None:
                 timer = threading.Timer(seconds, end)
+                # A waiting timer must not delay the end of the program.
                 timer.daemon = True
                 timer.start()
                 place.timers.append(timer)
@@ -151,6 +154,7 @@ class BoundedServer(ThreadingHTTPServer):
         try:
             if self.tls is not None:
                 request.settimeout(_HANDSHAKE_S)
+                # The handshake waits until the place knows the new socket, so that a timer can close it.
                 request = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
                 place.socket = request
                 request.do_handshake()
@@ -159,6 +163,7 @@ class BoundedServer(ThreadingHTTPServer):
             self.shutdown_request(request)
         finally:
             self._connections.leave(place)
+            # A client may have reused its port for a new connection.
             if self.places.get(client_address) is place:
                 del self.places[client_address]
 

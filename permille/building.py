@@ -200,6 +200,7 @@ def _with_reference(package: Package, model: Model, texts: Iterable[str] | None)
     chat = FileChat.find(model.folder)
     text_NT = np.empty((0, TEXT_TOKENS), np.int64)
     if texts is not None:
+        # A small model may not read rows of the usual length.
         length = min(TEXT_TOKENS, int(package.config.get("max_position_embeddings") or TEXT_TOKENS))
         tokenizer = FileTokenizer(model.folder)
         text_NT = token_sequences(tokenizer, _checked(texts), TEXT_ROWS, length, REFERENCE_SEED)
@@ -218,6 +219,7 @@ def _saved(model: Any, tokenizer: Any) -> Model:
     kept = tempfile.TemporaryDirectory(prefix="permille-model-")
     for part in (model, tokenizer):
         part.save_pretrained(kept.name)
+    # Refuse an unsupported model now, not after minutes of scoring.
     Checkpoint(Path(kept.name))
     return Model(Path(kept.name), kept)
 
@@ -229,6 +231,7 @@ def _check_model(model: Model) -> None:
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:
     """Refuse a single string in place of a list, and items that are not strings."""
+    # A string is iterable, too, and would be read letter by letter.
     if isinstance(texts, str):
         raise InputError("Give a list of texts, not one text: [text].")
     for text in texts:

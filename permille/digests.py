@@ -16,6 +16,7 @@ from permille.errors import PackageError
 
 JSON: TypeAlias = "str | int | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 
+# Far below Python's own limit of recursion, so a foreign document cannot exhaust the stack.
 MAX_DEPTH = 32
 _INT_LIMIT = 2**63
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
@@ -59,6 +60,7 @@ def canonical_json(value: JSON) -> bytes:
     """
     _check(value, 0)
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    # This raises for a lone surrogate, which UTF-8 cannot hold.
     return text.encode("utf-8")
 
 
@@ -104,6 +106,7 @@ def finite_number(text: str) -> float:
     Raises:
         ValueError: the number is NaN, infinite or too large.
     """
+    # 1e999 is valid JSON, and becomes infinity here.
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"expected finite numbers, got {text:.40}")
@@ -124,15 +127,18 @@ def _refuse_number(text: str) -> NoReturn:
 def _check(value: JSON, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise ValueError(f"expected nesting of at most {MAX_DEPTH}")
+    # bool comes before int, because it is a subclass.
     if value is None or isinstance(value, str | bool):
         return
     if isinstance(value, int):
+        # Other languages read 64-bit integers.
         if not -_INT_LIMIT <= value < _INT_LIMIT:
             raise ValueError(f"expected a signed 64-bit integer, got one of {value.bit_length()} bits")
         return
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
+                # `json.dumps` would turn 1 and "1" into the same key.
                 raise TypeError(f"expected string keys, got {type(key).__name__}")
             _check(item, depth + 1)
         return

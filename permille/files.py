@@ -34,6 +34,7 @@ def make_private(folder: Path) -> None:
         OperatorError: the folder cannot be created, or it belongs to another user and is not private.
     """
     try:
+        # An existing folder keeps its mode, so the mode is checked below.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
         raise OperatorError(f"{folder} cannot be made: {exc.strerror}. Name another folder") from exc
@@ -63,6 +64,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     Raises:
         OSError: the file system failed. `path` is unchanged.
     """
+    # Beside the file, because a rename is atomic within one file system only.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)
     try:
@@ -72,6 +74,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         temporary.replace(path)
+    # Also for KeyboardInterrupt: no temporary file may stay.
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -124,6 +127,7 @@ def follow_inside(root: Path, relative: str) -> Path | None:
     while parts:
         part = parts.pop()
         if part == "..":
+            # One step up from the root leads out.
             if path == real_root:
                 return None
             path = path.parent
@@ -136,6 +140,7 @@ def follow_inside(root: Path, relative: str) -> Path | None:
         links += 1
         if links > _MOST_LINKS:
             return None
+        # An absolute link may spell the root itself through a link, so both spellings count.
         if target.is_absolute():
             base = next((base for base in (real_root, root.absolute()) if target.is_relative_to(base)), None)
             if base is None:

@@ -3,6 +3,7 @@
 import ctypes
 from pathlib import Path
 
+# Version 2 of control groups. In a container, this is the container's own group.
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -29,6 +30,7 @@ def _system_memory() -> int | None:
         return None
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     available = fields.get("MemAvailable", "").split()
+    # The file counts in KiB.
     return int(available[0]) * 1024 if available else None
 
 

@@ -88,6 +88,7 @@ def configure_logging(form: LogFormat) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_ids)
     handler.setFormatter(_json_formatter() if form is LogFormat.JSON else _TextFormatter())
+    # `force` replaces handlers that a library or a test runner has installed.
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     # These libraries log each of their requests at level INFO.
     for name in _QUIET:

@@ -21,6 +21,7 @@ FLOATS = frozenset({"F32", "F16", "BF16"})
 Q8_0 = "Q8_0"
 """The dtype of a matrix in blocks of GGUF: a float16 scale and 32 int8 codes for 32 weights of a row."""
 Q8_0_WEIGHTS, Q8_0_BYTES = 32, 34
+# Numbers compared at once, so that the temporary arrays stay small.
 _PART = 1 << 20
 
 
@@ -63,6 +64,7 @@ class RawTensor:
             return bool(np.isfinite(scale_B).all())
         if self.dtype not in FLOATS:
             return True
+        # IEEE 754: NaN and infinity alone have an exponent of all ones.
         exponent = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[self.dtype]
         bits = self.data.view("<u4" if self.dtype == "F32" else "<u2")
         return all(
@@ -95,6 +97,7 @@ def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> by
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     header = canonical_json(entries)
+    # FORMAT 4.1: data begin at a multiple of 8, so that every number is aligned.
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
 

@@ -23,6 +23,7 @@ def token_bytes(text: str, ends_T: NDArray[np.int64]) -> NDArray[np.int64]:
         ends_T: int64, the position in `text` after each token, in characters. A token without text has 0.
     """
     before = np.concatenate([[0], np.cumsum(_utf8_lengths(text))])
+    # Offsets may go back within one character, so a running maximum keeps counts from being negative.
     bytes_T: NDArray[np.int64] = np.diff(before[np.maximum.accumulate(ends_T)], prepend=0)
     return bytes_T
 
@@ -32,5 +33,6 @@ def _utf8_lengths(text: str) -> NDArray[np.int64]:
     points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     lengths = np.ones(len(points), dtype=np.int64)
     for first in (0x80, 0x800, 0x10000):
+        # A character from each of these code points on takes one byte more.
         lengths += points >= first
     return lengths

@@ -46,12 +46,14 @@ class TokenizerFiles:
                 longer than 64 Ki characters.
         """
         config = read_object(read_file("tokenizer_config.json"))
+        # `tokenizer_config.json` is the newer file, so its entries win.
         names = {**read_object(read_file("special_tokens_map.json")), **config}
         tokens = {name: _text(names.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")}
         stops: dict[int, None] = {}
         for name in ("generation_config.json", "config.json"):
             value = read_object(read_file(name)).get("eos_token_id")
             for item in value if isinstance(value, list) else [value]:
+                # `type`, not `isinstance`: True must not pass for an id.
                 if type(item) is int:
                     stops[item] = None
         return cls(
@@ -107,6 +109,7 @@ def _template(file: bytes | None, config: Mapping[str, Any]) -> str | None:
         except UnicodeDecodeError as exc:
             raise PackageError("chat-template", "expected a chat template in UTF-8, got other bytes") from exc
     elif isinstance(template, list):
+        # Some models have several named templates.
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if not isinstance(template, str):

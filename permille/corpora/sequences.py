@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.zo.philox import philox4x32_10
 
+# More windows spread the choice over the corpus, and take longer to tokenize.
 POOL = 8
 # Like the stream of masks, these words are never step and query of a direction. The last bit separates both.
 _SEQUENCE_STREAM = (0xFFFFFFFF, 0xFFFFFFFE)
@@ -99,9 +100,11 @@ def _windows(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> Iterato
         joined = np.concatenate([rest, np.asarray(tokenizer.encode(text), np.int64)])
         whole = joined.size // length * length
         yield from joined[:whole].reshape(-1, length)
+        # At most `length - 1` tokens wait here, so memory does not grow with the corpus.
         rest = joined[whole:]
 
 
 def _key(window: int, seed: int) -> int:
+    # Philox takes 32-bit words, so a window's number is split in two.
     low, high, _, _ = philox4x32_10((window & 0xFFFFFFFF, window >> 32, *_SEQUENCE_STREAM), seed)
     return int(high) << 32 | int(low)

@@ -21,6 +21,7 @@ from typing import BinaryIO, Final, cast
 from permille.errors import InputError
 
 SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".txt")
+# Bytes. A row is held in memory as a whole, so it needs a limit.
 LARGEST_ROW = 8 << 20
 HEAD_BYTES = 1 << 20
 # A .txt has no rows: it is cut at blank lines into texts of at least this many characters.
@@ -113,6 +114,7 @@ def check_head(path: Path) -> None:
     with _opened(path) as file:
         head = file.read(HEAD_BYTES)
     lines = head.splitlines(keepends=True)
+    # The last line of a longer file may be cut by the limit, so it is not judged.
     whole = len(head) < HEAD_BYTES
     report = ReadReport()
     for line in lines if whole else lines[:-1]:
@@ -135,6 +137,7 @@ def _json_texts(path: Path, report: ReadReport) -> Iterator[str]:
     for line in _lines(path):
         report.rows += 1
         text = _text_of(line)
+        # A broken row without a line end is the sign of a copy that stopped.
         if text is BadRow.NOT_JSON and line and not line.endswith(b"\n"):
             raise InputError(f"The last row of {path.name!r:.200} is cut in its middle. Copy the file again.")
         if isinstance(text, BadRow):
@@ -210,6 +213,7 @@ def _lines(path: Path) -> Iterator[bytes | None]:
             if len(line) <= LARGEST_ROW:
                 yield line
                 continue
+            # Skip the rest in pieces, so that no line is ever held as a whole.
             while line and not line.endswith(b"\n"):
                 line = file.readline(LARGEST_ROW)
             yield None

@@ -16,9 +16,11 @@ from typing import Any, Final
 from permille.errors import InputError
 from permille.fleet.windows import Window
 
+# A wave of 1 % holds 100 places.
 PARTS: Final = 10_000
 # Most members of a group by name or tag. The record lists their digests.
 MAX_MEMBERS: Final = 2000
+# The largest integer that all JSON readers represent exactly (RFC 8259, section 6).
 _MOST: Final = 2**53 - 1
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _NUMBERS: Final = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){2}", re.ASCII)
@@ -184,6 +186,8 @@ def place_of(rollout_id: str, device_id: str) -> int:
 
 def member_digest(rollout_id: str, device_id: str) -> str:
     """Return the digest that stands for a device in a record, so that others cannot read its id there."""
+    # 64 bits suffice to tell 2,000 members apart. With the id of the rollout, a device has another digest
+    # in each rollout.
     return _hash("member", rollout_id, device_id)[:8].hex()
 
 

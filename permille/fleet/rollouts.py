@@ -33,7 +33,9 @@ MAX_DIFFERENCE: Final = 0.25
 WORSE_NATS: Final = 0.02
 LOSS_LIMIT: Final = 0.01
 GENERAL_LIMIT: Final = 0.02
+# A device that finds the same damage as three others did not cause it.
 SAME_CODE: Final = 4
+# Two shares and two means are tested at each look, so each test gets a quarter of its probability.
 _TESTS: Final = 4
 
 
@@ -231,6 +233,7 @@ def advance(standing: Standing, rules: Rules, tally: Tally, now: datetime) -> St
     count = max(tally.damage.values(), default=0)
     if count >= SAME_CODE:
         return _halt(standing, Reason.INTEGRITY, {"devices": count, "reports": tally.ended})
+    # Many reports may arrive between two calls. Skipped looks only lower the probability of an error.
     while tally.ended >= look_at(looks):
         looks += 1
     if looks > standing.looks and (found := _look(tally, rules, ALPHA / 2**looks / _TESTS)) is not None:

@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable
 from typing import Final
 
+# Lentz's method replaces a divisor of 0 by this.
 _TINY: Final = 1e-300
 _PRECISION: Final = 1e-14
 _TERMS: Final = 10_000
+# More than the 53 bits of a float64 in [0, 1].
 _HALVINGS: Final = 60
 
 
@@ -48,6 +50,7 @@ def lower_mean(mean: float, deviation: float, n: int, alpha: float) -> float:
     """
     if n < 2:
         return -math.inf
+    # The upper bound is far beyond the t of any error probability in use.
     t = _crossing(lambda value: alpha - above(value, n - 1), 0.0, 1e6)
     return mean - t * deviation / math.sqrt(n)
 

@@ -80,21 +80,27 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """
     shape, settings = shape_of(config), Settings(config)
     about = shape.about
+    # `shape_of` has read these keys with a reader of its own, so they are not unknown here.
     settings.passed_over(shape.keys | {"tie_word_embeddings", "intermediate_size", "ffn_dim"})
+    # The engine's attention is causal: a token never sees a later one.
     settings.require("use_bidirectional_attention", False)
     learned = about.rotation is Rotation.LEARNED
+    # Only GPT-NeoX may leave this key out.
     positions = settings.size("max_position_embeddings", 2048 if about.rotation is Rotation.PART else None)
+    # Scores are multiplied by `scalar ** -0.5`, which is `1 / sqrt(head)` in all families but Gemma 2 and 3.
     scalar, attention_softcap, final_softcap = float(shape.head), None, None
     if about.query_scalar is not None:
         scalar = settings.number("query_pre_attn_scalar", about.query_scalar)
         final_softcap = settings.optional_number("final_logit_softcapping", about.final_softcap)
         if about.attention_softcap is None:
+            # Gemma 3 inherits the key from Gemma 2, but has no soft cap.
             settings.require("attn_logit_softcapping")
         else:
             attention_softcap = settings.optional_number("attn_logit_softcapping", about.attention_softcap)
     scale, embedding_scale = scalar**-0.5, float(shape.hidden**0.5) if about.embedding_scaled else 1.0
     residual_scale = logits_scale = 1.0
     if about.multiplied:
+        # Granite names the factor of its scores. It does not depend on the width of a head.
         scale = settings.number("attention_multiplier", 1.0)
         embedding_scale = settings.number("embedding_multiplier", 1.0)
         residual_scale = settings.number("residual_multiplier", 1.0)
@@ -110,9 +116,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head=shape.head,
+        # A longer sequence would need other frequencies, so it is refused rather than computed differently.
         positions=min([positions, *limits]),
         block=_block(settings, shape),
         norm=about.norm,
+        # OPT has no key for it, and uses the default of torch.
         norm_epsilon=1e-5 if learned else settings.number(*about.norm_epsilon),
         activation=_activation(settings, shape),
         attention_scale=scale,
@@ -133,6 +141,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def _block(settings: Settings, shape: ModelShape) -> BlockKind:
+    # For example OPT-350m, which normalizes after each part.
     if shape.family is Family.OPT and not settings.flag("do_layer_norm_before", True):
         return BlockKind.POST
     if shape.family is Family.GPT_NEOX and not settings.flag("use_parallel_residual", True):
@@ -156,6 +165,7 @@ def _activation(settings: Settings, shape: ModelShape) -> Activation:
     if name not in _ACTIVATIONS:
         raise unsupported(f"{key} to be one of {', '.join(_ACTIVATIONS)}", name)
     if shape.about.embedding_scaled:  # Gemma has two keys for the activation, and ignores one.
+        # The ignored key must not contradict the other one.
         settings.require("hidden_activation" if key == "hidden_act" else "hidden_act", "gelu_pytorch_tanh")
     if shape.family is Family.GEMMA and name == "gelu":
         return Activation.GELU_TANH  # as transformers: Gemma's first releases wrote "gelu" for this
@@ -184,6 +194,7 @@ def _rotated(settings: Settings, shape: ModelShape, windows: tuple[int | None, .
     interval = settings.size("no_rope_layer_interval", 4)
     flags = settings.flags("no_rope_layers")
     if flags is None:
+        # transformers fills in a missing list by the same rule.
         flags = [bool((layer + 1) % interval) for layer in range(shape.layers)]
     if len(flags) < shape.layers:
         raise unsupported(f"{shape.layers} no_rope_layers", flags)
@@ -201,6 +212,7 @@ def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
             "rope_theta": settings.number("rotary_emb_base", 1e4),
             "partial_rotary_factor": settings.number("rotary_pct", 0.25),
         }
+        # Old configs of GPT-NeoX have the two keys above. A newer table wins.
         return rope_of(parameters | given | scaling, head=shape.head, positions=positions)
     parameters = scaling or given
     if shape.family is Family.MINISTRAL3 and "llama_4_scaling_beta" not in parameters:
@@ -228,6 +240,7 @@ def _ropes_by_layer(settings: Settings, shape: ModelShape, positions: int) -> li
     key, theta = shape.about.near_theta
     full = {"rope_theta": settings.number("rope_theta", shape.about.theta)}
     full |= dict(given.get("full_attention") or {})
+    # The older key holds for layers with full attention only.
     full |= settings.table("rope_scaling")
     near = {"rope_theta": theta if key is None else settings.number(key, theta)}
     near |= dict(given.get("sliding_attention") or {})
@@ -252,6 +265,7 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
             settings.require("use_sliding_window", False)
             settings.passed_over(("sliding_window", "layer_types"))
         return (None,) * count
+    # 4096 is the default of transformers for every other family with a window.
     window = settings.optional_size("sliding_window", None if shape.family in _NO_WINDOW else 4096)
     if kind is Windows.ALL:
         return (window,) * count
@@ -272,6 +286,7 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
     if kinds is not None:
         if len(kinds) != count or set(kinds) - {"full_attention", "sliding_attention"}:
             raise unsupported(f"{count} layer_types, full_attention or sliding_attention", kinds)
+        # The list replaces every rule above.
         near = tuple(kind == "sliding_attention" for kind in kinds)
     if any(near) and window is None:
         raise unsupported("a sliding_window for layers of sliding_attention", window)

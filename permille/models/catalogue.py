@@ -18,6 +18,7 @@ from permille.quantization import default_group_size
 from permille.quantization.types import Scheme, bits_of
 
 TRAINED_TOKENS: Final = 256
+# A float32 for each group of weights.
 _SCALE_BITS: Final = 32
 _TABLE_BYTES: Final = 34 / 32
 """Bytes of a number of embedding or head: 8 bits, and a float16 for each group of 32."""
@@ -62,8 +63,10 @@ class Entry:
         """Return the size of a package without its tokenizer: embedding and head in 8 bits, norms in 32."""
         shapes = expected_tensors(self.config)
         linears = sum(prod(shape) for _, shape in scoped_tensors(self.config))
+        # Biases are 1-D, too, and are stored like norms.
         norms = sum(prod(shape) for shape in shapes.values() if len(shape) == 1)
         tables = self.parameters - linears - norms
+        # Bits of a weight, with its share of the scale of its group.
         bits = bits_of(scheme) + _SCALE_BITS / default_group_size(scheme)
         return round(linears * bits / 8 + tables * _TABLE_BYTES + norms * 4)
 
@@ -74,6 +77,7 @@ class Entry:
         It counts a hidden vector of each token and decoder layer, the activations of one layer, and the
         process. It is within 3 % of the two shapes that `docs/results/real-model.md` measured.
         """
+        # float32 has 4 bytes. The activations of one layer take as much as 32 hidden vectors.
         layers, hidden = self.config["num_hidden_layers"], self.config["hidden_size"]
         return _TRAINING_BYTES + 4 * TRAINED_TOKENS * (int(layers) + 32) * int(hidden)
 

@@ -51,6 +51,7 @@ _IF_MISSING = {
     CONFIG_FILE: "Name a folder that transformers saved, or a GGUF file.",
     "tokenizer.json": "Save the model's tokenizer there (`tokenizer.save_pretrained`).",
 }
+# A clone without git-lfs has such text files in place of the weights.
 _LFS_POINTER = b"version https://git-lfs"
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _LARGEST_HEADER = 64 << 20
@@ -149,6 +150,7 @@ class Checkpoint:
     def digest(self) -> str:
         """Return a digest of names and contents of `files()`. It is the same on every machine."""
         contents = {name: digest_of_file(inside(self.folder, name)) for name in self.files()}
+        # The prefix separates this digest from digests of other kinds of lists.
         return digest_of(b"permille-model-1\0" + canonical_json(contents))
 
     def _headers(self) -> dict[str, Entry]:
@@ -156,6 +158,7 @@ class Checkpoint:
         for file in _weight_files(self.folder):
             for stored, entry in _read_header(self.folder, file).items():
                 name = canonical_name(self.config, stored)
+                # The model does not use this tensor (`canonical_name`).
                 if name is None:
                     continue
                 if name in found:
@@ -202,6 +205,7 @@ def inside(folder: Path, name: str) -> Path:
         InputError: the name is no bare file name, the file does not exist, or a symbolic link leads out of
             the folder.
     """
+    # Names of weight files come from the folder's own index, which is foreign.
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise InputError(f"expected a bare file name, got {name!r:.200}")
     path = _followed(folder, name)
@@ -236,6 +240,7 @@ def _check_folder(folder: Path) -> None:
             raise InputError(
                 f"{path.name} in {folder.name} is a link that leads out of it. Copy the file itself."
             )
+    # transformers would go on to the base model that the adapter names, wherever that is.
     if (folder / _ADAPTER_FILE).exists():
         raise InputError(f"{folder.name} holds an adapter ({_ADAPTER_FILE}), no whole model. Merge it first.")
 
@@ -249,6 +254,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 def _parse_object(data: bytes, what: str) -> dict[str, Any]:
     try:
+        # Python's parser also accepts NaN, Infinity and 1e999, which no setting may be.
         value = json.loads(data, parse_constant=finite_number, parse_float=finite_number)
     except (ValueError, RecursionError) as exc:
         raise InputError(f"{what} is not valid JSON: {exc}. {_AGAIN}") from exc
@@ -283,12 +289,14 @@ def _read_header(folder: Path, file: str) -> dict[str, Entry]:
             )
         stream.seek(0)
         length = int.from_bytes(stream.read(8), "little")
+        # Check the length before the header is read: a forged one could ask for terabytes.
         if size < 8 or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
             raise InputError(
                 f"{file} is no safetensors file, or is cut off: expected a header within {_LARGEST_HEADER} "
                 f"bytes and the file. {_AGAIN}"
             )
         header = _parse_object(stream.read(length), f"the header of {file}")
+    # Free text of the program that wrote the file, not a tensor.
     header.pop("__metadata__", None)
     return {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
 
@@ -327,6 +335,7 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _compare(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    # Names come first: a wrong shape says little while tensors are missing.
     for what, names in (
         ("missing", expected.keys() - found.keys()),
         ("unknown", found.keys() - expected.keys()),

@@ -40,6 +40,7 @@ def modern_folder(folder: Path, root: Path) -> Path:
         return folder
     weights = pickles or sorted(path.name for path in folder.glob("*.safetensors"))
     texts = [name for name in TEXT_FILES if (folder / name).exists()]
+    # The texts decide the tokenizer, so a change of them needs another conversion.
     contents = {name: digest_of_file(inside(folder, name)) for name in (*weights, *texts)}
     digest = digest_of(b"permille-converted-1\0" + canonical_json(contents)).removeprefix("sha256:")
 
@@ -47,6 +48,7 @@ def modern_folder(folder: Path, root: Path) -> Path:
         for name in (*texts, *(() if pickles else weights)):
             shutil.copyfile(inside(folder, name), temporary / name)
         _convert(folder, temporary, pickles)
+        # Checked before the folder gets its name, so that no invalid model is kept.
         Checkpoint(temporary)
 
     return made_once(root / FOLDERS / digest, convert)
@@ -67,6 +69,7 @@ def _convert(folder: Path, made: Path, pickles: list[str]) -> None:
             f"{folder.name} has {size} bytes of pickled weights, more than {MAX_PICKLE_BYTES} are not "
             "converted here. Save the model with `save_pretrained(..., safe_serialization=True)`."
         )
+    # -P keeps the current folder off the import path, so no file there can pose as a module.
     command = [sys.executable, "-P", "-m", "permille.sandbox.conversion", str(made), *map(str, paths)]
     try:
         child = subprocess.run(command, capture_output=True, timeout=CHILD_S, check=False)
@@ -74,6 +77,7 @@ def _convert(folder: Path, made: Path, pickles: list[str]) -> None:
         raise InputError(f"The weights of {folder.name} took more than {CHILD_S:.0f} s to convert.") from exc
     if child.returncode == 0 and (not paths or (made / WEIGHTS_FILE).exists()):
         return
+    # The child has read foreign bytes, so its words are bounded before they reach a log or a page.
     said = child.stdout.decode(errors="replace").strip()[:500]
     raise InputError(
         f"{folder.name} cannot be converted: "

@@ -177,7 +177,10 @@ DESCRIPTIONS: Mapping[Family, Description] = {
     Family.LLAMA: Description(silent_kv_heads=True, mlp_bias=("mlp_bias", False)),
     Family.MISTRAL: Description(attention_bias=None, windows=Windows.ALL),
     Family.QWEN2: Description(
-        attention_bias=None, always_biased=("query", "key", "value"), windows=Windows.UPPER
+        # Qwen 2 has these biases without a key for them, and none at the output.
+        attention_bias=None,
+        always_biased=("query", "key", "value"),
+        windows=Windows.UPPER,
     ),
     Family.QWEN3: Description(head=128, names=BlockNames(**_NORMED_HEADS), windows=Windows.UPPER),
     Family.GEMMA: Description(
@@ -226,6 +229,7 @@ DESCRIPTIONS: Mapping[Family, Description] = {
             up="fc1",
             down="fc2",
             norm_attention="self_attn_layer_norm",
+            # In spite of its name, this is the norm before the feed-forward part of each layer.
             norm_mlp="final_layer_norm",
         ),
         inner="ffn_dim",
@@ -273,6 +277,7 @@ DESCRIPTIONS: Mapping[Family, Description] = {
         window_pattern=4,
         rotation=Rotation.BY_LAYER,
         theta=5e5,
+        # OLMo 3 has no key of its own for the theta of layers with a window.
         near_theta=(None, 5e5),
     ),
     Family.EXAONE4: Description(
@@ -291,6 +296,7 @@ DESCRIPTIONS: Mapping[Family, Description] = {
             value=None,
             fused="self_attn.qkv_proj",
             gate=None,
+            # The gate's rows come first in this matrix (`stacked`), so there is no tensor `gate`.
             up="mlp.gate_up_proj",
         ),
         stacked=True,

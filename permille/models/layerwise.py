@@ -52,6 +52,7 @@ class LayerStream:
         self._recorders = [_Recorder() for _ in self._layers]
         self._model.set_submodule(self._prefix, nn.ModuleList(self._recorders))
         restore_buffers(self._model, self._device)
+        # Arguments of each layer by the shape of the input, which alone decides them.
         self._inputs: dict[tuple[int, int], tuple[Mapping[str, Any], ...]] = {}
 
     @property
@@ -86,6 +87,7 @@ class LayerStream:
         If nothing is replaced, only logits of the last token are computed, because nobody uses them.
         """
         self._recorders[0].replaced = replaced
+        # 0 keeps the logits of all tokens.
         kept = 1 if replaced is None else 0
         try:
             found: Tensor = self._model(
@@ -99,6 +101,7 @@ class LayerStream:
 
     def _keywords(self, index: int, hidden_BTH: Tensor) -> Mapping[str, Any]:
         shape = (hidden_BTH.shape[0], hidden_BTH.shape[1])
+        # A caller may run a layer on a shape that was never embedded: embed zeros to record its arguments.
         if shape not in self._inputs:
             with self.ends() as ends, torch.no_grad():
                 ends.embed(torch.zeros(shape, dtype=torch.long))
@@ -108,6 +111,7 @@ class LayerStream:
         for name, _ in list(module.named_parameters()):
             if prefix + name not in self.checkpoint.names:
                 continue  # a tied head
+            # `torch.tensor` copies, so the pages of the mapped file can be released.
             weight = torch.tensor(self.checkpoint.float32(f"{prefix}{name}"))
             _put(module, name, weight.to(self._device, self.dtype))
 
@@ -141,6 +145,7 @@ class Ends:
 
     def logits(self, hidden_BTH: Tensor) -> Tensor:
         """Return the logits of the hidden states after the last decoder layer."""
+        # Only the shape counts, because the recorder replaces the hidden states.
         tokens_BT = torch.zeros(hidden_BTH.shape[:2], dtype=torch.long)
         return self._stream._run(tokens_BT, hidden_BTH.to(self._stream._device))
 
@@ -201,4 +206,5 @@ def _put(module: nn.Module, name: str, weight: Tensor) -> None:
 
 def _empty(module: nn.Module) -> None:
     for name, parameter in list(module.named_parameters()):
+        # A parameter on "meta" has a shape, but no memory.
         _put(module, name, torch.empty_like(parameter, device="meta"))

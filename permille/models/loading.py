@@ -47,6 +47,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
         local_files_only=True,
         output_loading_info=True,
     )
+    # Old checkpoints also have buffers and heads that the model does not use.
     info["unexpected_keys"] = {
         name for name in info["unexpected_keys"] if canonical_name(config, str(name)) is not None
     }
@@ -120,6 +121,7 @@ class FileChat:
         }
         text = str(_answer(lambda: self._sandbox.ask(request, characters=len(question)))["text"])
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
+        # The template has written the special tokens at both ends.
         encode = {"do": "encode", "text": text, "literal": False, "ends": False, "limit": limit}
         found = _answer(lambda: self._sandbox.ask(encode, characters=len(text)))
         return np.array(array("I", b64decode(found["ids"])).tolist(), np.int64)

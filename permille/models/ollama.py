@@ -33,6 +33,7 @@ def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
     """
     if store is None:
         store = Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama/models")
+    # The parts become names of folders, so the pattern allows no separator.
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise InputError(f"Write a model of Ollama as NAME or NAME:TAG, not {name!r:.80}.")
@@ -40,6 +41,7 @@ def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
     manifest = store / "manifests/registry.ollama.ai" / owner / model / tag
     try:
         layers = json.loads(manifest.read_bytes())["layers"]
+        # Other layers hold the template, the parameters and the licence.
         digests = [layer["digest"] for layer in layers if layer["mediaType"] == _MODEL]
         found = [match[1] for digest in digests if (match := _DIGEST.fullmatch(digest))]
     except FileNotFoundError as exc:

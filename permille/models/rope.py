@@ -98,6 +98,7 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
         raise unsupported(f"the keys of rope type {kind}", unknown)
     theta = positive("rope_theta", given.get("rope_theta"))
     part = positive("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    # As in transformers, a fraction is cut off.
     width = int(head * min(part, 2.0))  # more than all is refused below
     if width % 2 or not 2 <= width <= head:
         raise unsupported(f"an even number from 2 to {head} of rotated numbers in a head", width)
@@ -115,6 +116,7 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
         longest = int(_context(given, positions))
         frequency_E = frequency_E / _short_factors(given, width // 2)
         scaling = _long_scaling(given, positions, longest)
+    # An overflow becomes infinity, which is refused below.
     with np.errstate(over="ignore"):
         rounded_E = frequency_E.astype(np.float32)
     if not np.isfinite(rounded_E).all():
@@ -143,8 +145,10 @@ def _long_scaling(given: Mapping[str, Any], positions: int, context: int) -> flo
     factor = positive("factor", given.get("factor", positions / context))
     if factor <= 1:
         return 1.0
+    # log(1) = 0 would be the divisor below.
     if context == 1:
         raise unsupported("original_max_position_embeddings above 1 for rope type longrope", context)
+    # LongRoPE, section 3.2.
     return math.sqrt(1 + math.log(factor) / math.log(context))
 
 
@@ -158,6 +162,7 @@ def _llama3(
         raise unsupported("low_freq_factor and high_freq_factor to differ", low)
     context = _context(given, positions)
     wavelength_E = 2 * math.pi / frequency_E
+    # Long waves are stretched by `factor`, short ones stay, and those between are interpolated.
     slow_E = np.where(wavelength_E > context / low, frequency_E / factor, frequency_E)
     smooth_E = (context / wavelength_E - low) / (high - low)
     between_E = (1 - smooth_E) * slow_E / factor + smooth_E * slow_E
@@ -172,9 +177,11 @@ def _yarn(
     factor = positive("factor", given.get("factor", positive("max_position_embeddings", positions) / context))
     if theta == 1:
         raise unsupported("rope_theta other than 1 for rope type yarn", theta)
+    # As in transformers, 0 counts as absent.
     fast = positive("beta_fast", given.get("beta_fast") or 32)
     slow = positive("beta_slow", given.get("beta_slow") or 1)
 
+    # YaRN, section 3.2: the dimension that makes this many rotations within the original context.
     def dimension(rotations: float) -> float:
         return width * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -182,6 +189,7 @@ def _yarn(
     if given.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
+    # As in transformers: a ramp of width 0 would divide by 0.
     high = high + 0.001 if low == high else high
     ramp_E = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
     return frequency_E / factor * ramp_E + frequency_E * (1 - ramp_E), _yarn_scaling(given, factor)
@@ -192,6 +200,7 @@ def _yarn_scaling(given: Mapping[str, Any], factor: float) -> float:
         return positive("attention_factor", given["attention_factor"])
 
     def scale(weight: float) -> float:
+        # YaRN, section 3.4.
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     weight, all_weight = given.get("mscale"), given.get("mscale_all_dim")

@@ -128,6 +128,7 @@ class Settings:
         value = self._value(key, None)
         if value is None:
             return None
+        # True and False equal 1 and 0, so both spellings pass.
         if not isinstance(value, list) or any(item not in (0, 1) for item in value):
             raise unsupported(f"{key} to be a list of 0 and 1", value)
         return [bool(item) for item in value]
@@ -135,6 +136,7 @@ class Settings:
     def require(self, key: str, *allowed: object) -> None:
         """Check that the key is absent, null or has a value that changes nothing here."""
         value = self._value(key, None)
+        # Types are compared, too, because True == 1.
         if value is not None and not any(value == item and type(value) is type(item) for item in allowed):
             raise unsupported(f"{key} of {', '.join(map(repr, allowed)) or 'null'}", value)
 
@@ -156,11 +158,13 @@ class Settings:
     def _value(self, key: str, default: object) -> object:
         self.keys.add(key)
         value = self._config.get(key)
+        # null counts as absent.
         return default if value is None else value
 
 
 def positive(name: str, value: object) -> float:
     """Return a finite number above 0 (InputError)."""
+    # JSON may hold an integer that no float can represent. NaN fails both comparisons.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise unsupported(f"{name} to be a number above 0", value)
     return float(value)

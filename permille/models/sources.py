@@ -53,6 +53,7 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
         RetryableError: the hub cannot be reached.
         OSError: as the file system reports it.
     """
+    # The name becomes a folder below the root.
     if not _REPOSITORY.fullmatch(repository) or ".." in repository:
         raise InputError(
             f"Write the repository as owner/name, not {repository!r:.200}. A folder or file needs no commit."
@@ -74,6 +75,7 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
         from filelock import FileLock
 
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # Two jobs may want the same model: one downloads it, and the other waits.
         with FileLock(folder.with_name(f".{commit}.lock")):
             if not finished.exists():  # another job may have fetched it meanwhile
                 _fetch(repository, commit, folder)

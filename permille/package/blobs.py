@@ -41,6 +41,7 @@ class BlobWriter:
         self._folder = folder
         self._file = file
         self._temporary = temporary
+        # Bytes are hashed on their way to disk, so a large blob is not read a second time.
         self._hash = hashlib.sha256()
         self.size_bytes = 0
         self.digest: str | None = None
@@ -67,6 +68,7 @@ class BlobWriter:
         if expected is not None and digest != expected:
             raise PackageError("blob-digest", f"expected {expected}, got {digest}")
         self._file.flush()
+        # Durable first, then visible: a name never stands for bytes that a crash could lose.
         _make_durable(self._file)
         self._folder._install(self._temporary, digest)
         self.digest = digest
@@ -220,6 +222,7 @@ class BlobFolder:
         file.seek(0)
         temporary = self.incoming() / f"{secrets.token_hex(8)}.tmp"
         try:
+            # A killed writer leaves nothing, because the file had no name until here.
             # `open(2)` documents this path for giving a name to a file without one.
             os.link(f"/proc/self/fd/{file.fileno()}", temporary, follow_symlinks=True)
         except OSError:
@@ -258,6 +261,7 @@ class BlobFolder:
         for folder in sorted((self.root / "sha256").glob("[0-9a-f][0-9a-f]")):
             for path in sorted(folder.iterdir()):
                 digest = f"sha256:{path.name}"
+                # A collection in another process may delete a blob while this one lists them.
                 if is_digest(digest) and (found := self.entry(digest)) is not None:
                     yield found
 
@@ -303,6 +307,7 @@ class BlobFolder:
         target = self.path(digest)
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
+            # The new folder must survive a crash, too, or the blob in it would be lost.
             fsync_folder(target.parent.parent)
         os.utime(temporary)  # collections spare young blobs, and this one is new, however old the file is
         temporary.replace(target)
@@ -316,6 +321,7 @@ def _checked(name: str) -> str:
 
 
 def _make_durable(file: BinaryIO) -> None:
+    # Read-only, so that no program changes the bytes under a digest by mistake.
     os.fchmod(file.fileno(), 0o444)
     os.fsync(file.fileno())
 

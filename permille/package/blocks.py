@@ -46,6 +46,7 @@ def write_blocks(blobs: BlobFolder, layers: Iterable[Layer]) -> Layer:
         OSError: from the file system.
     """
     big = [layer for layer in layers if layer.role in BLOCKED_ROLES]
+    # FORMAT 4.7: the list begins with the blocks of `dense`.
     big.sort(key=lambda layer: BLOCKED_ROLES.index(layer.role))
     listed = bytearray()
     for layer in big:
@@ -123,5 +124,6 @@ def mend_block(blobs: BlobFolder, block: Block, data: bytes) -> None:
 
 
 def _is_whole(handle: int, block: Block) -> bool:
+    # A truncated file gives fewer bytes, whose hash differs, too.
     data = os.pread(handle, block.end - block.begin, block.begin)
     return hashlib.sha256(data).digest() == block.sha256

@@ -224,6 +224,7 @@ def plain_tensors(model: SourceModel, embeddings: Embeddings | str = Embeddings.
 def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask) -> _Trainable:
     scoped = dict(scoped_tensors(model.config))
     masks = {name: mask.indices.get(name, _NONE) for name in scoped}
+    # FORMAT 4.4: every linear has an entry, even without a masked weight.
     counts = {name: indices.size for name, indices in masks.items()}
     values = (masked_values(model.raw(name), indices) for name, indices in masks.items())
     own = [write_mask(blobs, mask.indices, list(scoped)), write_values(blobs, values, list(scoped))]
@@ -257,6 +258,7 @@ def _write_adapter(blobs: BlobFolder, model: SourceModel, chosen: ChosenAdapter)
 
 
 def _other_files(blobs: BlobFolder, model: SourceModel) -> Iterator[Layer]:
+    # The config is written from its cleaned form, so the file of the model is left out here.
     for name in sorted(FILE_NAMES - {"config.json"}):
         data = model.file(name, limit=MAX_FILE_BYTES)
         if data is not None:

@@ -114,6 +114,7 @@ def _check_settings(value: object, depth: int) -> None:
 
 def _refuse_code(config: Mapping[str, Any], path: str) -> None:
     forbidden = sorted(
+        # transformers imports code by these keys.
         {"auto_map", "custom_generate", "custom_pipelines", "trust_remote_code"} & config.keys()
     )
     if forbidden:

@@ -98,6 +98,7 @@ def write_adapter(
     with SafetensorsWriter(blobs) as writer:
         for tensor_id, tensor in enumerate(tensors):
             if tensor.count:
+                # The key has the tensor_id, so each matrix has random numbers of its own.
                 a_RK = random_matrix(adapter.rank, tensor.shape[1], key=(seed, tensor_id))
                 writer.add(tensor.name, "F16", a_RK.shape, a_RK.astype("<f2"))
         return _layer(Role.ADAPTER, writer.finish())
@@ -110,6 +111,7 @@ def random_matrix(rank: int, columns: int, *, key: tuple[int, int]) -> NDArray[n
     # numpy promises that raw words stay the same in every version. It does not promise this for normal
     # variates.
     words = np.random.Philox(key=np.array(key, np.uint64)).random_raw(rank * columns)
+    # The upper 24 bits of a word become a float32 in [-1, 1) without rounding.
     uniform = (words >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - np.float32(1)
     # A uniform variable on [-1, 1) has variance 1/3.
     return uniform.reshape(rank, columns) * np.float32(math.sqrt(3 / columns))

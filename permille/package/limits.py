@@ -12,6 +12,7 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_HEADER_BYTES = 8 << 20
 MAX_FILE_BYTES = 64 << 20
 MAX_REFERENCE_BYTES = 8 << 20  # FORMAT 4.12
+# 4 TiB. It also bounds the tensors that a foreign header claims.
 MAX_LAYER_BYTES = 1 << 42
 MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32

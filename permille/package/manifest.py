@@ -84,6 +84,7 @@ class Quantization:
         """Return the least and the most bytes of one weight in the dense layer, without the layer's
         header.
         """
+        # FORMAT 4.2: the scales of GGUF blocks stay in their own float16.
         item = 2 if self.name is Scheme.SOURCE else 4  # float16 or float32
         scales = math.prod(scales_shape(self.name, shape, self.group_size))
         least = packed_size(bits_of(self.name), shape) + item * scales
@@ -109,6 +110,7 @@ class MaskInfo:
     def __post_init__(self) -> None:
         _check_word(self.method)
         _check_word(self.scope)
+        # Text without an exponent or a sign, so that one density has few spellings.
         if not re.fullmatch(r"[0-9]\.[0-9]{1,20}|0|1", self.density, re.ASCII):
             raise PackageError("manifest-schema", f"expected a decimal density, got {self.density!r:.40}")
 
@@ -259,6 +261,7 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         """The bytes of the manifest and of all distinct blobs."""
+        # Two layers may have the same bytes, and a blob is stored and downloaded once.
         return len(self.to_bytes()) + sum({x.digest: x.size_bytes for x in self.layers}.values())
 
     @property
@@ -397,6 +400,7 @@ class Manifest:
         overhead = MAX_HEADER_BYTES + 8
         blocks = BLOCK_HASH_BYTES * sum(-(-self.layer(r).size_bytes // BLOCK_BYTES) for r in BLOCKED_ROLES)
         rank = 0 if self.adapter is None else self.adapter.rank
+        # FORMAT 4.10: A may be stored in 2 or 4 bytes per number.
         frozen = rank * sum(t.shape[1] for t in self.tensors if t.count)  # numbers of A
         blocks_of_state = -(-k // STATE_BLOCK_WEIGHTS)
         bounds = {

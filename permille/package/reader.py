@@ -91,6 +91,7 @@ class Package:
             for role, dtypes in _DTYPES.items()
             if manifest.has_layer(role)
         }
+        # After this, names and shapes are known, so that lookups below cannot fail.
         check_shapes(manifest, self.config, self._layers)
         for tensor in manifest.tensors if manifest.adapter is None else ():
             check_indices(tensor.name, self.mask(tensor.name), tensor.shape[0] * tensor.shape[1])
@@ -349,6 +350,7 @@ def verify_package(blobs: BlobFolder, digest: str) -> Package:
     for layer in _needed(blobs, manifest):
         _check_size(blobs, layer)
         blobs.check(layer.digest)
+    # All digests are right here, so this parses no bytes that were not checked.
     package = Package(blobs, manifest)
     for tensor in manifest.tensors:
         package.quantized(tensor.name)

@@ -69,6 +69,7 @@ def write_reference(blobs: BlobFolder, rows: ReferenceRows) -> Layer:
         writer.add("spans", "U32", spans_N2.shape, spans_N2.astype("<u4"))
         writer.add("named_ids", "U32", rows.named_RS.shape, rows.named_RS.astype("<u4"))
         writer.add("named_probabilities", "F16", rows.probability_RS.shape, rows.probability_RS.astype("<f2"))
+        # The writer itself puts wide items first (FORMAT 4.1), in any order of calls.
         writer.add("kinds", "U8", kinds_N2.shape, kinds_N2.astype(np.uint8))
         digest, size = writer.finish()
     return Layer(role=Role.REFERENCE, digest=digest, size_bytes=size)
@@ -110,6 +111,7 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
     if not pulls_N.any() or pulls_N.all():
         raise _refused("lacks rows that pull, or rows that measure")
     targets = int((end_N - begin_N)[pulls_N].sum())
+    # A tiny vocabulary has fewer tokens than a target names otherwise.
     wanted = (targets, min(NAMED_TOKENS, vocabulary))
     if named_RS.shape != probability_RS.shape or named_RS.shape != wanted:
         raise _refused(f"names tokens {list(named_RS.shape)}, not {list(wanted)}")

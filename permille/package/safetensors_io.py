@@ -137,6 +137,7 @@ def _spec(name: str, entry: JSON, dtypes: frozenset[str]) -> TensorSpec:
 
 
 def _is_sizes(value: JSON) -> bool:
+    # `type`, not `isinstance`: True must not pass for a size.
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
@@ -191,6 +192,7 @@ class SafetensorsWriter(ExitStack):
             raise InputError(f"expected every tensor once, got {name!r} again")
         if dtype not in ITEM_BYTES:
             raise InputError(f"expected dtype of {name!r} to be one of {sorted(ITEM_BYTES)}, got {dtype!r}")
+        # Bytes, not numbers: numpy has no bfloat16, so callers pass it as raw data.
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         width = ITEM_BYTES[dtype]
         if flat.size != math.prod(shape) * width:

@@ -27,6 +27,7 @@ from permille.quantization.nf4 import NF4_CODES
 from permille.quantization.types import QuantizedTensor, Scheme, bits_of
 from permille.tensors import Q8_0_WEIGHTS
 
+# FORMAT 4.11: a u32 that is skipped, the magic, and four integers, little-endian.
 _PROGRAM_HEADER = struct.Struct("<4x8sIQQQ")
 
 
@@ -140,6 +141,7 @@ def check_codes(name: str, tensor: QuantizedTensor) -> None:
         PackageError: `dense-codes` or `dense-padding`.
     """
     if tensor.scheme is Scheme.INT8:
+        # FORMAT 4.2: codes are symmetric, from -127 to 127.
         if int(tensor.packed.view(np.int8).min()) == -128:
             raise PackageError("dense-codes", f"expected codes of {name} from -127, got -128")
     elif math.prod(tensor.shape) % 2 and tensor.packed[-1] & 0x0F:

@@ -43,6 +43,7 @@ class Holders:
     threshold: int = 1
 
     def __post_init__(self) -> None:
+        # A key that is named twice could fill a threshold of two by itself.
         if len({key.keyid for key in self.keys}) != len(self.keys):
             raise InputError("A key is named twice.")
         if not 1 <= self.threshold <= len(self.keys):
@@ -112,6 +113,7 @@ def parse(kind: type[AnySigned], data: bytes) -> Metadata[AnySigned]:
 def lacking_signatures(delegator: Delegator, role: str, metadata: Metadata[Any]) -> str:
     """Describe the missing signatures, or return an empty text if there are enough."""
     try:
+        # It counts distinct keys, and ignores signatures by keys that the role does not name.
         delegator.verify_delegate(role, metadata.signed_bytes, metadata.signatures)
     except UnsignedMetadataError as exc:
         return str(exc)
@@ -180,6 +182,7 @@ def list_definition(targets: Targets, definition: bytes) -> None:
 def name_alias(targets: Targets, name: str, alias: str, path: str | None) -> None:
     """Point an alias at the version at `path`, and take it from all other versions of the name."""
     for known, target in targets.targets.items():
+        # Definitions of federations share this role, and have no aliases.
         if not is_target_path(known) or parse_target_path(known)[0] != name:
             continue
         aliases = aliases_of(target) - {alias} | ({alias} if known == path else set())

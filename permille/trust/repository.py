@@ -338,6 +338,7 @@ class Repository:
         for role, holder in holders.items():
             hand_over(next_targets if role in delegated else next_root, role, holder)
         made: list[tuple[str, Metadata[Any], Delegator]] = []
+        # The new keys of these roles are not here, so their metadata must be signed elsewhere.
         elsewhere = [
             role
             for role in holders
@@ -368,6 +369,7 @@ class Repository:
             InputError: it is not the next version, lacks signatures, has a wrong expiry, or would
                 leave a set of metadata that clients refuse.
         """
+        # The service makes both online roles itself, after each accepted change.
         if role in ONLINE or not (role in (ROOT, TARGETS) or role in self._delegated()):
             raise InputError(f"Only root, targets or a role below it is signed elsewhere, not {role!r:.80}.")
         offered: Metadata[Root] | Metadata[Targets]
@@ -375,6 +377,7 @@ class Repository:
         if len(data) > MAX_BYTES:
             raise InputError(f"{role} has {len(data)} bytes, more than {MAX_BYTES}.")
         self._check_next(role, offered)
+        # TUF, section 5.3.4: clients want a root signed by the old keys (`_check_next`) and by its own.
         if isinstance(offered.signed, Root):
             self._check_root(offered)
         elif role == TARGETS:
@@ -458,6 +461,7 @@ class Repository:
             self._keep_online(SNAPSHOT, snapshot)
         stamp = parse(Timestamp, self.newest[TIMESTAMP]).signed if TIMESTAMP in self.newest else None
         timestamp = Timestamp(snapshot_meta=MetaFile(self.version(SNAPSHOT)))
+        # Clients refuse a timestamp of an older version, so the number goes on.
         timestamp.version = stamp.version if stamp else 0
         self._keep_online(TIMESTAMP, self._next(timestamp, TIMESTAMP))
 
@@ -485,12 +489,14 @@ class Repository:
         """Sign with every available key that one of the delegators names for the role."""
         metadata: Metadata[Any] = Metadata(signed)
         for delegator in delegators:
+            # `append` keeps the signatures of the delegator before.
             for key_id in delegator.get_delegated_role(role).keyids:
                 if key_id in self.signers:
                     metadata.sign(self.signers[key_id], append=True)
         return metadata
 
     def _can_sign(self, rule: Role) -> bool:
+        # TUF counts keys, whoever holds them.
         return len(self.signers.keys() & set(rule.keyids)) >= rule.threshold
 
     def _lacking(self, role: str, metadata: Metadata[Any]) -> str:

@@ -41,12 +41,14 @@ ROOT_DIGEST_DIGITS: Final = 32
 MAX_VERSION: Final = 2**53 - 1
 MAX_STEPS: Final = 1_000_000
 
+# Whoever withholds newer metadata can do so for the life of a timestamp at most.
 _LIFE: Final = {
     ROOT: timedelta(days=365),
     TARGETS: timedelta(days=365),
     SNAPSHOT: timedelta(days=7),
     TIMESTAMP: timedelta(days=1),
 }
+# These roles may be signed elsewhere, by hand, so they live longer than the online roles.
 _DELEGATED_LIFE: Final = timedelta(days=90)
 _FILE_NAME: Final = re.compile(r"([1-9][0-9]{0,15})\.([a-z0-9][a-z0-9._-]{0,80})\.json", re.ASCII)
 _TARGET_PATH: Final = re.compile(r"releases/([a-z0-9][a-z0-9._-]{0,62})/([1-9][0-9]{0,15})\.json", re.ASCII)

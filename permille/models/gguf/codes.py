@@ -48,6 +48,7 @@ class KeptModel:
 
     def raw(self, name: str) -> RawTensor:
         """Return a tensor of the folder, float32. Embedding and head in Q8_0 come from the file."""
+        # Packages store tables in Q8_0 only (FORMAT 4.3), so other types are taken as float32.
         if name not in self._tables or self._model.type(name) is not GGMLQuantizationType.Q8_0:
             return self._checkpoint.raw(name)
         data = self._model.raw(name).reshape(-1)

@@ -46,10 +46,13 @@ UNROTATED = 4
 """llama.cpp's rule: every n-th layer of a SmolLM3 has no rotation."""
 
 _NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)  # rotated in pairs, not in halves
+# Reversed, so that `llama` stands for the first family that has it, which is Llama.
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
+# The 27B models, by their number of layers. They scale scores by hidden size / heads.
 _BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
 MOST_LAYERS = 4096
+# Of Llama 3.1 and of Llama 3.2.
 _LLAMA3_FACTORS = (8.0, 32.0)
 
 
@@ -87,6 +90,7 @@ class GgufModel:
         order_N = row_order(self.family, self.config, name, len(found))
         if order_N is None:
             return found
+        # The writer takes rows in this order, so they go back by the inverse.
         restored = np.empty_like(found)
         restored[order_N] = found
         return restored
@@ -200,6 +204,7 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         "hidden_act": "gelu_pytorch_tanh" if family in _GEMMAS else "silu",
     }
     if family in (Family.LLAMA, Family.GRANITE):
+        # The metadata does not say whether there are biases, but the tensors do.
         config |= {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
         config |= {"mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
     if family is Family.SMOLLM3:
@@ -248,6 +253,7 @@ def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) 
     if ROPE_FACTORS in file.tensors:
         found = _llama3(file, theta, head, positions)
     if family is Family.GEMMA3_TEXT:
+        # llama.cpp has this frequency in its code, and files do not name it.
         near = {"rope_type": "default", "rope_theta": 10_000.0}
         return {"full_attention": found, "sliding_attention": near}
     return found
@@ -269,6 +275,7 @@ def _llama3(file: GgufFile, theta: float, head: int, positions: int) -> dict[str
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
+        # A file has the divisors in float32, so they are compared with a tolerance.
         wanted_E = plain_E / rope_of(scaling, head=head, positions=positions).frequency_E
         if wanted_E.shape == divisor_E.shape and np.allclose(divisor_E, wanted_E, rtol=1e-4):
             return scaling

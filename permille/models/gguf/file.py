@@ -32,6 +32,7 @@ OTHERWISE = "Take the model as transformers has it, from a folder or the hub"
 """Advice for a file whose model may be available in another form."""
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
+# Gemma has the largest lists that we know: 262,144 tokens, and some 580,000 merges.
 _MOST_KEYS, _MOST_TENSORS, _MOST_ITEMS = 4096, 1 << 16, 4 << 20
 _MOST_BYTES = 8 << 20  # of one text
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -67,6 +68,7 @@ class GgufFile:
         """
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
+            # Magic, version and two counts take 4 + 4 + 8 + 8 bytes. An empty file cannot be mapped.
             if size < 24:
                 raise InputError(f"{path.name} is no GGUF file: it has {size} bytes. Download it again.")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -115,6 +117,7 @@ class GgufFile:
 
     def _places(self, reader: "_Reader", tensors: int) -> dict[str, TensorPlace]:
         alignment = self.metadata.get("general.alignment", 32)
+        # ggml accepts powers of two only.
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16 or alignment & (alignment - 1):
             raise self.refused(f"names an alignment of {alignment!r:.40}")
         found: dict[str, TensorPlace] = {}
@@ -124,6 +127,7 @@ class GgufFile:
             if name in found:
                 raise self.refused(f"has the tensor {name!r:.80} twice")
             found[name] = self._place(name, shape, kind, offset)
+        # Tensors begin after the last header, so offsets can be checked only now.
         start = -(-reader.at // alignment) * alignment
         placed: dict[str, TensorPlace] = {}
         for name, place in found.items():
@@ -204,6 +208,7 @@ class _Reader:
         dimensions = self.number("I")
         if not 1 <= dimensions <= 4:
             raise self._refused(f"has {name!r:.80} of {dimensions} dimensions")
+        # GGUF names the length of a row first, numpy last.
         shape = tuple(self.count("rows of a tensor", 1 << 32) for _ in range(dimensions))[::-1]
         if 0 in shape:
             raise self._refused(f"has {name!r:.80} without weights")

@@ -58,12 +58,14 @@ def convert(path: Path, folder: Path) -> None:
         (folder / "chat_template.jinja").write_text(template)
     shapes = {name: tuple(file.tensors[stored].shape) for name, stored in model.names.items()}
     write_float32(folder / WEIGHTS_FILE, shapes, _tensors(model))
+    # A reader would refuse an invalid folder later, so refuse it before it gets its name.
     Checkpoint(folder)
 
 
 def _tensors(model: GgufModel) -> Iterator[NDArray[np.float32]]:
     for name in model.names:
         found = np.ascontiguousarray(model.float32(name), dtype="<f4")
+        # Damage in a scale turns a whole block into NaN or infinity.
         if not np.isfinite(found).all():
             raise InputError(f"{model.file.name} has numbers in {model.names[name]!r} that are not finite.")
         yield found

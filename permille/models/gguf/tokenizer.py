@@ -59,11 +59,13 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
         )
     tokens = _texts(file, "tokens")
     rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
+    # More rows than tokens are fine: many embeddings are padded.
     if len(tokens) > rows:
         raise file.refused(f"has {len(tokens)} tokens for an embedding of {rows} rows")
     types = file.metadata.get("tokenizer.ggml.token_type", [TokenType.NORMAL.value] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
         raise file.refused("has another number of token types than of tokens")
+    # `tokenizer.json` finds an id by the token's text.
     if len(set(tokens)) != len(tokens):
         raise file.refused("has a token twice in its vocabulary")
     special = {name: _special(file, key, tokens) for name, key in _SPECIAL.items()}
@@ -154,6 +156,7 @@ def _added(tokens: list[str], types: list[Any]) -> list[dict[str, Any]]:
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
+            # User-defined tokens are text that is never split. An answer shows them.
             "special": type_ != TokenType.USER_DEFINED.value,
         }
         for number, type_ in enumerate(types)
@@ -184,6 +187,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     if any(len(pair) != 2 for pair in merges):
         raise file.refused("has a merge that is not of two tokens")
     vocabulary = {token: number for number, token in enumerate(tokens)}
+    # The tokenizers library refuses a whole file for one merge of unknown tokens.
     for left, right in merges:
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise file.refused(f"merges {left!r:.40} and {right!r:.40}, which make no token")
@@ -195,6 +199,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
             split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
             steps.append(split | {"invert": False})
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    # ByteLevel has GPT-2's pattern built in, so that pattern is no step of its own.
     steps.append({**byte_level, "use_regex": GPT2 in patterns})
     return {
         "normalizer": {"type": "NFC"} if name in _NORMALIZED else None,
@@ -222,6 +227,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
         ]
         if len(ranked) > _MOST_MERGES:
             raise file.refused(f"has a vocabulary of more than {_MOST_MERGES} merges")
+    # The best score first. Equal scores follow the ids of their tokens.
     merges = [pair for *_, pair in sorted(ranked, key=lambda item: item[:3])]
     spaces: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     after: list[dict[str, Any]] = [
