@@ -45,6 +45,7 @@ class TokenCreate(Closed):
     tenant.
     """
 
+    # People tell tokens apart by it, since the secret is never shown again.
     name: Name = Field(examples=["ci"], description="name of the token in lists")
     role: Role = Field(default=Role.VIEWER, description="rights of the token")
     tenant_id: Id | None = Field(default=None, description="tenant of the token (default: the caller's)")

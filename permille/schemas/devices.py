@@ -9,6 +9,7 @@ from pydantic import Field, StringConstraints
 from permille.schemas.fields import TEXT_PATTERN, Closed, Count, Id, Name, Positive, Timestamp
 from permille.schemas.releases import VersionResults
 
+# A context for each purpose, so that a signature for one purpose is worthless for another.
 TOKEN_CONTEXT: Final = b"permille-device-token-1\0"
 ENROLMENT_CONTEXT: Final = b"permille-enrolment-1\0"
 
@@ -27,6 +28,7 @@ Signature = Annotated[
     StringConstraints(pattern=r"^[A-Za-z0-9_-]{85}[AQgw]$"),
     Field(description="Ed25519 signature: base64url without padding of its 64 bytes.", examples=["A" * 86]),
 ]
+# 128 bits leave 2 bits in the last character before the dot.
 InvitationCode = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9_-]{21}[AQgw]\.[0-9a-f]{32}$"),
@@ -56,6 +58,7 @@ def token_message(device_id: str, nonce: str) -> bytes:
         >>> token_message("dev_1", "q83v")
         b'permille-device-token-1\x00dev_1\x00q83v'
     """
+    # The NUL separates both texts, neither of which can contain one.
     return TOKEN_CONTEXT + device_id.encode("ascii") + b"\0" + nonce.encode("ascii")
 
 
@@ -130,7 +133,9 @@ class Enrolment(Closed):
     release: Name
     alias: Name
     root: str = Field(
-        max_length=512_000, description="signed root metadata, as text; its digest is in the invitation"
+        # python-tuf accepts roots of at most 512,000 bytes.
+        max_length=512_000,
+        description="signed root metadata, as text; its digest is in the invitation",
     )
     server_time: Timestamp
 
@@ -213,6 +218,7 @@ class Fleet(Closed):
     """
 
     devices: Count | None
+    # Lists of groups, not objects: the names are data, such as versions of agents.
     seen: list[Group] = Field(description="devices by the time when they were last seen")
     agents: list[Group] = Field(description="devices by the version of their agent")
     engines: list[Group] = Field(description="devices by the engine of their newest run")

@@ -105,9 +105,11 @@ class TrainingCreate(Closed):
         default=None, description="estimator of zeroth-order steps (default: one_sided)"
     )
     steps: Annotated[
+        # FORMAT 13.2: a contribution counts its steps in a u16.
         int, Field(strict=True, ge=1, le=65535, description="logged steps of a round"), WholeNumber
     ] = 1
     queries: Annotated[
+        # FORMAT 8.1: with groups, a step has at most 8192 coefficients.
         int, Field(strict=True, ge=1, le=8192, description="integers per step and device"), WholeNumber
     ] = 1024
     local_steps: Annotated[
@@ -125,6 +127,7 @@ class TrainingCreate(Closed):
     )
     epsilon: _Rate | None = Field(default=None, description="perturbation scale of zeroth order")
     batch_rows: Annotated[
+        # FORMAT 13.1 bounds the following two.
         int, Field(strict=True, ge=1, le=1024, description="texts in a device's batch"), WholeNumber
     ] = 4
     row_tokens: Annotated[
@@ -147,6 +150,7 @@ class AggregationCreate(Closed):
     ] = 0
     clip: Annotated[
         int | None,
+        # FORMAT 13.1.
         Field(strict=True, ge=10, le=(1 << 31) - 1, description="bound on the norm of a device's integers"),
         WholeNumber,
     ] = None
@@ -172,6 +176,7 @@ class PrivacyCreate(Closed):
         ),
         WholeNumber,
     ] = 6
+    # 32 bytes in base64url without padding.
     keeper_key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")] | None = Field(
         default=None, description="public key of a keeper, which adds the noise so that nobody sees a vector"
     )
@@ -277,6 +282,7 @@ class RoundRecord(Closed):
     reason: str | None = Field(description="reason of a void round")
     job_id: Id | None = Field(description="job that closes the round")
     mean_gain: float | None
+    # Together with EVIDENCE_DEVICES, it decides whether a state may be adopted without a reason.
     gain_low: float | None = Field(description="lower end of the 95 % interval of the mean")
     chain: Digest | None
     state_digest: Digest | None

@@ -66,6 +66,7 @@ Density = Annotated[
         description="Share of the weights to select: 0.001 selects one weight in a thousand.",
     ),
 ]
+# A time without a zone is refused: clients and service may be in different zones.
 Timestamp = AwareDatetime
 
 

@@ -55,6 +55,7 @@ class HubModel(Closed):
 class GgufModel(Closed):
     """A GGUF file below the service's model root. The first job converts it."""
 
+    # The file itself is not changed. Its conversion lies below the model root.
     kind: Literal["gguf"]
     path: RelativePath
 
@@ -82,6 +83,7 @@ class Model(Closed):
     id: Id
     name: Name
     source: Annotated[FolderModel | HubModel | GgufModel | SparsifiedModel, Field(discriminator="kind")]
+    # The API does not open files of the hub. The first job reads them and fills in these fields.
     family: str | None = Field(examples=["llama"])
     parameters: Count | None
     scoped_parameters: Count | None = Field(description="weights of the linears in the decoder layers")

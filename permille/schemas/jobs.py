@@ -46,6 +46,7 @@ class JobState(StrEnum):
 
 
 ENDED: Final = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.DEAD})
+# Computed, so that a new state cannot be missing from both sets.
 UNFINISHED: Final = frozenset(JobState) - ENDED
 
 
@@ -60,6 +61,7 @@ class EventKind(StrEnum):
 class JobProgress(Closed):
     """Progress of a running job. `seconds_left` is an estimate, or null."""
 
+    # A retry of an ended job sets it back to 0.
     fraction: Annotated[float, Field(ge=0, le=1)]
     message: str | None = Field(examples=["scoring sequence 12 of 100"])
     seconds_left: Annotated[float, Field(ge=0)] | None

@@ -30,6 +30,7 @@ from permille.schemas.quantizations import Quantization, QuantizationCreate
 from permille.schemas.runs import ReplayRequest
 from permille.schemas.sparsifications import Sparsification, SparsificationCreate
 
+# Ids of the examples in the OpenAPI document. No row has them.
 _MODEL: Final = f"model_{EXAMPLE_ULID}"
 _CORPUS: Final = f"corpus_{EXAMPLE_ULID}"
 _FISHER: Final = {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "sequences": 100}
@@ -53,6 +54,7 @@ class WorkKind:
     """
 
     kind: JobKind
+    # `Any`, because a union of models is no class.
     request: Any
     record: type[Closed]
     collection: str
@@ -274,5 +276,6 @@ def result_path(kind: JobKind, result_id: str) -> str | None:
         return None
     if kind is JobKind.ROUND:
         return f"/v1/federations/{result_id}"
+    # A build's result is its package, not the build.
     made = JobKind.PACKAGE if kind in MAKES_PACKAGES else kind
     return f"/v1/{WORK[made].collection if made in WORK else 'runs'}/{result_id}"

@@ -66,6 +66,7 @@ class FisherMask(_AnyMask):
 class WeightMask(_AnyMask):
     """The largest weights, or a random choice. This reads no corpus."""
 
+    # `method` tells pydantic which of the two requests it reads.
     method: Literal[MaskMethod.MAGNITUDE, MaskMethod.RANDOM]
 
 

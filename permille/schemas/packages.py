@@ -28,6 +28,7 @@ class Adapter(Closed):
         description="adapter to train in place of sensitive weights: lora, or lora-fa (half of it frozen)"
     )
     rank: Annotated[
+        # FORMAT 3.1 has these two limits, as `permille.package.limits`.
         int, Field(strict=True, ge=1, le=256, description="rank of the adapter's matrices"), WholeNumber
     ] = 16
     alpha: Annotated[
@@ -70,6 +71,7 @@ class PackageCreate(Closed):
 
     model_config = _either("mask_id", "string")
 
+    # Both are optional here, and `_check` demands exactly one.
     mask_id: Id | None = Field(default=None, description="mask")
     adapter: Adapter | None = None
     quantization_id: Id = Field(description="quantization of the same model")
@@ -156,6 +158,7 @@ class BuildCreate(Closed):
     model_id: Id = Field(description="model to make a package of")
     mask: MaskRequest | None = None
     adapter: Adapter | None = None
+    # The scheme is spelled out: it tells the options apart, so it has no default.
     quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
 

@@ -12,6 +12,7 @@ from pydantic import Field
 from permille.schemas.fields import Closed, Count, Finite
 
 MEDIA_TYPE: Final = "application/problem+json"
+# Clients compare these URIs and never open them.
 TYPE_BASE: Final = "https://permille.dev/problems/"
 
 
@@ -26,6 +27,7 @@ class ProblemType(StrEnum):
     BAD_REQUEST = "bad-request"
     UNAUTHENTICATED = "unauthenticated"
     FORBIDDEN = "forbidden"
+    # Also for what belongs to another tenant, so that nobody learns what exists.
     NOT_FOUND = "not-found"
     METHOD_NOT_ALLOWED = "method-not-allowed"
     REQUEST_TIMEOUT = "request-timeout"
@@ -117,8 +119,10 @@ class Problem(Closed):
 
     type: str = Field(examples=[ProblemType.NOT_FOUND.uri])
     title: str
+    # RFC 9457, section 3.1.2: the same as the status of the answer.
     status: int = Field(ge=400, le=599)
     detail: str
     instance: str = Field(examples=["/v1/masks/mask_01jd3kq8z7m4n5p6r7s8t9v0wx"])
+    # Extensions of RFC 9457, for `invalid` and for `preflight-refused`.
     errors: list[FieldError] | None = None
     figures: list[Figure] | None = None

@@ -15,6 +15,7 @@ class SchemeName(StrEnum):
 
     NF4 = "nf4"
     INT4 = "int4"
+    # Not a scheme of the format: its packages are int4 (`permille.quantization.types.Scheme`).
     AUTO_ROUND = "auto-round"
     INT8 = "int8"
     SOURCE = "source"

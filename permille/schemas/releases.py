@@ -171,6 +171,7 @@ class Comparison(Closed):
 
     version: VersionResults
     against: VersionResults
+    # The loss is compared over these devices only.
     both: Count = Field(description="devices that reported both versions")
     verdict: Verdict
     changes: list[Change]

@@ -35,6 +35,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
+# Without "auto", unlike `permille.choices.EngineName`: a report says which engine ran.
 class EngineName(StrEnum):
     """Engine that computed the losses."""
 
@@ -114,6 +115,7 @@ class RunMetrics(Closed):
     general_loss_personal: Finite | None = Field(
         default=None, description="loss of the personal state, at its strength, on the reference"
     )
+    # An integer, so that device and service scale a state to the same bits.
     strength: Annotated[int, Field(strict=True, ge=0, le=8), WholeNumber] | None = Field(
         default=None, description="strength of the judged state in eighths of the trained one; 0: none"
     )

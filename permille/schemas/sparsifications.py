@@ -112,6 +112,7 @@ class SparsificationCreate(Closed):
     def plan(self) -> PruningPlan:
         """Return the options of the library."""
         pattern = None if self.pattern is None else Pattern.parse(self.pattern)
+        # A pattern fixes its rate: 2:4 and 4:8 both remove one half.
         own = _HALF if pattern is None else pattern.rate
         return PruningPlan(method=self.method, rates=self.rate or own, pattern=pattern)
 

@@ -12,6 +12,7 @@ from permille.schemas.fields import Closed, Count, Positive, Timestamp, WholeNum
 
 ROLE_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,80}$"
 FILE_PATTERN = r"^([1-9][0-9]{0,15}\.)?[a-z0-9][a-z0-9._-]{0,80}\.json$"
+# With consistent snapshots, a client asks for a target by its hash and its path.
 TARGET_PATTERN = r"^releases/[a-z0-9][a-z0-9._-]{0,62}/[0-9a-f]{64}\.[1-9][0-9]{0,15}\.json$"
 
 RoleName = Annotated[str, StringConstraints(pattern=ROLE_PATTERN), Field(examples=["releases"])]
@@ -25,6 +26,7 @@ class TrustRole(Closed):
     expires_at: Timestamp
     threshold: Positive = Field(description="number of keys that must sign")
     key_ids: list[str]
+    # If false, a change of the role becomes a draft.
     signed_here: bool = Field(description="true if the service holds enough of the keys")
 
 
@@ -41,6 +43,7 @@ class RoleKeys(Closed):
     """
 
     role: RoleName
+    # Raw keys. The service computes their TUF ids, so a caller cannot name a wrong one.
     public_keys: Annotated[list[PublicKey], Field(max_length=20)] = Field(default=[])
     threshold: Annotated[int, Field(strict=True, ge=1, le=20), WholeNumber] = 1
 

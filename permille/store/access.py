@@ -33,6 +33,7 @@ _OPERATOR = select(
     or_(OperatorToken.expires_at.is_(None), OperatorToken.expires_at > NOW),
 )
 _ENDED = select(EndedSession.id).where(EndedSession.id == bindparam("session_id"))
+# Our tokens have 47. The limit bounds the work that a stranger causes.
 MAX_TOKEN_CHARACTERS = 200
 _CALLERS: dict[str, Select[*tuple[Any, ...]]] = {
     OPERATOR_TOKEN_PREFIX: _OPERATOR,
@@ -108,6 +109,7 @@ def list_tokens(session: Session, *, tenant_id: str, window: Window = FIRST) -> 
 def revoke_token(session: Session, *, tenant_id: str, token_id: str) -> None:
     """Revoke a token. The next request with it is refused. Idempotent. Raises NotFoundError."""
     token = rows.get(session, OperatorToken, tenant_id=tenant_id, row_id=token_id)
+    # The row stays, because the audit log names its id.
     token.revoked_at = token.revoked_at or now(session)
 
 
@@ -135,5 +137,6 @@ def find_caller(database: Database, secret: str) -> Any | None:
     # Reject nonsense before it is hashed, since anyone may send it.
     if len(secret) > MAX_TOKEN_CHARACTERS or not secret.isascii():
         return None
+    # Both prefixes have the same length.
     statement = _CALLERS.get(secret[: len(OPERATOR_TOKEN_PREFIX)])
     return None if statement is None else database.first(statement, token_hash=hash_secret(secret))

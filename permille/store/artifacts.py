@@ -99,6 +99,7 @@ def add(session: Session, *, job: Claim, made: Made) -> Artifact:
             ],
         ),
     )
+    # In a fixed order, since a set has none.
     for source_id in sorted({made.model_id, *inputs.ids_in(job.payload)}):
         session.add(ArtifactSource(artifact_id=artifact.id, source_id=source_id, tenant_id=job.tenant_id))
     return artifact
@@ -159,6 +160,7 @@ def remove(
     user = next((user for user in users if user), None)
     if user is not None:
         raise ConflictError(f"The {kind} {key} is needed by {user}. Remove that first.")
+    # Both refer to the artifact, so they go first.
     for table in (ArtifactBlob, ArtifactSource):
         session.execute(delete(table).where(table.artifact_id == row.id))
     # The row is deleted by a statement, so the session must forget the object first.

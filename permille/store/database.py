@@ -57,10 +57,12 @@ Clock = Callable[[], datetime]
 Answer = TypeVar("Answer")
 Columns = TypeVarTuple("Columns")
 
+# How long a writer of SQLite waits for the writer before it.
 BUSY_TIMEOUT_MS = 30_000
 # Timeout for a connection to PostgreSQL, unless the address sets `?connect_timeout=`.
 CONNECT_S = 10
 _PROBE_BYTES = 16 * 1024
+# SQLSTATE `disk_full`.
 _POSTGRES_FULL = "53100"
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
@@ -78,11 +80,13 @@ class _Moment(FunctionElement[datetime]):
 
 @compiles(_Moment, "sqlite")
 def _sqlite_moment(_element: _Moment, _compiler: SQLCompiler, **_: Any) -> str:
+    # 2440587.5 is the Julian day of 1970-01-01. Days times 86,400,000 are milliseconds.
     return "(CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000)"
 
 
 @compiles(_Moment, "postgresql")
 def _postgresql_moment(_element: _Moment, _compiler: SQLCompiler, **_: Any) -> str:
+    # Not `now()`, which stays at the begin of the transaction.
     return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)"
 
 
@@ -210,11 +214,13 @@ def make_engine(url: str) -> Engine:
         "hide_parameters": True,
         "pool_size": _CONNECTIONS,
         "max_overflow": _MORE_CONNECTIONS,
+        # The connections used last are used again, so that idle ones may close.
         "pool_use_lifo": True,
     }
     if parsed.get_backend_name() != "sqlite":
         if "connect_timeout" not in parsed.query:
             parsed = parsed.update_query_dict({"connect_timeout": str(CONNECT_S)})
+        # A restart of PostgreSQL breaks pooled connections, so each is tested before its use.
         return create_engine(parsed, pool_pre_ping=True, **common)
     driver = {"timeout": BUSY_TIMEOUT_MS / 1000, "check_same_thread": False}
     engine = create_engine(url, connect_args=driver, **common)

@@ -177,6 +177,7 @@ def named_by_jobs(session: Session, *, tenant_id: str) -> dict[str, str]:
     """Map every string in the requests of unfinished jobs to the id of such a job."""
     query = select(Job.id, Job.payload).where(Job.tenant_id == tenant_id, Job.state.in_(UNFINISHED))
     jobs = session.execute(query)
+    # Every string, not only fields `..._id`: a package is named by its digest.
     return {value: job_id for job_id, payload in jobs for value in _strings_in(payload)}
 
 
@@ -215,6 +216,7 @@ def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: st
     unfinished = named_by_jobs(session, tenant_id=tenant_id).get(row_id)
     if unfinished is not None:
         raise ConflictError(f"The job {unfinished} needs {row_id}. Wait for it, or cancel it.")
+    # The sparsification stays as a record, without its model.
     session.execute(update(Artifact).where(Artifact.made_model_id == row_id).values(made_model_id=None))
     session.delete(row)
 

@@ -20,6 +20,7 @@ from permille.store.tables import EPOCH, MICROSECOND, Base, Named, microseconds_
 Row = TypeVar("Row")
 NamedRow = TypeVar("NamedRow", bound=Named)
 NewRow = TypeVar("NewRow", bound=Base)
+# It bounds the memory that one request may take.
 MAX_LIMIT = 200
 _LONGEST_TIME = 17  # decimal digits: up to the year 5138
 _LONGEST_NUMBER = 18  # decimal digits: every such number fits 64 bits

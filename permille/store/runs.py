@@ -23,6 +23,7 @@ from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import EPOCH, Device, Job, Run
 
+# Nats per token. A uniform guess over a vocabulary of a million has 14.
 _LARGEST_LOSS: Final = 1e6
 
 
@@ -36,6 +37,7 @@ def report(
     """
     run = session.get(Run, (tenant_id, run_id))
     if run is not None:
+        # The device makes the id, so another device could have chosen the same.
         if run.device_id != device_id or run.metrics != metrics:
             raise ConflictError(f"The run {run_id!r} was reported before with other content.")
         return run, False
@@ -223,6 +225,7 @@ def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str 
         before = session.scalar(earlier.order_by(Run.ended_at.desc()).limit(1))
         if before is not None:
             before.newest = True
+    # The row stays without its content, so that a late copy of the report is refused.
     run.metrics, run.deleted_at, run.newest = {}, now(session), False
     run.release = run.version = run.outcome = run.gain = run.loss = run.rise = None
     run.peak_rss_bytes = None

@@ -47,6 +47,7 @@ class BucketAddress:
         """
         try:
             parts, prefix = urlsplit(text), urlsplit(text).path.strip("/")
+            # Strict: a malformed parameter is refused instead of dropped.
             asked = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
             endpoint, region = asked.pop("endpoint", [None])[-1], asked.pop("region", [None])[-1]
             at = urlsplit(endpoint or "https://aws")

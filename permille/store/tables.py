@@ -153,6 +153,7 @@ class TrustMetadata(Base):
     version: Mapped[int] = mapped_column(BigInteger)
     data: Mapped[bytes] = mapped_column(LargeBinary)
     created_at: Mapped[datetime]
+    # Two concurrent changes cannot both store version n of a role.
     __table_args__ = (UniqueConstraint("tenant_id", "role", "version"),)
 
 

@@ -68,6 +68,7 @@ def root_by_digest(session: Session, *, tenant_id: str, digest: str) -> bytes | 
     """Return the root whose SHA-256 begins with the digits of an invitation, or None."""
     query = select(TrustMetadata.data).where(TrustMetadata.tenant_id == tenant_id, TrustMetadata.role == ROOT)
     roots = session.scalars(query.order_by(TrustMetadata.version.desc()))
+    # An invitation may be older than the newest root, so all roots are searched.
     return next((data for data in roots if root_digest(data) == digest), None)
 
 

@@ -29,6 +29,7 @@ from permille.store.tables import Device, Job, Run, Upload
 DAY = timedelta(days=1)
 # An upload is given up if its bytes have not arrived within this time.
 ARRIVAL = timedelta(hours=1)
+# It keeps a sweep short. The next one erases the rest.
 _MOST_SWEPT = 1000
 
 
@@ -261,6 +262,7 @@ def _outstanding(session: Session, device_id: str, at: datetime) -> int:
 
 
 def _used_up(allowed: str, at: datetime, oldest: datetime) -> QuotaError:
+    # The limit counts a sliding day, so room appears when the oldest entry leaves it.
     wait_s = max(1, int((oldest + DAY - at).total_seconds()) + 1)
     return QuotaError(
         f"This device has sent {allowed}, as many as are allowed. Try again later.", retry_after_s=wait_s

@@ -28,6 +28,7 @@ MAX_WEBHOOKS: Final = 20
 RETRY_AFTER_S: Final = (5, 300, 1800, 7200, 18_000, 36_000)
 CLAIMED_FOR: Final = timedelta(minutes=2)
 KEPT_FOR: Final = timedelta(days=30)
+# One worker delivers these one by one within `CLAIMED_FOR`.
 _MAX_CLAIMED: Final = 3
 _FAILURE_CHARACTERS: Final = 200
 

@@ -13,6 +13,7 @@ from permille.schemas.fields import Closed, Count, Finite, Flag, Id, Name, Posit
 from permille.schemas.releases import Version
 
 MAX_WAVES: Final = 20
+# The state machine has the defaults, so that both cannot differ.
 _DEFAULT: Final = Rules()
 
 Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False, examples=[2.0])]
@@ -99,6 +100,7 @@ class MaintenanceWindow(Closed):
     @model_validator(mode="after")
     def _check(self) -> "MaintenanceWindow":
         try:
+            # The same check as on the device, so that no window is signed that a device refuses.
             Window(**self.model_dump())
         except InputError as exc:
             raise ValueError(str(exc)) from exc
@@ -166,6 +168,7 @@ class Rollout(Closed):
 class RolloutReport(Closed):
     """A device's progress with the version of a rollout. A new report replaces the previous one."""
 
+    # The first report says that a device begins, so every field has a default.
     installed: bool = False
     code: ReportCode | None = Field(default=None, description="result, or null while it has only begun")
     damage: (
@@ -173,6 +176,7 @@ class RolloutReport(Closed):
         | None
     ) = Field(default=None, description="error code of a refused package")
     worse: bool | None = Field(default=None, description="whether the retrained model is worse than before")
+    # Clipped on the device: a report never tells how far a loss is off.
     difference: (
         Annotated[float, Field(strict=True, ge=-MAX_DIFFERENCE, le=MAX_DIFFERENCE, allow_inf_nan=False)]
         | None

@@ -39,6 +39,7 @@ _AT_ONCE: Final = 30
 _TURN_S: Final = 1.0
 # Validity of a presigned address. A download must begin within this time, but may end later.
 _ADDRESS_S: Final = 300
+# Vendors name a missing object in several ways.
 _GONE: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _PERSON: Final = frozenset(
     {
@@ -155,6 +156,7 @@ class Bucket:
 
     def delete(self, key: str) -> None:
         """Delete an object. Idempotent."""
+        # S3 answers alike whether or not the object exists.
         self._ask("delete_object", Key=key)
 
     def entries(self, prefix: str) -> Iterator[StoredObject]:
@@ -217,6 +219,7 @@ class Bucket:
             BlobStoreError: the bucket did not answer.
             OperatorError: the bucket does not exist, or refuses us.
         """
+        # One attempt: whoever asks wants to know now, and may ask again.
         client = self._connected(1, timeout_s=self._reach_s)
         try:
             with self._errors("the first request"):
@@ -342,6 +345,7 @@ class Bucket:
             while data := file.read(part_bytes):
                 whole.update(data)
                 number = len(parts) + len(waiting) + 1
+                # At most `_AT_A_TIME` parts are in memory, however large the file is.
                 waiting.append(pool.submit(self._send_part, key, upload_id, number, data))
                 if len(waiting) >= _AT_A_TIME:
                     parts.append(waiting.popleft().result())

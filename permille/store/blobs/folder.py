@@ -172,6 +172,7 @@ class BucketFolder(BlobFolder):
         """Open the blob for reading. Raises as `path` does."""
         if not self._private:
             return self._copy(digest)
+        # Without a name, so personal data leaves no file behind if the process is killed.
         file = tempfile.TemporaryFile(dir=self.incoming())  # noqa: SIM115 - the caller closes it
         for chunk in self._bucket.read(self._key(digest)):
             file.write(chunk)
@@ -234,6 +235,7 @@ class BucketFolder(BlobFolder):
 
     def erase(self) -> None:
         """Delete this store with everything in it. Idempotent."""
+        # The store at the top holds the blobs of all tenants.
         if not self._names:
             raise ValueError("Only a store below the blobs can be erased, not all blobs.")
         self._bucket.erase(self._prefix)
@@ -290,6 +292,7 @@ class BucketFolder(BlobFolder):
             writer.commit(digest)
 
     def _install(self, temporary: Path, digest: str) -> None:
+        # First the bucket, then the copy: a blob with only a copy would not exist for other machines.
         self._bucket.put(self._key(digest), temporary, digest)
         if self._private:
             temporary.unlink()

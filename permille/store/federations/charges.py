@@ -13,6 +13,7 @@ from permille.schemas.federations import ChargeState
 from permille.store.errors import BudgetSpentError
 from permille.store.tables import Federation, FederationMember, PrivacyCharge, Round
 
+# A reserved charge counts, too: its round may still spend it.
 _COUNTED = (ChargeState.RESERVED.value, ChargeState.SPENT.value)
 
 
@@ -34,7 +35,7 @@ def members_left(session: Session, federation: Federation, *, besides: int) -> i
             .group_by(PrivacyCharge.device_id)
             .having(func.count() >= federation.participations)
         )
-        # @@ permille/store/migrations/schema.py
+        # `device_id` is a part of the key, so it is never NULL, which NOT IN would not survive.
         members = members.where(FederationMember.device_id.not_in(spent))
     return session.scalar(members) or 0
 

@@ -123,6 +123,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
     if held.digest is not None:
         raise ContributionConflictError(f"The device sent {held.digest} before, and now {sent.digest}.")
     charges.reserve(session, federation, number=row.number, device_id=sent.device_id)
+    # The charge is reserved before, so no contribution is stored that the budget does not cover.
     held.digest, held.data = sent.digest, sent.data
     _, received_so_far = rounds.counts(session, row)
     return True, rounds.begin_closing(session, row) if received_so_far >= federation.target else None

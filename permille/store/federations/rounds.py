@@ -237,6 +237,7 @@ def begin_closing(session: Session, row: Round) -> str:
         max_attempts=_ATTEMPTS,
     )
     job_id = queue.submit(session, new).id
+    # In the transaction that added the job, so a closing round always has one.
     row.state, row.job_id = RoundState.CLOSING.value, job_id
     return job_id
 

@@ -38,6 +38,7 @@ def create(session: Session, *, tenant_id: str, name: str, rule: GroupRule) -> D
         raise ConflictError(f"There is a group {name!r} already: take another name.")
     known = set(session.scalars(select(Device.id).where(*active(tenant_id), Device.id.in_(rule.devices))))
     for device_id in rule.devices:
+        # It raises for an unknown device. A device that left is accepted, and is never selected.
         if device_id not in known:
             rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     return rows.add(

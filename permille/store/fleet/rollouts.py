@@ -126,6 +126,7 @@ def resume(session: Session, row: Rollout) -> None:
             RolloutReport.rollout_id == row.id, RolloutReport.code.is_not(None)
         )
         session.execute(ended.values(acknowledged=True).execution_options(synchronize_session=False))
+        # The counts begin again, and with them the looks.
         row.looks = 0
     row.reason = row.numbers = None
     _move(row, RolloutState.RUNNING)
@@ -154,6 +155,7 @@ def approve(row: Rollout, wave: int) -> None:
         raise ConflictError("The rollout needs no approval: it was made without `approval`.")
     if not 2 <= wave <= min(row.wave + 2, len(rules.waves)):
         raise ConflictError(f"Wave {row.wave + 1} of {len(rules.waves)} is open: approve the one after it.")
+    # `max`, because an older approval may arrive late.
     row.approved, row.awaits_approval = max(row.approved, wave), False
 
 
@@ -440,6 +442,7 @@ def _rule_and_candidates(session: Session, row: Rollout) -> tuple[GroupRule, lis
 
 def _move(row: Rollout, state: RolloutState) -> None:
     row.awaits_approval = False
+    # A new revision makes the API sign the record again.
     row.state, row.revision = state.value, row.revision + 1
 
 

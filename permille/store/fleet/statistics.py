@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Final
 
+# Two-sided 95 %.
 SURE: Final = NormalDist().inv_cdf(0.975)
 
 

@@ -36,6 +36,7 @@ def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
         agents=_groups(agents, least),
         engines=_groups(engines, least),
         versions=results(session, _known_releases(session, tenant_id), least=least),
+        # All runs of a day may be those of one device, so they are left out where counts are hidden.
         days=[] if least else _days(session, tenant_id, at),
     )
 

@@ -53,6 +53,7 @@ def _results(
     adopted, told_reported = shown[Outcome.ADOPTED], rounded(reported, least)
     improvement = median(session, row, Run.gain, least=least) if visible else None
     memory = _middle(session, row, Run.peak_rss_bytes, least)
+    # Like the memory, it has no index that sorts it, so only its median is computed.
     rise = _middle(session, row, Run.rise, least)
     return VersionResults(
         name=row.name,

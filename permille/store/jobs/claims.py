@@ -24,8 +24,10 @@ from permille.store.errors import StaleClaimError
 from permille.store.jobs import parents, transitions
 from permille.store.tables import Device, Instant, Job, Tenant
 
+# Seconds. A job that a short outage broke is soon tried again, and a broken one costs little.
 BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
+# It keeps the transaction short. The next sweep sends the rest.
 _SENT_AT_ONCE = 100
 
 # Every caller fixes the device. Ordering by it lets PostgreSQL follow the index.

@@ -22,6 +22,7 @@ from permille.store.tables import Worker
 
 TASK_NAME = "permille.run_job"
 QUEUE = "permille"
+# A request waits for this at most, since the sweeper sends the message again anyway.
 SEND_TIMEOUT_S = 3.0
 _NOTED_EVERY: Final = timedelta(minutes=1)
 _SILENT_FOR: Final = timedelta(minutes=5)
@@ -81,6 +82,7 @@ def celery_app(broker_url: str) -> Any:
 
     app = Celery("permille", broker=broker_url, set_as_current=False)
     app.conf.update(
+        # Never pickle: whoever can write to the broker could run code here.
         accept_content=["json"],
         task_serializer="json",
         result_backend=None,
@@ -89,6 +91,7 @@ def celery_app(broker_url: str) -> Any:
         task_acks_late=False,
         task_default_queue=QUEUE,
         worker_prefetch_multiplier=1,
+        # Nobody who reaches the broker may stop or reconfigure workers.
         worker_enable_remote_control=False,
         worker_send_task_events=False,
         broker_connection_retry_on_startup=True,

@@ -183,6 +183,7 @@ def _stop(session: Session, job: Job, parts: Sequence[Job], broken: Job | None) 
     for part in (transitions.lock_one(session, part.id) for part in parts):
         if part is None or transitions.has_ended(part):
             continue
+        # The worker of a running part sees this when it renews its lease.
         part.cancel_requested_at = part.cancel_requested_at or at
         if part.state == JobState.QUEUED:
             transitions.transition(session, part, JobState.CANCELLED)

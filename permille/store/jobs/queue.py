@@ -22,6 +22,7 @@ from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Alias, Artifact, Job, JobEvent, Release
 
+# A client that missed more asks again with the last number that it got.
 MAX_EVENTS = 1000
 _PART_IDS = select(Job.id).where(Job.parent_id == bindparam("parent_id")).order_by(Job.id)
 _PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # only these may have parts: skip the query for others
@@ -52,6 +53,7 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
     except IntegrityError:
         # Another request inserted the same key at the same moment (PostgreSQL).
         earlier = find_submitted(session, new)
+        # Another constraint failed, not the key.
         if earlier is None:
             raise
         return earlier
@@ -280,5 +282,6 @@ def _requeue(session: Session, job: Job) -> None:
     transitions.requeue(session, job)
     for part in transitions.children(session, job.id):
         if transitions.has_failed(part):
+            # Parts that have succeeded keep their results.
             _requeue(session, part)
     parents.advance(session, job)

@@ -82,6 +82,7 @@ def request_digest(kind: str, payload: Mapping[str, object]) -> str:
 
     The key includes the version of permille, since another version may give another result.
     """
+    # Sorted keys, so that the order of fields in a request makes no difference.
     request = json.dumps([__version__, str(kind), payload], sort_keys=True)
     return hashlib.sha256(request.encode()).hexdigest()
 
@@ -163,6 +164,7 @@ def _note_turn(session: Session, job: Job, at: datetime) -> None:
 
 def tell(session: Session, job: Job, kind: EventKind, data: Mapping[str, object]) -> None:
     """Add an event to a locked or new job."""
+    # The job's row is locked, so numbers have no gaps and come in the order of commits.
     job.event_seq += 1
     at = now(session)
     session.add(
@@ -174,6 +176,7 @@ def tell(session: Session, job: Job, kind: EventKind, data: Mapping[str, object]
 
 def requeue(session: Session, job: Job) -> None:
     """Queue a locked job that has ended. Its attempts count from zero, but its fence keeps growing."""
+    # Old claims must stay invalid, so the fence is not reset.
     job.attempt = 0
     job.cancel_requested_at = None
     job.error = None

@@ -199,6 +199,7 @@ def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run
             gone = folder.with_name(_COLLECTED + folder.name.removeprefix(_COLLECTED))
             with suppress(OSError):
                 folder.rename(gone)
+        # Outside of the transaction: a large folder takes long, and other writers would wait.
         shutil.rmtree(gone, ignore_errors=True)
     return removed
 

@@ -82,6 +82,7 @@ def apply_all(db: Database) -> None:
     with db.read() as session:
         rows = session.scalars(select(tables.RetentionRule).order_by(tables.RetentionRule.tenant_id)).all()
     for row in rows:
+        # Short transactions, until one finds nothing more.
         while apply(db, tenant_id=row.tenant_id, token_id=row.token_id):
             pass
 
