@@ -56,7 +56,7 @@ class Parts:
 
 @dataclass(slots=True)
 class Tally:
-    """What happened so far."""
+    """The results so far."""
 
     attempts: int = 0
     slowest_s: float = 0.0

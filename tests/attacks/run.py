@@ -27,7 +27,7 @@ _ROW = re.compile(r"^(\| (\d+) \|.*\|)[^|]*\|$", re.MULTILINE)
 
 @dataclass(slots=True)
 class Row:
-    """What the tests of one row of the table came to."""
+    """The result of the tests of one row of the table."""
 
     attacks: set[str] = field(default_factory=set)
     held: int = 0

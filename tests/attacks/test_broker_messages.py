@@ -48,7 +48,7 @@ def push(redis: Redis, data: bytes) -> None:
 
 
 def good_message(redis: Redis, site: Site) -> Message:
-    """What the service sends."""
+    """Return the message that the service sends."""
     assert site.broker_url is not None
     CeleryDispatcher(site.broker_url).send("job_none")
     answer = command(redis, b"RPOP", QUEUE.encode())

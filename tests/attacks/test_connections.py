@@ -103,7 +103,7 @@ def answer_of(opened: socket.socket) -> bytes:
 
 
 def health_s(url: str, **options: Any) -> float:
-    """How long health took, over a connection of its own."""
+    """Return the seconds that health took, over a connection of its own."""
     started = time.monotonic()
     answer = httpx.get(f"{url}/v1/health", timeout=60.0, trust_env=False, **options)
     assert answer.status_code == 200, answer.text
@@ -116,7 +116,7 @@ def ask_models(running: Running) -> httpx.Response:
 
 
 def is_problem(answer: bytes, status: int, slug: str) -> bool:
-    """Whether raw bytes are this problem document."""
+    """Return whether raw bytes are this problem document."""
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = (f" {status} ".encode(), MEDIA_TYPE.encode())
     return all(line in head for line in lines) and f'"{TYPE_BASE}{slug}"'.encode() in body
@@ -270,14 +270,14 @@ def _sockets_of(pid: int) -> int:
 
 
 def _served(pid: int, callers: list[socket.socket]) -> int:
-    """How many of these connections the process still holds."""
+    """Count those of these connections that the process still holds."""
     ports = {caller.getsockname()[1] for caller in callers}
     held = psutil.Process(pid).net_connections("tcp")
     return sum(bool(connection.raddr) and connection.raddr.port in ports for connection in held)
 
 
 def _is_at_rest(pid: int) -> bool:
-    """Whether a process waits and has not computed for half a second."""
+    """Return whether a process waits and has not computed for half a second."""
 
     def seen() -> tuple[str, ...]:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -320,7 +320,7 @@ def _first_answer(opened: socket.socket) -> bytes:
 
 
 def _is_closed(opened: socket.socket) -> bool:
-    """Whether the server has ended the connection, whatever it sent before."""
+    """Return whether the server has ended the connection, whatever it sent before."""
     poll = select.poll()
     poll.register(opened, select.POLLRDHUP | select.POLLHUP)
     return bool(poll.poll(0))

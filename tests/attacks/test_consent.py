@@ -47,7 +47,7 @@ def _share_log(home: Home, choice: str) -> None:
 
 
 def _as_if_the_clock_went_back(folder: Path) -> None:
-    """What was written so far is of a time that is to come."""
+    """Set the time of all files so far to one in the future."""
     for path in folder.rglob("*"):
         os.utime(path, (FAR_AHEAD_S, FAR_AHEAD_S))
 

@@ -1,4 +1,4 @@
-"""What a stranger makes of a device's public key, or of an invitation that went through his hands."""
+"""Attacks with a device's public key, or with an invitation that a stranger has seen."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -59,7 +59,7 @@ class Shop:
             self.waiting[job_id] = Waiting(owner=owner, seen=busy)
 
     def is_idle(self, owner: str) -> bool:
-        """Whether a modest owner has no job: it has never two at a time."""
+        """Return whether a modest owner has no job. It never has two at a time."""
         here = {waiting.owner for waiting in self.waiting.values()}
         return owner not in here | {self.owner_of[claim.job_id] for claim, _ in self.running.values()}
 

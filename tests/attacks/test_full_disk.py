@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def mounted(folder: Path) -> bool:
-    """Whether a small disk could be mounted at `folder`, which is made."""
+    """Mount a small disk at `folder`, which is made. Return whether that succeeded."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
     return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -79,7 +79,7 @@ def health(running: Running) -> tuple[int, str]:
 
 
 def words(where: str, *, is_disk: bool) -> Callable[[str], bool]:
-    """Whether a text says of this place that its disk is full, or what the limit looks like."""
+    """Return a check that a text says that this place's disk is full, or names the limit."""
     if is_disk:
         return lambda text: text == f"the disk of the {where} is full"
     return lambda text: "cannot be written" in text

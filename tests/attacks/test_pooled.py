@@ -28,7 +28,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def opened(package: Package, manifest: bytes) -> list[int]:
-    """What a device reads of a package with this manifest."""
+    """Read a package with this manifest as a device does."""
     state = pooled_state(Package.open(package.blobs, package.blobs.put_bytes(manifest)))
     assert state is not None
     numbers: list[int] = state.s_K.tolist()

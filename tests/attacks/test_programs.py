@@ -77,7 +77,7 @@ def test_a_forged_manifest_is_refused(good: Package, code: str, change: Callable
 
 
 class OtherProgram:
-    """What a runtime says of a program of another package, or of another number of weights."""
+    """A runtime with a program of another package, or of another number of weights."""
 
     def __init__(self, digest: str, k: int) -> None:
         self._digest = bytes.fromhex(digest.removeprefix("sha256:"))

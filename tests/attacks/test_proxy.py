@@ -23,7 +23,7 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 def raw(client: httpx.Client, request: bytes) -> bytes:
-    """What nginx answers to these bytes, until it closes."""
+    """Return the answer of nginx to these bytes, until it closes."""
     transport: Any = client._transport
     context = ssl._create_unverified_context()
     with socket.socket(socket.AF_UNIX) as plain:

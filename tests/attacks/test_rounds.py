@@ -94,7 +94,7 @@ def too_fast() -> object:
 def catch_up(
     change: Callable[[bytes], bytes] = lambda data: data, held: History | None = None, until: int = 2
 ) -> Callable[[], object]:
-    """What one is sent who holds a history, changed."""
+    """Return a call that sends the holder of a history a changed answer."""
     data = change(CATCH_UP if until == 2 else encode_catch_up(None, [], HISTORY.head.signed(KEY)))
     return lambda: caught_up(held or HISTORY, data, max_bytes=10_000)
 

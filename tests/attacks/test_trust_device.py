@@ -1,4 +1,4 @@
-"""What a device takes from whoever stands between it and its service, or holds a key for a while: nothing.
+"""Attacks on a device by someone between it and its service, or by someone who holds a key for a while.
 
 The service is a TUF repository behind real HTTP; the attacker changes what it serves. After each attack the
 package that was installed is still installed, and the honest service is believed again.

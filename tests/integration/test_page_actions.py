@@ -38,7 +38,7 @@ def send(client: TestClient, path: str, step: str = "", **typed: str) -> Any:
 
 
 def facts(answer: Any) -> str:
-    """What a page that asks for a confirmation says that it showed."""
+    """Return the values that a page which asks for a confirmation claims to have shown."""
     found = re.search(r'name="shown" value="([0-9a-f]{64})"', answer.text)
     assert found is not None, shown(answer)
     return found[1]

@@ -1,4 +1,4 @@
-"""How fast and how large is a training step? Beside dense passes, bitsandbytes and MeZO: `make bench-engine`.
+"""Time and memory of a training step, beside dense passes, bitsandbytes and MeZO: `make bench-engine`.
 
     python -m permille_lab.engine                           steps, memory, decoding: 20 minutes on two cores
     python -m permille_lab.engine --layers 22 --figure step

@@ -54,7 +54,7 @@ class GradientStep:
         self._moments = Moments.first(package.k, np.zeros(package.k, np.int64))
 
     def values(self) -> np.ndarray:
-        """Where the gradient is taken, float32 [k]."""
+        """The values at which the gradient is taken, float32 [k]."""
         return values(self._w_base_K, self._moments.s_K, self._exponent)
 
     def move(self, loss: float, gradient_K: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""How fast and large is a step by an inference engine? Beside ours, torch and plain passes, in one run.
+"""Time and memory of a step by an inference engine, beside ours, torch and plain passes, in one run.
 
     python -m permille_lab.engine.inference     25 minutes for random packages, most of them exports
     python -m permille_lab.engine.inference --shape SmolLM2-135M
@@ -66,7 +66,7 @@ def measure(folder: Path, sizes: Sizes, *, memory: bool) -> Result:
 
 
 def _packages(folder: Path, sizes: Sizes) -> dict[str, str]:
-    """What each contender computes with; programs are made once."""
+    """The inputs of each contender. Programs are made once."""
     from permille.engines.executorch.exporting import export_program
 
     package = _package(folder, sizes, Scheme.INT4)
@@ -167,7 +167,7 @@ def _child(order: dict[str, Any]) -> None:
 
 
 def installed_bytes() -> dict[str, int]:
-    """What the distributions that an engine needs take on the disk, without what they depend on."""
+    """Return the disk space of the distributions that an engine needs, without their dependencies."""
     found = {name: _size(metadata.distribution(name)) for name in ("torch", "executorch", "bitsandbytes")}
     wheel = Path(str(metadata.distribution("executorch").locate_file("executorch")))
     found["executorch's runtime"] = sum(path.stat().st_size for path in (wheel / "lib").glob("*.so"))

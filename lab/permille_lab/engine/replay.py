@@ -1,4 +1,4 @@
-"""How long does an exact replay take? 20,000 steps of a 1.1B model's mask (1.1M values): `make bench-replay`.
+"""Time of an exact replay: 20,000 steps of a 1.1B model's mask (1.1M values). `make bench-replay`.
 
 Each way of computing (the compiled kernels where they are built, numpy) replays the whole log; all must give
 the same state. `one_by_one_s` is the obvious way, a direction and a multiply-add a step, measured on the

@@ -1,4 +1,4 @@
-"""What a cell of the engine's benchmarks is of: a package of random codes and a batch of random tokens."""
+"""A cell of the engine's benchmarks: a package of random codes and a batch of random tokens."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path

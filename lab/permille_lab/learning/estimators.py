@@ -1,4 +1,4 @@
-"""Which estimator learns most for its cost? `make bench-estimators`.
+"""Compare how much each estimator learns for its cost: `make bench-estimators`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.learning.estimators
 

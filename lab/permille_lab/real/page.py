@@ -79,7 +79,7 @@ def zeroth_order_tables(results: Path) -> dict[str, str]:
 
 
 def _changes(settings: Settings) -> list[str]:
-    """What a zeroth order has that the first comparison has not."""
+    """Return the settings of a zeroth order that the first comparison lacks."""
     directions, momentum = settings.get("directions"), settings.get("momentum")
     found = [] if directions is None else [f"{' then '.join(map(str, directions))} directions"]
     found += [] if momentum is None else [f"momentum {momentum:g}"]

@@ -1,4 +1,4 @@
-"""What the tests of runs share: a home with an installed tiny package, a user's text, quick options."""
+"""Fixtures for tests of runs: a home with an installed tiny package, a user's text, quick options."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -74,14 +74,14 @@ def run_of(
 
 
 def train_quickly(home: Home, data_paths: Sequence[Path], **changes: Any) -> RunResult:
-    """What `run_training` makes of quick options, on the engine of tests; `changes` of options or context."""
+    """Return the result of `run_training` with quick options; `changes` apply to options or context."""
     options = {name: changes.pop(name) for name in list(changes) if name in TrainOptions.__dataclass_fields__}
     context = RunContext(**{"engine_of": bigram_engine, **changes})
     return run_training(home, data_paths, replace(QUICK, **options), context)
 
 
 def plan_and_train(run: Run) -> tuple[Plan, SelectedState]:
-    """What `run` plans and selects."""
+    """Return the plan and the selection of `run`."""
     plan = make_plan(run)
     return plan, train(run, plan)
 

@@ -1,4 +1,4 @@
-"""What every engine must pass: `Conformance(engine, tiny).check()` or, in pytest, one test for each method.
+"""Tests that every engine must pass: `Conformance(engine, tiny).check()`, or one pytest test for each method.
 
 The reference is unmodified transformers in float32 on the same weights. An engine that computes in a coarser
 dtype states its tolerance when it is handed in.
@@ -263,7 +263,7 @@ class Conformance:
         return found_R
 
     def _probabilities(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float64]:
-        """What the reference predicts at each target, float64 [R, D]."""
+        """Return the predictions of the reference at each target, float64 [R, D]."""
         set_values(self.tiny.package, self.tiny.reference, values_K)
         found = []
         for ids_T, target_T in zip(batch.input_ids_BT, batch.target_BT, strict=True):

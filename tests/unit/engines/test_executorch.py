@@ -124,7 +124,7 @@ def test_the_runtime_alone_gives_the_losses_of_the_light_engine(float32: Tiny) -
 
 
 def test_differences_along_directions_are_those_of_the_light_engine(int4: Tiny) -> None:
-    """What an estimator needs; 8-bit activations keep the larger part of it."""
+    """8-bit activations keep the larger part of what an estimator needs."""
     package, batch = int4.package, tiny_batch(lengths=(20,) * 6)
     values_VK = variants(package, 9, scale=0.1)[1:]
     exact = LightEngine(package, threads=1).losses(values_VK, batch)
@@ -150,7 +150,7 @@ def test_what_is_not_ours_is_refused(float32: Tiny, int4: Tiny) -> None:
 
 
 def test_a_device_tries_a_program_in_a_child_before_it_installs_the_package(tmp_path: Path) -> None:
-    """What the runtime refuses, or dies of, or computes wrong ends the trial and nothing else."""
+    """A program that the runtime refuses, dies of or computes wrongly ends the trial and nothing else."""
     package = packages.tiny_package(tmp_path, scheme=Scheme.INT4)
     good = _exported(package, ProgramShape(variants=2, rows=2, tokens=16), "int4")
     try_package(tmp_path, good.digest, size_bytes=good.size_bytes)

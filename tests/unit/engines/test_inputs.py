@@ -1,4 +1,4 @@
-"""What an engine refuses before it computes, and what it cuts off."""
+"""Inputs that an engine refuses before it computes, and inputs that it cuts off."""
 
 from collections.abc import Callable
 from typing import Any

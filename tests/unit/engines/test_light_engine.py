@@ -1,4 +1,4 @@
-"""What the light engine promises beyond the suite: what it refuses, what it shares, what it never copies."""
+"""Promises of the light engine beyond the suite: configs that it refuses, and memory that it shares."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -221,7 +221,7 @@ def test_numpy_alone_conforms(family: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_another_blas_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where numpy's library is not found, products go through a copy."""
+    """Products go through a copy if numpy's library is not found."""
     monkeypatch.setattr(blas, "_library", lambda: None)
     tiny = tiny_package(tmp_path, "llama")
     engine = LightEngine(tiny.package)

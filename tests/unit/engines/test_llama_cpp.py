@@ -56,7 +56,7 @@ def divergence(own_TD: NDArray[np.float32], their_TD: NDArray[np.float32]) -> fl
 
 
 def wanted(package: Package, values_K: NDArray[np.float32], folder: Path) -> NDArray[np.float32]:
-    """What unmodified transformers computes."""
+    """Return the result of unmodified transformers."""
     export_transformers(package, values_K, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():

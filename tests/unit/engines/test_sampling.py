@@ -1,4 +1,4 @@
-"""Which token comes next: the most likely one, or one of the likely ones with its probability."""
+"""Choice of the next token: the most likely one, or one of the likely ones with its probability."""
 
 from typing import Any
 

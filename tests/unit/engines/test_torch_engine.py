@@ -104,7 +104,7 @@ def test_derivatives_agree_with_reverse_mode_in_float64(family: str, tmp_path: P
 
 
 def test_bfloat16_differences_follow_float32_ones(llama: Tiny) -> None:
-    """What an estimator needs is the difference of two perturbed losses, not the loss."""
+    """An estimator needs the difference of two perturbed losses, not the loss."""
     batch, base_K = tiny_batch(lengths=(30,) * 8), llama.package.values()
     z_QK = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (8, len(base_K)))
     shift_QK = 0.5 / np.sqrt(len(base_K)) * z_QK

@@ -72,7 +72,7 @@ def printed(renderable: object, width: int = 80) -> str:
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Collections:
-    """What commands are connected to; nothing is sent."""
+    """The client to which commands are connected. It sends nothing."""
     made = Collections()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""When the gains that devices measured are enough to adopt a state."""
+"""Evidence for adopting a state: the gains that devices measured."""
 
 import pytest
 

@@ -55,7 +55,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """Which database the test runs on."""
+    """The kind of database on which the test runs."""
     return str(request.param)
 
 

@@ -1,4 +1,4 @@
-"""What no row names is deleted once it is old; what a job is about to name never is."""
+"""Collections delete old blobs that no row names, and never blobs that a job is about to name."""
 
 import os
 import signal

@@ -61,7 +61,7 @@ class Site:
                 assert contributions.invite(session, federation=row, device_id=device_id)
 
     def send(self, device_id: str, number: int = 0) -> bool:
-        """Whether it was taken; False: too late, or the device has left."""
+        """Return whether it was taken. False: it came too late, or the device has left."""
         sent = Sent(
             federation_id=self.id, number=number, device_id=device_id, data=b"data", digest=f"d-{device_id}"
         )
@@ -88,7 +88,7 @@ class Site:
             return session.get_one(Round, (self.id, number))
 
     def held(self) -> set[str]:
-        """Whose bytes are kept."""
+        """Return the devices whose bytes are kept."""
         with self.db.read() as session:
             query = select(Participation.device_id).where(Participation.data.is_not(None))
             return set(session.scalars(query))

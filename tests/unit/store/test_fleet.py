@@ -1,4 +1,4 @@
-"""What is counted of many devices: one voice a device, ranks that are right, no count that tells of a few."""
+"""Counts over many devices: one vote for each device, correct ranks, and no count that reveals a few."""
 
 import math
 import random

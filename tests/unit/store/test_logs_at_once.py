@@ -32,7 +32,7 @@ class Log:
     device_id: str
 
     def send(self, session: Session) -> str:
-        """What the device asks for; the job's id."""
+        """Send the device's request. Return the job's id."""
         upload_id = begin_upload(session, self.tenant_id, self.device_id)
         _, job = runs.attach_log(
             session,
@@ -52,11 +52,11 @@ class Log:
         return runs.delete_run(session, tenant_id=self.tenant_id, run_id="run", device_id=self.device_id)
 
     def retry(self, session: Session) -> str:
-        """What the operator asks for."""
+        """Send the operator's request."""
         return queue.retry(session, tenant_id=self.tenant_id, job_id=self.job.id).id
 
     def cancel(self, session: Session) -> str:
-        """What the operator asks for."""
+        """Send the operator's request."""
         return queue.request_cancel(session, tenant_id=self.tenant_id, job_id=self.job.id).id
 
     @property

@@ -42,7 +42,7 @@ def add_package(db: Database, tenant_id: str, name: str = "1") -> Artifact:
 
 
 def resolve_stable(db: Database, tenant_id: str) -> Any:
-    """What the alias `stable` points at, of this tenant's release."""
+    """Return the version to which the alias `stable` of this tenant's release points."""
     return releases.resolve_alias(db, tenant_id=tenant_id, name="tiny", alias="stable")
 
 

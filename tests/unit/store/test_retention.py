@@ -1,4 +1,4 @@
-"""What a rule lets go, and what it never does."""
+"""Objects that a rule deletes, and objects that it never deletes."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +53,7 @@ class Keeping:
             return add_artifact(session, tenant_id=self.tenant_id, kind=kind, request=request, made=made)
 
     def device(self) -> dict[str, Any]:
-        """Whose runs are reported."""
+        """The device whose runs are reported."""
         with self.db.write() as session:
             _, code = devices.invite(session, tenant_id=self.tenant_id, release="tiny", alias="stable")
             device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="0.1.0").device

@@ -41,7 +41,7 @@ AWAY = Fault(path="/v1/", status=503, headers={"retry-after": "600"}, times=99)
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command left."""
+    """The result of a command."""
 
     code: int
     output: str

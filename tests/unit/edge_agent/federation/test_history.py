@@ -36,7 +36,7 @@ def membership(home: Home) -> Membership:
 
 
 def follow(membership: Membership, history: History, rounds: Sequence[Round]) -> History:
-    """What a device makes of a service that tells this."""
+    """Return the device's result with a service that tells this."""
 
     def fetch(after: int, _limit_bytes: int) -> bytes:
         return segment(history, rounds[after:])

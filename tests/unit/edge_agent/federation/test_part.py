@@ -1,4 +1,4 @@
-"""What text a round may train with."""
+"""Selection of the text that a round may train with."""
 
 from pathlib import Path
 

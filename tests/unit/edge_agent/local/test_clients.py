@@ -1,4 +1,4 @@
-"""What programs say to the local server, unmodified: the clients of OpenAI and Ollama, and Open WebUI.
+"""Unmodified programs at the local server: the clients of OpenAI and Ollama, and Open WebUI.
 
 Open WebUI is an application, not a library. One test sends the requests that its release 0.12.4 sent to a
 personal SmolLM2, from its page and from its API, with a connection of each kind. They were recorded between

@@ -14,7 +14,7 @@ from tests.unit.edge_agent.runs import QUICK, Begin, Device, device_at, run_of, 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the user wrote."""
+    """The user's texts."""
     return user_text(tmp_path_factory.mktemp("text"))
 
 

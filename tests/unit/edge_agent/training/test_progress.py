@@ -1,4 +1,4 @@
-"""What is told of a run: one line in its terminal, the same line from another process."""
+"""Progress of a run: one line in its terminal, and the same line from another process."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""When a descent stops, by its evaluations."""
+"""The rule that stops a descent, by its evaluations."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from permille_agent.training.steps import Stop, best_of, stop_of
 
 
 def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) -> list[Stop | None]:
-    """What `stop_of` says at each evaluation, every fifth step."""
+    """Return the answers of `stop_of` at each evaluation, every fifth step."""
     evaluations = [Evaluation(5 * place, loss) for place, loss in enumerate(losses)]
     usual = {"rejected": 0, "out_of_time": False, "last": False}
     return [

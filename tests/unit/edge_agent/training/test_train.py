@@ -46,7 +46,7 @@ from tests.unit.edge_agent.runs import (
 
 
 def _end_of(home: Home, result: RunResult) -> tuple[object, ...]:
-    """What has to be the same to the bit, however often a run was killed."""
+    """Return the values that must be the same to the bit, however often a run was killed."""
     run = find_run(home, result.run)
     evaluations = run.evaluations(0)
     return (
