@@ -92,7 +92,9 @@ def read_object(data: bytes | None) -> dict[str, Any]:
     try:
         value = None if data is None else json.loads(data)
     except (ValueError, RecursionError) as exc:
-        raise PackageError("tokenizer", f"expected JSON in the tokenizer's files: {exc!s:.200}") from exc
+        raise PackageError(
+            "tokenizer", f"A file of the tokenizer is not JSON: {exc!s:.200}. Save it again."
+        ) from exc
     return value if isinstance(value, dict) else {}
 
 
@@ -107,7 +109,7 @@ def _template(file: bytes | None, config: Mapping[str, Any]) -> str | None:
         try:
             template = file.decode("utf-8")
         except UnicodeDecodeError as exc:
-            raise PackageError("chat-template", "expected a chat template in UTF-8, got other bytes") from exc
+            raise PackageError("chat-template", "The chat template is not UTF-8. Save it in UTF-8.") from exc
     elif isinstance(template, list):
         # Some models have several named templates.
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -117,6 +119,6 @@ def _template(file: bytes | None, config: Mapping[str, Any]) -> str | None:
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise PackageError(
             "chat-template",
-            f"expected a template of at most {MAX_TEMPLATE_CHARACTERS} characters, got {len(template)}",
+            f"The template has {len(template)} characters, more than {MAX_TEMPLATE_CHARACTERS}. Shorten it.",
         )
     return template

@@ -66,7 +66,7 @@ class BlobWriter:
         """
         digest = "sha256:" + self._hash.hexdigest()
         if expected is not None and digest != expected:
-            raise PackageError("blob-digest", f"expected {expected}, got {digest}")
+            raise _damaged(expected, digest)
         self._file.flush()
         # Durable first, then visible: a name never stands for bytes that a crash could lose.
         _make_durable(self._file)
@@ -139,9 +139,11 @@ class BlobFolder:
             data = file.read(limit + 1)
         # The read above asked for one byte more than the limit, so more memory is never used.
         if len(data) > limit:
-            raise PackageError("blob-size", f"expected at most {limit} bytes of {digest}, got more")
+            raise PackageError(
+                "blob-size", f"The blob {digest} has more than {limit} bytes, which is too large."
+            )
         if digest_of(data) != digest:
-            raise PackageError("blob-digest", f"expected {digest}, got {digest_of(data)}")
+            raise _damaged(digest, digest_of(data))
         return data
 
     def check(self, digest: str) -> None:
@@ -155,7 +157,7 @@ class BlobFolder:
             hashed = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
         found = f"sha256:{hashed.hexdigest()}"
         if found != digest:
-            raise PackageError("blob-digest", f"expected {digest}, got {found}")
+            raise _damaged(digest, found)
 
     def stream(self, digest: str, begin: int, end: int) -> Iterator[bytes]:
         """Yield the stored bytes of a blob, without a check. The receiver compares the hash.
@@ -206,7 +208,7 @@ class BlobFolder:
         """
         found = digest_of_file(path)
         if found != expected:
-            raise PackageError("blob-digest", f"expected {expected}, got {found}")
+            raise _damaged(expected, found)
         with path.open("rb") as file:
             _make_durable(file)
         self._install(path, expected)
@@ -327,4 +329,10 @@ def _make_durable(file: BinaryIO) -> None:
 
 
 def _missing(digest: str) -> PackageError:
-    return PackageError("blob-missing", f"expected a blob {digest}, got none")
+    return PackageError("blob-missing", f"There is no blob {digest} here. Fetch or build its package again.")
+
+
+def _damaged(digest: str, found: str) -> PackageError:
+    return PackageError(
+        "blob-digest", f"The bytes of {digest} are damaged: their digest is {found}. Fetch them again."
+    )

@@ -84,7 +84,7 @@ def check_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> None:
     """
     if damaged := damaged_blocks(blobs, blocks):
         others = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        raise PackageError("block-digest", f"expected other bytes: {damaged[0]} are damaged{others}")
+        raise PackageError("block-digest", f"The package is damaged: {damaged[0]}{others}. Fetch it again.")
 
 
 def damaged_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> list[Block]:
@@ -113,7 +113,7 @@ def mend_block(blobs: BlobFolder, block: Block, data: bytes) -> None:
         OSError: from the file system.
     """
     if hashlib.sha256(data).digest() != block.sha256:
-        raise PackageError("block-digest", f"expected {block}, got other bytes")
+        raise PackageError("block-digest", f"The copy that came for {block} is damaged, too. Fetch it again.")
     path = blobs.path(block.layer.digest)
     # Blobs are read-only, to protect them from mistakes.
     path.chmod(0o644)

@@ -155,8 +155,7 @@ def write_package(
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Write all other layers beside the dense and the plain one, and the manifest. Return the
-    manifest.
+    """Add the other layers to the dense and the plain layer, and write the manifest. Return it.
 
     Raises:
         InputError, PackageError, OSError: as for `pack_model`.
@@ -246,8 +245,8 @@ def _write_adapter(blobs: BlobFolder, model: SourceModel, chosen: ChosenAdapter)
         # FORMAT 3.2: a count is at most the number of weights.
         if about.count((rows, columns)) > rows * columns:
             raise InputError(
-                f"expected an adapter smaller than the weights beside it, got rank {chosen.rank} of {name} "
-                f"({rows} by {columns}): choose a lower rank, or a scope without it"
+                f"An adapter of rank {chosen.rank} has more numbers than {name} ({rows} by {columns}). "
+                "Choose a lower rank, or a scope without it."
             )
     tensors = tuple(
         TensorInfo(name=name, shape=shape, count=about.count(shape) if name in covered else 0)

@@ -69,7 +69,7 @@ def parse_config(data: bytes) -> dict[str, Any]:
     _check_settings(config, 0)
     unknown = sorted(config.keys() - CONFIG_KEYS)
     if unknown:
-        raise PackageError("config-key", f"expected keys of the allow-list, got {unknown!r:.200}")
+        raise PackageError("config-key", f"config.json has keys that no package may have: {unknown!r:.200}")
     try:
         expected_tensors(config)
     except InputError as exc:
@@ -85,7 +85,9 @@ def check_config_family(config: Mapping[str, Any], family: str) -> Family:
     """
     found = family_of(config)
     if found != family:
-        raise PackageError("config-model", f"expected family {family!r:.60}, got {found}")
+        raise PackageError(
+            "config-model", f"config.json is of family {found}, the manifest of {family!r:.60}"
+        )
     return found
 
 
@@ -105,7 +107,8 @@ def _check_settings(value: object, depth: int) -> None:
     """Check that settings are short strings, numbers and shallow collections of them."""
     if depth > _MAX_DEPTH or (isinstance(value, str) and len(value) > _MAX_TEXT):
         raise PackageError(
-            "config-malformed", f"expected {_MAX_DEPTH} levels of texts to {_MAX_TEXT} letters"
+            "config-malformed",
+            f"A setting is nested deeper than {_MAX_DEPTH}, or longer than {_MAX_TEXT} letters.",
         )
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for item in items:
@@ -118,7 +121,7 @@ def _refuse_code(config: Mapping[str, Any], path: str) -> None:
         {"auto_map", "custom_generate", "custom_pipelines", "trust_remote_code"} & config.keys()
     )
     if forbidden:
-        raise PackageError("config-key", f"expected no code in {path}, got {forbidden}")
+        raise PackageError("config-key", f"{path} names code, which no package may: {forbidden}. Remove it.")
 
 
 def _object(data: bytes) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Writers of the layers (FORMAT 4). They work tensor by tensor, so a model need not fit into memory.
 
-The same tensors in the same order give the same bytes. `reader` reads layers; names that both need
-are here.
+The same tensors in the same order give the same bytes. `reader` reads layers. Names that both
+need are here.
 """
 
 import json
@@ -77,7 +77,7 @@ def write_mask(blobs: BlobFolder, mask: Mapping[str, NDArray[np.uint32]], order:
     # A misspelt name would otherwise lose its mask without a word.
     unknown = sorted(mask.keys() - set(order))
     if unknown:
-        raise InputError(f"expected masks of quantized tensors only, got {unknown[:3]}")
+        raise InputError(f"The mask names tensors that are not quantized: {unknown[:3]}. Leave them out.")
     with SafetensorsWriter(blobs) as writer:
         for name in order:
             indices = np.asarray(mask.get(name, np.empty(0, np.uint32)))
@@ -138,7 +138,7 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
             writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.data)
         missing = next(names, None)
         if missing is not None:
-            raise InputError(f"expected values of {missing!r}, got no more")
+            raise InputError(f"The values of {missing!r} are missing.")
         return _layer(Role.VALUES, writer.finish())
 
 
@@ -151,7 +151,7 @@ def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:
             it.
     """
     if path not in FILE_NAMES:
-        raise InputError(f"expected one of {sorted(FILE_NAMES)}, got {path!r}")
+        raise InputError(f"A package may not hold a file {path!r}, only {', '.join(sorted(FILE_NAMES))}.")
     check_file(path, data)
     return _layer(Role.FILE, (blobs.put_bytes(data), len(data)), path)
 
@@ -257,6 +257,8 @@ def _layer(role: Role, blob: tuple[str, int], path: str | None = None) -> Layer:
 
 def _check_float(tensor: RawTensor) -> None:
     if tensor.dtype not in FLOATS:
-        raise InputError(f"expected {tensor.name!r} as one of {sorted(FLOATS)}, got {tensor.dtype}")
+        raise InputError(
+            f"{tensor.name!r} is stored as {tensor.dtype}. Use a model in {', '.join(sorted(FLOATS))}."
+        )
     if not tensor.all_finite():
-        raise InputError(f"expected finite numbers in {tensor.name!r}, got NaN or infinity")
+        raise InputError(f"{tensor.name!r} holds NaN or infinity. Use a model whose weights are finite.")

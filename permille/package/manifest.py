@@ -1,7 +1,7 @@
 """The manifest of a package (FORMAT 3), in canonical JSON. Its digest is the name of the package.
 
-Each record checks itself. The manifest checks whatever needs the whole, such as the sizes of
-layers. So nothing is downloaded for a manifest that cannot be valid. This module reads no blob and
+Each record checks itself. The manifest checks rules about several records, such as the
+sizes of layers. So nothing is downloaded for a manifest that cannot be valid. This module reads no blob and
 no clock.
 """
 
@@ -333,7 +333,10 @@ class Manifest:
         top = parse_canonical(data, MAX_MANIFEST_BYTES)
         if isinstance(top, Mapping) and (top.get("format"), top.get("version")) != (FORMAT, VERSION):
             got = f"{top.get('format')!r:.60} {top.get('version')!r:.20}"
-            raise PackageError("manifest-version", f"expected {FORMAT} version {VERSION}, got {got}")
+            raise PackageError(
+                "manifest-version",
+                f"The manifest is of {got}; this version of permille reads {FORMAT} {VERSION}.",
+            )
         # The key `mask` or `adapter` decides the kind of the package (FORMAT 3.1).
         chosen = "adapter" if isinstance(top, Mapping) and "adapter" in top else "mask"
         fields = _fields(top, "manifest", _TOP | {chosen: dict})
@@ -354,10 +357,12 @@ class Manifest:
         if not 1 <= number <= MAX_TENSORS:
             raise PackageError("manifest-tensors", f"expected 1 to {MAX_TENSORS} tensors, got {number}")
         if len({tensor.name for tensor in self.tensors}) != number:
-            raise PackageError("manifest-tensors", "expected every tensor once, got a name twice")
+            raise PackageError("manifest-tensors", "A tensor is listed twice.")
         # GGUF codes come in blocks of 32 weights along a row.
         if self.scheme.name is Scheme.SOURCE and any(t.shape[1] % 32 for t in self.tensors):
-            raise PackageError("manifest-tensors", "expected widths in groups of 32 for source, got others")
+            raise PackageError(
+                "manifest-tensors", "With scheme source, the width of each tensor must be a multiple of 32."
+            )
         # A log stores k and replay depends on it, so it must match the counts (FORMAT 8.1).
         if total != self.k or not 1 <= total <= MAX_K:
             raise PackageError(
@@ -377,19 +382,24 @@ class Manifest:
         for role in Role:
             found = sum(layer.role is role for layer in self.layers)
             if role is not Role.FILE and (found > 1 or (role in required and found == 0)):
-                raise PackageError("manifest-layers", f"expected one {role} layer, got {found}")
+                raise PackageError(
+                    "manifest-layers", f"A package has one {role} layer, this one has {found}."
+                )
             if role in excluded and found:
-                raise PackageError("manifest-layers", f"expected no {role} layer in this package")
+                raise PackageError(
+                    "manifest-layers",
+                    f"A package has a mask or an adapter, so this one may not have a {role} layer.",
+                )
         files = [layer.path for layer in self.layers if layer.role is Role.FILE]
         if len(set(files)) != len(files):
-            raise PackageError("manifest-layers", f"expected every file once, got {files}")
+            raise PackageError("manifest-layers", f"A file is listed twice: {files}")
         # One order, so that equal packages have equal manifests and digests.
         if sort_layers(self.layers) != self.layers:
-            raise PackageError("manifest-layers", "expected layers by role, then by path")
+            raise PackageError("manifest-layers", "The layers are not sorted by role, then by path.")
         config = self.files().get("config.json")
         if config is None or config.digest != self.model.config:
             raise PackageError(
-                "manifest-layers", "expected a file config.json with the digest in model.config"
+                "manifest-layers", "There is no file config.json with the digest in model.config."
             )
 
     def _check_sizes(self) -> None:

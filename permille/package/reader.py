@@ -47,6 +47,7 @@ from permille.quantization.types import (
 )
 from permille.tensors import FLOATS, Q8_0, RawTensor
 
+_BUILD_AGAIN = "Build the package again, from a model whose weights are finite."
 _DTYPES = {
     Role.DENSE: frozenset({"U8", "I8", "F16", "F32"}),
     Role.PLAIN: FLOATS | {"U8"},
@@ -192,7 +193,7 @@ class Package:
                 raise PackageError("plain-scales", f"the scales of {name} are not all finite and from 0")
             return tensor
         if not tensor.all_finite():
-            raise PackageError("plain-not-finite", f"expected finite numbers in {name}, got NaN or infinity")
+            raise PackageError("plain-not-finite", f"{name} holds NaN or infinity. {_BUILD_AGAIN}")
         return tensor
 
     def mask(self, name: str) -> NDArray[np.uint32]:
@@ -204,9 +205,7 @@ class Package:
         """
         if self.manifest.adapter is not None:
             got = f"{self.manifest.adapter.kind} of rank {self.manifest.adapter.rank}"
-            raise InputError(
-                f"expected a package with a mask (sparse values), got one with an adapter: {got}"
-            )
+            raise InputError(f"The package has no mask, but an adapter ({got}). Use a package with a mask.")
         return self._layers[Role.MASK].tensor(name).data.view("<u4").astype(np.uint32, copy=False)
 
     def values(self) -> NDArray[np.float32]:
@@ -223,7 +222,9 @@ class Package:
         found = [self._layers[Role.VALUES].tensor(tensor.name) for tensor in self.manifest.tensors]
         for tensor in found:
             if not tensor.all_finite():
-                raise PackageError("values-not-finite", f"expected finite values of {tensor.name}")
+                raise PackageError(
+                    "values-not-finite", f"The values of {tensor.name} hold NaN or infinity. {_BUILD_AGAIN}"
+                )
         return np.concatenate([tensor.float32() for tensor in found])
 
     def adapter_matrix(self, name: str) -> NDArray[np.float32]:
@@ -236,7 +237,9 @@ class Package:
         """
         tensor = self._layers[Role.ADAPTER].tensor(name)
         if not tensor.all_finite():
-            raise PackageError("adapter-not-finite", f"expected finite numbers beside {name}")
+            raise PackageError(
+                "adapter-not-finite", f"The adapter of {name} holds NaN or infinity. {_BUILD_AGAIN}"
+            )
         return tensor.float32().reshape(tensor.shape)
 
     def _adapter_values(self, adapter: AdapterInfo) -> NDArray[np.float32]:
@@ -372,4 +375,6 @@ def _needed(blobs: BlobFolder, manifest: Manifest) -> list[Layer]:
 def _check_size(blobs: BlobFolder, layer: Layer) -> None:
     size = blobs.size(layer.digest)
     if size != layer.size_bytes:
-        raise PackageError("blob-size", f"expected {layer.size_bytes} bytes of {layer.digest}, got {size}")
+        raise PackageError(
+            "blob-size", f"The blob {layer.digest} has {size} bytes, not {layer.size_bytes}. Fetch it again."
+        )

@@ -189,7 +189,7 @@ class SafetensorsWriter(ExitStack):
             OSError: from the file system.
         """
         if name in self._entries or name == "__metadata__":
-            raise InputError(f"expected every tensor once, got {name!r} again")
+            raise InputError(f"The tensor {name!r} comes twice. Add each tensor once.")
         if dtype not in ITEM_BYTES:
             raise InputError(f"expected dtype of {name!r} to be one of {sorted(ITEM_BYTES)}, got {dtype!r}")
         # Bytes, not numbers: numpy has no bfloat16, so callers pass it as raw data.
@@ -224,5 +224,7 @@ class SafetensorsWriter(ExitStack):
         }
         header = safetensors_header(ordered)
         if len(header) - 8 > MAX_HEADER_BYTES:
-            raise InputError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(header) - 8}")
+            raise InputError(
+                f"The layer's header would have {len(header) - 8} bytes, more than {MAX_HEADER_BYTES}."
+            )
         return header

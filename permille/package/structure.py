@@ -43,7 +43,7 @@ def check_shapes(
     # The order defines the tensor_id, which keys the random directions. So it must match, too.
     if scoped != scoped_tensors(config):
         raise PackageError(
-            "tensor-shape", "expected manifest.tensors to be the config's linear layers, in order"
+            "tensor-shape", "The tensors of the manifest are not the linear layers of config.json, in order."
         )
     quantized = dict(scoped)
     plain: dict[str, tuple[int, ...]] = {
@@ -95,7 +95,7 @@ def _check_layer_shapes(role: Role, layer: SafetensorsFile, shapes: Mapping[str,
     if layer.specs.keys() != shapes.keys():
         other = sorted(layer.specs.keys() ^ shapes.keys())
         raise PackageError(
-            "tensor-names", f"expected the config's tensors in {role}, differs in {other!r:.200}"
+            "tensor-names", f"The tensors of the layer {role} are not those of config.json: {other!r:.200}"
         )
     for name, shape in shapes.items():
         if layer.specs[name].shape != shape:
@@ -130,7 +130,7 @@ def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None
         return
     # A NaN fails both comparisons.
     if not np.all((scales >= 0) & (scales < np.inf)):
-        raise PackageError("dense-scales", f"expected finite scales of {name} from 0, got others")
+        raise PackageError("dense-scales", f"The scales of {name} are not all finite and from 0.")
 
 
 def check_codes(name: str, tensor: QuantizedTensor) -> None:
@@ -175,4 +175,6 @@ def check_code_book(dense: SafetensorsFile, name: str, shape: tuple[int, int], g
     state = dense.tensor(name + QUANT_STATE).data.tobytes()
     code_book = dense.tensor(name + QUANT_MAP).data.tobytes()
     if state != quant_state(shape, group_size) or code_book != NF4_CODES.astype("<f4").tobytes():
-        raise PackageError("dense-code-book", f"expected NF4's table and state of {shape} beside {name}")
+        raise PackageError(
+            "dense-code-book", f"The table or the state beside {name} is not that of NF4 for {shape}."
+        )

@@ -104,9 +104,9 @@ def parse(kind: type[AnySigned], data: bytes) -> Metadata[AnySigned]:
         metadata: Metadata[AnySigned] = Metadata.from_bytes(data)
     # python-tuf raises any of these for malformed input.
     except (RepositoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise InputError(f"expected TUF metadata of type {kind.type}: {exc}") from exc
+        raise InputError(f"This is no TUF metadata of type {kind.type}: {exc}") from exc
     if metadata.signed.type != kind.type:
-        raise InputError(f"expected TUF metadata of type {kind.type}, got {metadata.signed.type}")
+        raise InputError(f"This is TUF metadata of type {metadata.signed.type}, not {kind.type}.")
     return metadata
 
 

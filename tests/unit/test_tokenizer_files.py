@@ -51,10 +51,10 @@ def test_a_template_stands_in_its_own_file_or_in_the_configuration(template: obj
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"tokenizer_config_json": b"{"}, "tokenizer: expected JSON"),
-        ({"config_json": b"[" * 100_000}, "tokenizer: expected JSON"),
-        ({"chat_template_jinja": b"\xff"}, "chat-template: expected a chat template in UTF-8"),
-        ({"chat_template_jinja": b"x" * 70_000}, "at most 65536 characters, got 70000"),
+        ({"tokenizer_config_json": b"{"}, "tokenizer: A file of the tokenizer is not JSON"),
+        ({"config_json": b"[" * 100_000}, "tokenizer: A file of the tokenizer is not JSON"),
+        ({"chat_template_jinja": b"\xff"}, "chat-template: The chat template is not UTF-8"),
+        ({"chat_template_jinja": b"x" * 70_000}, "has 70000 characters, more than 65536"),
     ],
 )
 def test_broken_files_are_refused(files: dict[str, bytes], message: str) -> None:

@@ -146,7 +146,7 @@ def test_a_build_with_an_adapter_asks_for_no_mask(bench: Bench) -> None:
         page = artifacts.list_artifacts(session, tenant_id=bench.tenant_id, kind=JobKind.MASK)
     assert not page.items
     too_much = {"model_id": bench.model.id, "adapter": {"kind": "lora", "rank": 256}}
-    assert "choose a lower rank" in failed(bench, "build", too_much)
+    assert "Choose a lower rank" in failed(bench, "build", too_much)
 
 
 def test_the_same_inputs_give_the_same_package(make_bench: BenchMaker) -> None:
