@@ -17,7 +17,7 @@ def available_memory() -> int | None:
 
 
 def give_back() -> None:
-    """Return freed memory to the system. glibc keeps it otherwise; elsewhere this does nothing."""
+    """Return freed memory to the system, which glibc would keep. Without glibc, do nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,6 +1,4 @@
-"""A tensor as bytes, in the layout of safetensors. Checkpoints are read as these; packages are written from
-them.
-"""
+"""Tensors as bytes, in the layout of safetensors. Checkpoints are read and packages are written as these."""
 
 import math
 import mmap
@@ -58,7 +56,7 @@ class RawTensor:
         raise InputError(f"expected a tensor of BF16, F16, F32 or Q8_0, got {self.dtype}")
 
     def all_finite(self) -> bool:
-        """Return whether all numbers are finite. Only exponents are read; nothing large is copied."""
+        """Return whether all numbers are finite. This reads exponents only, and copies nothing large."""
         if self.dtype == Q8_0:
             scale_B = np.ascontiguousarray(self.data.reshape(-1, Q8_0_BYTES)[:, :2]).view("<f2")
             return bool(np.isfinite(scale_B).all())
@@ -105,7 +103,7 @@ def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> by
 def write_float32(
     path: Path, shapes: Mapping[str, tuple[int, ...]], arrays: Iterable[NDArray[np.float32]]
 ) -> None:
-    """Write a safetensors file in float32, one tensor after the other; durable on return.
+    """Write a safetensors file in float32, one tensor after the other. The file is durable on return.
 
     The writer of the safetensors library needs all tensors in memory.
 

@@ -1,4 +1,4 @@
-"""Token sequences of one length from a corpus, as a function of its texts, the tokenizer and the seed.
+"""Token sequences of one length from a corpus. Texts, tokenizer and seed determine them.
 
 The rule, so that anyone can repeat it:
 
@@ -34,21 +34,20 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer, such as `permille.models.loading.FileTokenizer`."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of one text."""
+        """Return the token ids of one text."""
         ...
 
 
 def token_sequences(
     tokenizer: Tokenizer, texts: Iterable[str], n: int, length: int, seed: int, *, skip: int = 0
 ) -> NDArray[np.int64]:
-    """`n` sequences of exactly `length` tokens: [n, length] int64.
+    """Return `n` sequences of exactly `length` tokens, int64 [n, length].
 
     Args:
         skip: windows of the stream to pass over first, so that two calls can share no token.
 
     Raises:
-        InputError: the corpus holds fewer than `skip + n` windows (the message says how many), a number is
-        out of range.
+        InputError: the corpus holds fewer than `skip + n` windows, or a number is out of range.
     """
     if n < 1 or length < 2 or skip < 0 or not 0 <= seed < 1 << 64:
         raise InputError(

@@ -3,8 +3,8 @@
     texts = list(file_texts(Path("stories.jsonl"), ReadReport()))
 
 Unusable rows are counted by reason in a `ReadReport`. A file that ends in the middle of a row is
-refused. So is a file with more than a tenth of broken rows, because a mask of the remaining rows would
-not be the one that was asked for. Reading is lazy.
+refused. A file with more than a tenth of broken rows is refused, too, because a mask should come from
+the whole corpus. Reading is lazy.
 """
 
 import gzip
@@ -87,7 +87,7 @@ class ReadReport:
 
 
 def file_texts(path: Path, report: ReadReport) -> Iterator[str]:
-    """Yield the usable texts of a file, in their order, as they are asked for.
+    """Yield the usable texts of a file, in their order.
 
         texts = list(file_texts(Path("stories.jsonl"), ReadReport()))
 
@@ -104,7 +104,7 @@ def file_texts(path: Path, report: ReadReport) -> Iterator[str]:
 
 
 def check_head(path: Path) -> None:
-    """Look at the first rows of a file: are they what its name says? Reads at most `HEAD_BYTES`.
+    """Check that the first rows of a file fit its name. Read at most `HEAD_BYTES`.
 
     Raises:
         InputError: another ending, damaged, not UTF-8, or rows without a text.
@@ -161,7 +161,7 @@ def _text_of(line: bytes | None) -> str | BadRow:
 
 
 def checked_text(text: object) -> str | BadRow:
-    """Return a usable text as it is, and else the reason why it is not usable.
+    """Return a usable text unchanged, or the reason why it is not usable.
 
     >>> checked_text(" ").value
     'empty'
@@ -178,8 +178,7 @@ def checked_text(text: object) -> str | BadRow:
 
 
 def _plain_texts(path: Path, report: ReadReport) -> Iterator[str]:
-    """Whole paragraphs, joined as they stood, until `TEXT_CHARACTERS` are reached. A bad line counts as a
-    row."""
+    """Yield texts of whole paragraphs, each of at least `TEXT_CHARACTERS`. A bad line counts as a row."""
     paragraphs = ""
     for line in _lines(path):
         text = _line_of(line)
@@ -207,7 +206,7 @@ def _line_of(line: bytes | None) -> str | BadRow:
 
 
 def _lines(path: Path) -> Iterator[bytes | None]:
-    """Lines with their ends; None for one above `LARGEST_ROW` bytes, which is passed over, never held."""
+    """Yield the lines with their ends. Yield None for a line above `LARGEST_ROW` bytes, and skip it."""
     with _opened(path) as file:
         while line := file.readline(LARGEST_ROW + 1):
             if len(line) <= LARGEST_ROW:

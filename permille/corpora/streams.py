@@ -11,10 +11,10 @@ _STREAMS = {StreamedDataset.C4: ("allenai/c4", "en", "1588ec454efa1a09f29cd18ddd
 
 
 def streamed_texts(dataset: StreamedDataset, split: str, report: ReadReport) -> Iterator[str]:
-    """Yield the usable texts of a data set of the allow-list, in their order, as its host sends them.
+    """Yield the usable texts of a dataset of the allow-list, in the order of its host.
 
     Raises:
-        InputError: a data set that is not on the list, another split than train or validation, or too many
+        InputError: a dataset that is not on the list, another split than train or validation, or too many
             broken rows.
         RetryableError: the host cannot be reached.
     """

@@ -1,8 +1,8 @@
 """The signed record of a rollout, from which a device decides by itself whether it takes part.
 
 The record is the `custom` field of a TUF target (FORMAT 14). So nobody between service and device
-can open a wave, move a device to another wave, or hide a halt for longer than the lifetime of the
-timestamp.
+can open a wave, or move a device to another wave. Nobody can hide a halt for longer than the
+lifetime of the timestamp.
 """
 
 import hashlib

@@ -270,6 +270,7 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
     if kind is Windows.ALL:
         return (window,) * count
     if kind is Windows.UPPER:
+        # 28 is the default of transformers.
         first = settings.size("max_window_layers", 28, least=0)
         if not settings.flag("use_sliding_window", False):
             window = None
@@ -278,6 +279,7 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
         pattern = shape.about.window_pattern
         kinds = settings.texts("layer_types")
         if kinds is not None:
+            # A list of types says more than a pattern, so the pattern is not read.
             settings.passed_over(("sliding_window_pattern",))
         elif shape.family in (Family.GEMMA3_TEXT, Family.EXAONE4):
             pattern = settings.size("sliding_window_pattern", pattern)

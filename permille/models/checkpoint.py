@@ -3,8 +3,8 @@
     checkpoint = Checkpoint(Path("SmolLM2-135M-Instruct"))
     checkpoint.float32("model.norm.weight")
 
-The folder is foreign input. File names must be on an allow-list, no symbolic link may lead out of the
-folder, and weights must be safetensors (`permille.models.conversion` makes them of pickles). Every size
+The folder is foreign input. File names must be on an allow-list, and no symbolic link may lead out of
+the folder. Weights must be safetensors (`permille.models.conversion` makes them of pickles). Every size
 is checked before use. The tensors must be exactly those of the config. Data is mapped, and never copied
 as a whole.
 """
@@ -87,6 +87,7 @@ class Checkpoint:
         found = self._headers()
         expected = expected_tensors(self.config)
         _compare({name: entry.shape for name, entry in found.items()}, expected)
+        # In the order of the config, which defines the tensor ids, whatever the order of the files.
         self._entries = {name: _checked(name, found[name]) for name in expected}
 
     @property
@@ -271,6 +272,7 @@ def _weight_files(folder: Path) -> list[str]:
         files = list(mapped.values()) if isinstance(mapped, dict) else []
         if not files or not all(isinstance(file, str) and file.endswith(".safetensors") for file in files):
             raise InputError(f"{INDEX_FILE} has no weight_map of .safetensors files.")
+        # An index names a file once for each of its tensors.
         return sorted(set(files))
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     raise InputError(

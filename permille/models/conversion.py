@@ -56,6 +56,7 @@ def modern_folder(folder: Path, root: Path) -> Path:
 
 def pickled_weights(folder: Path) -> list[str]:
     """Return the names of pickled weights. If there are safetensors, return none."""
+    # Many repositories hold both, and safetensors cannot contain code.
     if any(folder.glob("*.safetensors")):
         return []
     return sorted({path.name for pattern in PICKLES for path in folder.glob(pattern)})
@@ -75,6 +76,7 @@ def _convert(folder: Path, made: Path, pickles: list[str]) -> None:
         child = subprocess.run(command, capture_output=True, timeout=CHILD_S, check=False)
     except subprocess.TimeoutExpired as exc:
         raise InputError(f"The weights of {folder.name} took more than {CHILD_S:.0f} s to convert.") from exc
+    # Without pickles, the child converts the tokenizer alone.
     if child.returncode == 0 and (not paths or (made / WEIGHTS_FILE).exists()):
         return
     # The child has read foreign bytes, so its words are bounded before they reach a log or a page.

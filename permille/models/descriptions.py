@@ -127,6 +127,7 @@ class Description:
     final_norm: str = "model.norm"
     names: BlockNames = BlockNames()
     stacked: bool = False
+    # The key of the width between `up` and `down`.
     inner: str = "intermediate_size"
     head: int | None = None
     tied: bool = False
@@ -141,6 +142,7 @@ class Description:
     windows: Windows = Windows.NONE
     window_pattern: int = 0
     rotation: Rotation = Rotation.WHOLE
+    # By the square root of the hidden size.
     embedding_scaled: bool = False
     query_scalar: int | None = None
     attention_softcap: float | None = None
@@ -175,6 +177,7 @@ _OLMO2 = Description(
 
 DESCRIPTIONS: Mapping[Family, Description] = {
     Family.LLAMA: Description(silent_kv_heads=True, mlp_bias=("mlp_bias", False)),
+    # Mistral has no biases, and no key for them.
     Family.MISTRAL: Description(attention_bias=None, windows=Windows.ALL),
     Family.QWEN2: Description(
         # Qwen 2 has these biases without a key for them, and none at the output.

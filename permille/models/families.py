@@ -31,6 +31,7 @@ class LayerPart(StrEnum):
 SCOPE_PATTERN = r"all|attention|mlp|layers:[0-9]{1,5}(-[0-9]{0,5})?"
 """The forms of a scope, for schemas: everything, one part of every layer, or a range of layers from 0."""
 
+# The order fixes the tensor ids of packages and logs, so it must never change.
 _ROLES = {
     LayerPart.ATTENTION: ("query", "key", "value", "fused", "output"),
     LayerPart.MLP: ("gate", "up", "down"),
@@ -123,8 +124,8 @@ def family_of(config: Config) -> Family:
     Code that a config names (`auto_map`) is never run. A known family needs none.
 
     Raises:
-        InputError: the family is unknown (the message says what it needs, or lists the known ones), or the
-            model is a mixture of experts or already quantized.
+        InputError: the family is unknown, or the model is a mixture of experts or already quantized. For an
+            unknown family, the message names the missing part or lists the known families.
     """
     model_type = config.get("model_type")
     if config.get("quantization_config") is not None:

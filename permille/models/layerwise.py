@@ -31,7 +31,7 @@ from permille.models.families import family_of, shape_of
 
 
 class LayerStream:
-    """A model of which only the part in use is in memory."""
+    """A model that holds only the part in use in memory."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class LayerStream:
             raise InputError(f"The model has no list of decoder layers at {self._prefix}.")
         self._layers = list(layers)
         self._recorders = [_Recorder() for _ in self._layers]
+        # Recorders have no parameters, so filling the model loads its ends only.
         self._model.set_submodule(self._prefix, nn.ModuleList(self._recorders))
         restore_buffers(self._model, self._device)
         # Arguments of each layer by the shape of the input, which alone decides them.
@@ -194,6 +195,7 @@ def restore_buffers(model: Any, device: torch.device) -> None:
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
+            # `_init_weights` below writes into the buffers, so they need memory first.
             setattr(module, name, torch.empty_like(buffer, device=device))
         if buffers:
             model._init_weights(module)  # as `from_pretrained` does it

@@ -42,6 +42,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
             r"^language_model\.lm_head\.": "lm_head.",
         },
         dtype=dtype,
+        # A pickle beside the safetensors is never opened.
         use_safetensors=True,
         trust_remote_code=False,
         local_files_only=True,
@@ -94,7 +95,7 @@ class FileChat:
 
     @classmethod
     def find(cls, folder: Path) -> "FileChat | None":
-        """Read the chat template of a model folder; None where it has none.
+        """Read the chat template of a model folder. Return None if it has none.
 
         Raises:
             InputError: the tokenizer cannot be read.

@@ -1,4 +1,4 @@
-"""Models in Ollama's local store: which file a name stands for.
+"""Find the GGUF file of a model in Ollama's local store.
 
     store, path = ollama_file("smollm2:135m")
 
@@ -23,7 +23,7 @@ def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
 
     Args:
         name: as Ollama lists it: `smollm2`, `smollm2:135m` or `user/model:tag`.
-        store: Ollama's folder of models; None takes OLLAMA_MODELS, else `.ollama/models` of the home folder.
+        store: Ollama's folder of models. None takes OLLAMA_MODELS, else `.ollama/models` of the home folder.
 
     Returns:
         The store, and the file in it.
@@ -37,6 +37,7 @@ def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise InputError(f"Write a model of Ollama as NAME or NAME:TAG, not {name!r:.80}.")
+    # `library` is the owner of the models that Ollama itself publishes.
     owner, model, tag = parts[1] or "library", parts[2], parts[3] or "latest"
     manifest = store / "manifests/registry.ollama.ai" / owner / model / tag
     try:

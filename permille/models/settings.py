@@ -49,7 +49,7 @@ _LARGEST_SIZE = 1 << 24
 
 
 class Settings:
-    """The config of a model, and which of its keys were read.
+    """The config of a model, and the set of its keys that were read.
 
     Example:
         settings = Settings(config)
@@ -75,7 +75,7 @@ class Settings:
         return value
 
     def optional_size(self, key: str, default: int | None) -> int | None:
-        """Return a whole number from 1, None where the key says null, the default where it is absent."""
+        """Return a whole number from 1. Return None if the key is null, and the default if it is absent."""
         if key in self._config and self._config[key] is None:
             self.keys.add(key)
             return None
@@ -88,7 +88,7 @@ class Settings:
         return positive(key, self._value(key, default))
 
     def optional_number(self, key: str, default: float | None) -> float | None:
-        """Return a positive number, None where the key says null, the default where it is absent."""
+        """Return a positive number. Return None if the key is null, and the default if it is absent."""
         value = self._config.get(key, default)
         self.keys.add(key)
         return None if value is None else positive(key, value)
@@ -108,14 +108,14 @@ class Settings:
         return value
 
     def table(self, key: str) -> dict[str, Any]:
-        """Return a copy of a dictionary, empty where the key is absent or null."""
+        """Return a copy of a dictionary. It is empty if the key is absent or null."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
             raise unsupported(f"{key} to be a dictionary", value)
         return dict(value)
 
     def texts(self, key: str) -> tuple[str, ...] | None:
-        """Return a list of texts, or None where the key is absent or null."""
+        """Return a list of texts, or None if the key is absent or null."""
         value = self._value(key, None)
         if value is None:
             return None
@@ -124,7 +124,7 @@ class Settings:
         return tuple(value)
 
     def flags(self, key: str) -> list[bool] | None:
-        """Return a list of true or false, also written as 1 and 0; None where the key is absent or null."""
+        """Return a list of flags, written as booleans or as 1 and 0, or None if the key is absent or null."""
         value = self._value(key, None)
         if value is None:
             return None
@@ -145,9 +145,10 @@ class Settings:
         self.keys |= set(keys)
 
     def check_all_read(self) -> None:
-        """
+        """Check that every key was read, is harmless or is null.
+
         Raises:
-            InputError: a key is left that this engine does not know, and that is not null.
+            InputError: a key is left that this engine does not know.
         """
         left = sorted(
             key for key in self._config.keys() - self.keys - _HARMLESS if self._config[key] is not None

@@ -27,8 +27,8 @@ def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
     """Return the real path of `relative` below `root`. `what` is "folder" or "file".
 
     Raises:
-        InputError: the path leads out of the root or does not exist. The message does not tell which, so that
-            nobody learns what exists outside.
+        InputError: the path leads out of the root or does not exist. Both have one message, so that nobody
+            learns about files outside.
     """
     path = follow_inside(root, relative)
     if path is None or not (path.is_dir() if what == "folder" else path.is_file()):
@@ -42,7 +42,7 @@ def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
 
 
 def download_model(repository: str, commit: str, root: Path) -> Path:
-    """Return the folder of a hub repository at a commit, below `root`; it is downloaded once.
+    """Return the folder of a hub repository at a commit, below `root`. Download it if it is missing.
 
         download_model("HuggingFaceTB/SmolLM2-135M-Instruct", "<40 hex digits>", Path("models"))
 
@@ -137,6 +137,7 @@ def _refusal(found: BaseException | None, repository: str, commit: str) -> Input
             )
         case RevisionNotFoundError():
             return InputError(f"{repository} has no commit {commit}. Copy it from its history.")
+        # The hub does not tell a private repository from one that is missing.
         case HfHubHTTPError() if (status := found.response.status_code) in (401, 403, 404):
             return InputError(
                 f"The hub refuses {repository} at {commit} with {status}. Check HF_TOKEN, and whether its "

@@ -1,5 +1,6 @@
-"""The child process that runs the tokenizer and the chat template of a package. It answers a JSON line
-per line.
+"""The child process that runs the tokenizer and the chat template of a package.
+
+It reads one request per line, as JSON, and answers each by one line of JSON.
 
 Both come with the package, so they are code and data of a stranger. The rules of a tokenizer can
 double a text thirty times, its patterns can search for ever, and a template can loop. The immutable

@@ -118,6 +118,7 @@ class TrainingCreate(Closed):
             strict=True,
             ge=1,
             le=1024,
+            # FORMAT 13.1: several local steps need the gradient.
             description="Adam steps on every weight that one logged step sums up; 1 for zeroth order",
         ),
         WholeNumber,
@@ -144,7 +145,11 @@ class AggregationCreate(Closed):
     trim_percent: Annotated[
         int,
         Field(
-            strict=True, ge=0, le=50, description="percent that trimmed drops at each end; 50 is the median"
+            # FORMAT 13.1: 0 with `mean`, and at least 1 with `trimmed`.
+            strict=True,
+            ge=0,
+            le=50,
+            description="percent that trimmed drops at each end; 50 is the median",
         ),
         WholeNumber,
     ] = 0

@@ -19,6 +19,7 @@ DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 ULID_PATTERN = "[0-9a-hjkmnp-tv-z]{26}"
 ID_PATTERN = rf"^[a-z]{{2,8}}_{ULID_PATTERN}$"
+# No part begins with a dot, so `..` cannot occur.
 PATH_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}(/[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}){0,19}$"
 # Control and format characters (Unicode's Cc and Cf) reverse or hide parts of a line. The ranges are
 # written out, since not every reader of the document knows \p{Cf}.

@@ -21,6 +21,7 @@ RelativePath = Annotated[
     Field(description="path below the configured root, with `/` between parts", examples=["stories260K"]),
 ]
 
+# `permille.models.sources` checks it again, before the name becomes a folder.
 REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
 # A full SHA-1 hash. A branch or a tag could move.
 COMMIT_PATTERN = r"^[0-9a-f]{40}$"

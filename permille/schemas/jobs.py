@@ -1,5 +1,5 @@
-"""Jobs: their states, progress, events and results; and preflights, which compare needs with the
-machine.
+"""Jobs with their states, progress, events and results. Preflights compare the needs of a job with
+the machine.
 """
 
 from enum import StrEnum
@@ -34,7 +34,7 @@ class JobState(StrEnum):
     """State of a job.
 
     A `failed` job has a wrong input or a failed part. A `dead` job used up its attempts. Failed,
-    dead and cancelled jobs may be retried; `succeeded` is final.
+    dead and cancelled jobs may be retried. Only `succeeded` is final.
     """
 
     QUEUED = "queued"

@@ -87,6 +87,7 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
                     "adapter": {"kind": "lora-fa", "rank": 16},
                 },
             },
+            # A build is a job, and its package is the result.
             key="build_id",
             prefix="job",
         ),
@@ -225,6 +226,7 @@ MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLI
 
 def _preflight(work: WorkKind) -> type[Closed]:
     fields: dict[str, Any] = {"kind": Literal[work.kind.value], "request": work.request}
+    # A class for each kind, because pydantic tells the forms apart by the literal in `kind`.
     return create_model(
         f"{work.kind.capitalize()}Preflight", __base__=Closed, __doc__=f"Ask for a {work.kind}.", **fields
     )
@@ -235,6 +237,7 @@ PreflightCreate: Final[Any] = Annotated[
     Union[tuple(map(_preflight, WORK.values()))],  # noqa: UP007 - the fix would be another type
     Field(discriminator="kind"),
 ]
+# The service itself starts the first three kinds, so no route takes them.
 _REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {
     JobKind.REPLAY: TypeAdapter(ReplayRequest),
     JobKind.ROUND: TypeAdapter(RoundRequest),

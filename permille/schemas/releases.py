@@ -27,6 +27,7 @@ class ReleaseTraining(Closed):
     method: Method | None = Field(
         default=None, description="method by which devices find their steps (default: the engine decides)"
     )
+    # `permille.trust.roles` has the same limit, for the signed form.
     steps: Annotated[int, Field(strict=True, ge=1, le=1_000_000), WholeNumber] | None = Field(
         default=None, description="steps of a run (default: as many as its minutes allow)"
     )

@@ -18,6 +18,7 @@ MAX_LOG_BYTES: Final = 64 * 1024 * 1024
 
 RunId = Annotated[
     str,
+    # Lower case only, so that a run has one id.
     StringConstraints(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"),
     Field(description="UUID that the device made", examples=["5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11"]),
 ]

@@ -40,12 +40,14 @@ class Webhook(WebhookCreate):
 class WebhookSecret(Webhook):
     """A new webhook. The receiver checks signatures by `secret`, which is shown only here."""
 
+    # Unlike other secrets it is stored as it is, because it signs.
     secret: str
 
 
 class Delivery(Closed):
     """An event on its way to a webhook."""
 
+    # A receiver may get an event twice, and recognizes it by this id.
     id: Id = Field(description="value of the header `webhook-id`, the same for each attempt")
     event: EventType
     created_at: Timestamp

@@ -188,8 +188,8 @@ def use_nonce(session: Session, *, device_id: str, nonce: str, issued_at: dateti
     """Use up a nonce that a device has signed, and return the device.
 
     Returns:
-        None if the nonce was used before, is older than five minutes, or was issued before the
-        device left, or if the device is not active.
+        None if the device is not active, or if the nonce cannot be used: it was used before, is
+        older than five minutes, or was issued before the device left.
     """
     # A nonce is stored when it is used, not when it is issued. Anyone who knows a device's id may ask for
     # nonces, and must not be able to fill the table.

@@ -1,1 +1,1 @@
-"""GGUF files as models: what people have from llama.cpp and Ollama becomes a model folder."""
+"""Conversion of GGUF files, as llama.cpp and Ollama use them, to model folders."""

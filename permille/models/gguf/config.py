@@ -161,6 +161,7 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
             raise file.refused(f"names {arch}.{key} as {found!r}, which is no whole number from 1")
         return int(found)
 
+    # The size of the vocabulary is read from this tensor.
     if "token_embd.weight" not in file.tensors:
         raise file.refused("lacks the tensor 'token_embd.weight'")
     layers, hidden = whole("block_count"), whole("embedding_length")
@@ -190,11 +191,13 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
             "layer_norm_eps": _positive(file, f"{arch}.attention.layer_norm_epsilon", 1e-5),
             "use_parallel_residual": bool(file.metadata.get(f"{arch}.use_parallel_residual", True)),
             "rotary_pct": whole("rope.dimension_count", head) / head,
+            # GGUF has no key for the activation.
             "hidden_act": "gelu",
         }
     if whole("rope.dimension_count", head) != head:
         raise file.refused("rotates a part of each head, which is not supported for this architecture")
     shared = whole("attention.head_count_kv", heads)
+    # `shape_of` would refuse this, too, but would name a config.json that the user does not have.
     if heads % shared:
         raise file.refused(f"has {heads} attention heads for {shared} of keys, which do not divide them")
     config |= {

@@ -35,6 +35,7 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 # Gemma has the largest lists that we know: 262,144 tokens, and some 580,000 merges.
 _MOST_KEYS, _MOST_TENSORS, _MOST_ITEMS = 4096, 1 << 16, 4 << 20
 _MOST_BYTES = 8 << 20  # of one text
+# The types of values by their numbers in GGUF, as codes of `struct`.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -91,7 +92,7 @@ class GgufFile:
         """Return a string of the metadata.
 
         Raises:
-            InputError: it is missing, where there is no default, or no text.
+            InputError: the key has no text, or it is missing and there is no default.
         """
         value = self.metadata.get(key, default)
         if not isinstance(value, str):
@@ -199,6 +200,7 @@ class _Reader:
             key = self.text(1 << 10)
             if not key:
                 raise self._refused("is damaged: a key of its metadata has no name. Fetch the file again")
+            # Readers disagree about which value of a repeated key counts.
             if key in found:
                 raise self._refused(f"has the key {key!r:.80} twice")
             found[key] = self._value(self.number("I"), key)

@@ -85,9 +85,11 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
             **named,
             "add_bos_token": add_bos,
             "tokenizer_class": "PreTrainedTokenizerFast",
+            # llama.cpp keeps spaces before punctuation, and transformers would remove them.
             "clean_up_tokenization_spaces": False,
         },
     }
+    # Chat models end a turn by one token and a document by another. An answer ends at either.
     ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ids = list(dict.fromkeys(end for end in ends if isinstance(end, int) and 0 <= end < len(tokens)))
     generation = {name: file.metadata[key] for name, key in _SAMPLING.items() if key in file.metadata}
@@ -99,7 +101,7 @@ def chat_template(file: GgufFile) -> str | None:
     """Return the chat template of a file, or None.
 
     Raises:
-        InputError: it is no text, or not UTF-8.
+        InputError: the template is no text, or not UTF-8.
     """
     if "tokenizer.chat_template" not in file.metadata:
         return None
@@ -155,6 +157,7 @@ def _added(tokens: list[str], types: list[Any]) -> list[dict[str, Any]]:
             "single_word": False,
             "lstrip": False,
             "rstrip": False,
+            # Find the token in the text as it came, before it is normalized.
             "normalized": False,
             # User-defined tokens are text that is never split. An answer shows them.
             "special": type_ != TokenType.USER_DEFINED.value,

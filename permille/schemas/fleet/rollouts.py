@@ -123,6 +123,7 @@ class RolloutCreate(Closed):
 class RolloutApproval(Closed):
     """Permission to open the next wave of a rollout."""
 
+    # The first wave opens without an approval.
     wave: Annotated[int, Field(strict=True, ge=2, le=MAX_WAVES), WholeNumber] = Field(
         description="number of the next wave"
     )

@@ -4,7 +4,7 @@ No worker holds a waiting job. It is `running` without a worker. The transaction
 its parts advances it, and every sweep looks at it again.
 
 A build waits from the start. Its mask and its quantization run side by side, unless earlier results
-are reused; a build with an adapter has no mask. The package job runs after both. Any other waiting
+are reused. A build with an adapter has no mask. The package job runs after both. Any other waiting
 job was split by its worker (`claims.split`). Once all parts have succeeded, it is queued again, and
 its next attempt joins their results.
 """

@@ -1,7 +1,7 @@
 """Collection of unreferenced blobs, and of unused folders of sparse models, for all tenants.
 
 A job stores its blobs first and names them in the transaction that ends it. So a collection spares
-whatever is younger than `collection_grace_s` or than the start of the oldest running attempt.
+blobs that are younger than `collection_grace_s` or than the start of the oldest running attempt.
 
 A job may also name an old blob, if the same bytes were stored before. Three rules protect that
 blob:
