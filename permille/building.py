@@ -203,6 +203,7 @@ def _with_reference(package: Package, model: Model, texts: Iterable[str] | None)
         # A small model may not read rows of the usual length.
         length = min(TEXT_TOKENS, int(package.config.get("max_position_embeddings") or TEXT_TOKENS))
         tokenizer = FileTokenizer(model.folder)
+        # A fixed seed, so that the same texts give the same package.
         text_NT = token_sequences(tokenizer, _checked(texts), TEXT_ROWS, length, REFERENCE_SEED)
     if chat is None and texts is None:
         return package

@@ -123,6 +123,7 @@ def stop_tracing() -> None:
     if os.environ.get(ENDPOINT):
         from opentelemetry import trace
 
+        # Without an SDK, the provider has no `shutdown`.
         shutdown = getattr(trace.get_tracer_provider(), "shutdown", None)
         if shutdown is not None:
             shutdown()
@@ -213,6 +214,7 @@ def watching(job_id: str, above: Trace | None) -> Iterator[None]:
 
 @contextmanager
 def _within(here: Trace | None) -> Iterator[None]:
+    # A context variable, so that each thread and each task has its own trace.
     token = current.set(here)
     try:
         yield

@@ -86,6 +86,7 @@ def row_order(rows: int, taken: int, seed: int, step: int) -> NDArray[np.int64]:
         seed: the seed of the orders.
         step: the number of the step, from 0.
     """
+    # Orders follow each other without a gap, so a step may take the end of one and the start of the next.
     places = np.arange(step * taken, (step + 1) * taken)
     orders = {
         int(turn): np.random.default_rng([seed, int(turn)]).permutation(rows) for turn in places // rows

@@ -1,4 +1,7 @@
-"""Texts of a streamed dataset. The API imports `sources` alone, so it does not import `datasets`."""
+"""Texts of a streamed dataset.
+
+This is apart from `sources`, which the API imports: an import contract keeps `datasets` out of the API.
+"""
 
 from collections.abc import Iterable, Iterator
 

@@ -98,6 +98,7 @@ class Choice:
             return False
         if self.engines and facts.engine not in self.engines:
             return False
+        # Unknown memory meets no condition, rather than every one.
         return (facts.memory_bytes or 0) >= self.memory_bytes
 
 

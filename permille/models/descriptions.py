@@ -33,7 +33,12 @@ class Family(StrEnum):
 
 
 class NormKind(StrEnum):
-    """Norm. RMS: `w x / rms(x)`. RMS_PLUS_ONE: `(1 + w) x / rms(x)` (Gemma). LAYER: centred, with a bias."""
+    """Kind of norm.
+
+    - RMS: `w x / rms(x)`.
+    - RMS_PLUS_ONE: `(1 + w) x / rms(x)`, as in Gemma.
+    - LAYER: centred, with a bias.
+    """
 
     RMS = "rms"
     RMS_PLUS_ONE = "rms_plus_one"
@@ -43,8 +48,12 @@ class NormKind(StrEnum):
 class BlockKind(StrEnum):
     """Positions of the norms in a block.
 
-    PRE: `x += f(norm(x))`, twice. SANDWICH: `x += norm(f(norm(x)))`. POST: `x = norm(x + f(x))`. PARALLEL:
-    both parts read the block's input. A norm that the family lacks is left out.
+    - PRE: `x += f(norm(x))`, twice.
+    - SANDWICH: `x += norm(f(norm(x)))`.
+    - POST: `x = norm(x + f(x))`.
+    - PARALLEL: both parts read the block's input.
+
+    A norm that the family lacks is left out.
     """
 
     PRE = "pre"
@@ -56,7 +65,8 @@ class BlockKind(StrEnum):
 class Windows(StrEnum):
     """Layers whose attention is limited to `sliding_window` tokens.
 
-    UPPER: those from `max_window_layers` on, if `use_sliding_window` is set. PATTERN: all but every n-th.
+    - UPPER: those from `max_window_layers` on, if `use_sliding_window` is set.
+    - PATTERN: all but every n-th.
     """
 
     NONE = "none"
@@ -68,10 +78,13 @@ class Windows(StrEnum):
 class Rotation(StrEnum):
     """Encoding of positions.
 
-    LEARNED: a table. WHOLE: whole heads are rotated. PART: the first numbers of a head, by `rotary_pct`.
-    SHARE: the same, by `partial_rotary_factor`. BY_LAYER: layers with a window have other frequencies.
-    SOME: `no_rope_layers` selects the rotated layers. WINDOWED: if there are layers with a window, only
-    these are rotated.
+    - LEARNED: a table.
+    - WHOLE: whole heads are rotated.
+    - PART: the first numbers of a head are rotated, by `rotary_pct`.
+    - SHARE: the same, by `partial_rotary_factor`.
+    - BY_LAYER: layers with a window have other frequencies.
+    - SOME: `no_rope_layers` selects the rotated layers.
+    - WINDOWED: if there are layers with a window, only these are rotated.
     """
 
     LEARNED = "learned"
@@ -111,15 +124,20 @@ class Description:
     """Description of one family. A pair is a config key with its default.
 
     Attributes:
-        final_norm: the norm before the head. A config of OPT may turn it off. stacked: `fused` has all
-        queries, then all keys, then all values, and `up` begins with the gate's rows. head: the default
-        width of a head. None divides the hidden size by the heads. silent_kv_heads: without a key in the
-        config, there are as many key-value heads as heads. always_biased: parts that always have a bias.
-        attention_bias, mlp_bias: the flag for biases of the part. query_scalar: the default of
-        `query_pre_attn_scalar`. None scales scores by the width of a head. attention_softcap,
-        final_softcap: defaults. head_norms_joined: one norm covers all heads of a query or key. theta:
-        the default of `rope_theta`. near_theta: key and default for layers with a window and other
-        frequencies. multiplied: the config has multipliers of embedding, scores, residuals and logits.
+        final_norm: the norm before the head. A config of OPT may turn it off.
+        stacked: `fused` has all queries, then all keys, then all values. `up` begins with the gate's rows.
+        head: the default width of a head. None divides the hidden size by the heads.
+        silent_kv_heads: without a key in the config, there are as many key-value heads as heads.
+        always_biased: the parts that always have a bias.
+        attention_bias: the flag for biases of attention, or None if there is no such flag.
+        mlp_bias: the same for the feed-forward part.
+        query_scalar: the default of `query_pre_attn_scalar`. None scales scores by the width of a head.
+        attention_softcap: the default of the soft cap of scores.
+        final_softcap: the default of the soft cap of logits.
+        head_norms_joined: one norm covers all heads of a query or key.
+        theta: the default of `rope_theta`.
+        near_theta: key and default of theta for layers with a window, if they have other frequencies.
+        multiplied: the config has multipliers of embedding, scores, residuals and logits.
     """
 
     prefix: str = "model.layers"

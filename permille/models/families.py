@@ -343,8 +343,8 @@ def is_tied(config: Config) -> bool:
 def canonical_name(config: Config, name: str) -> str | None:
     """Return the canonical name of a checkpoint's tensor, or None if the model does not use it.
 
-    Dropped: rotary and causal-mask buffers of old checkpoints, a stored copy of a tied head, and what a model
-    with vision has beside its text model.
+    Unused are rotary and causal-mask buffers of old checkpoints, a stored copy of a tied head, and the parts
+    of a model with vision other than its text model.
     """
     family = family_of(config)
     if _VISION.match(name):

@@ -154,7 +154,7 @@ class Settings:
             key for key in self._config.keys() - self.keys - _HARMLESS if self._config[key] is not None
         )
         if left:
-            raise unsupported("a config whose keys the light engine knows", left)
+            raise unsupported("a config whose keys it knows", left)
 
     def _value(self, key: str, default: object) -> object:
         self.keys.add(key)
@@ -173,4 +173,4 @@ def positive(name: str, value: object) -> float:
 
 def unsupported(expected: str, got: object) -> InputError:
     """Return an error for a setting that this engine does not support."""
-    return InputError(f"light engine: expected {expected}, got {got!r:.200}; {HINT}")
+    return InputError(f"The light engine needs {expected}, got {got!r:.200}; {HINT}")

@@ -292,6 +292,7 @@ class BlobFolder:
         removed = 0
         for path in (self.root / "incoming").glob("*.tmp"):
             try:
+                # The file of a living writer is younger.
                 if path.stat().st_mtime < before_s:
                     path.unlink()
                     removed += 1

@@ -184,6 +184,7 @@ def write_layers(
         trainable, tensors, own = _write_mask(blobs, model, chosen)
     else:
         trainable, tensors, own = _write_adapter(blobs, model, chosen)
+    # A reader refuses keys outside of the allow-list (FORMAT 3.3).
     config = write_file(blobs, "config.json", config_bytes(clean_config(model.config)))
     return Manifest(
         model=ModelInfo(family=family_of(model.config).value, config=config.digest),

@@ -56,6 +56,7 @@ def write_plain(blobs: BlobFolder, tensors: Iterable[RawTensor]) -> Layer:
     """Write all other tensors, in the model's own dtype or as a Q8_0 table (FORMAT 4.3)."""
     with SafetensorsWriter(blobs) as writer:
         for tensor in tensors:
+            # safetensors has no dtype for it, so a table is stored as bytes (FORMAT 4.3).
             if tensor.dtype == Q8_0:
                 _add_table(writer, tensor)
                 continue
@@ -132,6 +133,7 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
     with SafetensorsWriter(blobs) as writer:
         for tensor in values:
             _check_float(tensor)
+            # The sparse values of all tensors form one vector in this order, on which replay depends.
             expected = next(names, None)
             if tensor.name != expected or len(tensor.shape) != 1:
                 raise InputError(f"expected 1-D values of {expected!r}, got {tensor.name!r} {tensor.shape}")
@@ -246,6 +248,7 @@ def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTen
     has_minima = quantized.minima is not None
     layout = dense_layout(scheme, shape, group_size, bits=quantized.bits, has_minima=has_minima)
     for suffix, (dtype, stored) in layout.items():
+        # Every other suffix is that of the scales, which NF4 names otherwise.
         array = arrays.get(suffix, scales)
         writer.add(name + suffix, dtype, stored, array.astype("<f2") if dtype == "F16" else array)
 

@@ -243,6 +243,7 @@ class Package:
         return tensor.float32().reshape(tensor.shape)
 
     def _adapter_values(self, adapter: AdapterInfo) -> NDArray[np.float32]:
+        # numpy refuses to join an empty list.
         parts = [np.empty(0, np.float32)]
         for tensor in self.manifest.tensors:
             if tensor.count:

@@ -99,6 +99,7 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
     if spans_N2.shape != (number, 2) or kinds_N2.shape != (number, 2) or kinds_N2.max() > 1:
         raise _refused("has spans or kinds of another number of rows")
     begin_N, end_N = spans_N2.T
+    # Nothing predicts the first token of a row, so it is no target.
     if not ((begin_N >= 1) & (begin_N < end_N) & (end_N <= length)).all():
         raise _refused("has a span of targets outside its row")
     # This bounds the time that a package can take from each training.

@@ -167,6 +167,7 @@ def list_version(
     path = target_path(*version)
     if manifest is not None:
         target = TargetFile.from_data(path, manifest, ["sha256"])
+        # TUF leaves this field to applications, and signs it with the rest.
         target.unrecognized_fields["custom"] = {"aliases": [], "training": training.to_json()}
         targets.targets[path] = target
     for alias in aliases:

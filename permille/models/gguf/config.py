@@ -1,4 +1,4 @@
-"""The `config.json` of a GGUF file's model, and its tensors by our names.
+"""The `config.json` and the tensors of a GGUF file's model, by our names.
 
 This is the inverse of `permille.engines.gguf.description`, which writes such files. A test sends every family
 there and back. Metadata is foreign. Settings that a config cannot express are refused by name.
@@ -136,8 +136,9 @@ def read_model(file: GgufFile) -> GgufModel:
 def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -> NDArray[np.int64] | None:
     """Return the row order of llama.cpp for a tensor, or None if it is ours.
 
-    In some architectures, llama.cpp rotates neighbours in a head where transformers rotates halves. It has a
-    NeoX's queries, keys and values one after the other, where transformers has them head by head.
+    In some architectures, llama.cpp rotates neighbours in a head, and transformers rotates halves. For
+    GPT-NeoX, llama.cpp stores all queries, then all keys, then all values. transformers stores them head by
+    head.
     """
     shape = shape_of(config)
     order = np.arange(rows)
@@ -150,7 +151,7 @@ def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -
 
 
 def adds_one(family: Family, name: str) -> bool:
-    """Return whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
+    """Return whether llama.cpp multiplies by `w`, and transformers by `1 + w`."""
     return family in _GEMMAS and name.endswith("norm.weight")
 
 

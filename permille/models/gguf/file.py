@@ -65,7 +65,8 @@ class GgufFile:
 
         Raises:
             InputError: the file is no GGUF file of version 2 or 3, is truncated, or has a number out of
-            range. OSError: the file cannot be opened.
+                range.
+            OSError: the file cannot be opened.
         """
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

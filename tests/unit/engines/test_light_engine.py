@@ -186,7 +186,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_mathematics_that_it_does_not_have_is_refused_by_name(name: str) -> None:
     config = _config("llama") | {"rope_parameters": None, "rope_theta": 1e4}
     architecture_of(config)
-    with pytest.raises(InputError, match=r"light engine: expected .*torch engine"):
+    with pytest.raises(InputError, match=r"The light engine needs .*torch engine"):
         architecture_of(config | REFUSED[name])
 
 

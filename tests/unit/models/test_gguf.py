@@ -273,7 +273,7 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_settings_that_an_engine_would_refuse_are_refused_with_the_file(tmp_path: Path) -> None:
     reader = GGUFReader(written(exported_package(tmp_path / "blobs", "gpt_neox"), tmp_path / "export"))
     path = rewritten(reader, tmp_path / "other.gguf", {}, {"gptneox.rope.dimension_count": 3})
-    with pytest.raises(InputError, match=r"unsupported settings: .*expected an even number"):
+    with pytest.raises(InputError, match=r"unsupported settings: .*needs an even number"):
         read_model(GgufFile(path))
 
 
