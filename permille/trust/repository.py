@@ -142,7 +142,8 @@ class Repository:
         signing.
         """
         repository = cls(newest=dict(newest), signers=dict(signers), now=now)
-        for role in (ROOT, TARGETS, *repository._delegated()):
+        # Root and targets come first: they name the keys of the others.
+        for role in (ROOT, TARGETS, *repository._delegated(), SNAPSHOT, TIMESTAMP):
             if role in newest and (lacking := repository._lacking(role, repository._metadata(role))):
                 raise OperatorError(
                     f"The stored metadata of {role} was changed after it was signed: {lacking}"

@@ -355,15 +355,14 @@ def test_a_list_does_not_outgrow_its_readers(repository: Repository) -> None:
         repository._edit("releases", lambda edited: edited.targets.update(targets.targets))
 
 
-def test_bytes_that_somebody_changed_are_not_signed_over(repository: Repository) -> None:
+@pytest.mark.parametrize("role", ["targets", "releases", "rollouts", "snapshot", "timestamp"])
+def test_bytes_that_somebody_changed_are_not_signed_over(repository: Repository, role: str) -> None:
     releases = repository.newest["releases"].replace(b'"targets":{}', b'"targets": {}')
     Repository.open({**repository.newest, "releases": releases}, repository.signers, NOW)
     foreign = Repository.create(now=NOW)
     foreign.publish("tiny", 1, MANIFEST, aliases=["stable"])
-    with pytest.raises(OperatorError, match="releases"):
-        Repository.open(
-            {**repository.newest, "releases": foreign.newest["releases"]}, repository.signers, NOW
-        )
+    with pytest.raises(OperatorError, match=role):
+        Repository.open({**repository.newest, role: foreign.newest[role]}, repository.signers, NOW)
 
 
 def test_a_jump_by_a_thief_of_the_online_key_ends_with_a_rotation(
