@@ -64,7 +64,7 @@ def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Bat
 
     Args:
         batch: the batch.
-        limits: of the model.
+        limits: the limits of the model.
         soft: whether the engine supports soft targets.
 
     Raises:

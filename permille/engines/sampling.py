@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 
-# The window of llama.cpp (`repeat_last_n`), so a penalty means the same there and here.
+# As many as in llama.cpp (`repeat_last_n`).
 REPEATED_TOKENS: Final = 64
 
 

@@ -50,7 +50,7 @@ class Contribution:
     """The local steps of one device in one round.
 
     Attributes:
-        start_digest: of the pooled state from which the device began.
+        start_digest: the digest of the pooled state from which the device began.
         c_TQ: int64 [T, Q], in units of `2**(e + F)`. T is at most the definition's `steps`.
         gain: by how much the pooled state lowers the base's loss per token, on text of the device
             that no round trains on. It is in units of `GAIN_NATS / gain_bound`, and within

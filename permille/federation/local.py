@@ -38,7 +38,7 @@ class LocalRound:
     """A device's part in a round.
 
     Attributes:
-        number: of the round.
+        number: the number of the round.
         start_W: int64, the pooled state before the round, in the unit of the history.
         w_base_W: the weights for which state zero stands.
     """
@@ -79,7 +79,7 @@ def take_local_steps(
 
     Args:
         part: the constants of the round.
-        engine: of the package. For the gradient it must be able to differentiate.
+        engine: an engine of the package. For the gradient, it needs a reverse pass.
         batches: returns the batch of a step of the history. For the gradient, returns that of a
             local step.
         folder: a folder for this round alone, where the steps are stored.

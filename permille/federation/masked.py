@@ -172,8 +172,7 @@ def decode_masked(data: bytes, definition: Definition, key: Ed25519PublicKey) ->
 def decode_sent(
     data: bytes, definition: Definition, key: Ed25519PublicKey, place: Place
 ) -> Contribution | Masked:
-    """Parse a contribution in the form that the federation uses, and check that it answers the
-    invitation.
+    """Parse a contribution in the federation's form, and check that it answers the invitation.
 
     Raises:
         PackageError: as for `decode_contribution`, `decode_masked` and `Place.check`.
@@ -213,7 +212,7 @@ def decode_opening(data: bytes) -> Opening:
     keys = [entry[0] for entry in entries]
     # Strictly increasing keys: one set of devices has one encoding, and no device counts twice.
     if any(left >= right for left, right in pairwise(keys)):
-        raise PackageError("round-content", "expected every device once, by its key")
+        raise PackageError("round-content", "Each device must occur once, in the order of the keys.")
     # A small set would reveal single devices, however the service asks.
     if not max(KEEPER_MINIMUM, definition.minimum) <= len(entries) <= MAX_DEVICES:
         least = max(KEEPER_MINIMUM, definition.minimum)
@@ -246,5 +245,7 @@ def decode_answer(data: bytes, opening: Opening) -> NDArray[np.uint32]:
     head = _ANSWER_MAGIC + digest_bytes(digest_of(opening.to_bytes()))
     count = vector_size(opening.definition)
     if len(data) != opening.answer_bytes or not data.startswith(head):
-        raise PackageError("round-content", f"expected the keeper's answer for {count} integers")
+        raise PackageError(
+            "round-content", f"This is not the keeper's answer to the question for {count} integers."
+        )
     return np.frombuffer(data, dtype="<u4", offset=len(head))

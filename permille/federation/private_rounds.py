@@ -25,9 +25,7 @@ _TAIL: Final = 8.0  # a Gaussian norm exceeds its typical value by 8 sigma less 
 
 
 def vector_of(contribution: Contribution) -> NDArray[np.int64]:
-    """Return a device's integers as one vector within the clip C, int64 [V]. Steps that it did not do
-    are zeros.
-    """
+    """Return a device's integers as one vector within the clip C, int64 [V]. Missing steps are zeros."""
     rules = contribution.definition
     if rules.clip is None:
         raise InputError("This federation has no clip.")
@@ -56,8 +54,7 @@ def noised_sum(
     contributions: Sequence[Contribution],
     noise_V: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return the sum of the devices' vectors and the noise, int64 [V]. Nothing else may leave the
-    service.
+    """Return the devices' vectors plus the noise, int64 [V]. Nothing else may leave the service.
 
     Raises:
         InputError: the contributions do not belong together.
@@ -121,9 +118,7 @@ def _check_possible(definition: Definition, devices: int, sum_V: NDArray[np.int6
 
 
 def noised_gains(definition: Definition, devices: int, gain_sum: int) -> tuple[float, float]:
-    """Return the mean of the devices' gains and its standard error, in nats per token, from the noised
-    sum.
-    """
+    """Return the mean of the devices' gains and its standard error in nats per token."""
     if definition.privacy is None or definition.clip is None:
         raise InputError("This federation has no privacy, so its sums have no noise.")
     # The variance of the gains is not known, since only their sum is. A variable within a bound has at

@@ -71,15 +71,14 @@ def chain_after(chain: str, record: bytes, state_digest: str) -> str:
     Args:
         chain: the digest of the history before.
         record: the bytes of the round.
-        state_digest: of the state after the round.
+        state_digest: the digest of the state after the round.
     """
     chained = hashlib.sha256(_DOMAIN + chain.encode() + record + state_digest.encode())
     return f"sha256:{chained.hexdigest()}"
 
 
 def combine(definition: Definition, number: int, contributions: Sequence[Contribution]) -> Round:
-    """Compute a round from its devices' integers, by the definition's rule. Without devices the round
-    is void.
+    """Compute a round from its devices' integers by the definition's rule. Without devices, it is void.
 
     Raises:
         InputError: contributions of another federation, round or start; too many devices (FORMAT
@@ -110,7 +109,7 @@ def divided(
     divisor_K: NDArray[np.int64],
     weight_K: NDArray[np.int64],
 ) -> Round:
-    """Return the round of a sum: `u = rne(2**(F + g) A / N)`, and zero for steps that nobody did.
+    """Return the round of a sum: `u = rne(2**(F + g) A / N)`, and zero for steps that no device did.
 
     Raises:
         PackageError: `round-limit`: a coefficient exceeds the range of a log.
@@ -124,8 +123,7 @@ def divided(
 
 
 def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
-    """Return a device's vector, shortened to the norm `clip` in integers: `sum c'**2 <= clip**2`
-    exactly.
+    """Return a device's vector, shortened in integers so that `sum c'**2 <= clip**2` holds exactly.
 
     A vector within the clip does not change. Any other is multiplied by `clip / (isqrt(sum c**2) +
     1)` and cut toward zero.
@@ -272,8 +270,7 @@ class History:
 
     @classmethod
     def resume(cls, definition: Definition, s_W: NDArray[np.int64], head: bytes) -> "History":
-        """Return the history at a checkpoint, from a packed state (FORMAT 11) and the head that names
-        it.
+        """Return the history at a checkpoint: a packed state (FORMAT 11) and the head that names it.
 
         Raises:
             PackageError: as for `check_head`.
@@ -297,8 +294,7 @@ class History:
 
 
 def decode_segment(data: bytes, definition: Definition, *, max_bytes: int) -> list[Round]:
-    """Parse consecutive rounds, which a returning device lacks. Nobody vouches for them until
-    `check_head`.
+    """Parse consecutive rounds, which a returning device lacks. Only `check_head` verifies them.
 
     Raises:
         PackageError: `round-limit` or `round-content` (FORMAT 13.3).
@@ -338,7 +334,7 @@ def _decode_round(payload: bytes, number: int, definition: Definition) -> Round:
     # A device does its steps in order, so fewer devices do later steps.
     if u_KJ[weight_K == 0].any() or (np.diff(weight_K) > 0).any():
         raise PackageError(
-            "round-content", "expected weights that only fall, and steps of nobody without move"
+            "round-content", "Weights must not rise, and a step without devices must not move the state."
         )
     return Round(number=number, weight_K=weight_K, u_KJ=u_KJ)
 
@@ -363,9 +359,7 @@ def check_together(
 def _trimmed(
     definition: Definition, contributions: Sequence[Contribution]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sums without the extremes [K, J], the number of summed devices [K], and of all
-    devices [K].
-    """
+    """Return sums without the extremes [K, J], and the numbers of summed and of all devices [K]."""
     shape = (definition.steps, definition.log.queries)
     sum_KJ, divisor_K = np.zeros(shape, dtype=np.int64), np.zeros(definition.steps, dtype=np.int64)
     all_K = np.zeros(definition.steps, dtype=np.int64)

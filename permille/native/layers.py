@@ -38,6 +38,7 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> bool:
     library = load()
     tokens, heads, head = x_MAD.shape
     half = cosine_ME.shape[1]
+    # 2E may be less than a head: some families rotate only a part of it.
     fits = cosine_ME.shape == sine_ME.shape == (tokens, half) and 2 * half <= head
     plain = _is_plain(cosine_ME) and _is_plain(sine_ME) and _has_plain_heads(x_MAD)
     if library is None or not fits or not plain:

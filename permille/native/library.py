@@ -160,6 +160,7 @@ def _check_whole(file: Path) -> None:
     """
     with file.open("rb") as stream:
         header = stream.read(64)
+    # ELF of 64 bits in little-endian order. Other formats are not checked.
     if header[:6] == b"\x7fELF\x02\x01" and len(header) == 64:
         (start,), (entry, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
         expected, got = start + entry * count, file.stat().st_size

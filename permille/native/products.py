@@ -174,6 +174,7 @@ def _check_starts(row_start_N1: NDArray[np.int32], column_C: NDArray[np.int32]) 
 def _is_aligned(weight: PackedRows) -> bool:
     """Return whether the kernel takes the groups: a run of 32 codes has one scale, and no group is cut."""
     columns, group = weight.shape[1], weight.group_size
+    # NF4's groups run on across rows, so they are whole only if they divide the rows.
     whole = columns % group == 0 or weight.line == columns
     return whole and columns % _RUN == 0 and (group in (32, 64) or group % _WIDE == 0)
 

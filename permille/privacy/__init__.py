@@ -1,3 +1,1 @@
-"""Differential privacy for the devices of a federation: exact noise, its cost, and masks that a keeper
-lifts.
-"""
+"""Differential privacy for the devices of a federation: exact noise, its cost, and a keeper's masks."""

@@ -20,8 +20,9 @@ LARGEST_DEVIATION: Final = 1 << 26
 
 
 class PrivacyMode(StrEnum):
-    """The party that draws the noise. In mode central the service sees single vectors, in mode keeper
-    nobody does.
+    """The party that draws the noise.
+
+    With CENTRAL, the service sees the vectors of single devices. With KEEPER, no party sees them.
     """
 
     CENTRAL = "central"

@@ -30,8 +30,7 @@ def rho_of(noise_multiplier: float, participations: int) -> float:
 
 
 def dp_epsilon_of(rho: float, delta: float) -> float:
-    """Return the smallest epsilon for which rho-zCDP is known to imply (epsilon, delta)-differential
-    privacy.
+    """Return the smallest known epsilon for which rho-zCDP implies (epsilon, delta)-differential privacy.
 
     It is the minimum over alpha > 1 of `rho alpha + log(1 - 1/alpha) - log(delta alpha) / (alpha -
     1)` (Canonne, Kamath, Steinke 2020, corollary 13).
@@ -58,8 +57,7 @@ def _bound(rho: float, delta: float, log_beyond: float) -> float:
 
 
 def noise_for(dp_epsilon: float, delta: float, participations: int) -> int:
-    """Return the least noise, in hundredths of the clip, with which all rounds cost at most
-    `dp_epsilon`.
+    """Return the least noise with which all rounds cost at most `dp_epsilon`, in hundredths of the clip.
 
     Returns:
         At least 1, and a million if even that is not enough.

@@ -180,7 +180,7 @@ def _mean_loss(model: "PreTrainedModel", rows_BT: NDArray[np.int64], step: int) 
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
     loss = functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten())
     if not torch.isfinite(loss):
-        raise InputError(f"step {step}: expected a finite loss, got {loss.item()}")
+        raise InputError(f"The loss of step {step} is not finite: {loss.item()}. Take a lower rate.")
     return loss
 
 

@@ -44,6 +44,7 @@ def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
         InputError: the blocks have another size, or a scale is not finite.
     """
     rows, size = block_NR.shape
+    # The bytes of a block tell its type.
     kind = _NAMES.get(size * GROUP_SIZE // columns) if columns % GROUP_SIZE == 0 else None
     if kind is None:
         raise InputError(f"Rows of {columns} weights in {size} bytes are none of {', '.join(TYPES)}.")

@@ -1,8 +1,8 @@
 """A quantized weight in one form for all schemes, and its decoder in numpy.
 
-All schemes decode alike. Look the code up in a table, or take it as an integer. Multiply it by the scale of
-its group, and add the group's minimum if there is one. The numpy code here is the definition (FORMAT 4.2).
-The kernels of `permille.native.weights` give the same bits.
+All schemes decode in one way. A code is looked up in a table, or taken as an integer. It is multiplied by the
+scale of its group, and the group's minimum is added if there is one. The numpy code here is the definition
+(FORMAT 4.2). The kernels of `permille.native.weights` give the same bits.
 
 Shapes: N, K = out and in features; R = rows of a range.
 """
@@ -104,6 +104,7 @@ def decode_rows(weight: PackedRows, first: int, last: int) -> NDArray[np.float32
         w_RK = weight.codes[codes.reshape(-1, columns)]
     if weight.line == columns:
         scale_RG = weight.scales.reshape(weight.shape[0], -1)[first:last]
+        # FORMAT 4.2: this product is exact for SOURCE, so only the sum below is rounded.
         w_RK *= np.repeat(scale_RG, weight.group_size, axis=1)[:, :columns]
         if weight.form is Form.SHIFTED:
             w_RK += np.repeat(weight.minima[first:last], weight.group_size, axis=1)
@@ -130,6 +131,7 @@ def decoded_at(
     if flat.size and (int(flat.min()) < 0 or int(flat.max()) >= size):
         raise InputError(f"expected flat indices below {size}, got {flat.min()}..{flat.max()}")
     line, column = np.divmod(flat, weight.line)
+    # Groups begin anew with each line, and its last group may be shorter.
     group = line * -(-weight.line // weight.group_size) + column // weight.group_size
     w: NDArray[np.float32]
     if weight.form is Form.BYTES:

@@ -69,6 +69,7 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
     """Return codes and scales that decode to the weight, bit for bit."""
     rows, columns = w_NK.shape
     scale_NG = scale.reshape(rows, -1)
+    # The last group of a row may be shorter.
     scale_NK = np.repeat(scale_NG, GROUP_SIZE, axis=1)[:, :columns]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         # A group of zeros has scale 0, and the quotient NaN.
@@ -105,6 +106,7 @@ def _tuned(
 ) -> torch.nn.Module:
     """Return the model with rounded weights. Each linear has its scales in the attribute `scale`."""
     auto_round, tokenizer = _library()
+    # Copies, because the library changes the weights in place.
     before = {name: model.get_parameter(name).detach().clone() for name in names}
     dataset = [{"input_ids": torch.from_numpy(tokens_T[None].copy())} for tokens_T in sequences_QT]
     with _quiet():

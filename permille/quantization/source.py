@@ -33,7 +33,7 @@ def check_finite(chunk: NDArray[np.float32], first: int, name: str) -> None:
         # The first False of a boolean array.
         at = int(np.argmin(finite.reshape(-1)))
         value = chunk.reshape(-1)[at]
-        raise InputError(f"{name}: expected finite weights, got {value} at flat index {first + at}")
+        raise InputError(f"{name} has the weight {value} at flat index {first + at}. Weights must be finite.")
 
 
 def check_quantized(quantized: QuantizedTensor) -> None:

@@ -63,7 +63,7 @@ def sequence_loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequenc
     logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, :-1].float()
     loss = functional.cross_entropy(logits_TV, ids_BT[0, 1:])
     if not torch.isfinite(loss):
-        raise InputError(f"sequence {sequence}: expected a finite loss, got {loss.item()}")
+        raise InputError(f"The loss of sequence {sequence} is not finite: {loss.item()}.")
     return loss
 
 

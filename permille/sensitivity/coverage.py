@@ -108,7 +108,7 @@ def _histogram(scores: Tensors) -> tuple[NDArray[np.int64], NDArray[np.float64]]
         for start in range(0, flat.size, _CHUNK):
             chunk = np.asarray(flat[start : start + _CHUNK], np.float64)
             if not (np.isfinite(chunk) & (chunk >= 0)).all():
-                raise InputError(f"{name}: expected finite scores of at least 0")
+                raise InputError(f"{name} has a score that is not a finite number of at least 0.")
             # `where` leaves out zeros, whose logarithm would be a warning and -inf.
             octave = np.log2(chunk, out=np.full_like(chunk, -150.0), where=chunk > 0)
             index = np.where(chunk > 0, 1 + np.floor((octave + 149) * _BINS_PER_OCTAVE), 0).astype(np.int64)

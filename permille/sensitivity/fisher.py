@@ -152,12 +152,12 @@ def check_model(model: AnyModel) -> None:
         checkpoint = model.stream.checkpoint
         for name in checkpoint.names:
             if not checkpoint.raw(name).all_finite():
-                raise InputError(f"{name}: expected finite weights in the source model, got NaN or infinity")
+                raise _not_finite(name)
         return
     for name, parameter in model.named_parameters():
         # A sum is finite only if all terms are. It may also overflow, so look again before refusing.
         if not torch.isfinite(parameter.detach().sum()) and not torch.isfinite(parameter.detach()).all():
-            raise InputError(f"{name}: expected finite weights in the source model, got NaN or infinity")
+            raise _not_finite(name)
 
 
 def add_shard(
@@ -205,6 +205,12 @@ def _add_streamed(
         return _squares_into(parameters, functools.partial(_shared, sums), first + sequence)
 
     backward_by_layer(model, sequences_NT, list(sums), watched, progress=progress)
+
+
+def _not_finite(name: str) -> InputError:
+    return InputError(
+        f"{name} has weights that are NaN or infinite. The model is damaged: download it again."
+    )
 
 
 @contextlib.contextmanager
@@ -256,9 +262,7 @@ def _square_hook(name: str, sum_NK: Tensor, sequence: int) -> Callable[[Tensor],
         square_NK = gradient.detach().float().square_()
         # One NaN would spread through the sum and rank every weight of the tensor arbitrarily.
         if not torch.isfinite(square_NK).all():
-            raise InputError(
-                f"{name}: expected finite squared gradients, got NaN or infinity at sequence {sequence}"
-            )
+            raise InputError(f"The squared gradients of {name} are not finite at sequence {sequence}.")
         # The sum may be in memory while the gradient is on a GPU (`_sums_beside`).
         sum_NK.add_(square_NK.to(sum_NK.device))
 

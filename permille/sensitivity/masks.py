@@ -114,7 +114,7 @@ class _Ranked:
             good = np.isfinite(chunk) & (chunk >= 0)
             if not good.all():
                 bad = chunk[np.argmin(good)]
-                raise InputError(f"{self.name}: expected finite scores of at least 0, got {bad}")
+                raise InputError(f"{self.name} has the score {bad}. Scores must be finite and at least 0.")
             rank = (chunk + np.float32(0)).view(np.uint32) + np.uint32(1)  # + 0 turns -0 into 0
             yield start, rank if kept is None else rank * kept[start : start + rank.size]
 

@@ -124,7 +124,7 @@ class _Pass:
                 loss = functional.cross_entropy(logits_TV, ids_BT[0, 1:].to(logits_TV.device))
                 if not torch.isfinite(loss):
                     at = self._first + number
-                    raise InputError(f"sequence {at}: expected a finite loss, got {loss.item()}")
+                    raise InputError(f"The loss of sequence {at} is not finite: {loss.item()}.")
                 loss.backward()  # type: ignore[no-untyped-call]
                 if input_BTH.grad is None:
                     raise RuntimeError("expected a gradient behind the last layer, got none")

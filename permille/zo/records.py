@@ -34,7 +34,7 @@ class StepRecord:
     """A step as it was applied.
 
     Attributes:
-        step: its number.
+        step: the number of the step.
         coefficients: one integer for each query, all 0 if the step was rejected.
         loss: the mean of the step's losses. It stays on the device: the canonical log does not have it.
         flags: the outcome of the checks.

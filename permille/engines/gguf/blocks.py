@@ -247,7 +247,7 @@ def _best(
         scale_B1, above_BS = grid[:, :1], weight_BS - grid[:, 1:]
         code_BS = _codes(kind, above_BS, scale_B1)
         error_B = (importance_BS * (above_BS - code_BS * scale_B1) ** 2).sum(axis=1)
-        # Strictly, so the first of equal candidates wins, which is the block's own grid.
+        # Strictly, so that the block's own grid, which comes first, wins against equal ones.
         better = error_B < least_B
         least_B[better], best_B2[better], best_BS[better] = error_B[better], grid[better], code_BS[better]
     return best_B2, best_BS

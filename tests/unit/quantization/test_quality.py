@@ -38,7 +38,7 @@ def test_perplexity_refuses_a_loss_that_is_not_finite_and_nothing_to_predict() -
     model = tiny()
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
-    with pytest.raises(InputError, match="sequence 0: expected a finite loss"):
+    with pytest.raises(InputError, match="The loss of sequence 0 is not finite"):
         perplexity(model, SEQUENCES)
     with pytest.raises(InputError, match="at least 2 tokens"):
         perplexity(model, SEQUENCES[:, :1])

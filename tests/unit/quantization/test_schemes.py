@@ -119,7 +119,7 @@ def test_non_finite_weights_are_refused_with_the_name_and_place(
 ) -> None:
     w_NK = weight(4, 64)
     w_NK[2, 3] = value
-    with pytest.raises(InputError, match=r"blocks\.0\.q: expected finite weights.*index 131"):
+    with pytest.raises(InputError, match=r"blocks\.0\.q has the weight .* at flat index 131"):
         quantize(w_NK, scheme, group_size, name="blocks.0.q")
 
 

@@ -156,5 +156,5 @@ def test_mask_of_other_tensors_or_indices_is_refused() -> None:
         mask_report(scores, {"b": np.zeros(1, np.uint32)})
     with pytest.raises(InputError, match="a: expected indices below 4, got 4"):
         mask_report(scores, {"a": np.array([4], np.uint32)})
-    with pytest.raises(InputError, match="a: expected finite scores"):
+    with pytest.raises(InputError, match="a has a score that is not a finite"):
         curve({"a": np.array([[np.nan]], np.float32)})
