@@ -133,9 +133,12 @@ class Connection:
         self._http = httpx.Client(
             base_url=self.server,
             timeout=TIMEOUT,
+            # The environment's proxy or certificate variables must not decide who reads the traffic.
             trust_env=False,
+            # `stream` follows the one redirect that is allowed, without the token.
             follow_redirects=False,
             transport=LimitedTransport(_tls_context(ca_file)),
+            # Compressed answers could grow beyond any limit while they are decoded.
             headers={"user-agent": f"permille-agent/{__version__}", "accept-encoding": "identity"},
         )
         # A cookie for a whole domain would identify this device at each host of a redirect.
@@ -188,6 +191,7 @@ class Connection:
         if number + 1 >= self._attempts:
             return None
         if error.retry_after_s is not None:
+            # The daemon polls again at that time. A command should not sleep that long.
             if error.retry_after_s > WAIT_LIMIT_S:
                 return None
             return error.retry_after_s + self._rng.uniform(0.0, 1.0)
@@ -213,7 +217,9 @@ class Connection:
                 yield response
                 return
         url, etag = self._elsewhere(response), response.headers.get("etag", "")
+        # The other host has other ETags, so the service's own answer decides whether the range still holds.
         kept = "range" in headers and headers.get("if-range", etag) == etag
+        # No other header goes to the other host, and above all no token.
         sent = {"range": headers["range"]} if kept else {}
         with _network_errors(url.host), self._http.stream("GET", url, headers=sent) as moved:
             if moved.status_code not in (200, 206):
@@ -242,6 +248,7 @@ class Connection:
         except httpx.InvalidURL as exc:
             raise OperatorError(f"The service sent us to a malformed address: {exc}") from exc
         safe = url.scheme == "https"
+        # A remote service could otherwise make this device call programs on its own machine.
         if is_loopback(url.host):
             safe = url.scheme in ("http", "https") and is_loopback(self._http.base_url.host)
         if not safe or not url.host or url.userinfo:
@@ -271,6 +278,7 @@ def _encode(body: Body, headers: Mapping[str, str]) -> tuple[bytes | None, dict[
         body = body()
     if body is None or isinstance(body, bytes):
         return body, dict(headers)
+    # JSON has no NaN. Python would write one, and the service would refuse it later.
     content = json.dumps(body, allow_nan=False).encode()
     return content, {"content-type": "application/json", **headers}
 
@@ -298,6 +306,7 @@ def _network_errors(server: str) -> Iterator[None]:
 
 
 def _is_certificate_error(error: BaseException | None) -> bool:
+    # httpx wraps the errors of httpcore, which wraps those of ssl.
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return True
@@ -310,6 +319,7 @@ def _read_limited(response: httpx.Response, limit_bytes: int, *, best_effort: bo
     for chunk in response.iter_raw():
         data += chunk
         if len(data) > limit_bytes:
+            # Of an error's body, the beginning is enough for a message.
             if best_effort:
                 break
             raise OperatorError(f"The service sent more than {limit_bytes} bytes.")

@@ -65,6 +65,7 @@ class Download:
         """
         if self._blobs.has(self._digest):
             return
+        # Bytes of an earlier attempt count as downloaded.
         self._progress(self._stored_bytes())
         try:
             self._run()
@@ -72,6 +73,7 @@ class Download:
             raise _storage_error(exc, self._part) from exc
 
     def _run(self) -> None:
+        # Wrong bytes may come from a damaged partial file, so a download from the beginning gets one chance.
         for last_try in (False, True):
             try:
                 self._fetch()
@@ -92,6 +94,7 @@ class Download:
             except AccessRefusedError:
                 if refused_token:
                     raise
+                # A token lives for an hour, and a download may take longer.
                 refused_token = True
                 self._api.forget_token()
             except RequestRefusedError as exc:
@@ -137,6 +140,7 @@ class Download:
                 if len(chunk) > room:
                     raise PackageError("blob-size", self._expected("more"))
                 file.write(chunk)
+                # `_stored_bytes` asks the file system, so the bytes must not wait in Python's buffer.
                 file.flush()
                 room -= len(chunk)
                 self._progress(len(chunk))
@@ -146,6 +150,7 @@ class Download:
         self._progress(-self._stored_bytes())
         self._part.unlink(missing_ok=True)
         self._etag.unlink(missing_ok=True)
+        # After a crash, the old bytes must not come back beside a new ETag.
         fsync_folder(self._part.parent)
 
     def _stored_bytes(self) -> int:
@@ -180,6 +185,7 @@ def _total_bytes(response: httpx.Response) -> int | None:
 
 
 def _number(text: str) -> int | None:
+    # `isdigit` accepts digits of other scripts, and thousands of them.
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 
 

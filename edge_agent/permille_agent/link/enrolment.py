@@ -144,6 +144,7 @@ def enroll(
     if (parts := INVITATION.fullmatch(invitation)) is None:
         form = "22 characters (A-Z a-z 0-9 _ -), a dot and 32 hexadecimal digits"
         raise InputError(f"This is not the whole invitation, which has {form}. Copy all of it.")
+    # The key is durable before the service learns it, so a kill cannot leave a device without its key.
     identity = load_or_create_identity(home)
     name = name or (f"device-{identity.public_key[:8]}" if known is None else known.name)
     with connection(server, ca_file) as opened:
@@ -155,10 +156,12 @@ def enroll(
             ) from exc
         except RequestRefusedError as exc:
             raise InputError(f"The service refuses this device: {exc}") from exc
+    # Checked before anything is stored: from here on, this root decides what may be installed.
     if (got := _root_digits(answer.root)) != parts[1]:
         raise PackageError(
             "trust-root", f"The service has the root {got}, but the invitation names {parts[1]}"
         )
+    # The enrolment comes last, because its presence says that the device is enrolled.
     _keep_ca(home, ca_file)
     enrolment = Enrolment(
         server=server,

@@ -66,6 +66,7 @@ def forget(home: Home) -> Erased:
     files = size_bytes = 0
     deletions = _deletions(home)
     try:
+        # Consent goes first: a kill in the middle must not leave it to a later upload.
         if home.consent.exists():
             set_sharing(home, log=False, state=False)
         left = _choices_taken_back(home)
@@ -78,6 +79,7 @@ def forget(home: Home) -> Erased:
         _remove_folders(home)
     except OSError as exc:
         raise OperatorError(f"Cannot erase the files in {home.root}: {exc}") from exc
+    # Folders that every command expects are made again.
     open_home(home.root)
     return Erased(
         files=files, size_bytes=size_bytes, deletions_waiting=len(deletions), federations_left=len(left)
@@ -109,6 +111,7 @@ def forget_run(home: Home, name: str) -> Erased:
         )
     files = size_bytes = 0
     try:
+        # In reverse order, files and inner folders come before the folders that hold them.
         for path in sorted(folder.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()
@@ -207,6 +210,7 @@ def _erasable(home: Home) -> Iterator[Path]:
     for folder, folders, names in os.walk(home.root, followlinks=False):
         if Path(folder) == home.root:
             kept_folders = (home.blobs, home.partial, home.trust)
+            # Assigned in place: `os.walk` reads this list to decide where it goes.
             folders[:] = [name for name in folders if home.root / name not in kept_folders]
         for name in [*names, *(name for name in folders if (Path(folder) / name).is_symlink())]:
             if (path := Path(folder) / name) not in kept:
@@ -216,7 +220,9 @@ def _erasable(home: Home) -> Iterator[Path]:
 def _erase(path: Path) -> int:
     """Overwrite and remove a file. Links are only removed. Return the number of overwritten bytes."""
     size_bytes = 0
+    # A link may lead to the user's own data, which must not be overwritten.
     if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
+        # A file without write permission could not be overwritten.
         path.chmod(0o600)
         with path.open("r+b", buffering=0) as file:
             size_bytes = _overwrite(file)
@@ -229,6 +235,7 @@ def _overwrite(file: FileIO) -> int:
     size_bytes = os.fstat(file.fileno()).st_size
     for start in range(0, size_bytes, CHUNK_BYTES):
         file.write(bytes(min(CHUNK_BYTES, size_bytes - start)))
+    # Without it, the zeros may never reach the disk, because the file is removed at once.
     os.fsync(file.fileno())
     return size_bytes
 

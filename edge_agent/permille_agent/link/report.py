@@ -104,8 +104,10 @@ def enqueue(
     if (known := read_report(home, run_id)) is not None:
         return known
     if shared_log is None:
+        # A digest of the state would let the service recognise equal states without a shared log.
         metrics = metrics.model_copy(update=_NO_DIGESTS)
     else:
+        # The log is on the disk before the entry that promises it.
         _write_log(home, run_id, shared_log)
     report = RunReport(
         run_id=run_id,
@@ -250,6 +252,7 @@ def withdraw_logs(home: Home) -> int:
     unqueued = list(home.runs.glob("*/shared.log"))
     for path in unqueued:
         path.unlink()
+    # `FULL` waits as well: the user may queue it again later.
     waiting = (Delivery.QUEUED, Delivery.FULL)
     queued = [report for report in read_reports(home) if report.log_delivery in waiting]
     for report in queued:
@@ -327,6 +330,7 @@ def _send_log(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
 
     path = _log_path(home, report.run_id)
     try:
+        # Checked before each attempt and after the last one, as the user may withdraw at any moment.
         api.upload_log(report.run_id, path.read_bytes(), check=check)
         check()
     except _WithdrawnError:
@@ -345,6 +349,7 @@ def _send_deletion(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
     try:
         api.delete_log(report.run_id)
     except RequestRefusedError as exc:
+        # A log that the service does not have needs no deletion.
         if exc.status not in (404, 410):
             return _save(home, replace(report, reason=str(exc)[:500]))
     return _save(home, replace(report, log_delivery=Delivery.DELETED))

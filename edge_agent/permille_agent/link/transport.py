@@ -64,6 +64,7 @@ class _Stream(httpcore.NetworkStream):
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """See `httpcore.NetworkStream`. The buffer is written in pieces, and each piece earns time."""
+        # A large write would be one long wait that earns time only at its end.
         for start in range(0, len(buffer), 1 << 16):
             piece = buffer[start : start + (1 << 16)]
             self._stream.write(piece, self._allowance.within(timeout))

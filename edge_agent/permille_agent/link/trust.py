@@ -75,6 +75,7 @@ class TrustedReleases:
                 metadata_url,
                 target_base_url=targets_url,
                 fetcher=_Fetcher(read),
+                # python-tuf starts from this root each time, so a changed file on the disk cannot replace it.
                 bootstrap=root,
             )
 
@@ -129,6 +130,7 @@ class _Fetcher(FetcherInterface):
         except RequestRefusedError as exc:
             if exc.status != 404:
                 raise
+            # python-tuf looks for the next root until it meets a 404.
             raise DownloadHTTPError(str(exc), 404) from exc
 
 
@@ -161,6 +163,7 @@ def _in_our_words(folder: Path) -> Iterator[None]:
         ) from exc
     except LengthOrHashMismatchError as exc:
         raise PackageError("trust-digest", f"The bytes are not those that are signed: {exc}") from exc
+    # The base class of the errors above, so it stands after them.
     except RepositoryError as exc:
         raise PackageError("trust-malformed", f"The signed metadata is malformed: {exc}"[:500]) from exc
     except DownloadHTTPError as exc:

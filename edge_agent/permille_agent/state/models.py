@@ -114,6 +114,7 @@ def record_installed(home: Home, release: InstalledRelease) -> None:
     The last package that was used is kept until the new one was used.
     """
     known = read_releases(home)
+    # If the installed package was never used, the one before it is still the last good one.
     previous = known.previous or known.installed
     if previous is not None and previous.manifest_digest == release.manifest_digest:
         previous = None
@@ -163,6 +164,7 @@ def _return_to_previous(home: Home, package_digest: str, error: PackageError) ->
         with hold_lock(home, "rollback", wait_s=5.0):
             known = read_releases(home)
             refused = None
+            # A damaged file says nothing of the package, which may be downloaded and tried again.
             if error.code not in DAMAGED:
                 refused = RefusedPackage(manifest_digest=package_digest, reason=str(error)[:500])
             write_record(
@@ -238,6 +240,7 @@ def activate(home: Home, new: Active, *, expected: Active | None) -> None:
             f"The model in use changed meanwhile: it was {expected or 'none'}, it is {now or 'none'}. Run "
             "the command again."
         )
+    # Each model is in the history once, so that `rollback` does not return to the model in use.
     before = [model for model in history(home) if model not in (now, new)]
     _write(home, new, (*before, *(() if now is None else (now,))))
 
