@@ -29,6 +29,7 @@ class Channel(redis.Channel):
             return super()._brpop_read(**options)  # type: ignore[no-untyped-call]
         except (ValueError, RecursionError, MemoryError) as exc:  # no JSON, no UTF-8, nested too deeply
             _log.warning("dropped a message that is no JSON: %s", type(exc).__name__)
+            # For kombu, `Empty` means that no message came, so it asks again.
             raise Empty from exc
 
 
@@ -57,6 +58,7 @@ def is_ours(message: Any) -> bool:
             and properties["body_encoding"] == "base64"
             and (message["content-type"], message["content-encoding"]) == ("application/json", "utf-8")
             and isinstance(body, str)
+            # Before the body is decoded: anyone who reaches Redis can send a body of any size.
             and len(body) <= MAX_BODY_CHARACTERS
             and _names_a_job(body)
         )
@@ -82,4 +84,5 @@ def _names_a_job(body: str) -> bool:
 def install() -> None:
     """Make Redis connections of this process use this transport."""
     transport = f"{__name__}:Transport"
+    # kombu looks the transport up by the scheme of the URL.
     TRANSPORT_ALIASES.update({"redis": transport, "rediss": transport})

@@ -97,6 +97,7 @@ def run_celery_worker(
     def on_shutdown(**_: object) -> None:
         shutdown.ask(settings.drain_s)
 
+    # A weak reference to a local function would be gone at once.
     signals.worker_shutting_down.connect(on_shutdown, weak=False)
     dispatcher = CeleryDispatcher(broker_url)
     blobs = open_blobs(settings)
@@ -115,11 +116,13 @@ def run_celery_worker(
         queues=[QUEUE],
         hostname=name,
         loglevel="INFO",
+        # Workers need not know of each other: the rows of the database say who works on what.
         without_gossip=True,
         without_mingle=True,
         without_heartbeat=True,
     )
     worker.start()
+    # Celery also returns when its consumer dies. Then the other threads must end, too.
     asked = shutdown.asked.is_set()
     if not asked:
         shutdown.ask(0.0)

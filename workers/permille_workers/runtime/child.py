@@ -52,6 +52,7 @@ def run_child(tasks: Mapping[str, Task], pipe: BinaryIO) -> None:
     telemetry.configure_logging(settings.log_format)
     telemetry.current_job.set(claim.job_id)
     telemetry.start_tracing("permille-worker")
+    # The second way to notice the supervisor's end, for systems without a death signal.
     threading.Thread(target=_die_at_end, args=(pipe,), daemon=True).start()
     db = Database(settings.database_url.get_secret_value())
     what: dict[str, str | int] = {"permille.job_id": claim.job_id, "permille.attempt": claim.attempt}
@@ -115,6 +116,7 @@ def publish_result(db: Database, claim: Claim, made: Publish | PartsToAdd) -> No
 
 def _publish(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
     with db.write() as session:
+        # Locks the job's row, so that no other attempt can take over before the commit.
         claims.check(session, claim)
         if isinstance(made, PartsToAdd):
             claims.split(session, claim, made.parts)
@@ -127,6 +129,7 @@ def record_failure(db: Database, claim: Claim, exc: Exception) -> None:
     error = {"type": type(exc).__name__, "message": str(exc) or type(exc).__name__}
     final = is_final(exc)
     if not isinstance(exc, PermilleError):
+        # The last characters: they hold the line that failed.
         error["traceback"] = "".join(traceback.format_exception(exc))[-8000:]
     try:
         with db.write() as session:
@@ -157,6 +160,7 @@ def _die_at_end(pipe: BinaryIO) -> None:
     # By the descriptor: a thread inside the buffered reader would hold its lock when the process ends.
     while os.read(pipe.fileno(), 4096):
         pass
+    # Not `sys.exit`: it would end only this thread.
     os._exit(70)
 
 

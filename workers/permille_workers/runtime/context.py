@@ -64,11 +64,13 @@ class Progress:
             StaleClaimError: another attempt has begun.
         """
         at = self._clock()
+        # A fraction that falls belongs to a retry, which has a pace of its own.
         if self._first is None or fraction < self._first[1]:
             self._first = self._risen = (at, fraction)
         elif self._risen is None or fraction > self._risen[1]:
             self._risen = (at, fraction)
         recent = self._told_at is not None and at - self._told_at < REPORT_EVERY_S
+        # A new phase is reported at once, even if the last report is recent.
         if recent and message.split(" ")[0] == (self._told_message or "").split(" ")[0]:
             return
         self._told_at, self._told_message = at, message

@@ -17,6 +17,7 @@ from permille_workers.runtime.settings import WorkerSettings
 
 def encode_handover(claim: Claim, settings: WorkerSettings) -> bytes:
     """Encode a claim and settings as a line."""
+    # pydantic would hide secrets, which the child needs.
     plain = {name: _plain(value) for name, value in settings}
     return json.dumps({"claim": asdict(claim), "settings": plain}).encode() + b"\n"
 

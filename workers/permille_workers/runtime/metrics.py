@@ -55,6 +55,7 @@ def serve_metrics(settings: WorkerSettings) -> None:
     except OSError as exc:
         where = f"{settings.metrics_host}:{settings.metrics_port}"
         raise OperatorError(f"metrics cannot be served at {where}: {exc.strerror}") from exc
+    # A daemon thread, so that it never delays the end of the worker.
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
 

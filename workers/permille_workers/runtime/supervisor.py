@@ -73,6 +73,7 @@ class Supervisor:
     def run_next(self, worker: str) -> bool:
         """Claim the next job and run it. Return whether there was one."""
         with self.db.write() as session:
+            # A worker of an older version must not work on a migrated database.
             check_newest(session)
             claim = claims.claim(session, worker=worker, lease_s=self.settings.lease_s)
         if claim is not None:
@@ -97,6 +98,7 @@ class Supervisor:
                 self._hand_over(child, claim)
                 self._watch(child, claim)
             finally:
+                # `kill` on a child that has ended does nothing.
                 child.kill()
                 child.wait()
                 reader.join(timeout=5)
@@ -120,6 +122,7 @@ class Supervisor:
             pipe.flush()
 
     def _watch(self, child: "subprocess.Popen[bytes]", claim: Claim) -> None:
+        # Two renewals may fail before the lease ends.
         renew_every_s = self.settings.lease_s / 3
         renewed_at = time.monotonic()
         kill_at: float | None = None
@@ -135,6 +138,7 @@ class Supervisor:
                 return
             except DBAPIError as exc:
                 _log.warning("database is out of reach: %s", exc)
+                # By now another worker may have the job, so this attempt ends.
                 if at - renewed_at >= self.settings.lease_s:
                     return
                 continue
@@ -191,6 +195,7 @@ def _copy_lines(pipe: BinaryIO | None, tail: deque[str]) -> None:
     for line in pipe or ():
         text = line.decode(errors="replace")
         tail.append(text)
+        # The child's log belongs to the worker's own log, too.
         sys.stderr.write(text)
 
 
