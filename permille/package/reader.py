@@ -76,7 +76,7 @@ class Package:
         for layer in _needed(blobs, manifest):
             _check_size(blobs, layer)
         for layer in manifest.layers:
-            # The big layers are checked by blocks, and a program when it is used.
+            # Big layers are checked block by block at their first use, and a program when it is used.
             if layer.role not in (*BLOCKED_ROLES, Role.PROGRAM):
                 blobs.check(layer.digest)
         for path in manifest.files():
@@ -107,7 +107,7 @@ class Package:
         """Open the package with this digest.
 
         Raises:
-            PackageError: a rule of FORMAT 2 to 4 is broken. The code says which.
+            PackageError: a rule of FORMAT 2 to 4 is broken. The error's code names the rule.
         """
         return cls(blobs, Manifest.from_bytes(blobs.read(digest, limit=MAX_MANIFEST_BYTES)))
 
@@ -190,7 +190,9 @@ class Package:
         if tensor.dtype == "U8":
             tensor = replace(tensor, dtype=Q8_0, shape=self._plain_shapes[name])
             if not are_table_scales(tensor):
-                raise PackageError("plain-scales", f"the scales of {name} are not all finite and from 0")
+                raise PackageError(
+                    "plain-scales", f"A scale of {name} is negative, NaN or infinite. {_BUILD_AGAIN}"
+                )
             return tensor
         if not tensor.all_finite():
             raise PackageError("plain-not-finite", f"{name} holds NaN or infinity. {_BUILD_AGAIN}")
@@ -211,8 +213,8 @@ class Package:
     def values(self) -> NDArray[np.float32]:
         """Return the initial trained values, float32 [k], tensor by tensor, as a new array.
 
-        With a mask they are the sparse values. With an adapter they are A, if it is trained, then
-        B, which is 0.
+        With a mask they are the sparse values. With a LoRA adapter they are A, then B. With LoRA-FA
+        they are B only. B starts at 0.
 
         Raises:
             PackageError: `values-not-finite` or `adapter-not-finite`.
@@ -354,7 +356,7 @@ def verify_package(blobs: BlobFolder, digest: str) -> Package:
     for layer in _needed(blobs, manifest):
         _check_size(blobs, layer)
         blobs.check(layer.digest)
-    # All digests are right here, so this parses no bytes that were not checked.
+    # All digests have been verified by now, so no unchecked byte is parsed.
     package = Package(blobs, manifest)
     for tensor in manifest.tensors:
         package.quantized(tensor.name)

@@ -1,4 +1,4 @@
-"""Webhooks: addresses that receive events when a rollout stops itself or ends."""
+"""Webhooks: addresses that receive events when a rollout halts or ends."""
 
 from enum import StrEnum
 from typing import Annotated

@@ -637,7 +637,7 @@ class Rollout(Named):
 
     __tablename__ = "rollouts"
     noun = "rollout"
-    token_id: Mapped[str]  # of the operator who made it; the audit log names it when the rollout stops itself
+    token_id: Mapped[str]  # of the operator who made it; the audit log names it when the rollout halts
     release: Mapped[str]
     alias: Mapped[str]
     version: Mapped[int] = mapped_column(BigInteger)

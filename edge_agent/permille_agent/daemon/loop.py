@@ -135,7 +135,7 @@ class Daemon:
         try:
             self._poll()
         except PermilleError as exc:
-            # A lock is held by the user's own command. The service is fine, so the pause must not grow.
+            # LockedError means that the user runs a command. The service is fine, so the pause does not grow.
             self._failed_polls += 0 if isinstance(exc, LockedError) else 1
             log.warning("poll: %s: %s", type(exc).__name__, exc)
             self._note(poll_error=_words(exc))
@@ -160,7 +160,7 @@ class Daemon:
         now = self._world.now()
         decision = decide(policy, self._world.machine(), now=now, minutes_used=state.seconds_used / 60.0)
         reasons = decision.reasons
-        # A longer pause means that the clock was wrong when it was written.
+        # If the time lies further ahead, the clock was wrong when `not_before` was stored. Ignore it then.
         if 0 < state.not_before - now.timestamp() <= LONGEST_PAUSE_S:
             reasons += ("the last training failed and is tried again later",)
         if reasons != state.waiting_for:
@@ -179,12 +179,13 @@ class Daemon:
             return "; ".join(state.waiting_for) or "`permille-agent status` says why"
         if not read_references(self._home):
             return "no text was added (`permille-agent data add`)"
-        return "text and package are as they were"
+        return "text and package have not changed since the last training"
 
     def _poll(self) -> None:
         enrolment, _ = require_enrolment(self._home)
         with open_api(self._home, connection=self._world.connection) as api:
-            self._exchange(api)  # before the writers' lock, which a training may hold
+            # Before the lock `run` of the home folder, which a training may hold for hours.
+            self._exchange(api)
             with hold_lock(self._home, "run"):
                 collect_reports(self._home)
                 delivered = deliver(self._home, api)
@@ -210,7 +211,7 @@ class Daemon:
             log.info("rounds: %d contributions sent, %d invitations", done.sent, done.invited)
 
     def exchange_meanwhile(self) -> bool:
-        """Exchange rounds during a training. Return whether a part of a round waits for its end."""
+        """Exchange rounds during a training. Return whether it should stop for a part of a round."""
         if self._world.monotonic() >= self._next_exchange:
             try:
                 with open_api(self._home, connection=self._world.connection) as api:
@@ -239,7 +240,7 @@ class Daemon:
         self._note(verified=today)
 
     def _wanted(self) -> str | None:
-        """Return a key of the wanted training, or None. The key depends on the package and the data."""
+        """Return a fingerprint of package and data if they differ from the last training, else None."""
         release, paths = installed_release(self._home), read_references(self._home)
         if release is None or not paths:
             return None
@@ -278,7 +279,7 @@ class Daemon:
         consent = read_consent(self._home)
         request = TrainingRequest(
             data_paths=read_references(self._home),
-            # Only if the owner wrote it: the policy's default must not overrule the release.
+            # Only minutes that the owner has set. Otherwise the release decides, not the policy's default.
             minutes=policy.minutes_per_run if "minutes_per_run" in policy.model_fields_set else None,
             method=policy.method,
             share_log=consent.share_log,
@@ -297,7 +298,7 @@ class Daemon:
             self._training_failed(exc, wanted)
             return False
         log.info("training ended: %s", outcome)
-        # An interrupted run stays wanted and resumes, so `trained` must not name it.
+        # An interrupted run is resumed later, so do not store it as trained.
         if outcome == "interrupted":
             self._note(last_outcome=outcome)
             return False

@@ -25,7 +25,7 @@ Seconds = Annotated[int, Field(strict=True, ge=0, le=90 * 86_400), WholeNumber]
 
 
 class OnStop(StrEnum):
-    """The action of a rollout that stops itself: keep the version on devices, or revert it."""
+    """The action of a rollout that halts: keep the version on devices, or revert it."""
 
     HOLD = "hold"
     REVERT = "revert"
@@ -116,7 +116,7 @@ class RolloutCreate(Closed):
     group_id: Id | None = Field(default=None, description="group of the devices (default: all devices)")
     rules: RolloutRules = RolloutRules()
     window: MaintenanceWindow | None = None
-    on_stop: OnStop = Field(default=OnStop.HOLD, description="action when the rollout stops itself")
+    on_stop: OnStop = Field(default=OnStop.HOLD, description="action when the rollout halts")
     draft: bool = Field(default=False, description="do not open a wave before `resume`")
 
 

@@ -1,11 +1,13 @@
 """Database rows of rollouts and of their reports.
 
-Operators change a rollout, and the sweeper of the workers advances it. `permille.fleet.rollouts`
-decides. This module reads the counts and writes the steps, in one short transaction each.
+Operators change a rollout, and the sweeper of the workers advances it. The pure module
+`permille.fleet.rollouts` decides whether to wait, open the next wave or halt. This module counts the
+reports and stores the decision, in one short transaction for each rollout.
 
 Every change of a rollout makes a new revision. The sweeper only changes the row, since only the API
-has the keys. The API signs new revisions when a device next asks for the timestamp, and no device
-sees a change before that. Devices report into rows of their own and do not lock the rollout.
+has the keys. The API signs a new revision when a device next requests the trust metadata (its role
+`timestamp`). No device sees the change before that. Devices report into rows of their own, and do not
+lock the rollout.
 """
 
 from collections import Counter
@@ -102,7 +104,7 @@ def unended(session: Session, *, tenant_id: str, release: str, alias: str) -> st
 def resume(session: Session, row: Rollout) -> None:
     """Start a locked draft, or continue a paused rollout. Idempotent.
 
-    Reports from before a pause are acknowledged and no longer counted.
+    Resuming accepts all earlier results: their reports are marked `acknowledged` and no longer counted.
 
     Raises:
         ConflictError: the rollout was stopped or has ended.
@@ -121,12 +123,12 @@ def resume(session: Session, row: Rollout) -> None:
         row.choice = {**Offer(**_offer_fields(row, choice)).to_document()["choice"]}
         _open_wave(session, row, 0)
     else:
-        # Mark the counted reports. A comparison of times would fail if the database's clock went back.
+        # Mark the reports instead of comparing their times with now: the clock may have been set back.
         ended = update(RolloutReport).where(
             RolloutReport.rollout_id == row.id, RolloutReport.code.is_not(None)
         )
         session.execute(ended.values(acknowledged=True).execution_options(synchronize_session=False))
-        # The counts begin again, and with them the looks.
+        # The counts start from zero, so the statistical tests (looks) do, too.
         row.looks = 0
     row.reason = row.numbers = None
     _move(row, RolloutState.RUNNING)
@@ -169,7 +171,7 @@ def stop(session: Session, row: Rollout) -> None:
 
 
 def want_revert(session: Session, row: Rollout) -> None:
-    """Stop a rollout, and request its revert at the next signature.
+    """Stop a rollout and mark it for revert. The API publishes the earlier package when it signs next.
 
     Raises:
         ConflictError: the rollout is a draft, is done or reverted, or a later rollout of the alias
@@ -179,7 +181,7 @@ def want_revert(session: Session, row: Rollout) -> None:
     if later not in (None, row.id):
         raise ConflictError(f"The later rollout {later} has not ended: revert that one, or stop it first.")
     if row.opened_at is None:
-        raise ConflictError("No device has the version of a draft: stop it instead.")
+        raise ConflictError("The rollout has not started, so there is nothing to revert. Stop it instead.")
     if row.state not in (RolloutState.DONE, RolloutState.REVERTED):
         stop(session, row)
     else:
@@ -195,7 +197,10 @@ def unsigned(session: Session, *, tenant_id: str) -> list[Rollout]:
 
 
 def offer_of(row: Rollout) -> Offer | None:
-    """Return the record of a rollout to sign, or None if devices follow the alias alone."""
+    """Return the record of a rollout to sign, or None if the metadata needs none.
+
+    That is a draft, or a rollout that has ended. Devices then follow the alias.
+    """
     if row.state not in _LISTED or row.opened_at is None:  # `opened_at` is None if it was stopped as a draft
         return None
     document: dict[str, Any] = {**_offer_fields(row, Choice()), "choice": row.choice, "window": row.window}
@@ -376,8 +381,7 @@ def tally(session: Session, row: Rollout) -> Tally:
 def _of_wave(row: Rollout) -> Any:
     """Return the query for four counts of devices of the open wave.
 
-    They are the devices that began, ended and succeeded, and those whose report a `resume` has
-    acknowledged.
+    The counts are: began, ended, succeeded, and already acknowledged by a `resume`.
     """
     before = RolloutReport.acknowledged.is_(True)
     counted = RolloutReport.acknowledged.is_(False)
@@ -390,11 +394,11 @@ def _of_wave(row: Rollout) -> Any:
 
 
 def _general(session: Session, row: Rollout, ended: ColumnElement[bool]) -> Moments:
-    """Compare the rise of the loss on general text between this version and the one before.
+    """Compare the versions by how much training raises the loss on general text.
 
     Each device that reported runs on both versions gives one difference.
     """
-    # Joined in Python, as in `comparison`: for this join, databases choose a slow index.
+    # Join in Python, as `permille.store.fleet.comparison` does: databases choose a slow index for this.
     after, before = (_rises(session, row, version) for version in (row.version, row.before))
     devices = session.scalars(select(RolloutReport.device_id).where(ended))
     changes = [after[one] - before[one] for one in devices if one in after and one in before]
@@ -448,7 +452,7 @@ def _move(row: Rollout, state: RolloutState) -> None:
 
 def _require(row: Rollout, *states: RolloutState) -> None:
     if row.state not in states:
-        raise ConflictError(f"The rollout is {row.state}, it would have to be {' or '.join(states)}.")
+        raise ConflictError(f"The rollout is {row.state}. For this, it must be {' or '.join(states)}.")
 
 
 def _rules(row: Rollout) -> Rules:

@@ -24,13 +24,14 @@ from permille.store.errors import StaleClaimError
 from permille.store.jobs import parents, transitions
 from permille.store.tables import Device, Instant, Job, Tenant
 
-# Seconds. A job that a short outage broke is soon tried again, and a broken one costs little.
+# Seconds. The first pauses are short, so a job recovers quickly from an outage. Later ones are long, so a
+# job that always fails costs little.
 BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
-# It keeps the transaction short. The next sweep sends the rest.
+# Most jobs sent in one transaction, which keeps it short. The next sweep sends the rest.
 _SENT_AT_ONCE = 100
 
-# Every caller fixes the device. Ordering by it lets PostgreSQL follow the index.
+# Every caller filters by one device. It is in the order only so that PostgreSQL uses the index.
 _QUEUED = select(Job).where(transitions.IS_QUEUED).order_by(Job.device_id, Job.available_at, Job.id)
 _HELD = select(Job.tenant_id, Job.device_id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
 _DUE_AT = (
@@ -71,8 +72,9 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
     """Claim the next queued job, or the job with this id. Return None if there is no job to claim.
 
     The order is fair between tenants. The tenant with the fewest running jobs comes first. Among
-    equals, the tenant that has waited longest for its turn comes first. A tenant's own jobs come
-    before the uploads of its devices, and devices take turns by the same rule. A tenant that queues
+    equals, the tenant that has waited longest for its turn comes first. Within a tenant, the operators'
+    jobs come before the jobs that check uploads of devices. Among devices, the same rule holds as
+    among tenants. A tenant that queues
     many jobs therefore delays another tenant by at most one job per worker. Jobs that wait for
     their parts are not queued: see `permille.store.jobs.parents`.
 
@@ -139,7 +141,7 @@ def _next(session: Session, at: datetime) -> Job | None:
 
 def _count_running(session: Session) -> tuple[Counter[str], Counter[str]]:
     """Count the jobs that workers hold, by tenant and by device."""
-    # Counted in Python: with GROUP BY, SQLite would read all jobs in the order of another index.
+    # Count in Python: with GROUP BY, SQLite would scan all jobs by an index that does not fit the filter.
     held = session.execute(_HELD).all()
     return Counter(row.tenant_id for row in held), Counter(row.device_id for row in held if row.device_id)
 
@@ -220,7 +222,7 @@ def report_progress(
 ) -> bool:
     """Store the progress of the attempt. Return whether a cancel was requested.
 
-    A progress event is added when the message changes, or the progress by half a percent.
+    An event is added if the message changes, or if the progress passes another half percent.
 
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.
@@ -384,7 +386,10 @@ def _current(held: Claim, job: Job | None) -> Job:
     """Return the job if the claim is still its newest one. Raises StaleClaimError."""
     if job is None or job.fence != held.fence or job.state != JobState.RUNNING:
         found = "no such job" if job is None else f"fence {job.fence}, {job.state}"
-        raise StaleClaimError(f"The attempt with fence {held.fence} of {held.job_id} is over: {found}.")
+        raise StaleClaimError(
+            f"This worker lost its lease on {held.job_id}, or the job has ended. The attempt with fence "
+            f"{held.fence} is over: {found}."
+        )
     return job
 
 
@@ -429,9 +434,9 @@ def pull_back(db: Database) -> int:
     """Move the times of unfinished jobs back to now, if they lie in the future. Return the number of
     jobs.
 
-    A clock that was wrong by a year makes jobs available, and leases expire, a year later. Without
-    this they would wait that long once the clock is right again. The sweeps of rounds and uploads
-    correct their own times.
+    If the clock was once a year ahead, jobs got times a year in the future. When the clock is right
+    again, these jobs would start, and their leases expire, only after a year. The sweeps of rounds
+    and uploads correct their own times.
     """
     with db.read() as session:
         late = now(session) + SLACK
@@ -457,6 +462,7 @@ def pull_back(db: Database) -> int:
                 )
                 .execution_options(synchronize_session=False)
             )
-        for table in (Tenant, Device) if is_late else ():  # `_note_turn` writes both with the same time
+        # A claim sets `served_at` of tenant and device at the same time, so one check covers both.
+        for table in (Tenant, Device) if is_late else ():
             session.execute(update(table).where(table.served_at > late).values(served_at=at))
     return len(job_ids)

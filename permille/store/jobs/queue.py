@@ -22,7 +22,7 @@ from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Alias, Artifact, Job, JobEvent, Release
 
-# A client that missed more asks again with the last number that it got.
+# Most events in one answer. A client that needs more asks again, with the number of its last event.
 MAX_EVENTS = 1000
 _PART_IDS = select(Job.id).where(Job.parent_id == bindparam("parent_id")).order_by(Job.id)
 _PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # only these may have parts: skip the query for others
@@ -32,8 +32,8 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
     """Store a queued job and return it.
 
     If an earlier job of the same kind and payload used the same idempotency key, return that job.
-    The first child jobs of a build are stored with it. If `find` finds an earlier job for a child,
-    the child takes its result.
+    The first child jobs of a build are stored with it. `find` may return an earlier job that computed
+    the same as a child. Then the child ends at once with the result of that job.
 
     Raises:
         ConflictError: the key was used for another kind or payload.
@@ -154,7 +154,7 @@ def list_jobs(
 
 
 def _published(tenant_id: str, wanted: JobFilter) -> Select[str]:
-    """Select the digests of the packages that have this release name, or at which this alias points."""
+    """Select the package digests of the releases with the wanted name, the wanted alias, or both."""
     query = select(Release.package_digest).where(Release.tenant_id == tenant_id)
     if wanted.release is not None:
         query = query.where(Release.name == wanted.release)

@@ -4,11 +4,13 @@ Enrolment and tokens are public routes: an invitation, or a signature over a non
 
 Limits:
 - Attempts with a known invitation are counted by invitation.
-- Attempts with an unknown invitation are counted by address. They cannot lock out a device behind the same
-  address that has an invitation.
-- Sign-ins are counted by device after the signature is verified, since device ids are no secrets.
+- Attempts with an unknown invitation are counted by address. So strangers cannot lock out a device with a
+  valid invitation, even from the same address.
+- Sign-ins are counted by device, but only after the signature is verified. Otherwise anyone who knows a
+  device's id could use up its limit.
 
-A request without a valid signature writes nothing. A nonce is a sealed time, so the service stores none.
+A request without a valid signature writes nothing. A nonce is an encrypted time of issue, so the service
+stores a nonce only when it is used.
 """
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -76,11 +78,12 @@ def create_enrolment(
         except InvitationError as exc:
             raise ApiError(ProblemType.FORBIDDEN, str(exc)) from exc
         device = enrolment.device
-        # In the transaction of the enrolment: an incomplete invitation must not be used up.
+        # This check belongs to the same transaction: if it fails, the invitation stays usable.
         root = trust.root_by_digest(session, tenant_id=device.tenant_id, digest=root_digest)
         if root is None:
             raise ApiError(
-                ProblemType.FORBIDDEN, "The invitation is not whole. Use all of what the operator gave you."
+                ProblemType.FORBIDDEN,
+                "The part of the invitation after the dot is missing or wrong. Copy the whole invitation.",
             )
         at = database.now(session)
     response.status_code = 201 if enrolment.created else 200
@@ -116,11 +119,11 @@ def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
     responses=documented(ProblemType.UNAUTHENTICATED),
 )
 def create_device_token(body: DeviceTokenCreate, service: Served) -> DeviceToken:
-    """Get an access token for one hour with a signed nonce. Each nonce gives one token."""
+    """Exchange a signed nonce for an access token. It is valid for one hour. Each nonce gives one token."""
     # One answer for all reasons, so that a stranger cannot probe for devices.
     refusal = ApiError(ProblemType.UNAUTHENTICATED, "The nonce is old, or not signed by the device's key.")
     issued_at = _open_time(service, body.device_id, body.nonce)
-    # A read first: SQLite has one writer, which guesses of strangers must not occupy.
+    # Check in a read transaction first. SQLite allows one writer, and strangers must not block it.
     with service.database.read() as session:
         known = devices.find_active(session, device_id=body.device_id)
     message = token_message(body.device_id, body.nonce)

@@ -58,7 +58,7 @@ def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
 
 @router.post("/{job_id}/cancel", status_code=202)
 def cancel_job(job_id: JobId, service: Served, operator: Maker) -> Job:
-    """Ask a job to stop: at once while it is queued, at its next check while it runs. Idempotent."""
+    """Cancel a job. A queued job ends at once, and a running job at its next check. Idempotent."""
     with changing(service, operator) as session:
         row = queue.request_cancel(session, tenant_id=operator.tenant_id, job_id=job_id)
         return records.present(session, row)
@@ -96,7 +96,7 @@ def list_job_events(
             "description": "the events; the stream ends with the job",
             "content": {"text/event-stream": {"schema": STREAM_SCHEMA}},
         },
-        204: {"description": "the job has ended and every event was told: stop asking"},
+        204: {"description": "the job has ended, and the client has received all events: do not reconnect"},
     },
 )
 def stream_job_events(

@@ -1,1 +1,1 @@
-"""Rollouts: a version reaches the devices of an alias wave by wave, and stops itself where it harms."""
+"""Rollouts: a version reaches the devices of an alias wave by wave, and halts if it does harm."""

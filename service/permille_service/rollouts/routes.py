@@ -64,14 +64,14 @@ def get_group(group_id: GroupId, service: Served, operator: Viewer) -> DeviceGro
 
 @router.delete("/groups/{group_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
 def delete_group(group_id: GroupId, service: Served, operator: Maker) -> None:
-    """Remove a group that no rollout was made for."""
+    """Delete a group. It is refused if a rollout uses the group."""
     with changing(service, operator) as session:
         groups.delete(session, tenant_id=operator.tenant_id, group_id=group_id)
 
 
 @router.put("/devices/{device_id}/tags")
 def put_device_tags(device_id: DeviceId, body: TagsPut, service: Served, operator: Maker) -> DeviceTags:
-    """Replace the tags of a device, by which groups may choose it."""
+    """Replace the tags of a device. Rules of groups can refer to these tags."""
     with changing(service, operator, body) as session:
         groups.put_tags(session, tenant_id=operator.tenant_id, device_id=device_id, tags=body.tags)
     return DeviceTags(device_id=device_id, tags=sorted(set(body.tags)))
@@ -85,7 +85,8 @@ def create_rollout(body: RolloutCreate, creating: Creating) -> Rollout:
 
     def make(session: Session) -> Rollout:
         with repositories.changing(service, session, operator.tenant_id) as repository:
-            sign_all(service, session, repository, operator.tenant_id)  # the end of the one before
+            # Sign the end of the previous rollout of this alias first, if that is still pending.
+            sign_all(service, session, repository, operator.tenant_id)
             row = rollouts.create(
                 session, tenant_id=operator.tenant_id, token_id=operator.token_id, body=body
             )
@@ -152,7 +153,7 @@ def revert_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> R
 
 
 def _resume(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
-    # Checked at the start: a rollout that cannot be signed at its end would leave devices between versions.
+    # Check now that the service can sign the end of the rollout. Otherwise the alias could never move.
     check_may_end(repository, row)
     rollouts.resume(session, row)
     sign(service, session, repository, row)

@@ -27,7 +27,7 @@ _SCORED = 0.9  # progress of the job when the weights are scored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
-    """The numbers that decide the choice: scores on a corpus, or weights without a corpus."""
+    """The numbers by which the mask is selected: Fisher scores of a corpus, or the weights themselves."""
 
     tensors: Tensors
     provenance: Mapping[str, JSON]
@@ -133,8 +133,8 @@ def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, 
 class _Shown(Mapping[str, NDArray[np.float32]]):
     """The numbers that the report is about, computed one tensor at a time.
 
-    With scores: the scores, 0 where the weight is 0, because a mask never selects such a weight. Without
-    scores: the absolute values of the weights.
+    If there are scores, they are these, with 0 for each weight that is 0, because a mask never selects such a
+    weight. Otherwise they are the absolute weights.
     """
 
     def __init__(self, weights: Tensors, scores: Tensors | None) -> None:

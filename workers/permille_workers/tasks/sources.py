@@ -49,7 +49,7 @@ class SourceModel:
     """A registered model whose files were checked.
 
     Attributes:
-        gguf: the file that the checkpoint was made of; None: of none.
+        gguf: the GGUF file from which the checkpoint was made, or None.
     """
 
     id: str
@@ -70,7 +70,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """Sequences [N, T] of a corpus, and what reading it met: rows seen, bad ones by reason."""
+    """Token sequences [N, T] of a corpus, and a report on reading it: its rows, and bad rows by reason."""
 
     tokens_NT: NDArray[np.int64]
     read: dict[str, object]
@@ -87,7 +87,7 @@ class SourceCorpus:
         """Take sequences of the usable texts.
 
         Raises:
-            InputError: too little text, too many rows that cannot be used, or a file that is cut.
+            InputError: too little text, too many rows that cannot be used, or a truncated file.
             RetryableError: a data set that cannot be reached.
         """
         report = ReadReport()
@@ -97,7 +97,7 @@ class SourceCorpus:
 
 
 def open_model(context: TaskContext, model_id: str) -> SourceModel:
-    """Find (or download) the model's folder, check it, and store what it is.
+    """Find (or download) the model's folder, check it, and store its facts at the first use.
 
     Raises:
         InputError: the folder is unusable, or its files have changed since the first job.
@@ -182,7 +182,7 @@ def _locate(context: TaskContext, source: AnyModel, root: Path) -> tuple[Path, d
 
 
 def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
-    """Return the stored facts about a model whose files were read."""
+    """Collect the facts to store about a model."""
     return ModelFacts(
         family=checkpoint.family.value,
         config=dict(checkpoint.config),
@@ -198,9 +198,10 @@ def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
 def evaluation_sequences(
     tokenizer: Tokenizer, corpus: SourceCorpus, wanted: Sampling
 ) -> tuple[Sequences, bool]:
-    """Return sequences to measure on, and whether they lie after `wanted.skip`.
+    """Return sequences for evaluation, and whether all of them lie after the first `wanted.skip`.
 
-    If the corpus is too small, halve the number of sequences. As a last resort, do not skip the used part.
+    If the corpus is too small, halve the number of sequences. As a last resort, start at the first sequence,
+    which the job may have used already.
     """
     for skip in dict.fromkeys((wanted.skip, 0)):
         number = wanted.number
@@ -211,5 +212,5 @@ def evaluation_sequences(
             except InputError as exc:
                 shortest, number = exc, number // 2
     raise InputError(
-        f"The evaluation corpus is too small, {wanted.length} tokens are the least: {shortest}"
+        f"The evaluation corpus is too small. It must have at least {wanted.length} tokens: {shortest}"
     ) from shortest

@@ -179,7 +179,7 @@ def test_one_pass_that_trains_nothing_says_why(
     daemon.run_once()
     assert "trained nothing" not in caplog.text
     daemon.run_once()
-    assert "trained nothing: text and package are as they were" in caplog.text
+    assert "trained nothing: text and package have not changed since the last training" in caplog.text
     remove_references(home, [tmp_path / "notes.txt"])
     daemon.run_once()
     assert "trained nothing: no text was added" in caplog.text
