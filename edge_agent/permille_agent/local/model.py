@@ -104,6 +104,7 @@ class LocalModel:
             self.engine = engine_of(self.package)
         self.sampling = own_sampling(self.package)
         base_K = self.package.values()
+        # In rising order of preference: `variants` reverses it.
         self._values: dict[Variant, NDArray[np.float32]] = {Variant.BASE: base_K}
         if (pooled := pooled_start(self.package)) is not None:
             self._values[Variant.POOLED] = values(base_K, pooled.s_K, pooled.step_unit_exponent)
@@ -198,6 +199,7 @@ def own_sampling(package: Package) -> Sampling:
         raise PackageError("generation-config", first_error(exc)) from exc
     named = (found.temperature, found.top_p, found.top_k)
     penalty = found.repetition_penalty
+    # A file that only names token ids says nothing of sampling.
     if found.do_sample is None and not any(named):
         return Sampling() if penalty is None else Sampling(repeat_penalty=penalty)
     penalty = penalty or 1.0
@@ -233,6 +235,7 @@ def until_stop(pieces: Iterator[str], stop: Sequence[str], generated: Generated)
             if text := held[: min(found)]:
                 yield text
             return
+        # The end of the text may be the beginning of a stop string.
         keep = max((_overlap(held, word) for word in stop), default=0)
         if text := held[: len(held) - keep]:
             yield text
@@ -249,6 +252,7 @@ def _overlap(text: str, word: str) -> int:
 def _counted(ids: Iterator[int], generated: Generated, limit: int) -> Iterator[int]:
     for token in ids:
         generated.completion_tokens += 1
+        # The reason is set before the token is yielded, because the caller may stop reading here.
         if generated.completion_tokens >= limit:
             generated.finish_reason = "length"
         yield token

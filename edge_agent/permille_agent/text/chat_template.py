@@ -93,6 +93,7 @@ class ChatTemplate:
         position = 0
         for i, before, through in zip(turns, lengths[::2], lengths[1::2], strict=True):
             content = messages[i][1].strip()
+            # The content is searched after the generation prompt, since it may also occur in an earlier turn.
             start = text.find(content, max(before or 0, position))
             if start < 0:
                 start = text.find(content, position)
@@ -148,6 +149,7 @@ def _windows(messages: Messages) -> Iterator[Messages]:
     first = len(system)
     while first < len(messages):
         last = min(first + WINDOW_MESSAGES, len(messages))
+        # A window should not end in the middle of an exchange, but must end somewhere.
         while last < min(first + 2 * WINDOW_MESSAGES, len(messages)) and messages[last][0] != "user":
             last += 1
         yield [*system, *messages[first:last]]

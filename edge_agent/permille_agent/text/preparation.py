@@ -170,8 +170,10 @@ def _prepare_little(
     if not all(places):
         raise InputError(least)
     stages, test, judged = [], list[Row](), list[Document]()
+    # The first part judges nothing: no earlier text could train for it.
     for number in range(1, PARTS):
         guarded = _guarded(known, tokenized, [part == number for part in part_of])
+        # Earlier parts only, so each state is judged on text that it has not seen.
         before = packed_rows([guarded[i] for i, part in enumerate(part_of) if part < number], row_tokens)
         rows = document_rows([tokenized[i] for i in places[number]], row_tokens, first=len(judged))
         stages.append(
@@ -185,6 +187,7 @@ def _prepare_little(
         judged += [known[i] for i in places[number]]
     train = packed_rows(tokenized, row_tokens)
     judged_tokens = [sum(int(row.target_T.sum()) for row in test[stage.rows]) for stage in stages]
+    # Checked last, because the template decides which tokens are targets.
     if sum(tokens // LITTLE_GROUP_TOKENS for tokens in judged_tokens) < MIN_LITTLE_GROUPS:
         raise InputError(least)
     return Prepared(
@@ -240,6 +243,7 @@ def tokenize(
 def position(group: str) -> float:
     """Map a group to a position in [0, 1). Positions of different groups are uniform and independent."""
     digest = hashlib.sha256(f"permille-split-1\0{group}".encode()).digest()
+    # 48 bits fit a float exactly.
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
@@ -256,6 +260,7 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
     tokens: dict[str, int] = defaultdict(int)
     for group, number in zip(groups, target_tokens, strict=True):
         tokens[group] += number
+    # By a hash of the group, not by its place: text that is added later moves no group.
     order = sorted(tokens, key=lambda group: (position(group), group))
     total = sum(tokens.values())
     test = _taken(
@@ -263,6 +268,7 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
     )
     rest = order[len(test) :]
     wanted = _wanted(SELECT_SHARE, total, MIN_SELECT_TOKENS, MAX_SELECT_TOKENS)
+    # From the other end of the order, so that the two held-out splits grow away from each other.
     select = _taken(reversed(rest), tokens, wanted, 1)
     split_of = dict.fromkeys(rest, Split.TRAIN) | dict.fromkeys(test, Split.TEST)
     split_of |= dict.fromkeys(select, Split.SELECT)
@@ -312,6 +318,7 @@ def _pieces(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
 
     Passages of one unit go to the same part. A document that shares its group with others is not cut.
     """
+    # Rows that the user has grouped belong together, so none of them is divided.
     alone = {group for group, number in Counter(d.group for d in documents).items() if number == 1}
     pieces: list[Document] = []
     units: list[str] = []

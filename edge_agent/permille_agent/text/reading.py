@@ -73,6 +73,7 @@ class DataReport:
     def bad(self, place: str, reason: str) -> None:
         """Count a skipped row, and keep the first ones as examples."""
         self.bad_rows[reason] += 1
+        # A folder may have a million bad rows.
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(f"{place}: {reason}")
 
@@ -114,6 +115,7 @@ def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     """Read documents like `read_documents`. The result may be empty."""
     report = DataReport()
     rows: list[Row] = []
+    # One child for all documents: each start takes longer than most documents.
     with closing(Sandbox()) as sandbox:
         for path in _files(paths, report):
             report.files += 1
@@ -138,6 +140,7 @@ def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
             files = [file for file in _source(path, report) if file.resolve() not in seen]
             for file in files:
                 more_bytes = file.stat().st_size
+                # A file may be named twice, by itself and by its folder.
                 seen.add(file.resolve())
                 if size_bytes + more_bytes > MAX_TOTAL_BYTES:
                     report.bad(str(file), f"beyond {MAX_TOTAL_BYTES} bytes in all")
@@ -153,6 +156,7 @@ def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
 def _source(path: Path, report: DataReport) -> list[Path]:
     """Return the files with text at a path."""
     if path.is_dir():
+        # In the order of names: the order of the file system differs between machines.
         found = [file for file in sorted(path.rglob("*")) if _is_visible(file, path)]
         texts = [file for file in found if _is_text(file)]
         report.ignored_files += len(found) - len(texts)
@@ -173,6 +177,7 @@ def _is_text(path: Path) -> bool:
 
 def _is_visible(path: Path, root: Path) -> bool:
     hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    # A link could lead out of the folder that the user has named.
     return path.is_file() and not path.is_symlink() and not hidden
 
 
@@ -190,6 +195,7 @@ def _read_text(path: Path, report: DataReport) -> Iterator[Row]:
 
 def _decoded(path: Path, report: DataReport) -> str | None:
     try:
+        # Windows editors write a byte order mark, which is no text.
         return _clean(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError:
         report.bad(str(path), "not UTF-8")
@@ -217,6 +223,7 @@ def _read_document(path: Path, report: DataReport, sandbox: Sandbox) -> Iterator
     }
     try:
         answer = sandbox.ask(request, characters=len(data), data=data)
+    # The child is gone. The sandbox starts another one for the next document.
     except SandboxError:
         answer = {"error": "takes too long or too much memory to read"}
     if "error" in answer:

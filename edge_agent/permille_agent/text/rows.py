@@ -52,6 +52,7 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int, *, fi
     for index, document in enumerate(documents, start=first):
         for start in range(0, len(document.ids_T), row_tokens):
             row = _row(document, index, slice(start, start + row_tokens))
+            # A row without a target has no loss, and would only cost time.
             if row.target_T.any():
                 rows.append(row)
     return rows
@@ -89,8 +90,10 @@ def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list
     pieces = document_rows(documents, row_tokens)
     bins: list[list[Row]] = []
     bins_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
+    # Best fit in decreasing length; the index breaks ties, so the packing is always the same.
     for index in sorted(range(len(pieces)), key=lambda i: (-len(pieces[i].ids_T), i)):
         length = len(pieces[index].ids_T)
+        # The fullest row that still has room.
         free = next((free for free in range(length, row_tokens + 1) if bins_by_free[free]), None)
         if free is None:
             place, free = len(bins), row_tokens

@@ -90,6 +90,7 @@ class TextTokenizer:
         known = answered(self._sandbox.start, "tokenizer")
         self._bos_id: int | None = known["ids"][0] if self.bos else None
         self._eos_id: int | None = known["ids"][1] if self.eos else None
+        # The answer has the ids of BOS, EOS and the ends of turns, in this order.
         found = known["ids"][1:] if self.eos else known["ids"][2:]
         self.stop_ids = tuple(sorted({*files.stop_ids, *(number for number in found if number is not None)}))
 
@@ -154,6 +155,7 @@ class TextTokenizer:
                     yield str(piece)
         finally:
             with suppress(PackageError):
+                # An empty list ends the stream in the child, also when the caller stops reading early.
                 self._ask({**request, "ids": []}, 0)
 
     def tokenize(self, content: Content, *, row_tokens: int) -> TokenizedDocument:
@@ -220,6 +222,7 @@ class TextTokenizer:
         packed = (b64decode(answer[name]) for name in ("ids", "starts", "ends"))
         found = _Encoding(*(np.frombuffer(data, np.uint32).astype(np.int64) for data in packed))
         same = len(found.ids_T) == len(found.starts_T) == len(found.ends_T)
+        # The child runs foreign data, so its answer is checked like any input.
         if not same or (len(found.ends_T) and found.ends_T.max() > len(text)):
             raise PackageError("tokenizer", "The tokenizer returned positions outside of the text")
         return found
@@ -246,6 +249,7 @@ def _document(encoding: _Encoding, text: str, spans: Sequence[tuple[int, int]]) 
     ids_T, starts_T, ends_T = encoding.ids_T, encoding.starts_T, encoding.ends_T
     target_T = np.zeros(len(ids_T), dtype=np.bool_)
     for start, end in spans:
+        # A token counts if it overlaps a span. Tokens without characters, such as special ones, never do.
         target_T |= (ends_T > start) & (starts_T < end) & (ends_T > starts_T)
     target_T[:1] = False
     return TokenizedDocument(ids_T, target_T, token_bytes(text, ends_T))
