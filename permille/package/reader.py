@@ -186,7 +186,7 @@ class Package:
             PackageError: `block-digest`, `plain-not-finite` or `plain-scales`.
         """
         tensor = self._checked(Role.PLAIN).tensor(name)
-        # Q8_0 has no dtype in safetensors, so tables are stored as bytes (FORMAT 4.3).
+        # safetensors has no dtype for Q8_0, so embedding tables in Q8_0 are stored as bytes (FORMAT 4.3).
         if tensor.dtype == "U8":
             tensor = replace(tensor, dtype=Q8_0, shape=self._plain_shapes[name])
             if not are_table_scales(tensor):
@@ -256,7 +256,7 @@ class Package:
         return np.concatenate(parts)
 
     def reference_rows(self) -> reference_rows.ReferenceRows | None:
-        """Return the rows of the reference (FORMAT 4.12), or None.
+        """Return the reference, rows of public text that measure general knowledge (FORMAT 4.12), or None.
 
         Raises:
             PackageError: `reference`.

@@ -4,8 +4,8 @@
 
 Each tensor gets the `count(density, numel)` weights with the largest scores. Ties go to the lowest
 index. NaN has no rank and is refused. Scores are ranked by their bits, in two counting passes of 16 bits
-each. So the threshold is exact, the result does not depend on a sorting algorithm, and some MB of memory
-suffice beside the scores, which may be a mapped file.
+each. So the threshold is exact and does not depend on a sorting algorithm. Beside the scores, which may be a
+mapped file, a few MB of memory are enough.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,8 @@ Mask = dict[str, NDArray[np.uint32]]
 
 _CHUNK = 1 << 20
 _LARGEST_TENSOR = 1 << 32
-# Directions count steps and queries from 0 in these words of the counter, so no direction shares this stream.
+# Directions put step and query, counted from 0, into these two counter words. Their largest values are
+# reserved for masks, so no direction uses this stream.
 _MASK_STREAM = (0xFFFFFFFF, 0xFFFFFFFF)
 
 
@@ -135,7 +136,8 @@ def _largest(ranked: _Ranked, wanted: int) -> NDArray[np.uint32]:
 
 def _threshold(ranked: _Ranked, wanted: int) -> tuple[int, int]:
     """Return the rank of the `wanted`-th largest, and how many weights of exactly that rank are wanted."""
-    # The first pass counts the upper 16 bits, the second one the lower 16 bits of the bin that was found.
+    # The first pass counts ranks by their upper 16 bits. The second counts the ranks of the bin that was
+    # found, by their lower 16 bits.
     high = np.zeros(1 << 16, np.int64)
     for _, rank in ranked.chunks():
         high += np.bincount(rank >> np.uint32(16), minlength=high.size)
@@ -160,7 +162,7 @@ def _bin_of(histogram: NDArray[np.int64], wanted: int) -> tuple[int, int]:
 def _random_mask(
     size: int, weights: NDArray[np.float32] | None, wanted: int, seed: int, tensor_id: int
 ) -> NDArray[np.uint32]:
-    """Draw among the weights that are not zero, as many as the density asks of all weights."""
+    """Draw among the nonzero weights. `wanted` is the density times the number of all weights."""
     kept = None if weights is None else np.flatnonzero(weights)
     if kept is None or kept.size == size:
         return _random_indices(size, wanted, seed, tensor_id)
@@ -173,7 +175,8 @@ def _random_mask(
 def _random_indices(numel: int, wanted: int, seed: int, tensor_id: int) -> NDArray[np.uint32]:
     """Draw `wanted` distinct indices: the first distinct draws of the tensor's stream.
 
-    Each set is equally likely. Above half of the tensor, indices to leave out are drawn, which is less work.
+    Each set is equally likely. If more than half of the tensor is wanted, draw the indices to leave out,
+    which is less work.
     """
     if not 0 <= seed < 1 << 64:
         raise InputError(f"expected a seed from 0 to 2**64 - 1, got {seed}")
@@ -190,7 +193,7 @@ def _first_distinct(numel: int, wanted: int, seed: int, tensor_id: int) -> NDArr
     draws = np.empty(0, np.uint64)
     block = 0
     while True:
-        # `unique` sorts, so the first occurrences give back the order of the draws.
+        # `unique` sorts by value. Sorting the first positions restores the order of the draws.
         _, first = np.unique(draws, return_index=True)
         if first.size >= wanted:
             return draws[np.sort(first)[:wanted]]

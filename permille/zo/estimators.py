@@ -1,14 +1,15 @@
 """Estimators: the loss and one projected gradient for each direction of a step, from a state and a batch.
 
-A direction is `z / sigma` and has unit variance. For each block, a step averages `projected_grad * z / sigma`
-over the directions of the block, and moves by minus the learning rate times that average. The expectation of
-the average is the gradient, up to terms of the order of epsilon squared (none for exact derivatives).
+A direction is `z / sigma`. The elements of z are -1, 0 and 1, and sigma is their root mean square, so a
+direction has unit variance. For each block, a step averages `projected_grad * z / sigma` over the directions
+of the block, and moves by minus the learning rate times that average. The expectation of the average is the
+gradient, up to terms of the order of epsilon squared (none for exact derivatives).
 
-Costs in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, exact derivatives
-(`forward`) about 3 for any q. Split makes 2 P_1 passes of the lower block's layers and 2 P_2 of the
-others. The light and the torch engine compute shared work of variants once
-(`permille.engines.variants`). An exported program cannot share work, so a split step costs 2 P_2 whole
-passes there. `layer_passes` of an engine counts its work.
+Costs in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, exact derivatives (`forward`)
+about 3 for any q. Split, with P_1 directions of the lower block and P_2 of the upper, makes 2 P_1 passes of
+the lower block's layers, and 2 P_2 of the others. The light and the torch engine compute shared work of
+variants once (`permille.engines.variants`). An exported program cannot share work, so a split step costs 2
+P_2 whole passes there. `layer_passes` of an engine counts its work.
 
 Estimators know nothing of models, and engines nothing of optimizers. `LossEngine` is the interface between
 them.
@@ -67,8 +68,8 @@ class Batch:
     Attributes:
         input_ids_BT: int64 token ids.
         attention_BT: bool, False at padding.
-        target_BT: bool. `target[b, t]` counts the prediction OF token t from earlier tokens, so column 0 is
-            False.
+        target_BT: bool. True if the loss includes the prediction of token t from the tokens before it.
+            Column 0 is False.
         soft: the distributions to predict at the targets, or None to predict the tokens.
     """
 
@@ -185,8 +186,8 @@ def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
 def estimate(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
 ) -> tuple[float, NDArray[np.float64]]:
-    """Return the loss of `step` and its q scalars, by the header's estimator. They need not be finite."""
-    # `EstimatorKind.GRADIENT` has no entry: `change_step` makes its records, without directions to measure.
+    """Return the loss of `step` and its q projected gradients. They may be NaN or infinite."""
+    # No entry for `EstimatorKind.GRADIENT`: `change_step` makes such records, and measures no directions.
     found = _ESTIMATES.get(descent.header.estimator)
     if found is None:
         raise InputError(
@@ -201,14 +202,16 @@ def _spsa(
 ) -> tuple[float, NDArray[np.float64]]:
     """Two-sided finite differences along q directions, all 2q variants in one call of the engine.
 
-    `projected_grad_i = (f(w + epsilon*z_i/sigma) - f(w - epsilon*z_i/sigma)) / (2*epsilon)` (Spall 1992;
-    P-RGE's inner and outer loop). Variants are ordered +z_0, -z_0, +z_1, -z_1, ...
+    `projected_grad_i = (f(w + epsilon*z_i/sigma) - f(w - epsilon*z_i/sigma)) / (2*epsilon)` (Spall 1992).
+    P-RGE runs the signs and the directions as an inner and an outer loop. Here they are one batch of
+    variants, ordered +z_0, -z_0, +z_1, -z_1, ...
 
     Returns:
         Mean of the 2q losses, and the q scalars in float64.
     """
     header = descent.header
-    # Always from the state: adding and subtracting in place, as MeZO does, would drift by rounding.
+    # Compute each variant from the state. Adding and subtracting in place, as MeZO does, would accumulate
+    # rounding errors.
     values_VK = perturbed_pairs(descent.w_base_K, s_K, header.step_unit_exponent, z_QK, descent.scale)
     losses_V = _scalars(engine.losses(values_VK, batch), 2 * header.queries)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -244,7 +247,10 @@ def _one_sided(
 def _split(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: NDArray[np.int8]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Two blocks: each of the P_1 lower directions and its negative carry J = P_2 / (2 P_1) upper pairs.
+    """Estimate two blocks together.
+
+    Each lower direction is used with both signs, and each time with J = P_2 / (2 P_1) pairs of upper
+    directions.
 
     FedSPZO, equations 6 and 8, with one scalar per direction. The scalar of an upper direction is the
     difference of its two losses divided by `2*epsilon`, while its lower direction is held at one sign. The
@@ -259,7 +265,8 @@ def _split(
     lower, upper = lower_queries.stop, upper_queries.stop - upper_queries.start
     shape_PSJD = (lower, 2, upper // (2 * lower), 2)
     values_VK = np.empty((2 * upper, descent.header.k), dtype=np.float32)
-    # Variants of one lower direction and sign are neighbours, so that an engine computes that half once.
+    # Variants of one lower direction and sign are neighbours, so an engine computes the lower block once for
+    # all of them.
     for variant in range(2 * upper):
         p, minus, _, opposite = np.unravel_index(variant, shape_PSJD)
         z_lower_K = z_QK[p] * z_QK.dtype.type(1 - 2 * minus)
@@ -279,10 +286,10 @@ def _split(
 def _forward(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: NDArray[np.int8]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Exact directional derivatives `grad f . z_i / sigma`: no epsilon, and the same log.
+    """Exact directional derivatives `grad f . z_i / sigma`. They need no epsilon.
 
-    All of them come from one reverse pass, though the format calls this estimator `forward`: forward-mode
-    differentiation gives the same numbers, at the cost of one tangent pass per direction.
+    One reverse pass gives all of them. The format calls this estimator `forward`, after forward-mode
+    differentiation, which gives the same numbers with one pass for each direction.
 
     Returns:
         The loss at the state, and the q scalars in float64.

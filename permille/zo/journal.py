@@ -4,8 +4,8 @@
         journal.append(record)      # durable on return
 
 Opening a journal recovers it: the unfinished record of a crash is cut off. Damage before a whole record
-cannot come from a crash and is refused. A lock on the file admits one writer at a time. It ends with its
-process.
+cannot come from a crash and is refused. A lock on the file admits one writer at a time. The operating system
+releases the lock when the process ends.
 """
 
 import fcntl
@@ -47,7 +47,7 @@ class JournalContents:
 
 
 def read_journal(path: Path) -> JournalContents:
-    """Read a journal without locking or changing it. An unfinished last record is counted, but left out.
+    """Read a journal without locking or changing it. `torn_bytes` counts an unfinished last record.
 
     Raises:
         InputError: the file does not exist.
@@ -125,7 +125,8 @@ class Journal:
 
         Raises:
             InputError: the record does not continue this journal.
-            OperatorError: the disk refused. The journal then ends at its last whole record and takes no more.
+            OperatorError: writing failed. Later calls fail, too. Opening the journal again cuts off the
+                unfinished record.
         """
         if self._broken:
             raise OperatorError(f"{self.path} is closed, or could not be written before. Open it again.")
@@ -139,7 +140,7 @@ class Journal:
         except OSError as exc:
             self._broken = True
             raise OperatorError(f"Cannot append step {record.step} to {self.path}: {exc}") from exc
-        # Only now: a failed write leaves the position, and recovery cuts the bytes behind it.
+        # Only after a successful write. After a failed one, the next `open` cuts off the bytes behind it.
         self._end += len(entry)
         self._weight = weight
         self._records.append(record)
@@ -184,13 +185,13 @@ def _write_all(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def encode_header(header: LogHeader) -> bytes:
-    """Return the file of a journal without records."""
+    """Return the bytes of a journal file that has a header and no records."""
     header_bytes = header.to_bytes()
     return _HEAD.pack(MAGIC, len(header_bytes)) + header_bytes + _CRC.pack(_entry_seed(header))
 
 
 def _entry_seed(header: LogHeader) -> int:
-    """Return the start of the checksums of a journal's entries: the checksum of its header."""
+    """Return the checksum of the header. The checksum of each entry starts from this value."""
     # Entries of another journal, copied into this file, then fail their checksum.
     return zlib.crc32(header.to_bytes())
 
@@ -215,7 +216,7 @@ def parse_journal(data: bytes, path: Path) -> JournalContents:
     while (payload := _payload_at(data, position, seed)) is not None:
         records.append(_read_record(payload, header, len(records), path))
         position += _SIZE.size + len(payload) + _CRC.size
-    # FORMAT 8.4: a crash leaves no whole record after the place where it struck.
+    # FORMAT 8.4: a crash leaves no whole record behind the unfinished one, so a whole one there means damage.
     if any(_payload_at(data, offset, seed) is not None for offset in range(position + 1, len(data))):
         raise PackageError(
             "journal-corrupt",

@@ -1,7 +1,7 @@
 """Idempotent creation: a request repeated with its `Idempotency-Key` gets the first answer again.
 
-An answer is sealed and stored for a day, in the transaction that creates the object. The answer of a job
-is its row, which stores the key. Before a job is created, its request is checked against the machine.
+An answer is sealed and stored for a day, in the transaction that creates the object. For a job, the job's row
+serves as the answer and stores the key. Before a job is created, its request is checked against the machine.
 Workers are told after the commit.
 
 If the object is removed, its key is refused for the rest of the day. The first answer would name a missing
@@ -47,14 +47,14 @@ IdempotencyKey = Annotated[
     Header(
         alias="Idempotency-Key",
         pattern=r"^[A-Za-z0-9_.:-]{1,100}$",
-        description="sent again with the same key and body within a day, the request makes nothing twice and "
-        "gets the first answer; once what it made was removed, it gets `idempotency-conflict`",
+        description="if you repeat a request with the same key and body within a day, nothing new is created "
+        "and you get the first answer; if the object was removed, you get `idempotency-conflict`",
         examples=["9f7c8a10-mask-1"],
     ),
 ]
 MADE_RESPONSES = documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT)
 JOB_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"model": Job, "description": "an equal request has made it before"},
+    200: {"model": Job, "description": "the job exists already: an equal earlier request created it"},
     **documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED),
 }
 
@@ -67,7 +67,7 @@ _REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
     DeviceGroup: tables.DeviceGroup,
     WebhookSecret: tables.Webhook,
 }
-"""Tables of the objects that answers name by `id`, for kinds that are ever removed or revoked."""
+"""For each kind of answer whose object can be removed or revoked, the table in which to look up its `id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,14 +171,15 @@ class Creation:
             check(self.service, tenant_id, request)
 
         def work(session: Session) -> Job:
-            row = self._find_repeated(session, new, digest)  # the same request may have been faster
+            # The same request may have stored its job in the meantime.
+            row = self._find_repeated(session, new, digest)
             if row is not None:
                 return present(session, row)
             limit = self.service.settings.queued_jobs_per_tenant
             queue.check_room(session, tenant_id=tenant_id, limit=limit)
             row = queue.submit(session, new, None if again else self._find_part)
             record = self._audit(session, present(session, row), request)
-            if self.key is not None:  # the row may be removed before the day is over
+            if self.key is not None:  # so that it is still refused if the job is removed within the day
                 self._keep(session, digest, b"")
             return record
 

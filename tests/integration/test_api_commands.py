@@ -60,7 +60,7 @@ def test_codes_of_a_file_are_not_asked_of_a_model_without_one(up: Running) -> No
     up.answer("models", "add", "no-file", "--folder", "tiny")
     refused = up.permille("quantizations", "create", "--model", "no-file", "--scheme", "source", "--no-wait")
     assert refused.returncode == 3
-    assert "was added from none" in " ".join(refused.stderr.split())
+    assert "was not added from one" in " ".join(refused.stderr.split())
 
 
 def test_commands_make_list_and_show(up: Running) -> None:

@@ -123,7 +123,7 @@ def test_a_preflights_time_is_that_of_past_jobs_of_its_kind(stocked: Api) -> Non
     found = asked("mask", **MASK)
 
     assert found["needed"] == pytest.approx(27, rel=0.01)
-    assert found["explanation"] == "by 1 past jobs of kind mask"
+    assert found["explanation"] == "corrected by the times of 1 past jobs of kind mask"
     assert asked("quantization")["needed"] < 1, "a job of another kind tells nothing"
 
 

@@ -45,7 +45,7 @@ POLL_S = 900.0  # between two polls of the service
 POLL_LIMIT_S = 6 * 3600.0  # longest pause after failed polls
 POLICY_CHECK_S = 60.0
 JITTER = 0.25  # spreads the polls of many devices, which may all start after one power cut
-RETRY_TRAINING_S = 3600.0  # pause after the first failed training, which doubles each time
+RETRY_TRAINING_S = 3600.0  # pause after the first failed training; each further failure doubles it
 PIECE_S = 10.0  # a kill loses at most this much of the counted training time
 LONGEST_PAUSE_S = 24 * 3600.0
 
@@ -146,7 +146,7 @@ class Daemon:
     def train_if_wanted(self) -> bool:
         """Train if there is something new and the policy allows it. Return whether a training finished.
 
-        A part of a round has priority over a personal run.
+        Training for a round (the device's part of it) goes before a personal run.
         """
         part, wanted = self._waiting_part(), self._wanted()
         if (part is None and wanted is None) or self._stop.is_set():
@@ -160,7 +160,7 @@ class Daemon:
         now = self._world.now()
         decision = decide(policy, self._world.machine(), now=now, minutes_used=state.seconds_used / 60.0)
         reasons = decision.reasons
-        # If the time lies further ahead, the clock was wrong when `not_before` was stored. Ignore it then.
+        # A `not_before` more than a day ahead was stored while the clock was wrong, so ignore it.
         if 0 < state.not_before - now.timestamp() <= LONGEST_PAUSE_S:
             reasons += ("the last training failed and is tried again later",)
         if reasons != state.waiting_for:
@@ -184,7 +184,7 @@ class Daemon:
     def _poll(self) -> None:
         enrolment, _ = require_enrolment(self._home)
         with open_api(self._home, connection=self._world.connection) as api:
-            # Before the lock `run` of the home folder, which a training may hold for hours.
+            # Exchange before taking the lock `run` of the home folder: a training may hold it for hours.
             self._exchange(api)
             with hold_lock(self._home, "run"):
                 collect_reports(self._home)
@@ -198,7 +198,7 @@ class Daemon:
         self._note(poll_error="", last_poll=self._world.now().isoformat(timespec="seconds"))
 
     def _exchange(self, api: DeviceApi) -> None:
-        """Exchange rounds with the service."""
+        """Fetch news of the rounds, send finished contributions, and ask for invitations."""
         self._next_exchange = self._world.monotonic() + POLL_S
         try:
             with hold_lock(self._home, "federations", of=self._home.rounds_lock):
@@ -307,7 +307,7 @@ class Daemon:
 
     def _training_failed(self, error: PermilleError, wanted: str) -> None:
         """Plan another attempt if that may help. Otherwise wait for another package or other data."""
-        # Errors of the input name the user's files, which must not be in the system's log.
+        # An InputError may name the user's files, and these must not get into the system's log.
         told = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
         log.warning("training: %s: %s", type(error).__name__, told)
         if isinstance(error, ChildDiedError):

@@ -1,17 +1,18 @@
 """Decision whether a run's state is adopted.
 
-1. The strength is the largest one that keeps the loss on general text within its bound (`evaluation.py`).
+1. The state is scaled down by eighths, to the largest strength that keeps the loss on general text within its
+   bound (`evaluation.py`).
 2. The state at that strength is compared with the base on the test split (`evidence.py`).
 3. If a personal or pooled model is active, the state is also compared with that model.
 
-The state is adopted if it is significantly better in each comparison. The probability of a false adoption is
-bounded over all decisions of a device together, so each decision has a number.
+The state is adopted if it is significantly better in each comparison. Decisions are numbered, and later ones
+need stronger evidence. This bounds the probability of any false adoption on a device.
 
 - If the active model cannot be opened, the comparison with the base decides.
 - If it belongs to another package, each model reads the same documents with its own tokenizer, and the losses
   are compared per byte.
-- A short text is judged in parts (`preparation.py`), but all of it trains the final state. Later comparisons
-  with that model leave out the text that it has learned from.
+- A short text is judged in parts (`preparation.py`), but all of it trains the final state. If that state is
+  adopted, later comparisons with it leave out the text that it was trained on.
 """
 
 import math
@@ -66,11 +67,11 @@ class Decision:
     """Decision on the result of a run, with its numbers. Numbers that were not finite are None.
 
     Attributes:
-        descent: the number of the descent that made the state.
+        descent: the index of the descent that made the state, among the run's attempts.
         step: the number of its steps up to the state.
         steps: the number of steps that the descent made.
         stopped: why the last descent stopped.
-        state_digest: the digest of the state at full strength, to which the run's log leads.
+        state_digest: the digest of the state at full strength. Replaying the log gives this state.
         scaled_digest: the digest of the state that was judged, if its strength was not full.
         strength: the strength that was judged, in eighths. 0: no strength keeps the general loss low.
         general: the losses on general text. None if the package has no reference.
@@ -78,7 +79,7 @@ class Decision:
         adopted: whether the state replaces the incumbent.
         reason: reason of the decision, for the user.
         loss_base: the loss of the base on the test split, in nats per token.
-        number: the number of this decision among all on this device, from 1.
+        number: the index of this decision among all on this device, from 1.
         against_base: how much lower the state's loss is than the base's.
         against_active: how much lower the state's loss is than that of the active or pooled model.
         pooled: whether the package's pooled state was active.
@@ -119,7 +120,7 @@ class StoredLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionCount:
-    """Number of decisions of this device, or in a run's folder the number of its own decision."""
+    """The count of decisions on this device. In the folder of a run, the index of that run's decision."""
 
     decisions: int
 
@@ -150,7 +151,7 @@ def decide_adoption(
     """
 
     def decide() -> Decision:
-        # A resumed run keeps its number: later decisions need stronger evidence.
+        # Keep the number when a run is resumed. A new number would demand stronger evidence.
         number = run.folder.once("decision-number", DecisionCount, lambda: next_decision(home)).decisions
         learned = LearnedText()
         if incumbent.run is not None:
@@ -208,7 +209,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     judges = [values(run.w_base_K, s_K, exponent) for s_K in trained]
     personal = _losses(run, "personal", judges.__getitem__)
     least = LITTLE_GROUP_TOKENS if run.prepared.stages else GROUP_TOKENS
-    where = "on text that was judged before it trained" if run.prepared.stages else "on held-out text"
+    where = "on text that was tested before it trained" if run.prepared.stages else "on held-out text"
     against_base = _compared(base, personal, number, least)
     decision = replace(
         decision,
@@ -229,7 +230,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         # The device can no longer use the active model, so nothing is lost by replacing it.
         return replace(decision, reason=f"better than the base; {active} cannot be opened: {exc}")
     if not len(first.tokens_D):
-        reason = "the active model has learned from all of this text: more of it is needed to compare them"
+        reason = "the active model has learned from all of this text: add new text to compare the two models"
         return replace(decision, adopted=False, reason=reason)
     against_active = _compared(first, second, number, least)
     reason = f"better than the base and than {active} {where}"
@@ -276,7 +277,7 @@ def _losses_beside_active(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows that judge a state. `grouped` has the same rows, with the compared groups as documents."""
+    """Rows that judge a state. In `grouped`, `document_T` holds the compared group, not the document."""
 
     rows: list[Row]
     grouped: list[Row]
@@ -296,7 +297,7 @@ class _Part:
 
 
 def _parts(run: Run) -> list[_Part]:
-    """Return the text that judges: the test split, or the parts of a short text."""
+    """Return the text on which states are judged: the test split, or the parts of a short text."""
     test, stages = run.prepared.test, run.prepared.stages
     if not stages:
         return [_Part(test, rows_in_pieces(test, PIECE_TOKENS))]
@@ -334,7 +335,7 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
 
 
 def _losses(run: Run, name: str, values_of: Callable[[int], NDArray[np.float32]]) -> DocumentLosses:
-    """Return the losses on the test split, by pieces. `values_of(n)` are the values that judge part n."""
+    """Return the losses on the test split, by pieces. `values_of(n)` are the values evaluated on part n."""
 
     def measure() -> DocumentLosses:
         return joined(
@@ -390,4 +391,4 @@ def _no_step(stopped: Stop) -> str:
             return f"too many steps had no finite loss, with every rate that was tried; {_LOWER_RATE}"
         case Stop.DIVERGED:
             return f"training diverged with every rate that was tried; {_LOWER_RATE}"
-    return "no state was better than where training began, on the select split"
+    return "training found no state that is better than its start, on the text that selects the result"

@@ -6,8 +6,8 @@
 numpy's BLAS computes the products. Weights are dequantized a tile at a time, once for all variants of a call.
 The tokens of all sequences are joined end to end, without padding. Embedding and head stay mapped.
 
-Token losses agree with the torch engine's to rounding (1e-5). The same call has the same bits on the
-same build and number of threads.
+Token losses agree with the torch engine's to rounding (1e-5). The same call gives the same bits if the
+build and the number of threads are the same.
 
 With `int8`, losses use 8-bit inputs of linear layers: a step of a 1.1B model takes two thirds of the
 time on a processor with AVX2 (`docs/results/engine.md`). Sparse values, attention, norms and head stay
@@ -48,13 +48,14 @@ from permille.zo.estimators import Batch, SoftTargets
 
 Array = NDArray[np.float32]
 
-# Bounds the activations: tokens of all variants in one forward pass. At the widths of a 1.1B model, 1024
-# keep the peak of a step at some 120 MB above the package, libraries included; 2048 at some 160 MB and are
-# a few percent faster.
+# Tokens of all variants in one forward pass, which bound the activations. For a 1.1B model, 1024 tokens add
+# about 120 MB to the package at the peak, libraries included. 2048 add about 160 MB and are a few percent
+# faster.
 DEFAULT_MAX_TOKENS = 1024
-# Products of fewer tokens than this are slow. The engine rather takes fewer variants at a time.
+# Products of fewer tokens than this are slow. To avoid them, the engine runs fewer variants at a time.
 _FEW_TOKENS = 256
-# For masks of upper layers alone: hidden states below the first masked layer, 128 rows of 256 tokens at 1.1B.
+# Memory for hidden states below the first masked layer. It holds 128 rows of 256 tokens of a 1.1B model, and
+# is used only if the lowest layer is not masked.
 DEFAULT_KEPT_BYTES = 256 << 20
 
 
@@ -97,7 +98,7 @@ class LightEngine:
         self._workspace = Workspace()
         self._model: LightModel = load_model(package, self._tools)
         if int8:
-            # Refused here rather than at the first loss of a run.
+            # Check this now, so that an unsuitable package is refused before the first loss.
             for linear in (linear for layer in self._model.layers for linear in layer.linears):
                 linear.int8_weight()
         self._reverse = ReversePass(self._exact, self._model, self._workspace)
@@ -215,7 +216,7 @@ class LightEngine:
         for groups, states_GRH in self._states(values_VK, joined):
             losses_N = self._model.head.losses(
                 states_GRH.reshape(-1, states_GRH.shape[2]),
-                # Every group has states before all targets.
+                # Each group has one hidden state for each target, so repeat the targets for each group.
                 np.tile(joined.target_R, len(groups)),
                 None if joined.soft is None else joined.soft.repeated(len(groups)),
             )
@@ -224,7 +225,7 @@ class LightEngine:
         return found_VR
 
     def _states(self, values_VK: Array, joined: JoinedSequences) -> Iterator[tuple[Groups, Array]]:
-        """Yield groups of equal variants, and the head's input before each target, [g, R, H].
+        """Yield groups of equal variants, with the hidden state that predicts each target, [g, R, H].
 
         The numbers of a variant do not depend on how many variants go through a layer together.
         """
@@ -254,7 +255,7 @@ class LightEngine:
         """Return the hidden states [M, H] after the layers below all trained values."""
         x_1MH = self._model.embed(joined.id_M, joined.position_M)[None]
         run = LossPass(tools, self._model.architecture, self._workspace, joined)
-        # No layer below the mask has values, so one group without any is enough.
+        # Layers below the mask have no trained values, so run one group with an empty vector.
         run.set_values(np.empty((1, 0), np.float32))
         for layer in self._model.layers[: self._model.first_masked]:
             run_layer(run, self._model.architecture, layer, x_1MH)
@@ -264,7 +265,7 @@ class LightEngine:
 
     def _before_targets(self, x_GMH: Array, joined: JoinedSequences) -> Array:
         """Return the hidden states [g, R, H] before the targets, in work memory that is free by then."""
-        # In its default mode, `take` buffers the whole output. Our indices need no check.
+        # By default `take` checks the indices, and buffers the output for that. Our indices are valid.
         shape = (len(x_GMH), len(joined.state_R), x_GMH.shape[2])
         return np.take(x_GMH, joined.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
 
@@ -283,7 +284,8 @@ class _VariantsPass(LossPass):
         return state.copy()
 
     def fork(self, state: Array, source_G: list[int], values_GK: Array) -> Array:
-        for place in range(len(source_G) - 1, -1, -1):  # from the last, because sources are at or before it
+        # From the last place to the first: a source is at or before its place, so it is not yet overwritten.
+        for place in range(len(source_G) - 1, -1, -1):
             self._room_GMH[place] = state[source_G[place]]
         self.set_values(values_GK)
         return self._room_GMH[: len(source_G)]

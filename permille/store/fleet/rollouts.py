@@ -5,9 +5,9 @@ Operators change a rollout, and the sweeper of the workers advances it. The pure
 reports and stores the decision, in one short transaction for each rollout.
 
 Every change of a rollout makes a new revision. The sweeper only changes the row, since only the API
-has the keys. The API signs a new revision when a device next requests the trust metadata (its role
-`timestamp`). No device sees the change before that. Devices report into rows of their own, and do not
-lock the rollout.
+has the keys. The API signs a new revision when a device next requests the role `timestamp` of the trust
+metadata. No device sees the change before that. Devices report into rows of their own, and do not lock
+the rollout.
 """
 
 from collections import Counter
@@ -91,7 +91,7 @@ def create(session: Session, *, tenant_id: str, token_id: str, body: RolloutCrea
 
 
 def unended(session: Session, *, tenant_id: str, release: str, alias: str) -> str | None:
-    """Return the id of the rollout of an alias that has not ended, or None. There is at most one."""
+    """Return the id of the alias's rollout that has not ended yet, or None."""
     query = select(Rollout.id).where(
         Rollout.tenant_id == tenant_id,
         Rollout.release == release,
@@ -102,7 +102,7 @@ def unended(session: Session, *, tenant_id: str, release: str, alias: str) -> st
 
 
 def resume(session: Session, row: Rollout) -> None:
-    """Start a locked draft, or continue a paused rollout. Idempotent.
+    """Start a draft, whose row the caller has locked, or continue a paused rollout. Idempotent.
 
     Resuming accepts all earlier results: their reports are marked `acknowledged` and no longer counted.
 
@@ -128,7 +128,7 @@ def resume(session: Session, row: Rollout) -> None:
             RolloutReport.rollout_id == row.id, RolloutReport.code.is_not(None)
         )
         session.execute(ended.values(acknowledged=True).execution_options(synchronize_session=False))
-        # The counts start from zero, so the statistical tests (looks) do, too.
+        # The counts restart at zero, so the number of statistical tests made (`looks`) restarts, too.
         row.looks = 0
     row.reason = row.numbers = None
     _move(row, RolloutState.RUNNING)
@@ -199,7 +199,8 @@ def unsigned(session: Session, *, tenant_id: str) -> list[Rollout]:
 def offer_of(row: Rollout) -> Offer | None:
     """Return the record of a rollout to sign, or None if the metadata needs none.
 
-    That is a draft, or a rollout that has ended. Devices then follow the alias.
+    None for a draft, for a rollout that was stopped as a draft, and for one that is done or reverted.
+    Devices then follow the alias.
     """
     if row.state not in _LISTED or row.opened_at is None:  # `opened_at` is None if it was stopped as a draft
         return None
@@ -396,7 +397,7 @@ def _of_wave(row: Rollout) -> Any:
 def _general(session: Session, row: Rollout, ended: ColumnElement[bool]) -> Moments:
     """Compare the versions by how much training raises the loss on general text.
 
-    Each device that reported runs on both versions gives one difference.
+    A device gives one difference if it has reported a run on each of the two versions.
     """
     # Join in Python, as `permille.store.fleet.comparison` does: databases choose a slow index for this.
     after, before = (_rises(session, row, version) for version in (row.version, row.before))

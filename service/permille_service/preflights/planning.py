@@ -47,7 +47,7 @@ from permille_service.preflights.estimates import (
 )
 from permille_service.problems import PRIVATE, ApiError, as_conflicts, documented
 
-ADAPTER = "adapter"  # the package's own word for the layer
+ADAPTER = "adapter"  # the role of the adapter layer in a package's manifest
 NOTHING = Needs(memory_bytes=0, disk_bytes=0, seconds=0.0)
 _UNREAD = "the files of this hub model have not been read yet: its first job downloads them"
 _KINDS = {
@@ -88,13 +88,13 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
 def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight:
     """Return a request's needs and whether the machine has them.
 
-    It raises as `check`, except for the refusal.
+    Raises the errors of `check`, except `preflight-refused`.
     """
     machine, kind = measure_machine(service.settings), _KINDS[type(request)]
     with service.database.read() as session:
         planner = _Planner(session, tenant_id, machine, service.settings.fisher_split_flops)
         needs = planner.needs_of(request)
-        # `is`, not `==`: a request whose needs happen to be zero is known.
+        # By identity: NOTHING means that the needs are unknown, but known needs may also be zero.
         if needs is NOTHING:
             return compare(None, machine)
         seconds, jobs = forecast_s(
@@ -102,10 +102,11 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
             tenant_id=tenant_id,
             kind=kind,
             estimated_s=needs.seconds,
-            # Past jobs are estimated on this machine as it is now, so the quotient cancels its speed.
+            # Estimate past jobs with this machine's speed, too. The quotient of actual and estimated times
+            # then cancels the speed.
             estimate=lambda past: planner.needs_of(past).seconds,
         )
-    told_by = f"by {jobs} past jobs of kind {kind}" if jobs else ""
+    told_by = f"corrected by the times of {jobs} past jobs of kind {kind}" if jobs else ""
     return compare(replace(needs, seconds=seconds), machine, told_by=told_by)
 
 
@@ -144,7 +145,7 @@ def compare(needs: Needs | None, machine: Capacity, *, told_by: str = "") -> Pre
 
 
 class _Planner:
-    """Finds what a tenant's requests name, and estimates their needs on a machine."""
+    """Looks up the models, corpora and artifacts of a request, and estimates its needs on a machine."""
 
     def __init__(self, session: Session, tenant_id: str, machine: Capacity, split_flops: float) -> None:
         self._session = session
@@ -245,8 +246,8 @@ class _Planner:
         if model.source["kind"] != "gguf":
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"Scheme source keeps the codes of a GGUF file, and {model.name!r} was added from none. Add "
-                "it with `permille models add NAME --gguf FILE`, or choose another scheme.",
+                f"Scheme source keeps the codes of a GGUF file, and {model.name!r} was not added from one. "
+                "Add it with `permille models add NAME --gguf FILE`, or choose another scheme.",
             )
 
     def _check_adapter(self, adapter: Adapter, model_id: str) -> None:
@@ -257,8 +258,8 @@ class _Planner:
         if adapter.rank > most:
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"An adapter of rank {adapter.rank} is larger than a linear. Choose a rank of at most "
-                f"{most}.",
+                f"Rank {adapter.rank} is too high for the smallest linear layer of the model. Choose a rank "
+                f"of at most {most}.",
             )
 
     def _build(self, request: BuildCreate) -> Needs:
@@ -329,7 +330,7 @@ class _Planner:
 
 
 COUNTED: Final = 5
-# Jobs that are read, since some of them may not count.
+# Jobs that are read to find five that count.
 _LOOKED_AT: Final = 20
 # Seconds to start a process and read files, which the estimates do not include. Without this, a small job,
 # which is almost all overhead, would make a large one look ten times slower than its estimate.
