@@ -125,7 +125,7 @@ def test_an_engine_can_share_the_lower_block_of_a_split(begin: Begin, package: P
 
 
 def test_one_masked_layer_cannot_be_split() -> None:
-    with pytest.raises(InputError, match="two layers"):
+    with pytest.raises(InputError, match="two decoder layers"):
         BlockSplit.halving((0, 0, 3, 1), 2, 1)
 
 
