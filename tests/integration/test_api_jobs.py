@@ -257,7 +257,7 @@ def test_sparsifications_that_cannot_be_are_refused_before_they_begin(stocked: A
     narrow = {"name": "narrow", "source": {"kind": "folder", "path": "narrow"}}
     changes = {"model_id": stocked.post("/v1/models", narrow).json()["id"], "pattern": "4:8"}
     answer = stocked.post("/v1/sparsifications", body | changes)
-    assert (answer.status_code, "multiple of 8 for 4:8, got 60" in answer.text) == (409, True)
+    assert (answer.status_code, "groups of 8 do not divide its rows of 60" in answer.text) == (409, True)
 
 
 def test_build_has_children_and_is_cancelled_with_them(stocked: Api) -> None:
