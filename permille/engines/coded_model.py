@@ -135,7 +135,7 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval().requires_grad_(False)
-    # Rotary frequencies are buffers that no checkpoint has, and "meta" left them without numbers.
+    # Rotary frequencies are buffers, which no package holds, and "meta" left them without numbers.
     restore_buffers(model, device)
     # In the order of the package, by which `set_values` cuts the values.
     linears = tuple(_linear(model, package, info, device, dtype) for info in package.manifest.tensors)

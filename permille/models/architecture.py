@@ -87,7 +87,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     learned = about.rotation is Rotation.LEARNED
     # Only GPT-NeoX may leave this key out.
     positions = settings.size("max_position_embeddings", 2048 if about.rotation is Rotation.PART else None)
-    # Scores are multiplied by `scalar ** -0.5`, which is `1 / sqrt(head)` in all families but Gemma 2 and 3.
+    # Scores are multiplied by `scalar ** -0.5`, which is `1 / sqrt(head)` in all families but Gemma 2,
+    # Gemma 3 and Granite (below).
     scalar, attention_softcap, final_softcap = float(shape.head), None, None
     if about.query_scalar is not None:
         scalar = settings.number("query_pre_attn_scalar", about.query_scalar)
@@ -165,7 +166,7 @@ def _activation(settings: Settings, shape: ModelShape) -> Activation:
     if name not in _ACTIVATIONS:
         raise unsupported(f"{key} to be one of {', '.join(_ACTIVATIONS)}", name)
     if shape.about.embedding_scaled:  # Gemma has two keys for the activation, and ignores one.
-        # The ignored key must not contradict the other one.
+        # The ignored key may only be absent, null or the usual value.
         settings.require("hidden_activation" if key == "hidden_act" else "hidden_act", "gelu_pytorch_tanh")
     if shape.family is Family.GEMMA and name == "gelu":
         return Activation.GELU_TANH  # as transformers: Gemma's first releases wrote "gelu" for this
@@ -288,7 +289,7 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
     if kinds is not None:
         if len(kinds) != count or set(kinds) - {"full_attention", "sliding_attention"}:
             raise unsupported(f"{count} layer_types, full_attention or sliding_attention", kinds)
-        # The list replaces every rule above.
+        # The list replaces the rule of UPPER or of the pattern.
         near = tuple(kind == "sliding_attention" for kind in kinds)
     if any(near) and window is None:
         raise unsupported("a sliding_window for layers of sliding_attention", window)

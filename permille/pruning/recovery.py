@@ -144,7 +144,7 @@ def recover(
         raise InputError(
             f"A step takes {plan.rows} rows of text; there are {len(rows_NT)}. Add text, or take fewer rows."
         )
-    # `foreach` stacks all parameters in temporaries, which doubles the memory of the moments.
+    # `foreach` needs temporaries as large as all parameters.
     optimizer = torch.optim.Adam(trained, lr=plan.rate, foreach=False)
     losses = _load(checkpoint, trained, optimizer)
     at_once = max(1, TOKENS_A_PASS // rows_NT.shape[1])

@@ -47,7 +47,7 @@ def perplexity(
     """
     _check(sequences_NT)
     total = 0.0
-    # Without dropout. The caller's mode is restored.
+    # eval() turns dropout off. The caller's mode is restored.
     training = model.training
     model.eval()
     try:

@@ -260,7 +260,7 @@ def _square_hook(name: str, sum_NK: Tensor, sequence: int) -> Callable[[Tensor],
             raise RuntimeError(f"{name}: autograd called the hook without a gradient")
         # float32 before the square, which bfloat16 would round to eight bits.
         square_NK = gradient.detach().float().square_()
-        # One NaN would spread through the sum and rank every weight of the tensor arbitrarily.
+        # A NaN would stay in the sum, and the mask would refuse the scores only after all sequences.
         if not torch.isfinite(square_NK).all():
             raise InputError(f"The squared gradients of {name} are not finite at sequence {sequence}.")
         # The sum may be in memory while the gradient is on a GPU (`_sums_beside`).

@@ -16,8 +16,8 @@ from enum import StrEnum
 
 OPERATOR_TOKEN_PREFIX = "pmo_"  # noqa: S105 - tells secret scanners and people what a token is
 DEVICE_TOKEN_PREFIX = "pmd_"  # noqa: S105
-# A token can be tried from anywhere for years, so it has 256 bits. A code
-# or a nonce lives for a day at most.
+# A token can be tried from anywhere for years, so it has 256 bits. An
+# invitation code lives for a day at most.
 _TOKEN_BYTES = 32
 _CODE_BYTES = 16
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"

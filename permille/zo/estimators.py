@@ -203,8 +203,8 @@ def _spsa(
     """Two-sided finite differences along q directions, all 2q variants in one call of the engine.
 
     `projected_grad_i = (f(w + epsilon*z_i/sigma) - f(w - epsilon*z_i/sigma)) / (2*epsilon)` (Spall 1992).
-    P-RGE runs the signs and the directions as an inner and an outer loop. Here they are one batch of
-    variants, ordered +z_0, -z_0, +z_1, -z_1, ...
+    P-RGE batches the signs (inner loop) and the directions (outer loop), as here. Variants are ordered
+    +z_0, -z_0, +z_1, -z_1, ...
 
     Returns:
         Mean of the 2q losses, and the q scalars in float64.

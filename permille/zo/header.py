@@ -91,7 +91,7 @@ class BlockSplit:
             raise InputError(
                 f"Both blocks of a split need masked weights. The lower one has {lower} of {sum(counts)}."
             )
-        # FORMAT 6.5: each lower direction and sign has the same number of upper ones.
+        # FORMAT 8.1: each lower direction and sign has the same number of upper ones.
         if (queries - self.lower_queries) % (2 * self.lower_queries):
             raise InputError(
                 f"The upper queries of this split must be a multiple of {2 * self.lower_queries}, "

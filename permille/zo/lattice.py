@@ -20,7 +20,7 @@ from permille.native.library import load
 STATE_LIMIT = 1 << 53
 """Bound on sum |c| of a log, and so on |s|. Below it, float64(s) is exact."""
 
-# The limit of a coefficient in the log's varints (FORMAT 8).
+# The limit of a coefficient in a log (FORMAT 8.2).
 MAX_COEFFICIENT = (1 << 31) - 1
 # 2**-149 is the smallest positive float32.
 MIN_STEP_UNIT_EXPONENT = -149

@@ -36,7 +36,7 @@ def encode_varints(numbers_V: NDArray[np.uint64]) -> bytes:
     '01ac02'
     """
     sizes_V = np.ones(len(numbers_V), dtype=np.int64)
-    # One pass for each byte position over all numbers: a loop over numbers would be a thousand times slower.
+    # One pass for each byte position over all numbers, since a Python loop over numbers is slow.
     for index in range(1, MAX_BYTES):
         sizes_V += numbers_V >= np.uint64(1 << 7 * index)
     starts_V = np.cumsum(sizes_V) - sizes_V

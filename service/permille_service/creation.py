@@ -158,7 +158,7 @@ class Creation:
             idempotency_key=self.key,
         )
         digest = request_digest(new.kind, new.payload)
-        # Cheap answers come first: the check of the machine reads model folders and takes seconds.
+        # Cheap answers come first: the check of the machine costs more.
         with self.service.database.read() as session:
             repeated = self._find_repeated(session, new, digest) is not None
             found = None if repeated or again else self._find_equal(session, digest)

@@ -70,7 +70,7 @@ _NumberCursor = Annotated[str | None, Query(pattern=r"^[0-9]{1,9}$", description
 DEFAULT_LIMIT = 50
 
 
-# These dependencies are `async`, so that FastAPI does not start a thread for each of them.
+# These dependencies are `async`, so that FastAPI does not run each of them in a thread.
 async def _window(limit: Limit = DEFAULT_LIMIT, cursor: _Cursor = None) -> Window:
     return Window(limit=limit, cursor=cursor)
 

@@ -150,7 +150,7 @@ async def answer(request: Request, exc: Exception) -> Response:
         case RequestValidationError():
             return _answer_invalid(path, exc)
         case PermilleError():
-            # Only a quota knows when it has room again; other problems name the usual five seconds.
+            # Of these errors, only a quota knows when to try again. `problem_response` has a default.
             headers = {"Retry-After": str(exc.retry_after_s)} if isinstance(exc, QuotaError) else None
             return problem_response(path, problem_of(exc), str(exc), headers=headers)
     if (fault := fault_of(exc)) is not None:

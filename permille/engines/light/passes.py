@@ -200,7 +200,7 @@ def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GM
         np.add(attended_GMH, x_GMH, out=added_GMH)
         np.add(_mlp(run, layer, x_GMH), added_GMH, out=x_GMH)
         return
-    # Only SANDWICH norms the output of a part before it is added.
+    # Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4 norm the output of a part before it is added.
     if layer.norm_attention_out is not None:
         run.norm(layer.norm_attention_out, attended_GMH, attended_GMH)
     scale_residual(architecture, attended_GMH)

@@ -192,7 +192,7 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
             "layer_norm_eps": _positive(file, f"{arch}.attention.layer_norm_epsilon", 1e-5),
             "use_parallel_residual": bool(file.metadata.get(f"{arch}.use_parallel_residual", True)),
             "rotary_pct": whole("rope.dimension_count", head) / head,
-            # GGUF has no key for the activation.
+            # Files of this architecture do not name the activation.
             "hidden_act": "gelu",
         }
     if whole("rope.dimension_count", head) != head:

@@ -201,7 +201,7 @@ class _Reader:
             key = self.text(1 << 10)
             if not key:
                 raise self._refused("is damaged: a key of its metadata has no name. Fetch the file again")
-            # Readers disagree about which value of a repeated key counts.
+            # A repeated key has no defined meaning.
             if key in found:
                 raise self._refused(f"has the key {key!r:.80} twice")
             found[key] = self._value(self.number("I"), key)

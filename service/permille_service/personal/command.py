@@ -441,7 +441,7 @@ def _reaches_hub() -> bool:
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return False
     try:
-        # Asked here, because the job would try for minutes before it failed.
+        # Asked here, because the job would try for long before it failed.
         return httpx.head(HUB, timeout=HUB_TIMEOUT_S, follow_redirects=True).is_success
     except httpx.HTTPError:
         return False

@@ -76,7 +76,6 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
     shapes = expected_tensors(config)
     scoped = scoped_tensors(config, scope)
     counts = [prod(shape) for _, shape in scoped]
-    # The largest tensor of a language model is its embedding.
     embedding = max(shapes.values(), key=prod)
     return Sizes(
         parameters=sum(prod(shape) for shape in shapes.values()),
