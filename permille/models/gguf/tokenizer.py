@@ -85,7 +85,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
             **named,
             "add_bos_token": add_bos,
             "tokenizer_class": "PreTrainedTokenizerFast",
-            # llama.cpp writes token by token and keeps spaces before punctuation. transformers would remove them.
+            # llama.cpp keeps spaces before punctuation when it writes token by token.
             "clean_up_tokenization_spaces": False,
         },
     }
