@@ -232,7 +232,7 @@ def are_table_scales(table: RawTensor) -> bool:
 
 def _add_table(writer: SafetensorsWriter, table: RawTensor) -> None:
     if not are_table_scales(table):
-        raise InputError(f"The scales of {table.name!r} are not all finite and from 0.")
+        raise InputError(f"A scale of {table.name!r} is negative, NaN or infinite.")
     writer.add(table.name, "U8", table_shape(table.shape), table.data)
 
 

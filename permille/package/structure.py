@@ -130,7 +130,7 @@ def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None
         return
     # A NaN fails both comparisons.
     if not np.all((scales >= 0) & (scales < np.inf)):
-        raise PackageError("dense-scales", f"The scales of {name} are not all finite and from 0.")
+        raise PackageError("dense-scales", f"A scale of {name} is negative, NaN or infinite.")
 
 
 def check_codes(name: str, tensor: QuantizedTensor) -> None:

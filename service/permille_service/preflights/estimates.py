@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from permille.memory import available_memory
-from permille.models.families import Config, expected_tensors, scoped_tensors
+from permille.models.families import Config, expected_tensors, scoped_tensors, shape_of
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.packages import PoolingCreate
 from permille.schemas.quantizations import AnyOptions, AutoRound, Int8
@@ -76,14 +76,14 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
     shapes = expected_tensors(config)
     scoped = scoped_tensors(config, scope)
     counts = [prod(shape) for _, shape in scoped]
-    embedding = max(shapes.values(), key=prod)
+    model = shape_of(config)
     return Sizes(
         parameters=sum(prod(shape) for shape in shapes.values()),
         scoped=sum(counts),
         largest=max(counts),
         layers=len({name.split("layers.", 1)[-1].split(".", 1)[0] for name, _ in scoped}),
-        hidden=embedding[-1],
-        vocabulary=embedding[0],
+        hidden=model.hidden,
+        vocabulary=model.vocabulary,
         lora_rank=min(rows * columns // (rows + columns) for _, (rows, columns) in scoped),
         lora_fa_rank=min(columns for _, (_, columns) in scoped),
     )

@@ -34,6 +34,13 @@ def test_sizes_are_counted_from_the_config() -> None:
     assert (SIZES.lora_rank, SIZES.lora_fa_rank) == (16 * 32 // 48, 32)
 
 
+def test_the_vocabulary_is_that_of_the_config_even_if_another_tensor_is_larger() -> None:
+    """The stacked gate of Phi-3-medium has more rows than its embedding."""
+    sizes = sizes_of(TINY_LLAMA | {"vocab_size": 16})
+    assert (sizes.vocabulary, sizes.hidden) == (16, TINY_LLAMA["hidden_size"])
+    assert sizes.largest > sizes.vocabulary * sizes.hidden
+
+
 def test_fisher_holds_weights_and_scores_and_spills_scores_that_do_not_fit() -> None:
     roomy = mask_needs(SIZES, FISHER, memory_bytes=None, flops_per_s=1e9, split_flops=1e99)
     tight = mask_needs(SIZES, FISHER, memory_bytes=roomy.memory_bytes - 1, flops_per_s=1e9, split_flops=0)
