@@ -26,6 +26,7 @@ from permille.trust.roles import TIMESTAMP_FILE
 from tests.acceptance.test_restore import add, commands, publish, type_in
 from tests.api_service import Api, TestDevice, running_api
 from tests.attacks.test_full_disk import fill, small_disk
+from tests.integration.job_site import stopped_unlocked
 from tests.running_service import Running, environment, running_service
 from tests.tiny_model import write_model
 from tests.unit.store.conftest import Clock
@@ -209,7 +210,8 @@ def test_jobs_tokens_and_releases_outlive_a_clock_that_jumps(tmp_path: Path) -> 
         _make_mask(client, model_id, 2)
         _check_timestamp(client, YEAR)
         worker = _worker_pid(running)
-        os.kill(worker, signal.SIGSTOP)  # what it would take now waits
+        # A stopped worker claims nothing, so the next job waits. In a transaction it would stall the API.
+        wait_until(lambda: stopped_unlocked(running.data_dir / "permille.db", worker))
         waiting = _ask_mask(client, model_id, 3)
 
         clock.jump(-YEAR)

@@ -117,25 +117,8 @@ class Site:
         return self.attempts()
 
     def stall(self, worker: "subprocess.Popen[bytes]", child: int) -> None:
-        """Stop a worker and its child where neither holds the database's write lock.
-
-        A process that is stopped inside a write transaction stalls every other writer of SQLite for as long
-        as it is stopped; that is no matter of leases.
-        """
-        wait_until(lambda: self._stopped_unlocked(worker, child), self.explain)
-
-    def _stopped_unlocked(self, worker: "subprocess.Popen[bytes]", child: int) -> bool:
-        worker.send_signal(signal.SIGSTOP)
-        os.kill(child, signal.SIGSTOP)
-        wait_until(lambda: _state(worker.pid) == _state(child) == "T", self.explain)
-        with closing(sqlite3.connect(self.root / "permille.db", timeout=0.5, isolation_level=None)) as probe:
-            try:
-                probe.execute("BEGIN IMMEDIATE")
-            except sqlite3.OperationalError:
-                self.wake(worker, child)
-                return False
-            probe.execute("ROLLBACK")
-            return True
+        """Stop a worker and its child where neither holds the database's write lock."""
+        wait_until(lambda: stopped_unlocked(self.root / "permille.db", worker.pid, child), self.explain)
 
     def wake(self, worker: "subprocess.Popen[bytes]", child: int) -> None:
         """Let both go on."""
@@ -178,6 +161,26 @@ def wait_until(condition: Callable[[], bool], explain: Callable[[], str]) -> Non
 def is_alive(pid: int) -> bool:
     """Return True if the process runs; a zombie does not."""
     return _state(pid) not in {"Z", ""}
+
+
+def stopped_unlocked(database: Path, *pids: int) -> bool:
+    """Stop processes by SIGSTOP; return whether they stopped outside a write transaction of SQLite.
+
+    If they did not, they go on: call it again. A process that is stopped inside such a transaction stalls
+    every other writer for as long as it is stopped.
+    """
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: {_state(pid) for pid in pids} == {"T"}, lambda: "a process does not stop")
+    with closing(sqlite3.connect(database, timeout=0.5, isolation_level=None)) as probe:
+        try:
+            probe.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            return False
+        probe.execute("ROLLBACK")
+        return True
 
 
 def _state(pid: int) -> str:
