@@ -7,7 +7,9 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,12 @@ CHATML = (
 
 def tiny_tokenizer(vocabulary: int = 320) -> Tokenizer:
     """A byte-level BPE tokenizer of some sentences, with `SPECIAL_TOKENS` as ids 0, 1, 2."""
+    # A copy, since callers change what they get.
+    return Tokenizer.from_str(_trained_tokenizer(vocabulary))
+
+
+@cache
+def _trained_tokenizer(vocabulary: int) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -78,7 +86,7 @@ def tiny_tokenizer(vocabulary: int = 320) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(sentences(200), trainer)
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def tiny_package(
@@ -95,7 +103,26 @@ def tiny_package(
 
     `files` take the place of its own.
     """
-    config = {**TINY_LLAMA, **(config or {})}
+    chosen = json.dumps({**TINY_LLAMA, **(config or {})})
+    digest, made = _packed(density, seed, scheme, chosen, chat_template, tuple((files or {}).items()))
+    blobs.mkdir(parents=True, exist_ok=True)
+    folder = BlobFolder(blobs)
+    for data in made:
+        folder.put_bytes(data)
+    return Package.open(folder, digest)
+
+
+@lru_cache(maxsize=64)
+def _packed(
+    density: float,
+    seed: int,
+    scheme: Scheme,
+    config_json: str,
+    chat_template: str | None,
+    files: tuple[tuple[str, bytes], ...],
+) -> tuple[str, tuple[bytes, ...]]:
+    """Return the digest of a package and its blobs: hundreds of tests ask for the same few packages."""
+    config = json.loads(config_json)
     rng = np.random.Generator(np.random.PCG64(seed))
     weights = {name: _random_weight(rng, name, shape) for name, shape in expected_tensors(config).items()}
     mask = {
@@ -109,14 +136,15 @@ def tiny_package(
     }
     if chat_template is not None:
         own["chat_template.jinja"] = chat_template.encode()
-    blobs.mkdir(parents=True, exist_ok=True)
     model = MemoryModel(
         config=config,
         tensors={name: _raw(name, w) for name, w in weights.items()},
-        files={**own, **(files or {})},
+        files={**own, **dict(files)},
     )
     chosen = ChosenMask(indices=mask, method="random", density=density)
-    return Package.open(BlobFolder(blobs), pack_model(BlobFolder(blobs), model, chosen, scheme))
+    with TemporaryDirectory() as root:
+        digest = pack_model(BlobFolder(Path(root)), model, chosen, scheme)
+        return digest, tuple(path.read_bytes() for path in Path(root).glob("sha256/*/*"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,8 @@ def package(tmp_path: Path) -> Package:
 @pytest.fixture(scope="module")
 def rows() -> NDArray[np.int64]:
     """80 rows of 24 tokens of one kind of text."""
-    ids = [token for text in sentences(400) for token in tiny_tokenizer().encode(text).ids]
+    tokenizer = tiny_tokenizer()
+    ids = [token for text in sentences(400) for token in tokenizer.encode(text).ids]
     return np.array(ids[: 80 * 24], np.int64).reshape(80, 24)
 
 

@@ -53,7 +53,8 @@ def bare(tmp_path: Path) -> Device:
 def device(bare: Device, tmp_path: Path) -> Device:
     """A device whose package carries a state of other people's sentences."""
     package = bare.package
-    ids = [token for text in sentences(400, seed=9) for token in tiny_tokenizer().encode(text).ids]
+    tokenizer = tiny_tokenizer()
+    ids = [token for text in sentences(400, seed=9) for token in tokenizer.encode(text).ids]
     rows_NT = np.array(ids[: 100 * 24], np.int64).reshape(100, 24)
     plan = PoolingPlan(steps=60, batch_rows=4)
     found = pool(BigramEngine(package), package, rows_NT, plan, checkpoint=tmp_path / "moments")
