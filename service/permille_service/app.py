@@ -1,4 +1,4 @@
-"""The app: settings in, FastAPI out, its document completed by what FastAPI does not know (problems, tags).
+"""The FastAPI app, made from settings. Its OpenAPI document also has the problems and the tags.
 
 Nothing happens at import.
 """
@@ -49,7 +49,7 @@ from permille_service.work.routes import router_of
 
 TITLE: Final = "permille"
 DESCRIPTION: Final = """
-Turn a pre-trained language model into a package of which a device trains one weight in a thousand.
+Turn a pre-trained language model into a package. A device trains one in a thousand of its weights.
 
 * Press **Authorize** and paste an operator token (the first one is in `operator.token` of the data folder).
 * Long work answers `202` with the job's `Location`; follow it under **jobs**.
@@ -65,16 +65,19 @@ TAGS: Final = [
     {"name": "corpora", "description": "Text to measure sensitivity and perplexity on."},
     *({"name": work.collection, "description": work.about} for work in WORK.values()),
     {"name": "releases", "description": "Signed versions of a name, and aliases such as `stable`."},
-    {"name": "trust", "description": "Who signs what devices may install: TUF metadata and its keys."},
+    {"name": "trust", "description": "TUF metadata, and the keys that sign what devices may install."},
     {"name": "jobs", "description": "Long work: state, progress, events, cancel, retry."},
-    {"name": "preflights", "description": "What work needs, and whether the machine has it."},
+    {"name": "preflights", "description": "Estimates of what a job needs, compared with the machine."},
     {"name": "devices", "description": "Invitations, enrolment, device tokens, revocation."},
-    {"name": "runs", "description": "What devices report, and the logs that they share."},
-    {"name": "fleet", "description": "All devices in numbers."},
-    {"name": "federations", "description": "Rounds: many devices improve one state, by integers both ways."},
+    {"name": "runs", "description": "Reports of devices, and the logs that they share."},
+    {"name": "fleet", "description": "Counts of all devices."},
+    {
+        "name": "federations",
+        "description": "Rounds in which many devices improve one state, by exchanging integers.",
+    },
     {"name": "rollouts", "description": "Groups of devices, and versions that reach them wave by wave."},
-    {"name": "access", "description": "Tenants, operator tokens, and what operators changed."},
-    {"name": "health", "description": "Whether the service answers."},
+    {"name": "access", "description": "Tenants, operator tokens, and the log of operators' changes."},
+    {"name": "health", "description": "Health check of the service."},
 ]
 
 ROUTERS = (

@@ -63,7 +63,7 @@ health = APIRouter(prefix="/v1/health", tags=["health"], responses=documented(*O
 
 @router.get("/docs", dependencies=[PUBLIC])
 def console() -> HTMLResponse:
-    """The console's page."""
+    """Return the console's page."""
     return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONSOLE_POLICY})
 
 
@@ -71,7 +71,7 @@ def console() -> HTMLResponse:
 async def get_health(request: Request) -> Health:
     """Return whether the service can read and write its database and its blobs.
 
-    It looks at most every two seconds, and answers within four.
+    The check runs at most every two seconds. The answer comes within four.
     """
     writes: WriteCheck = request.app.state.writes
     problem = await writes.problem()
@@ -82,7 +82,7 @@ async def get_health(request: Request) -> Health:
 
 @router.get("/livez", dependencies=[PUBLIC])
 async def livez() -> Health:
-    """Return whether the process answers. If it does not, restart it, whatever its disks are like."""
+    """Report that the process answers. If it does not, restart it. Disks and database are not checked."""
     return Health(status="ok", version=__version__)
 
 

@@ -32,7 +32,7 @@ Responses = dict[int | str, dict[str, Any]]
 ACCEL_PREFIX: Final = "/permille-blobs/"
 """Internal location of nginx for the folder of the blobs."""
 CACHE_CONTROL: Final = "private, max-age=31536000, immutable"
-NOT_MODIFIED: Final[Responses] = {304: {"description": "the content is the one that the client has"}}
+NOT_MODIFIED: Final[Responses] = {304: {"description": "the client has this content already"}}
 _RANGE: Final = re.compile(r"bytes=(\d{0,19})-(\d{0,19})", re.ASCII)
 
 
@@ -51,7 +51,7 @@ def content_responses(description: str, *media_types: str) -> Responses:
     """Return the `responses` of a route that serves blobs of these types."""
     return {
         200: body_of(description, *media_types),
-        206: body_of("the range that was asked for", *media_types),
+        206: body_of("the requested range", *media_types),
         **NOT_MODIFIED,
         **documented(ProblemType.PRECONDITION_FAILED, ProblemType.RANGE_NOT_SATISFIABLE),
     }
@@ -131,7 +131,7 @@ class _Blob(FileResponse):
         self._ranged = ranged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the file, or the checked range of it."""
         if not self._ranged:
             headers = MutableHeaders(scope=scope)
             del headers["range"]

@@ -1,4 +1,4 @@
-"""Parameters: ids by their table's prefix, digests, names, pages of lists; in paths and queries."""
+"""Parameters of paths and queries: ids by their table's prefix, digests, names, and pages of lists."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -59,8 +59,8 @@ OfModel = Annotated[
 OfDevice = Annotated[
     str | None, Query(pattern=f"^dev_{ULID_PATTERN}$", description="only those of this device")
 ]
-After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="those with a larger `seq`")]
-Limit = Annotated[int, Query(ge=1, le=rows.MAX_LIMIT, description="rows of a page")]
+After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="return only entries with a larger `seq`")]
+Limit = Annotated[int, Query(ge=1, le=rows.MAX_LIMIT, description="largest number of rows on the page")]
 _CURSOR_TEXT = "`next_cursor` of the page before"
 _Cursor = Annotated[str | None, Query(pattern=r"^[A-Za-z0-9_.-]{1,200}$", description=_CURSOR_TEXT)]
 _MomentCursor = Annotated[

@@ -1,9 +1,10 @@
-"""Errors as RFC 9457 problem details: one exception, one response, one place that maps every other
-exception to it.
+"""Errors as RFC 9457 problem details.
+
+Endpoints raise `ApiError`. `answer` maps every exception to a problem:
 
     raise ApiError(ProblemType.CONFLICT, "A token cannot revoke itself. Use another one.")
 
-Details say what is wrong and what to do. They never hold what a client sent as a secret, nor a traceback.
+Details say what is wrong and what to do. They never contain a secret that a client sent, or a traceback.
 """
 
 import errno
@@ -100,7 +101,7 @@ def problem_response(
     errors: Sequence[FieldError] | None = None,
     figures: Sequence[Figure] | None = None,
 ) -> Response:
-    """The response of one problem."""
+    """Make the response of one problem."""
     status = problem.status
     body = Problem(
         type=problem.uri,
@@ -123,7 +124,7 @@ def problem_response(
 
 
 def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may answer with these problems."""
+    """Return the `responses` of a route that may answer with these problems."""
     by_status: dict[int, list[ProblemType]] = {}
     for problem in problems:
         by_status.setdefault(problem.status, []).append(problem)
@@ -207,7 +208,7 @@ def _answer_http(request: Request, exc: StarletteHTTPException) -> Response:
 
 
 def _got(error: Mapping[str, Any]) -> str:
-    """Say a number that was refused; texts may be secrets."""
+    """Describe a refused number. Refused texts are not repeated, because they may be secrets."""
     number = error.get("input")
     # A number of a JSON body can have thousands of digits.
     return f", got {number}"[:80] if isinstance(number, int | float) else ""
@@ -297,5 +298,5 @@ def _documented_status(status: int, problems: list[ProblemType]) -> dict[str, An
 
 
 def operation_id(route: APIRoute) -> str:
-    """The stable operation id of a route: the name of its function."""
+    """Return the stable operation id of a route: the name of its function."""
     return route.name

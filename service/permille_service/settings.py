@@ -20,7 +20,7 @@ MIB = 1024 * 1024
 UPLOADS_WAITING = 4
 """Logs and states of one device that may wait for their check."""
 UPLOADS_KEPT = 1000
-"""Logs and states that are kept of one device; what waits for its check may come on top."""
+"""Stored logs and states of one device. Those that wait for their check may come on top."""
 
 
 class Downloads(StrEnum):
@@ -39,14 +39,14 @@ class AddressSettings(SettingsGroup):
         default=8321, ge=0, le=65_535, description="0: any free port; also `permille up --port`"
     )
     tls_certificate: Path | None = Field(
-        default=None, description="PEM file; must be there for an address other than loopback"
+        default=None, description="PEM file; required for any address but loopback"
     )
-    tls_key: Path | None = Field(default=None, description="PEM file of its key, together with it")
+    tls_key: Path | None = Field(default=None, description="PEM file of its key; set both or none")
     allowed_hosts: tuple[str, ...] = Field(
-        default=(), description="JSON list of names to answer to, beside loopback's"
+        default=(), description="JSON list of host names to answer to, besides those of loopback"
     )
     trusted_proxies: tuple[str, ...] = Field(
-        default=(), description="JSON list of addresses and networks whose `X-Forwarded-For` is believed"
+        default=(), description="JSON list of proxies (address or network) whose `X-Forwarded-For` is trusted"
     )
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class AddressSettings(SettingsGroup):
 
     @property
     def proxy_networks(self) -> tuple[Network, ...]:
-        """The trusted proxies. Raises ValueError: one is no address and no network."""
+        """The trusted proxies. Raises ValueError if one is neither an address nor a network."""
         return tuple(ipaddress.ip_network(proxy) for proxy in self.trusted_proxies)
 
 
@@ -75,26 +75,27 @@ class ConnectionSettings(SettingsGroup):
     """Limits of connections and requests"""
 
     max_connections: int = Field(
-        default=1000, ge=1, description="fewer where the hard limit of open files is low: half of it, less 64"
+        default=1000, ge=1, description="connections; at most half of the hard limit of open files, less 64"
     )
     max_connections_per_address: int = Field(
         default=250,
         ge=1,
-        description="of an IPv4 address or an IPv6 /64; trusted proxies have no limit of their own",
+        description="connections of one IPv4 address or IPv6 /64; trusted proxies have no limit of their own",
     )
-    header_s: float = Field(default=10.0, gt=0, description="a request's head must be whole in this time")
+    header_s: float = Field(default=10.0, gt=0, description="time for a request's head to arrive")
     body_s: float = Field(
-        default=20.0, gt=0, description="its body must be whole in this time beyond what it takes at 4 KiB/s"
+        default=20.0, gt=0, description="time for a request's body to arrive, on top of its time at 4 KiB/s"
     )
     stream_s: float = Field(
-        default=900.0, gt=0, description="an event stream ends after this; clients resume"
+        default=900.0, gt=0, description="length of an event stream; clients then resume it"
     )
     max_log_bytes: int = Field(default=64 * MIB, ge=1024, description="largest shared log or state")
     sign_ins_per_minute: int = Field(
         default=60,
         ge=1,
-        description="of one device with its signature, of one invitation, and unknown invitations of one "
-        "address; a device's questions for a round, and its refused contributions; by process",
+        description="calls a minute in each process: sign-ins of one device, attempts with one invitation, "
+        "attempts of one address with unknown invitations, and a device's questions for a round and refused "
+        "contributions",
     )
 
 
@@ -103,25 +104,25 @@ class QuotaSettings(SettingsGroup):
 
     runs_per_device_day: int = Field(default=200, ge=1, description="reports of a device in 24 hours")
     uploads_per_device_day: int = Field(
-        default=50, ge=1, description="its logs and states, those sent again too"
+        default=50, ge=1, description="logs and states of a device in 24 hours, including repeated ones"
     )
-    upload_bytes_per_device_day: int = Field(default=512 * MIB, ge=1, description="their bytes")
+    upload_bytes_per_device_day: int = Field(default=512 * MIB, ge=1, description="their bytes in 24 hours")
     runs_per_device: int = Field(
         default=10_000,
         ge=1,
-        description="reports that are kept of a device: one more is refused (`device-quota-spent`), and "
-        "the agent keeps it",
+        description="stored reports of a device; a further one is refused (`device-quota-spent`), and "
+        "stays on the device",
     )
     upload_bytes_per_device: int = Field(
         default=4096 * MIB,
         ge=1,
-        description="bytes of its logs and states that are kept, likewise; what waits for its check may come "
-        "on top",
+        description="stored bytes of a device's logs and states; those that wait for their check may come on "
+        "top",
     )
     queued_jobs_per_tenant: int = Field(
         default=10_000,
         ge=1,
-        description="jobs of a tenant's own that may be queued, without its devices' uploads",
+        description="queued jobs of a tenant; checks of its devices' uploads do not count",
     )
 
     @property
@@ -143,7 +144,7 @@ class ServingSettings(SettingsGroup):
 
     private_dir: Path | None = Field(
         default=None,
-        description="folder of `keys/` and `operator.token`, where workers have the data folder but must not "
+        description="folder of `keys/` and `operator.token`, if workers share the data folder but must not "
         "see these; none: the data folder",
     )
     downloads: Downloads = Field(
@@ -155,7 +156,7 @@ class ServingSettings(SettingsGroup):
         default=None, gt=0, description="speed of the machine, for preflight; none: 8e9 a core"
     )
     metrics_token: SecretStr | None = Field(
-        default=None, description="what Prometheus sends as bearer; without it there is no `/metrics`"
+        default=None, description="bearer token that Prometheus sends; none: `/metrics` answers 404"
     )
 
 
@@ -163,7 +164,7 @@ class Settings(ServingSettings, QuotaSettings, ConnectionSettings, AddressSettin
     """Settings of one API process. Rows, blobs and inputs are below `data_dir` unless named."""
 
     data_dir: Path = Field(
-        description="folder of the token, the keys, and of whatever is not named elsewhere"
+        description="folder of the token and the keys, and of everything that no other setting places"
     )
 
     @model_validator(mode="after")
@@ -186,7 +187,7 @@ class Settings(ServingSettings, QuotaSettings, ConnectionSettings, AddressSettin
 
 
 def load(**overrides: Any) -> Settings:
-    """Settings from the environment, with overrides. Raises pydantic's ValidationError."""
+    """Read the settings from the environment, with overrides. Raises pydantic's ValidationError."""
     return Settings(**overrides)
 
 
@@ -202,8 +203,8 @@ def local_url(settings: Settings, port: int) -> str:
 def client_url(settings: Settings, port: int) -> str:
     """Return the address for clients, as `service.url` has it.
 
-    A certificate names a host, seldom the address that was bound. So behind TLS, and where not only loopback
-    is bound, it is the first of the names that the service answers to; else the same as `local_url`.
+    A certificate usually names a host, not an address. With TLS on an address other than loopback, this is
+    therefore the first of `allowed_hosts`. Otherwise it is the same as `local_url`.
     """
     if settings.tls_certificate is None or is_loopback(settings.host) or not settings.allowed_hosts:
         return local_url(settings, port)

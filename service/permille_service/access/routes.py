@@ -1,4 +1,4 @@
-"""Routes of access: tenants and operator tokens, for administrators; and the first token of all."""
+"""Routes of tenants and operator tokens, for administrators. Also makes the first token."""
 
 from datetime import timedelta
 from pathlib import Path

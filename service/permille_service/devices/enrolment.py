@@ -52,7 +52,7 @@ own = APIRouter(prefix="/v1/device", tags=["devices"], responses=documented(*PRI
     status_code=201,
     dependencies=[PUBLIC],
     responses={
-        200: {"model": Enrolment, "description": "the same key enrolled before"},
+        200: {"model": Enrolment, "description": "the device enrolled with this key before"},
         **documented(ProblemType.FORBIDDEN),
     },
 )

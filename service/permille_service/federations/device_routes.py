@@ -84,7 +84,7 @@ def delete_membership(federation_id: FederationId, service: Served, device: Call
     "/federations/{federation_id}/invitations",
     status_code=201,
     responses={
-        204: {"description": "not invited to this round, or no round is open: ask again at the next poll"},
+        204: {"description": "not invited to this round, or no round is open; ask again at the next poll"},
         **documented(ProblemType.NOT_FOUND),
     },
     response_model=RoundInvitation,
@@ -124,7 +124,7 @@ async def _body(request: Request) -> bytes:
     status_code=202,
     openapi_extra=_BODY,
     responses={
-        200: {"model": ContributionReceipt, "description": "these bytes were sent before"},
+        200: {"model": ContributionReceipt, "description": "the device has sent the same bytes before"},
         **documented(
             ProblemType.NOT_FOUND,
             ProblemType.TOO_MANY_REQUESTS,

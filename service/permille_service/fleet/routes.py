@@ -1,4 +1,4 @@
-"""Route of the fleet's numbers. A watcher, who may not see each device, sees those of many alone."""
+"""Route of the fleet's counts. A watcher may not see single devices, so counts of few devices are hidden."""
 
 from fastapi import APIRouter
 
@@ -15,11 +15,11 @@ router = APIRouter(prefix="/v1/fleet", tags=["fleet"], responses=documented(*PRI
 
 @router.get("")
 def get_fleet(service: Served, operator: Watcher) -> Fleet:
-    """Count devices: by version and what it did for them, by agent, by engine, by when they were seen."""
+    """Count devices by version and its effect, by agent, by engine, and by the time they were last seen."""
     with service.database.read() as session:
         return summary(session, tenant_id=operator.tenant_id, least=least_for(operator))
 
 
 def least_for(operator: Operator) -> int:
-    """Counts of fewer devices are not told to this operator."""
+    """Return the least number of devices in a count that this operator may see."""
     return LEAST if operator.role is Role.WATCHER else 0

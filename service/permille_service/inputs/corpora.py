@@ -62,7 +62,7 @@ def delete_corpus(corpus_id: CorpusId, service: Served, operator: Maker) -> None
 
 
 def present(row: tables.Corpus) -> Corpus:
-    """The record of a row."""
+    """Return the record of a corpus."""
     return Corpus.model_validate(
         {
             "id": row.id,

@@ -1,5 +1,5 @@
-"""Routes of base models. Before anything is made of a folder it is looked at: its family, its tensors by
-their headers."""
+"""Routes of base models. A folder is checked when it is registered: its family, and its tensors by their
+headers."""
 
 import math
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def delete_model(model_id: ModelId, service: Served, operator: Maker) -> None:
 
 
 def present(row: tables.Model) -> Model:
-    """The record of a row."""
+    """Return the record of a model."""
     return Model.model_validate(
         {
             "id": row.id,
@@ -91,8 +91,8 @@ def _facts(creating: Creation, source: FolderModel | GgufModel) -> ModelFacts:
     The first job adds the digest of its weights.
 
     Raises:
-        ApiError: `not-found`: none there, or a path out of the root, which are told alike; `conflict`: an
-            unknown family, missing files, a file that cannot be read.
+        ApiError: `not-found`: the path does not exist or leads out of the root, with the same message;
+            `conflict`: an unknown family, missing files, or a file that cannot be read.
     """
     what = "folder" if isinstance(source, FolderModel) else "file"
     path = locate(creating, lambda roots: roots.models, source.path, what=what)

@@ -22,7 +22,7 @@ _PUBLISHED = set(EventData.model_fields) - {"error"}
 
 
 def present(session: Session, row: tables.Job) -> Job:
-    """The record of a row; a build's children are looked up."""
+    """Return the record of a job, with the ids of its parts."""
     kind = JobKind(row.kind)
     return Job(
         id=row.id,
@@ -47,7 +47,7 @@ def present(session: Session, row: tables.Job) -> Job:
 
 
 def present_event(row: tables.JobEvent) -> JobEvent:
-    """The record of an event, without what is for the log alone (tracebacks)."""
+    """Return the record of an event, without fields that only the log may show (tracebacks)."""
     told = {name: value for name, value in row.data.items() if name in _PUBLISHED}
     return JobEvent(
         seq=row.seq,

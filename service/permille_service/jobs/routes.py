@@ -41,7 +41,7 @@ def list_jobs(
     kind: JobKind | None = None,
     state: JobState | None = None,
 ) -> Page[Job]:
-    """List jobs, newest first. Jobs that are parts of others are in the list, too."""
+    """List jobs, newest first. The list includes jobs that are parts of other jobs."""
     with service.database.read() as session:
         wanted = queue.JobFilter(kind=kind, state=state)
         page = queue.list_jobs(session, tenant_id=operator.tenant_id, wanted=wanted, window=window)
@@ -50,7 +50,7 @@ def list_jobs(
 
 @router.get("/{job_id}")
 def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
-    """Read one job: its state, progress, and what it made."""
+    """Read one job: its state, its progress and its result."""
     with service.database.read() as session:
         row = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=job_id)
         return records.present(session, row)

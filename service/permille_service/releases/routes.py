@@ -1,4 +1,4 @@
-"""Routes of releases: operators publish, yank and alias; devices ask what their alias means."""
+"""Routes of releases. Operators publish, yank and alias versions. Devices read their alias."""
 
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
@@ -35,7 +35,7 @@ router = APIRouter(
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_release(body: ReleaseCreate, creating: Creating) -> ReleaseRecord:
-    """Publish a package as the next version of a name, and point an alias at it if one is named."""
+    """Publish a package as the next version of a release. If an alias is named, point it at this version."""
     service, tenant_id = creating.service, creating.operator.tenant_id
     return creating.add(ReleaseRecord, body, lambda session: _publish(service, session, tenant_id, body))
 
@@ -71,7 +71,7 @@ def compare_release(
     version: OtherVersion = None,
     against: OtherVersion = None,
 ) -> Comparison:
-    """Say whether a version makes devices worse: the newest, else the one named, against the one before."""
+    """Compare the reports on two versions: by default the newest, and the one before that was not yanked."""
     with service.database.read() as session:
         return compare(session, tenant_id=operator.tenant_id, name=name, version=version, against=against)
 
@@ -80,8 +80,8 @@ def compare_release(
 def yank_release(
     name: ReleaseName, version: VersionNumber, body: ReleaseYank, service: Served, operator: Maker
 ) -> ReleaseYanked:
-    """Withdraw a version: devices no longer install it, and who has it keeps it until the alias points at
-    another. It cannot be undone; publish the older package as a new version instead."""
+    """Withdraw a version for good. Devices no longer install it. Devices that have it keep it until the alias
+    points at another version. To go back, publish the older package as a new version."""
 
     def withdraw(session: Session, repository: Repository) -> ReleaseYanked:
         row = releases.yank(
@@ -104,7 +104,7 @@ def list_aliases(name: ReleaseName, service: Served, operator: Viewer) -> list[A
 
 @router.get("/{name}/aliases/{alias}")
 def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principal: Anyone) -> Release:
-    """Read what an alias means now: the signed release that a device checks and installs."""
+    """Read the version that an alias points at now. A device checks and installs this release."""
     if isinstance(principal, DevicePrincipal) and (principal.release, principal.alias) != (name, alias):
         raise ApiError(ProblemType.NOT_FOUND, f"no alias {alias!r} of release {name!r} for this device")
     found = releases.resolve_alias(service.database, tenant_id=principal.tenant_id, name=name, alias=alias)
@@ -135,7 +135,7 @@ def put_alias(name: ReleaseName, alias: AliasName, body: AliasPut, service: Serv
 
 @router.delete("/{name}/aliases/{alias}", status_code=204, responses=documented(ProblemType.CONFLICT))
 def delete_alias(name: ReleaseName, alias: AliasName, service: Served, operator: Maker) -> None:
-    """Remove an alias; devices that follow it keep what they have."""
+    """Remove an alias. Devices that follow it keep the version that they have."""
 
     def delete(session: Session, repository: Repository) -> None:
         releases.delete_alias(session, tenant_id=operator.tenant_id, name=name, alias=alias)

@@ -1,5 +1,7 @@
-"""Routes of runs. A device writes and reads its own; operators read those of their tenant; either deletes a
-log. What stands for one, a packed state, comes and goes the same way."""
+"""Routes of runs.
+
+A device writes and reads its own runs. Operators read the runs of their tenant. Both can delete a run or its
+log. A device may send a packed state in place of a log, by the same routes."""
 
 import logging
 from collections.abc import Iterator
@@ -205,7 +207,7 @@ def _device_of(principal: Operator | DevicePrincipal) -> str | None:
 
 @contextmanager
 def _erasing(service: Service, principal: Operator | DevicePrincipal) -> Iterator[Session]:
-    """Open the transaction of an erasure. An operator's goes into the audit log. A viewer's is refused."""
+    """Open the transaction of an erasure. Audit an operator's erasure, and refuse a viewer's."""
     if isinstance(principal, DevicePrincipal):
         with service.database.write() as session:
             yield session

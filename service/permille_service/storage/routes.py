@@ -1,4 +1,4 @@
-"""Routes of storage: the rule for what goes by itself; collecting what no row names."""
+"""Routes of storage: the retention rule, and the collection of blobs that no row names."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -14,14 +14,14 @@ from permille_service.problems import PRIVATE, documented
 
 router = APIRouter(prefix="/v1", tags=["storage"], responses=documented(*PRIVATE))
 
-DryRun = Annotated[bool, Query(description="say what would go, and let nothing go")]
+DryRun = Annotated[bool, Query(description="list what would be deleted, and delete nothing")]
 _MOST_NAMED = 1000
 
 
 @router.post("/blobs/collect")
 def collect_blobs(service: Served, operator: Admin, dry_run: DryRun = False) -> BlobCollection:
-    """Delete what no row of any tenant names and was stored before the grace. For an administrator of the
-    first tenant."""
+    """Delete blobs that no record of any tenant names, unless they are younger than the grace period. For an
+    administrator of the first tenant."""
     with service.database.read() as session:
         require_first_tenant(session, operator)
     found = collect(service.database, service.blobs, service.settings, dry_run=dry_run)
@@ -33,14 +33,14 @@ def collect_blobs(service: Served, operator: Admin, dry_run: DryRun = False) -> 
 
 @router.get("/retention")
 def get_retention(service: Served, operator: Viewer) -> RetentionRule:
-    """Read the rule for what goes by itself."""
+    """Read the retention rule."""
     with service.database.read() as session:
         return rules.read_rule(session, tenant_id=operator.tenant_id)
 
 
 @router.put("/retention")
 def put_retention(body: RetentionRule, service: Served, operator: Admin) -> RetentionRule:
-    """Set the rule. Workers apply it every hour, in the name of this token."""
+    """Set the retention rule. Workers apply it every hour, in the name of this token."""
     with changing(service, operator, body) as session:
         rules.set_rule(session, tenant_id=operator.tenant_id, token_id=operator.token_id, rule=body)
     return body

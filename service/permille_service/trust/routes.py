@@ -1,7 +1,7 @@
 """Routes of trust metadata: clients fetch it, administrators change who signs it.
 
-A device reads its own tenant's files and the manifests of the release that it follows, nothing else. Files
-with a version in their name never change.
+A device can only read its own tenant's files, and the manifests of the release that it follows. Files with
+a version in their name never change.
 """
 
 import base64
@@ -54,7 +54,7 @@ TargetPath = Annotated[
 
 @router.get("")
 def get_trust(service: Served, operator: Viewer) -> Trust:
-    """Read who signs what, until when, and with which keys."""
+    """Read the roles: their keys, their thresholds, and when their metadata expires."""
     return present(repositories.read(service, operator.tenant_id))
 
 
@@ -64,7 +64,7 @@ def get_trust(service: Served, operator: Viewer) -> Trust:
     responses={200: body_of("TUF metadata, as it was signed", JSON), **documented(ProblemType.NOT_FOUND)},
 )
 def get_trust_metadata(file: MetadataFile, service: Served, principal: Anyone) -> Response:
-    """One file of the tenant's TUF repository: `timestamp.json`, `<version>.<role>.json`."""
+    """Read one file of the tenant's TUF repository: `timestamp.json` or `<version>.<role>.json`."""
     data = repositories.read_file(service, principal.tenant_id, file)
     caching = "no-cache" if file == TIMESTAMP_FILE else CACHE_CONTROL
     return Response(data, media_type=JSON, headers={"Cache-Control": caching})
@@ -96,7 +96,7 @@ def get_trust_target(path: TargetPath, service: Served, principal: Anyone) -> Re
 
 
 class _Accepted(Closed):
-    """Audit entry of metadata that was sent."""
+    """Content of the audit entry for received metadata."""
 
     digest: Digest
 
@@ -111,10 +111,10 @@ class _Accepted(Closed):
 def put_trust_metadata(
     file: MetadataFile, service: Served, operator: Admin, data: Annotated[bytes, Depends(read_body)]
 ) -> Trust:
-    """Take a role's next metadata, signed elsewhere by enough of its keys, under the name that it will have.
+    """Store the next metadata of a role, `<version>.<role>.json`, signed by enough of the role's keys.
 
-    What `releases` lists anew is published, what it lists no longer is withdrawn. Keys of the service that no
-    role names afterwards are deleted.
+    Versions that `releases` lists for the first time are published. Versions that it no longer lists are
+    withdrawn. Keys of the service that no role names any more are deleted.
     """
 
     def accept(session: Session, repository: Repository) -> Trust:
@@ -135,7 +135,7 @@ def put_trust_metadata(
 
 @router.post("/rotations", responses=documented(ProblemType.CONFLICT))
 def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> TrustChange:
-    """Give roles to new keys; devices follow by themselves. What the service cannot sign comes as drafts."""
+    """Give roles new keys. Devices follow by themselves. What others must sign is returned as drafts."""
 
     def rotate(_: Session, repository: Repository) -> TrustChange:
         holders = {role.role: _holders(service, operator.tenant_id, repository, role) for role in body.roles}
@@ -149,7 +149,7 @@ def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> 
 
 @router.post("/renewals", responses=documented(ProblemType.CONFLICT))
 def renew_trust_metadata(body: TrustRenewal, service: Served, operator: Admin) -> TrustChange:
-    """Sign again what is due, and the named roles. What the service cannot sign comes as drafts."""
+    """Renew metadata that is due, and of the named roles. What others must sign is returned as drafts."""
     with as_conflicts():
         return repositories.change_by(
             service,

@@ -1,4 +1,4 @@
-"""Routes by which devices, and operators, fetch a package: its manifest and its layers."""
+"""Routes by which devices and operators fetch the manifest and the layers of a package."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ _HEAD_RESPONSES: dict[int | str, dict[str, Any]] = {
 def get_package_manifest(
     digest: PackageDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
-    """The manifest: canonical bytes, whose SHA-256 is the package's digest."""
+    """Read the manifest as canonical bytes. Their SHA-256 is the package's digest."""
     return blob_response(request, service, digest, _media_type(digest, digest, service, principal))
 
 
@@ -48,7 +48,7 @@ def get_package_manifest(
 def get_package_blob(
     digest: PackageDigest, blob_digest: BlobDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
-    """One layer of a package, whole or in part (`Range`, `If-Range`)."""
+    """Read one layer of a package, whole or in part (`Range`, `If-Range`)."""
     media_type = _media_type(digest, blob_digest, service, principal)
     return blob_response(request, service, blob_digest, media_type, may_redirect=True)
 
@@ -57,7 +57,7 @@ def get_package_blob(
 def head_package_blob(
     digest: PackageDigest, blob_digest: BlobDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
-    """The size and ETag of one layer."""
+    """Read the size and the ETag of one layer."""
     media_type = _media_type(digest, blob_digest, service, principal)
     return blob_response(request, service, blob_digest, media_type)
 
@@ -65,7 +65,7 @@ def head_package_blob(
 def _media_type(
     digest: str, blob_digest: str, service: Service, principal: Operator | DevicePrincipal
 ) -> str:
-    """The media type of a package's blob. Raises NotFoundError: none for this principal."""
+    """Return the media type of a package's blob. Raises NotFoundError if this principal may not read it."""
     tenant_id = principal.tenant_id
     with service.database.read() as session:
         if isinstance(principal, DevicePrincipal):

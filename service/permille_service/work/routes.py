@@ -1,6 +1,7 @@
-"""The routes of every kind of work, made from its description: start, list, read, and look at the evidence.
+"""The routes of every kind of work: create, list, read, delete, and read the report.
 
-A kind's request, record, path and words are in `permille.schemas.kinds`; what is here is the same for all.
+The request, record, path and texts of a kind are in `permille.schemas.kinds`. This module is the same for
+all kinds.
 """
 
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ from permille_service.creation import JOB_RESPONSES, Creating
 from permille_service.parameters import OfModel, Paging, key_of, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
 
-Again = Annotated[bool, Query(description="also where an equal request has made the same before")]
+Again = Annotated[bool, Query(description="repeat the work even if an equal request was done before")]
 
 
 def router_of(work: WorkKind) -> APIRouter:

@@ -8,7 +8,7 @@ from permille.schemas.masks import Dtype
 from permille.store.settings import SettingsGroup, StoreSettings
 
 RESEND_AFTER_S: Final = 60.0
-"""Seconds after which a queued job is sent again, and a worker that was sent none looks for jobs itself."""
+"""Time after which a message for a queued job is repeated, and a worker without messages looks for jobs."""
 
 
 class QueueSettings(SettingsGroup):
@@ -16,25 +16,25 @@ class QueueSettings(SettingsGroup):
 
     concurrency: int = Field(default=1, ge=1, le=64, description="jobs at a time")
     lease_s: float = Field(
-        default=30.0, gt=0, description="silence after which a job is given to another worker"
+        default=30.0, gt=0, description="time without a sign of life after which another worker gets the job"
     )
-    poll_s: float = Field(default=0.5, gt=0, description="how often to look for jobs, and for a cancel")
+    poll_s: float = Field(default=0.5, gt=0, description="time between two looks for jobs, and for a cancel")
     sweep_s: float = Field(
         default=2.0,
         gt=0,
-        description="how often to look for expired leases, rounds past their deadline, builds to move on, "
-        "lost messages",
+        description="time between two looks for expired leases, rounds past their deadline, builds to "
+        "continue, and lost messages",
     )
     collect_every_s: float = Field(
         default=3600.0,
         ge=0,
-        description="how often one of the workers applies retention rules and deletes what no row names; "
-        "0: only `permille blobs collect` does",
+        description="time between two collections, in which one worker applies retention rules and deletes "
+        "unreferenced blobs; 0: only `permille blobs collect` does this",
     )
     drain_s: float = Field(
         default=20.0,
         ge=0,
-        description="after SIGTERM running jobs may take so long, then they go back to the queue",
+        description="time that running jobs get after SIGTERM, before they go back to the queue",
     )
 
 
@@ -42,7 +42,7 @@ class ComputeSettings(SettingsGroup):
     """Where and how jobs compute"""
 
     threads: int | None = Field(
-        default=None, ge=1, description="compute threads of each job; none: as many as the library takes"
+        default=None, ge=1, description="compute threads of each job; none: the library's default"
     )
     device: str = Field(
         default="cpu",
@@ -52,8 +52,8 @@ class ComputeSettings(SettingsGroup):
     )
     dtype: Dtype = Field(
         default="float32",
-        description="in which precision scores and perplexity are computed there: `bfloat16`, `float16`; "
-        "sums stay float32. The same for all workers that share jobs",
+        description="precision of scores and perplexity on that device: `float32`, `bfloat16` or `float16`; "
+        "sums stay float32. Set the same for all workers that share jobs",
     )
 
 
@@ -64,14 +64,14 @@ class ReachSettings(SettingsGroup):
         default=None,
         ge=1,
         le=65_535,
-        description="where a worker serves its numbers, without a token; none: it does not",
+        description="port of the worker's metrics, which need no token; none: no metrics",
     )
-    metrics_host: str = Field(default="127.0.0.1", description="address for them")
+    metrics_host: str = Field(default="127.0.0.1", description="address of the worker's metrics")
     webhook_private: bool = Field(
-        default=False, description="webhooks may also go to loopback and to private networks"
+        default=False, description="allow webhooks to loopback and to private networks"
     )
     keeper_token: SecretStr | None = Field(
-        default=None, description="what the [keeper](../explanation/privacy.md) of masked rounds asks for"
+        default=None, description="token for the [keeper](../explanation/privacy.md) of masked rounds"
     )
 
 
