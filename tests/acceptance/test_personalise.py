@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.acceptance.environments import ROOT
-from tests.running_service import environment
+from tests.running_service import environment, permille
 
 EXAMPLES = ROOT / "examples"
 NOTES = EXAMPLES / "gardener" / "notes.txt"
@@ -38,6 +38,13 @@ def _answer(options: list[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of a run that nothing stopped, and its answer."""
+    folder = tmp_path_factory.mktemp("personalise")
+    return folder, _answer(_options(folder, "whole"))
 
 
 def _wait_for(folder: Path, pattern: str, process: subprocess.Popen[str]) -> None:
@@ -69,10 +76,12 @@ def _until_none_lives(folder: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_command_goes_on_to_the_same_model(tmp_path: Path) -> None:
-    whole = _answer(_options(tmp_path, "whole"))
-    assert whole["outcome"] == "adopted"
-    assert whole["loss_personal"] < whole["loss_base"]
+def test_a_killed_command_goes_on_to_the_same_model(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    there, once = whole
+    assert once["outcome"] == "adopted"
+    assert once["loss_personal"] < once["loss_base"]
 
     options = _options(tmp_path, "killed")
     work = tmp_path / "killed"
@@ -98,8 +107,8 @@ def test_a_killed_command_goes_on_to_the_same_model(tmp_path: Path) -> None:
     again = _answer(options)
 
     same = ("run", "outcome", "loss_base", "loss_personal", "general_loss_personal")
-    assert {name: again[name] for name in same} == {name: whole[name] for name in same}
-    assert (tmp_path / "killed.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert {name: again[name] for name in same} == {name: once[name] for name in same}
+    assert (tmp_path / "killed.gguf").read_bytes() == (there / "whole.gguf").read_bytes()
     assert Path(again["page"]).is_file()
     assert not _living(tmp_path)
 
@@ -132,7 +141,7 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         (*model, *text, "--work", str(NOTES)): "is a file. Name a folder",
     }
     for options, message in cases.items():
-        done = _run([*COMMAND, *out, *options])
+        done = permille("personalise", *out, *options)
         assert done.returncode == REFUSED, done.stderr
         assert message in " ".join(done.stderr.split())
     usage = {
@@ -145,16 +154,19 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         ("--learn", "everyone"): "'everyone' is not one of",
     }
     for options, message in usage.items():
-        done = _run([*COMMAND, *model, *text, *options, *out])
+        done = permille("personalise", *model, *text, *options, *out)
         assert done.returncode == USAGE, done.stderr
         assert message in " ".join(done.stderr.split())
     assert not (tmp_path / "work").exists()
-    none = _run([*COMMAND, *text, *out])
+    none = permille("personalise", *text, *out)
     assert (none.returncode, "Name one of --gguf" in none.stderr) == (2, True)
 
 
 @pytest.mark.timeout(600)
-def test_too_little_text_is_refused_and_the_package_is_kept(tmp_path: Path) -> None:
+def test_too_little_text_is_refused_and_the_package_is_kept(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(whole[0] / "whole", tmp_path / "little")
     (tmp_path / "little.txt").write_text("A few words are no text.\n" * 60)
     options = _options(tmp_path, "little")
     options[options.index(str(NOTES))] = str(tmp_path / "little.txt")
@@ -168,4 +180,3 @@ def test_too_little_text_is_refused_and_the_package_is_kept(tmp_path: Path) -> N
     refused = _run(other)
     assert refused.returncode == REFUSED
     assert "of another model, corpus, density or scheme" in " ".join(refused.stderr.split())
-    shutil.rmtree(tmp_path / "little")
