@@ -97,7 +97,7 @@ class Creation:
             ApiError: `idempotency-conflict`: the key was used for another request, or its object was removed.
             Exception: any error of `make`. Nothing is stored then.
         """
-        # The digest names the token: another operator with the same key gets a conflict, not the secret.
+        # The digest of a secret names the token. Another operator with the same key gets a conflict.
         operation = f"{self.operation} {self.operator.token_id}" if private else self.operation
         digest = hashlib.sha256(f"{operation}\0{body.model_dump_json()}".encode()).hexdigest()
         tenant_id, key, seal = self.operator.tenant_id, self.key, self.service.seal
@@ -144,8 +144,8 @@ class Creation:
     def start(self, kind: JobKind, request: Closed, *, again: bool) -> Job:
         """Store a job and tell workers. The same key and request return the same job.
 
-        If an equal request has succeeded before, its job is returned, unless `again` is set. Parts of a
-        build are reused in the same way.
+        Unless `again` is set, the job of an equal request is returned if it has succeeded, and its result
+        and corpora are unchanged. Parts of a build are reused in the same way.
 
         Raises:
             ApiError: `idempotency-conflict`, or the reason why the request is refused.
@@ -179,7 +179,7 @@ class Creation:
             queue.check_room(session, tenant_id=tenant_id, limit=limit)
             row = queue.submit(session, new, None if again else self._find_part)
             record = self._audit(session, present(session, row), request)
-            if self.key is not None:  # so that it is still refused if the job is removed within the day
+            if self.key is not None:  # so that the key is refused if the job is removed within the day
                 self._keep(session, digest, b"")
             return record
 
@@ -190,7 +190,10 @@ class Creation:
         return record
 
     def _find_equal(self, session: Session, digest: str) -> tables.Job | None:
-        """Return a job that has succeeded with an equal request, if its result still exists."""
+        """Return a job that has succeeded with an equal request.
+
+        Return None if its result is gone, or if a file of its corpora has changed since.
+        """
         row = queue.find_equal(session, tenant_id=self.operator.tenant_id, request_digest=digest)
         if row is None or not artifacts.has_result(session, row):
             return None
@@ -242,7 +245,7 @@ class Creation:
                 raise self._gone(table.noun)
 
     def _gone(self, noun: str) -> ApiError:
-        was = f"The {noun} that the idempotency key {self.key!r} made was removed. Use a fresh key."
+        was = f"The {noun} of the idempotency key {self.key!r} was removed or revoked. Use a fresh key."
         return ApiError(ProblemType.IDEMPOTENCY_CONFLICT, was)
 
     def _keep(self, session: Session, digest: str, sealed: bytes) -> None:

@@ -146,17 +146,19 @@ def approve(row: Rollout, wave: int) -> None:
 
     Args:
         wave: the number of the next wave, from 2. The number ensures that a repeated request cannot
-            approve another wave.
+            approve another wave. An earlier wave from 2 is accepted, and changes nothing.
 
     Raises:
-        ConflictError: the rollout has ended, needs no approval, or has another next wave.
+        ConflictError: the rollout has ended or needs no approval, or the wave comes after the next one.
     """
     _require(row, *UNENDED)
     rules = _rules(row)
     if not rules.approval:
         raise ConflictError("The rollout needs no approval: it was made without `approval`.")
     if not 2 <= wave <= min(row.wave + 2, len(rules.waves)):
-        raise ConflictError(f"Wave {row.wave + 1} of {len(rules.waves)} is open: approve the one after it.")
+        following = row.wave + 2
+        advice = f"Approve wave {following}." if following <= len(rules.waves) else "All waves are open."
+        raise ConflictError(f"Wave {wave} is not the next one. {advice}")
     # `max`, because an older approval may arrive late.
     row.approved, row.awaits_approval = max(row.approved, wave), False
 
@@ -238,7 +240,7 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
         is_chosen = not isinstance(members, list) or member_digest(row.id, device.id) in members
         if row.state != RolloutState.RUNNING or place >= row.bounds[row.wave] or not is_chosen:
             raise ConflictError("The device's wave is not open: ask again at the next poll.")
-        # A device counts for the wave of its place, even if it begins during a later wave.
+        # A device counts for the wave that its hash (`place_of`) falls into, even if it begins later.
         wave = next(number for number, bound in enumerate(row.bounds) if place < bound)
         found = RolloutReport(
             rollout_id=row.id, device_id=device.id, tenant_id=row.tenant_id, wave=wave, began_at=at

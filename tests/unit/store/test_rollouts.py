@@ -175,6 +175,22 @@ def test_an_approval_stays_when_a_rollout_pauses_and_is_resumed(
     assert now_of(db, rollout).approved == 2
 
 
+def test_only_the_next_wave_can_be_approved(db: Database, tenant_id: str, devices: list[Device]) -> None:
+    rules = RULES.model_copy(update={"approval": True, "waves": ["10%", "50%", "100%"]})
+    rollout = start(db, tenant_id, rules=rules)
+    with db.write() as session:
+        row = session.get(Rollout, rollout.id)
+        assert row is not None
+        for wave in (1, 3):
+            with pytest.raises(ConflictError, match=f"Wave {wave} is not the next one. Approve wave 2."):
+                rollouts.approve(row, wave)
+        rollouts.approve(row, 2)
+        row.wave = 2
+        rollouts.approve(row, 3)  # a repeated request changes nothing
+        with pytest.raises(ConflictError, match="Wave 4 is not the next one. All waves are open."):
+            rollouts.approve(row, 4)
+
+
 def test_a_clock_that_goes_back_after_a_resume_loses_no_report(
     db: Database, tenant_id: str, clock: Clock, devices: list[Device]
 ) -> None:
