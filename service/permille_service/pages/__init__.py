@@ -1,1 +1,1 @@
-"""The page below `/ui`, on which operators work and watch: usable without scripts."""
+"""The page below `/ui`, where operators work and watch. It also works without scripts."""

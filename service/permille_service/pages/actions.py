@@ -45,9 +45,9 @@ class Effect:
     """The effect of an action on devices.
 
     Attributes:
-        words: for the reader.
-        facts: the versions and the state that the words tell of. Counts of devices are no part of them: on a
-            large fleet they change while one reads.
+        words: the text that the operator reads.
+        facts: the versions and the state that the words describe. Counts of devices are left out, because
+            on a large fleet they change while the operator reads.
     """
 
     words: str
@@ -65,14 +65,14 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """A thing that operators make from a form.
+    """An action that creates an object from a form.
 
     Attributes:
-        path, operation: of the API's route, for the audit log.
-        first: fields that are always shown; the others are folded.
+        path, operation: the path and the name of the API's route, for the audit log.
+        first: fields that are always shown. The others are folded.
         call: the function of the API's route.
-        after: the answer once it is made.
-        effect: what devices will see; None where they see nothing, so that nothing is confirmed.
+        after: returns the answer after the object is made.
+        effect: describes the effect on devices. None if there is none, and then no confirmation is needed.
     """
 
     title: str
@@ -87,13 +87,13 @@ class Action:
 
     @property
     def form(self) -> Form:
-        """The options of the request."""
+        """The options of the request, as a form."""
         return form_of(self.request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A thing that operators do with a rollout: the function of the API's route, and what devices see.
+    """An action on a rollout: the function of the API's route, and the effect on devices.
 
     Attributes:
         request: the body that the route takes, if it takes one.
@@ -107,7 +107,7 @@ class Move:
 
 @router.get("/new/{name}")
 def show_form(name: str, request: Request, page: MakerPage) -> Response:
-    """The form, filled with what the address says."""
+    """Show the form, filled with the values in the query of the address."""
     return _form(page, ACTIONS[_known(name, ACTIONS)], dict(request.query_params), None)
 
 
@@ -119,7 +119,7 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
         return _form(page, action, typed, None)
     try:
         body = forms.parse(action.form, action.request, typed)
-        # The same form sent twice makes one thing; another text in it makes another.
+        # A form that is sent twice creates one object. A form with changed values creates another.
         key = hashlib.sha256(f"{typed.get('form', '')}\0{body.model_dump_json()}".encode()).hexdigest()
         with page.service.database.read() as session:
             effect = action.effect(session, page.tenant_id, body)
@@ -136,7 +136,7 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
                 back=None,
             )
         made = action.call(body, _creation(page, action, key))
-    except Exception as exc:  # noqa: BLE001 - whatever happens, the reader keeps what was typed
+    except Exception as exc:  # noqa: BLE001 - after any error, the form keeps the typed values
         return _form(page, action, typed, exc)
     return action.after(page, made)
 
@@ -164,17 +164,17 @@ def move_rollout(rollout_id: RolloutId, move: str, page: MakerPage, typed: Typed
 
 
 def _known(name: str, of: Mapping[str, object]) -> str:
-    """Return a name that is one of these. Raises ApiError (`not-found`)."""
+    """Return the name if it is one of these. Raises ApiError (`not-found`)."""
     if name not in of:
         raise ApiError(ProblemType.NOT_FOUND, f"there is no page {name[:80]!r}")
     return name
 
 
 def _effect_of(page: Page, rollout_id: str, move: Move) -> tuple[Rollout, Effect]:
-    """Return a rollout, and what devices will see of a move."""
+    """Return a rollout, and the effect of a move on devices."""
     with page.service.database.read() as session:
         row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
-        # A revert moves the alias, which devices outside of the group follow, too.
+        # A revert moves the alias, and devices outside the group follow the alias, too.
         group_id = None if move.button == _REVERT else row.group_id
         found = _followers(session, page.tenant_id, row.release, row.alias, group_id)
         rollout, facts = present(session, row), (row.revision, row.approved)
@@ -260,7 +260,7 @@ def _rollout_effect(session: Session, tenant_id: str, body: RolloutCreate) -> Ef
         return None
     found = _followers(session, tenant_id, body.release, body.alias, body.group_id)
     version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
-    # Refuse what is not there before anybody is asked.
+    # Refuse an unknown package or version before the operator is asked to confirm.
     releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
     before = session.get(tables.Alias, (tenant_id, body.release, body.alias))
     return Effect(
@@ -273,7 +273,7 @@ def _rollout_effect(session: Session, tenant_id: str, body: RolloutCreate) -> Ef
 def _followers(
     session: Session, tenant_id: str, release: str, alias: str, group_id: str | None = None
 ) -> int:
-    """Count the devices that follow an alias, and are in the group if there is one."""
+    """Count the devices that follow an alias. With a group, count only its members."""
     group = None
     if group_id is not None:
         group = rows.get(session, tables.DeviceGroup, tenant_id=tenant_id, row_id=group_id)

@@ -1,4 +1,4 @@
-"""The page's two files, one of styles and one of scripts: vendored libraries and ours, in one answer each.
+"""The page's two files: one has all styles, one all scripts, vendored and ours.
 
 Their names hold a digest of their bytes, so that browsers keep them for ever.
 """
@@ -16,7 +16,7 @@ SCRIPTS: Final = ("vendor/htmx.min.js", "vendor/uPlot.iife.min.js", "page.js")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asset:
-    """A file, as it is and compressed."""
+    """A file, uncompressed and compressed."""
 
     name: str
     media_type: str
@@ -25,7 +25,7 @@ class Asset:
 
 
 def load() -> tuple[Asset, Asset]:
-    """Styles and scripts, read and compressed once, when the service starts."""
+    """Read and compress styles and scripts, once at the start of the service."""
     return _bundle(STYLES, "css", "text/css"), _bundle(SCRIPTS, "js", "text/javascript")
 
 

@@ -38,7 +38,7 @@ class BandLine:
 
 @router.get("/fleet")
 def show_fleet(page: WatcherPage) -> Response:
-    """All devices in numbers."""
+    """Show the counts of all devices."""
     with page.service.database.read() as session:
         fleet = summary(session, tenant_id=page.tenant_id, least=least_for(page.operator))
     days = {
@@ -53,7 +53,7 @@ def show_fleet(page: WatcherPage) -> Response:
 
 @router.get("/releases")
 def show_releases(page: ViewerPage, window: Paging) -> Response:
-    """All versions of all releases, newest first."""
+    """Show all versions of all releases, newest first."""
     with page.service.database.read() as session:
         found = releases.list_releases(session, tenant_id=page.tenant_id, window=window)
         versions = results(session, found.items)
@@ -66,7 +66,7 @@ def show_releases(page: ViewerPage, window: Paging) -> Response:
 def show_release(
     name: ReleaseName, page: ViewerPage, version: OtherVersion = None, against: OtherVersion = None
 ) -> Response:
-    """One release: its versions, and one of them against another."""
+    """Show the versions of one release, and a comparison of two of them."""
     with page.service.database.read() as session:
         found = releases.list_releases(session, tenant_id=page.tenant_id, name=name)
         if not found.items:
@@ -82,7 +82,7 @@ def show_release(
                 counted=versions,
             )
         except NotFoundError:
-            # The first version has none before it; another that is asked for by number must be there.
+            # The first version has no earlier one. But a version that the address names must exist.
             if against is not None or version not in (None, *(one.version for one in versions)):
                 raise
             comparison = None
@@ -99,7 +99,7 @@ def show_release(
 
 @router.get("/federations")
 def show_federations(page: ViewerPage, window: Paging) -> Response:
-    """Federations, newest first."""
+    """Show federations, newest first."""
     with page.service.database.read() as session:
         found = rows.list_all(session, tables.Federation, tenant_id=page.tenant_id, window=window)
         federations = page_of(found, lambda row: present_federation(session, row))
@@ -108,7 +108,7 @@ def show_federations(page: ViewerPage, window: Paging) -> Response:
 
 @router.get("/federations/{federation_id}")
 def show_federation(federation_id: FederationId, page: ViewerPage) -> Response:
-    """One federation and its newest rounds."""
+    """Show one federation and its newest rounds."""
     with page.service.database.read() as session:
         row = rows.get(session, tables.Federation, tenant_id=page.tenant_id, row_id=federation_id)
         query = select(tables.Round).where(tables.Round.federation_id == federation_id)
@@ -124,7 +124,7 @@ def show_federation(federation_id: FederationId, page: ViewerPage) -> Response:
 
 
 def band_lines(versions: list[VersionResults]) -> dict[tuple[str, int], BandLine]:
-    """The bands of a table's versions, on one scale that has 0 in it."""
+    """Place the bands of a table's versions on one scale that includes 0."""
     bands = {(one.name, one.version): one.improvement for one in versions if one.improvement is not None}
     ends = [0.0, *(end for band in bands.values() for end in _ends(band))]
     low, high = min(ends), max(ends)

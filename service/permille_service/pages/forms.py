@@ -21,10 +21,10 @@ Typed = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """An option on the page.
+    """An option of a form.
 
     Attributes:
-        choices: values to choose from; empty where text is typed.
+        choices: values to choose from. Empty if the option is a text field.
         known: names that the browser suggests.
     """
 
@@ -36,12 +36,12 @@ class Field:
 
     @property
     def label(self) -> str:
-        """The command line's word for it."""
+        """The name of the option on the command line."""
         return self.option.flag.removeprefix("--").replace("-", " ").capitalize()
 
     @property
     def default(self) -> str:
-        """The value that an empty field stands for."""
+        """The value that the service uses for an empty field."""
         value: Any = self.option.default
         if self.option.many:
             return " ".join(map(str, value))
@@ -49,7 +49,7 @@ class Field:
 
 
 def parse(form: Form, request: Any, typed: Typed) -> Any:
-    """Return the request that was typed. Raises RequestValidationError."""
+    """Make the request from the typed values. Raises RequestValidationError."""
     given: dict[str, object] = {
         option.parameter: _value(option, typed.get(option.parameter, "").strip()) for option in form.options
     }
@@ -83,7 +83,7 @@ def _choices(session: Session, tenant_id: str, option: RequestOption, text: str)
     found = [(value, value) for value in option.choices]
     if option.names is not None:
         found = choices_of(session, tenant_id, option.names)
-    if found and text and text not in dict(found):  # not among the newest: what was asked for stays
+    if found and text and text not in dict(found):  # an older object, which the list does not show
         found.append((text, text))
     return found
 
@@ -110,7 +110,7 @@ def _sort_errors(form: Form, problem: Problem | None) -> tuple[dict[str, str], l
         return {}, []
     errors, others = dict[str, str](), list[str]()
     for error in problem.errors or ():
-        parts = error.location.split(".")  # with the names of a union's members and places in lists
+        parts = error.location.split(".")  # also has the names of a union's members, and positions in lists
         fitting = [one for one in form.options if _leads(one.place, parts)]
         if fitting:
             errors.setdefault(max(fitting, key=lambda one: len(one.place)).parameter, error.message)
@@ -120,6 +120,6 @@ def _sort_errors(form: Form, problem: Problem | None) -> tuple[dict[str, str], l
 
 
 def _leads(place: Sequence[str], parts: Sequence[str]) -> bool:
-    """Return whether the names of a place are among these parts, in this order."""
+    """Return whether the names of a location occur among these parts, in this order."""
     rest = iter(parts)
     return all(name in rest for name in place)

@@ -1,6 +1,6 @@
-"""Pages of the past: jobs with filters, two jobs or packages side by side, the audit log.
+"""Pages of the history: jobs with filters, two jobs or packages side by side, and the audit log.
 
-Filters are in the address, so that a list can be kept and passed on.
+Filters are in the address, so a filtered list can be bookmarked and shared.
 """
 
 import re
@@ -41,7 +41,7 @@ from permille_service.runs.routes import present
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
 Nothing = Literal[""]
-"""The value of a field of a filter that is left empty."""
+"""The value of an empty field of a filter."""
 _JOB: Final = rf"^job_{ULID_PATTERN}$"
 JobToCompare = Annotated[str, Query(pattern=_JOB)]
 _RUN: Final = r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
@@ -54,7 +54,7 @@ _ID: Final = re.compile(rf"[a-z]+_{ULID_PATTERN}|sha256:[0-9a-f]{{64}}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLine:
-    """A job of the list, the name of the model that it is about, and the releases of what it made."""
+    """A job of the list, with the name of its model, and the releases of its result."""
 
     job: Job
     of: str | None
@@ -62,7 +62,7 @@ class JobLine:
 
 
 class Cost(BaseModel):
-    """Cost of a quantization, as its job has written it."""
+    """Cost of a quantization, as its job reports it."""
 
     relative_error: float
     perplexity: work.Perplexity | None = None
@@ -109,7 +109,7 @@ def show_jobs(
     wanted: Annotated[queue.JobFilter, Depends(_job_filter)],
     against: Annotated[str | None, Query(pattern=_JOB)] = None,
 ) -> Response:
-    """Jobs, newest first, as they are now; with one chosen to compare another with, if it is named."""
+    """Show jobs, newest first. With `against`, each job has a link that compares it with that job."""
     with page.service.database.read() as session:
         found = queue.list_jobs(session, tenant_id=page.tenant_id, wanted=wanted, window=window)
         lines = _job_lines(session, page.tenant_id, found.items)
@@ -139,7 +139,7 @@ def show_runs(
     wanted: Annotated[runs.RunFilter, Depends(_run_filter)],
     against: Annotated[str | None, Query(pattern=_RUN)] = None,
 ) -> Response:
-    """Show the runs of devices, the one that ended last first."""
+    """Show the runs of devices. The run that ended last comes first."""
     with page.service.database.read() as session:
         found = page_of(
             runs.list_runs(session, tenant_id=page.tenant_id, wanted=wanted, window=window), present
@@ -157,7 +157,7 @@ def show_runs(
 
 @router.get("/runs/{run_id}")
 def show_run(run_id: RunId, page: ViewerPage) -> Response:
-    """Show what a device reported of one run."""
+    """Show a device's report on one run."""
     with page.service.database.read() as session:
         facts = _facts_of_run(session, page.tenant_id, run_id)
     return page.render("run", key=run_id, facts=facts)
@@ -173,7 +173,7 @@ def compare_runs(page: ViewerPage, a: RunToCompare, b: RunToCompare) -> Response
 
 @router.get("/compare/jobs")
 def compare_jobs(page: ViewerPage, a: JobToCompare, b: JobToCompare) -> Response:
-    """Two jobs side by side: what was asked for, and what came of it."""
+    """Show two jobs side by side, with their requests and results."""
     with page.service.database.read() as session:
         one, other = (_facts_of_job(session, page.service.blobs, page.tenant_id, key) for key in (a, b))
     return _side_by_side(page, "jobs", (a, b), (one, other))
@@ -181,7 +181,7 @@ def compare_jobs(page: ViewerPage, a: JobToCompare, b: JobToCompare) -> Response
 
 @router.get("/compare/packages")
 def compare_packages(page: ViewerPage, a: PackageToCompare, b: PackageToCompare) -> Response:
-    """Two packages side by side: what they are made of, what that costs, and what devices make of them."""
+    """Show two packages side by side, with their inputs, their cost, and the reports of devices."""
     with page.service.database.read() as session:
         one, other = (_facts_of_package(session, page.service.blobs, page.tenant_id, key) for key in (a, b))
     return _side_by_side(page, "packages", (a, b), (one, other))
@@ -279,7 +279,7 @@ def _facts_of_package(session: Session, blobs: BlobFolder, tenant_id: str, diges
 
 
 def _on_devices(session: Session, package: tables.Artifact) -> Iterator[tuple[str, str]]:
-    """Iterate over what devices have reported of a package's newest release."""
+    """Iterate over the counts of devices' reports on a package's newest release."""
     query = select(tables.Release).where(tables.Release.package_id == package.id)
     newest = session.scalars(query.order_by(tables.Release.id.desc()).limit(1)).all()
     for found in results(session, newest):
@@ -293,7 +293,7 @@ def _on_devices(session: Session, package: tables.Artifact) -> Iterator[tuple[st
 
 
 def _request(session: Session, tenant_id: str, request: Mapping[str, object]) -> Facts:
-    """Return a request by lines, with names for ids."""
+    """Return a request as lines, with names for ids."""
     lines = list(lines_of(request))
     names = names_of(session, tenant_id, (value for _, value in lines))
     return {
@@ -303,7 +303,7 @@ def _request(session: Session, tenant_id: str, request: Mapping[str, object]) ->
 
 
 def _evidence(blobs: BlobFolder, made: tables.Artifact) -> Facts:
-    """Return what a job has made in numbers, those of its report included."""
+    """Return the figures of a job's result, including those of its report."""
     facts = {f"{made.kind} size": size(made.size_bytes)}
     if made.k is not None:
         facts[f"{made.kind} trained numbers"] = number(made.k)

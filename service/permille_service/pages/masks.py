@@ -1,4 +1,4 @@
-"""The evidence behind a mask as its page shows it: the curve, and its parts by kind, layer and tensor."""
+"""The report of a mask as its page shows it: the curve, and the mask's parts by kind, layer and tensor."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class CurvePoint(BaseModel):
 
 
 class TensorRow(BaseModel):
-    """A tensor's part of a mask."""
+    """The part of a mask in one tensor."""
 
     name: str
     shape: list[int]
@@ -34,7 +34,7 @@ class TensorRow(BaseModel):
 
 
 class MaskEvidence(BaseModel):
-    """The evidence behind a mask, as its job has written it."""
+    """The report of a mask, as its job has written it."""
 
     k: int
     numel: int
@@ -48,8 +48,8 @@ class Curve:
     """A curve as lines of an SVG: share of the score by fraction of the weights, on a logarithmic axis.
 
     Attributes:
-        marks: places of powers of ten, with their words.
-        density_x: where the mask's own density is.
+        marks: positions of powers of ten, with their labels.
+        density_x: position of the mask's density.
     """
 
     points: str
@@ -73,7 +73,7 @@ class MaskPart:
 
 
 class MaskOrder(StrEnum):
-    """Order of the parts of a mask: as the model has them, or the largest share first."""
+    """Order of the parts of a mask: the order of the model, or the largest share first."""
 
     LAYER = "layer"
     DENSITY = "density"
@@ -81,7 +81,7 @@ class MaskOrder(StrEnum):
 
 
 def curve_of(report: MaskEvidence) -> Curve | None:
-    """The coverage curve of a report as an SVG has it; None where there is nothing to draw."""
+    """Return the coverage curve of a report as lines of an SVG, or None if there is nothing to draw."""
     points = [point for point in report.curve if point.fraction > 0]
     if not points or not report.numel:
         return None
@@ -101,7 +101,7 @@ def curve_of(report: MaskEvidence) -> Curve | None:
 
 
 def curve_at_density(report: MaskEvidence) -> float | None:
-    """Return the share of the score that as many weights hold where the best of all tensors are taken."""
+    """Return the share of the score of as many weights, if they were the best of all tensors together."""
     if not report.curve or not report.numel:
         return None
     fractions = [point.fraction for point in report.curve]
@@ -136,7 +136,7 @@ def _part(name: str, tensors: list[TensorRow]) -> MaskPart:
 
 
 def _kind_of(row: TensorRow) -> str:
-    """The name of a linear within its layer, `self_attn.q_proj`."""
+    """Return the name of a linear within its layer, for example `self_attn.q_proj`."""
     _, found, rest = row.name.partition("layers.")
     return (rest.partition(".")[2] if found else row.name).removesuffix(".weight")
 

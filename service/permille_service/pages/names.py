@@ -13,7 +13,7 @@ from permille.store.ids import Prefix
 from permille.store.rows import Window
 
 Choice = tuple[str, str]
-"""A value of a list to choose from, and the words for it."""
+"""A value of a list of choices, and its label."""
 _NAMED: Final[Mapping[str, Any]] = {
     Prefix.MODEL: tables.Model,
     Prefix.CORPUS: tables.Corpus,
@@ -34,7 +34,7 @@ _NEWEST: Final = Window(limit=rows.MAX_LIMIT)
 
 
 def names_of(session: Session, tenant_id: str, texts: Iterable[object]) -> dict[str, str]:
-    """Return the names of those texts that are ids of named rows, or digests of released packages."""
+    """Return names for the ids of named rows and the digests of released packages among the texts."""
     wanted, found = {text for text in texts if isinstance(text, str)}, dict[str, str]()
     for prefix, table in _NAMED.items():
         ids = {text for text in wanted if text.startswith(f"{prefix}_")}
@@ -59,13 +59,13 @@ def lines_of(payload: object, place: str = "") -> Iterator[tuple[str, object]]:
 
 
 def page_at(path: str | None) -> str | None:
-    """Return the page that shows what a path of the API names, or None if no page does."""
+    """Return the page that shows the object at a path of the API, or None if there is none."""
     found = _SHOWN.match(path or "")
     return None if found is None else f"/ui/{found[1].replace('builds', 'jobs')}/{found[2]}"
 
 
 def choices_of(session: Session, tenant_id: str, collection: str) -> list[Choice]:
-    """Return the newest records of a collection to choose from; none where forms take an id as text."""
+    """Return the newest records of a collection as choices. Return none if forms take its ids as text."""
     if collection in _LISTED:
         named = rows.list_all(session, _LISTED[collection], tenant_id=tenant_id, window=_NEWEST).items
         return [(row.id, row.name) for row in named]
@@ -78,13 +78,13 @@ def choices_of(session: Session, tenant_id: str, collection: str) -> list[Choice
 
 
 def _words(row: tables.Artifact, names: dict[str, str]) -> str:
-    """Tell packages and masks by their releases, their model and when they were made."""
+    """Describe packages and masks by their releases, their model and the time they were made."""
     told = (names.get(row.digest), names.get(row.model_id), f"{row.created_at:%d %b %H:%M}")
     return ", ".join(filter(None, told))
 
 
 def known_names(session: Session, tenant_id: str) -> tuple[list[str], list[str]]:
-    """Return the names of a tenant's releases, and of their aliases."""
+    """Return the names of a tenant's releases and of their aliases."""
     releases = select(tables.Release.name).where(tables.Release.tenant_id == tenant_id)
     aliases = select(tables.Alias.alias).where(tables.Alias.tenant_id == tenant_id)
     return sorted(session.scalars(releases.distinct())), sorted(session.scalars(aliases.distinct()))

@@ -29,13 +29,13 @@ POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
-# Without a referrer at all, browsers hide the origin of a form.
+# If no referrer is allowed at all, browsers also hide the origin of a form.
 HEADERS: Final = {
     "Content-Security-Policy": POLICY,
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_PARTS: Final = frozenset({"job", "jobs", "rollout"})  # their templates have a part that is asked for again
+_PARTS: Final = frozenset({"job", "jobs", "rollout"})  # their templates have a part that htmx requests again
 _SPANS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -65,7 +65,7 @@ def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page that an operator asks for."""
+    """A page that an operator requests."""
 
     request: Request
     service: Service
@@ -147,7 +147,7 @@ class PageRoute(APIRoute):
                 return await handler(request)
             except sign_in.SignInNeededError:
                 return _to_sign_in(request)
-            except Exception as exc:  # noqa: BLE001 - whatever happens, the reader keeps a page
+            except Exception as exc:  # noqa: BLE001 - any error becomes a page
                 return _error(request, await problems.answer(request, exc))
 
         return handle

@@ -1,4 +1,4 @@
-"""Pages of rollouts: which there are, and how far the devices of each wave have come, live."""
+"""Pages of rollouts: their list, and the live progress of the devices of each wave."""
 
 from fastapi import APIRouter, Response
 
@@ -23,13 +23,13 @@ MOVES: dict[RolloutState, tuple[tuple[str, str, str], ...]] = {
     RolloutState.STOPPED: (_REVERT,),
     RolloutState.DONE: (_REVERT,),
 }
-"""The buttons that make sense in a state; the rules are the store's."""
+"""The buttons to show in each state. The store enforces the rules."""
 STAGES = ("offered", "installed", "trained", "better", "worse", "failed", "silent")
 
 
 @router.get("/rollouts")
 def show_rollouts(page: ViewerPage, window: Paging) -> Response:
-    """Rollouts, newest first."""
+    """Show rollouts, newest first."""
     with page.service.database.read() as session:
         found = rows.list_all(session, tables.Rollout, tenant_id=page.tenant_id, window=window)
         listed = page_of(found, lambda row: present(session, row))
@@ -38,7 +38,7 @@ def show_rollouts(page: ViewerPage, window: Paging) -> Response:
 
 @router.get("/rollouts/{rollout_id}")
 def show_rollout(rollout_id: RolloutId, page: ViewerPage) -> Response:
-    """One rollout, its funnel by wave."""
+    """Show one rollout, with its funnel by wave."""
     with page.service.database.read() as session:
         row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
         rollout = present(session, row)

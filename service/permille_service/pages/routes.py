@@ -46,7 +46,7 @@ def install(app: FastAPI) -> None:
 
 @router.get("/assets/{name}", dependencies=[PUBLIC])
 def get_asset(name: str, request: Request) -> Response:
-    """Styles or scripts."""
+    """Return the styles or the scripts."""
     asset: assets.Asset | None = request.app.state.assets.get(name)
     if asset is None:
         raise ApiError(ProblemType.NOT_FOUND, "there is no such file: load the page again")
@@ -59,14 +59,14 @@ def get_asset(name: str, request: Request) -> Response:
 
 @router.get("")
 def show_first(page: WatcherPage) -> Response:
-    """The first page that the operator may see."""
+    """Send the operator to the first page that its role may see."""
     first = "jobs" if page.may(Role.VIEWER) else "fleet"
     return page.go_to(first)
 
 
 @router.get("/sign-in", dependencies=[PUBLIC])
 def show_sign_in(request: Request, to: Next = "") -> Response:
-    """The form that asks for a token."""
+    """Show the form that asks for a token."""
     return render(request, "sign_in", {"to": sign_in.own_path(to), "refusal": None})
 
 
@@ -95,7 +95,7 @@ def do_sign_out(request: Request, service: Served) -> Response:
 
 @router.get("/jobs/{job_id}")
 def show_job(job_id: JobId, page: ViewerPage) -> Response:
-    """One job with its story."""
+    """Show one job and its events."""
     return _job(page, job_id)
 
 

@@ -28,7 +28,7 @@ AnyReport = TypeVar("AnyReport", bound=BaseModel)
 
 
 class ZerosRow(BaseModel):
-    """The share of zeros of a decoder layer or a linear, and the error of its outputs by them."""
+    """The share of zeros in a decoder layer or a linear, and the error of the outputs that they cause."""
 
     name: str
     zeros: float
@@ -50,7 +50,7 @@ class Perplexity(BaseModel):
 
 
 class SparseReport(BaseModel):
-    """Cost of a sparsification, as its job has written it."""
+    """Cost of a sparsification, as its job reports it."""
 
     zeros: float
     perplexity: Perplexity | None
@@ -60,7 +60,7 @@ class SparseReport(BaseModel):
 
 @router.get("/models")
 def show_models(page: ViewerPage, window: Paging) -> Response:
-    """Models and corpora."""
+    """Show models and corpora."""
     with page.service.database.read() as session:
         found = rows.list_all(session, tables.Model, tenant_id=page.tenant_id, window=window)
         texts = rows.list_all(session, tables.Corpus, tenant_id=page.tenant_id)
@@ -75,7 +75,7 @@ def show_models(page: ViewerPage, window: Paging) -> Response:
 
 @router.get("/sparsifications/{sparsification_id}")
 def show_sparsification(sparsification_id: SparsificationId, page: ViewerPage) -> Response:
-    """One sparse model: its zeros and what they cost, in all, by decoder layer and by linear."""
+    """Show one sparse model: its zeros and their cost, in total, by decoder layer and by linear."""
     with page.service.database.read() as session:
         row = artifacts.get(
             session, tenant_id=page.tenant_id, kind=JobKind.SPARSIFICATION, key=sparsification_id
@@ -91,7 +91,7 @@ def show_sparsification(sparsification_id: SparsificationId, page: ViewerPage) -
 
 @router.get("/masks")
 def show_masks(page: ViewerPage, window: Paging) -> Response:
-    """Masks, newest first."""
+    """Show masks, newest first."""
     with page.service.database.read() as session:
         found = artifacts.list_artifacts(session, tenant_id=page.tenant_id, kind=JobKind.MASK, window=window)
         names = _model_names(session, page.tenant_id)
@@ -101,7 +101,7 @@ def show_masks(page: ViewerPage, window: Paging) -> Response:
 
 @router.get("/masks/{mask_id}")
 def show_mask(mask_id: MaskId, page: ViewerPage, sort: MaskOrder = MaskOrder.LAYER) -> Response:
-    """One mask: how much of the score it holds, in all, by kind of linear, by layer and by tensor."""
+    """Show one mask: its share of the score, in total, by kind of linear, by layer and by tensor."""
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.MASK, key=mask_id)
         names = _model_names(session, page.tenant_id)
@@ -122,7 +122,7 @@ def show_mask(mask_id: MaskId, page: ViewerPage, sort: MaskOrder = MaskOrder.LAY
 def show_packages(
     page: ViewerPage, window: Paging, against: Annotated[str | None, Query(pattern=DIGEST_PATTERN)] = None
 ) -> Response:
-    """Packages, newest first, and which releases name them; one to compare another with, if it is named."""
+    """Show packages, newest first. With `against`, each has a link that compares it with that package."""
     with page.service.database.read() as session:
         found = artifacts.list_artifacts(
             session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, window=window
@@ -135,7 +135,7 @@ def show_packages(
 
 @router.get("/packages/{digest}")
 def show_package(digest: PackageDigest, page: ViewerPage) -> Response:
-    """One package: its layers, where it comes from, which releases name it."""
+    """Show one package: its layers, its origin, and the releases that name it."""
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, key=digest)
         names, released = _model_names(session, page.tenant_id), _releases_of(session, row)
@@ -164,13 +164,13 @@ def _model_names(session: Session, tenant_id: str) -> dict[str, str]:
 
 
 def _origins(session: Session, tenant_id: str, model_ids: list[str]) -> dict[str, str]:
-    """Return the sparsifications that made these models: the name of the original model by id."""
+    """Return the sparsifications that made these models: the name of the original model, by artifact id."""
     names, made = _model_names(session, tenant_id), tables.Artifact
     found = session.scalars(select(made).where(made.made_model_id.in_(model_ids)))
     return {row.id: names.get(row.model_id, row.model_id) for row in found}
 
 
 def _releases_of(session: Session, package: tables.Artifact) -> list[tables.Release]:
-    """The releases that name a package, the newest first."""
+    """Return the releases that name a package, newest first."""
     query = select(tables.Release).where(tables.Release.package_id == package.id)
     return list(session.scalars(query.order_by(tables.Release.id.desc()).limit(20)))

@@ -1,1 +1,1 @@
-"""Preflights: whether the machine can hold a piece of work, with figures."""
+"""Preflights: estimates of what a job needs, compared with what the machine has."""

@@ -24,14 +24,14 @@ from permille_service.settings import Settings
 FLOAT_BYTES = 4
 FLOPS_A_CORE = 8e9  # float32 matrix products on a modest core; `flops_per_s` replaces it
 MAX_JOB_S = 7 * 86_400.0  # preflight refuses a longer job
-_TOKENS_A_PASS = 1024  # of the fine-tuning of adapters
+_TOKENS_A_PASS = 1024  # in the fine-tuning of adapters
 PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
 # Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
 FISHER_FLOPS = 8
 FORWARD_FLOPS = 2
-SHARD_SEQUENCES, MOST_SHARDS = 16, 64  # of a mask that is scored by parts: `permille.sensitivity.scores`
-# auto-round as `permille.quantization.rounding` calls it: steps a block, of so many sequences; copies of the
-# model, hidden vectors that are kept of each token of the text, and of each token of a step.
+SHARD_SEQUENCES, MOST_SHARDS = 16, 64  # of a mask that is scored in parts: `permille.sensitivity.scores`
+# auto-round, with the arguments that `permille.quantization.rounding` uses: steps for each block, sequences
+# of a step, copies of the model, and hidden vectors kept for each token of the text and of a step.
 ROUNDING_STEPS, ROUNDING_BATCH = 200, 8
 ROUNDING_COPIES, ROUNDING_CACHES, ROUNDING_VECTORS = 4, 4, 64
 # Exporting a program: copies of the model in float32, and the time of its graph, layer by layer.
@@ -100,7 +100,7 @@ def sparsification_needs(
     rows = request.sequences + 2 * request.evaluation_sequences
     tokens = rows * request.length
     layer = sizes.scoped // sizes.layers
-    inputs = sizes.largest // min(sizes.hidden, sizes.largest)  # of the widest linear
+    inputs = sizes.largest // min(sizes.hidden, sizes.largest)  # input features of the widest linear
     ends = sizes.parameters - sizes.scoped + request.length * sizes.vocabulary
     held = max(ends, layer + 3 * sizes.largest + 6 * max(inputs, sizes.hidden) ** 2)
     products = (
@@ -119,11 +119,11 @@ def sparsification_needs(
 def _recovery_needs(
     sizes: Sizes, request: SparsificationCreate, recovery: Recovery, *, pruning: Needs, flops_per_s: float
 ) -> Needs:
-    """Return what pruning and fine-tuning need.
+    """Return the needs of pruning and fine-tuning.
 
     Memory: the whole model with a decoder layer's changed weights and gradients, adapters with gradients and
-    moments, logits and their gradients. Disk: both the pruned model and the fine-tuned one. Time: a step is a
-    forward pass, the same again, and two of backward.
+    moments, logits and their gradients. Disk: both the pruned model and the fine-tuned one. Time: a step
+    takes two forward passes, and a backward pass of twice the work.
     """
     adapters = 4 * 2 * recovery.rank * sizes.scoped // min(sizes.hidden, sizes.scoped)
     logits = 4 * max(request.length, _TOKENS_A_PASS) * sizes.vocabulary

@@ -102,8 +102,8 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
             tenant_id=tenant_id,
             kind=kind,
             estimated_s=needs.seconds,
-            # Estimate past jobs with this machine's speed, too. The quotient of actual and estimated times
-            # then cancels the speed.
+            # Estimate past jobs with this machine's speed, too. The forecast multiplies the new estimate by
+            # actual / estimated times of past jobs, so an error of the assumed speed mostly cancels out.
             estimate=lambda past: planner.needs_of(past).seconds,
         )
     told_by = f"corrected by the times of {jobs} past jobs of kind {kind}" if jobs else ""
@@ -115,7 +115,7 @@ def compare(needs: Needs | None, machine: Capacity, *, told_by: str = "") -> Pre
 
     Args:
         needs: None if they are unknown.
-        told_by: what corrected the time. Empty if it is estimated from the operations alone.
+        told_by: the past jobs that corrected the time. Empty if only operations were counted.
     """
     memory, disk, seconds = (
         (None, None, None) if needs is None else (needs.memory_bytes, needs.disk_bytes, needs.seconds)
@@ -330,7 +330,7 @@ class _Planner:
 
 
 COUNTED: Final = 5
-# Jobs that are read to find five that count.
+# The most past jobs that are read in search of `COUNTED` usable ones.
 _LOOKED_AT: Final = 20
 # Seconds to start a process and read files, which the estimates do not include. Without this, a small job,
 # which is almost all overhead, would make a large one look ten times slower than its estimate.
@@ -345,7 +345,8 @@ def forecast_s(
     """Forecast the seconds of a new job. Returns them, and the number of past jobs that they are based on.
 
     Each recent job that succeeded took some multiple of its estimate. The new job's estimate is multiplied by
-    the median of these multiples. If there is no such job, the estimate is returned unchanged.
+    the median of these multiples. To both estimates, `_FIXED_S` is added first. If there is no such job, the
+    estimate is returned unchanged.
 
     Args:
         estimate: estimates the seconds of a past request. It may refuse a request whose parts are gone.
@@ -374,9 +375,9 @@ def forecast_s(
 
 
 def _took_s(session: Session, job: Job) -> float | None:
-    """Seconds from the start of a job, or of its first part, to its end.
+    """Return the seconds from the start of a job, or of its first part, to its end.
 
-    The row of a job that was split has only the start of its last attempt.
+    Parts run before the last attempt of their job, and the job's row has only the start of that attempt.
     """
     first: datetime | None = session.scalar(select(func.min(Job.started_at)).where(Job.parent_id == job.id))
     started = min(filter(None, (first, job.started_at)), default=None)
