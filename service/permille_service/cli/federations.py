@@ -1,4 +1,4 @@
-"""Commands of federations: defined, started, watched round by round, and adopted."""
+"""Commands to define, start and watch federations, and to adopt their states."""
 
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ def create_federation(session: Session, body: dict[str, Any], key: Key = None) -
       permille federations create quiet --release chat --queries 64 --target 500 --clip 2000 \
 --dp-epsilon 4 --participations 10
     """
-    from permille.federation.definition import FEW_DEVICES  # numpy, which help need not wait for
+    from permille.federation.definition import FEW_DEVICES  # imports numpy, which would delay `--help`
 
     made = session.client.post("/v1/federations", body, key=key)
     session.output.show(made)
@@ -58,7 +58,7 @@ def list_rounds(session: Session, federation: Federation, limit: Rows = 20) -> N
 
 @command(federations, "privacy")
 def show_privacy(session: Session, federation: Federation) -> Any:
-    """Show what a federation promises its devices, and how much of it is spent.
+    """Show the privacy guarantee of a federation, and how much of it is used.
 
     Example:
 
@@ -69,7 +69,7 @@ def show_privacy(session: Session, federation: Federation) -> Any:
 
 @command(federations, "adopt", form=form_of(AdoptionCreate))
 def adopt(session: Session, body: dict[str, Any], federation: Federation) -> Any:
-    """Let members begin with a state whose gain is sure, or with any for a reason.
+    """Let members start from a state with a significant gain. Any other state needs a reason.
 
     Example:
 

@@ -248,7 +248,7 @@ def list_entries(
     session: Session,
     last: Annotated[int, typer.Option(min=1, help="Number of entries, the newest ones.")] = 50,
 ) -> None:
-    """List what operators changed, the newest last."""
+    """List the changes by operators, newest last."""
     session.output.show([one.model_dump(mode="json") for one in _entries(session)][-last:], _ENTRIES)
 
 
@@ -263,12 +263,12 @@ def verify_entries(
 
       permille audit verify --expect sha256:93f0...
 
-    Note the digest that it prints, outside of the server.
+    Store the printed digest outside of the server.
     """
     digest, count, found = FIRST_DIGEST, 0, expect is None
     for entry in _entries(session):
         count += 1
-        # The numbers have no gap, so an entry cut from the end shows only by a digest that was noted before.
+        # Removed entries at the end leave no gap in the numbers, so only an earlier digest shows them.
         if entry.seq != count or entry.digest_after(digest) != entry.digest:
             raise CommandError(
                 f"Entry {count} does not follow {digest}: somebody changed the log.", Exit.FAILED
@@ -416,7 +416,7 @@ def show_release(
 
 
 def _show_alone(session: Session, name: str, version: int | None) -> None:
-    """Show a version that has none before it."""
+    """Show a version that has no earlier one."""
     versions = [one["version"] for one in session.client.pages("/v1/releases", name=name)]
     if not versions:
         raise CommandError(f"There is no release {name!r}. See `permille releases list`.", Exit.NOT_FOUND)
@@ -428,7 +428,7 @@ def _show_alone(session: Session, name: str, version: int | None) -> None:
 
 
 def _others(session: Session, name: str, *compared: int) -> list[dict[str, Any]]:
-    """Further versions of a release that devices have or have reported, yanked ones among them."""
+    """Return the other versions of a release that devices have or have reported, including yanked ones."""
     versions = session.client.get("/v1/fleet")["versions"]
     return [one for one in versions if one["name"] == name and one["version"] not in compared]
 

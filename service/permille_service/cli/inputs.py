@@ -1,4 +1,4 @@
-"""Commands of what goes in: models and corpora."""
+"""Commands for models and corpora."""
 
 from typing import Annotated
 
@@ -62,7 +62,7 @@ def add_model(
 
 
 def _ollama_path(name: str) -> str:
-    """Find the file of a model in Ollama's store, relative to that."""
+    """Return the path of a model's file in Ollama's store, relative to the store."""
     try:
         store, path = ollama_file(name)
     except InputError as exc:
@@ -71,7 +71,7 @@ def _ollama_path(name: str) -> str:
 
 
 def _outside(name: str) -> str:
-    """Say what to do about a model of Ollama's that the service does not find below its root."""
+    """Return the error for a model of Ollama that is not below the service's model root."""
     store, path = ollama_file(name)
     file = f"{name.replace('/', '-').replace(':', '-')}.gguf"
     return (
@@ -124,7 +124,7 @@ def show_catalogue(*, as_json: AsJson = False) -> None:
 
       permille models catalogue
     """
-    # Imported here: the command line is light, and these need numpy.
+    # Imported here, because these import numpy, which would slow every command.
     from permille.models.catalogue import CATALOGUE
     from permille.quantization.types import Scheme
 

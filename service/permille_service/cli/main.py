@@ -184,7 +184,7 @@ def start(
         for what, root, command in (
             ("models ", settings.model_root, "models add NAME --folder FOLDER"),
             ("texts  ", settings.corpus_root, "corpora add NAME --file FILE"),
-        ):  # a root that is mistyped is made like any other: say that it is new
+        ):  # a mistyped root is created like any other, so say that it is new
             output.say(f"{what}  below {root}{' (a new folder)' if root in new else ''}: permille {command}")
         output.say("Ctrl-C stops it.")
 
@@ -216,11 +216,11 @@ for _entry in entry_points(group="permille.commands"):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the return value is the exit code."""
+    """Run one command, and return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         app(args=arguments, prog_name="permille")
-    except InputError as exc:  # of commands that work on files alone
+    except InputError as exc:  # raised by commands that only work on files
         _show_error(CommandError(str(exc), Exit.REFUSED), as_json="--json" in arguments)
         return int(Exit.REFUSED)
     except CommandError as exc:

@@ -41,7 +41,7 @@ class Output:
             for name, rows in records_in(answer).items():
                 self.console.print(f"\n[bold]{name}[/bold]")
                 lines = [flat(row) for row in rows]
-                columns = [column for column in lines[0] if column != "media_type"]  # the role says it
+                columns = [column for column in lines[0] if column != "media_type"]  # the role tells the same
                 self.console.print(table_of(lines, columns))
 
     def say(self, text: str) -> None:
@@ -58,12 +58,12 @@ def make_output(*, as_json: bool) -> Output:
     """Make an output with tables on stdout and errors on stderr."""
     console = PlainConsole()
     if not console.is_terminal:
-        console = PlainConsole(width=WIDE)  # a pipe has no edge: ids must not be cut
+        console = PlainConsole(width=WIDE)  # a pipe has no width, so ids are not cut
     return Output(as_json=as_json, console=console, errors=PlainConsole(stderr=True))
 
 
 def print_json(answer: Any) -> None:
-    """Print one JSON document on stdout, in ASCII: a terminal obeys some of the other characters."""
+    """Print one JSON document on stdout, in ASCII, because a terminal executes some other characters."""
     sys.stdout.write(json.dumps(answer, indent=2) + "\n")
 
 
@@ -104,7 +104,7 @@ def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
 
 
 class Follower:
-    """The progress of a job as events come: on a bar, or in a pipe as lines.
+    """The progress of a job from its events, as a bar, or in a pipe as lines.
 
     Example:
         mask: fisher 9/32: 29 % done, 3 min left
@@ -133,7 +133,7 @@ class Follower:
             self._console.print(line, markup=False, highlight=False)
 
     def _left_s(self, at: float, done: float) -> float | None:
-        """Estimate the time left by the pace since the first event; of a build, which does not say it."""
+        """Estimate the time left from the pace since the first event. Builds do not report a time left."""
         if self._first is None:
             self._first = (at, done)
         begun, first = self._first

@@ -15,7 +15,7 @@ LOOKED_THROUGH = 1000
 """Number of the newest records that are searched."""
 _KEYS = {"packages": "digest", "runs": "run_id"}
 _SHOWN = 5
-# An unset shell variable is not a way to say "the only one"; `mask_` is, for the only mask.
+# An empty text is often an unset shell variable, so it must not match the only record. `mask_` matches it.
 _NO_BEGINNING = ("", "sha256:")
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Options before the command."""
+    """The options before the command."""
 
     url: str | None = None
     token: str | None = None
@@ -31,7 +31,7 @@ class Place:
 
     @property
     def folder(self) -> Path:
-        """The data folder: named, or `permille` below the user's data."""
+        """The data folder: the named one, or `permille` below the user's data folder."""
         base = os.environ.get("XDG_DATA_HOME")
         return self.data_dir or (Path(base) if base else Path.home() / ".local" / "share") / "permille"
 
@@ -44,21 +44,21 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A client and where its answers go."""
+    """A client, and the output for its answers."""
 
     client: "Client"
     output: Output
     ca_file: Path | None
 
     def id_of(self, collection: str, text: str) -> str:
-        """The id that a name or a beginning means. Raises CommandError."""
+        """Return the id for a name or for the beginning of an id. Raises CommandError."""
         return resolve(self.client, collection, text)
 
 
 @contextmanager
 def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
-    """Open a session. Raises CommandError when URL or token are missing."""
-    from permille_service.cli.client import Client  # it takes a tenth of a second, which help need not
+    """Open a session. Raises CommandError if URL or token are missing."""
+    from permille_service.cli.client import Client  # takes a tenth of a second, which would delay `--help`
 
     place = context.ensure_object(Place)
     url = place.url or _first_line(place.folder / "service.url")

@@ -15,7 +15,7 @@ from rich.table import Table
 _ID = re.compile(r"[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# The first ten characters of an id's second part are its milliseconds; two of one table may share them.
+# The first ten characters after the prefix of an id are its milliseconds. Two rows may share them.
 _SHORT = {_ID: len("_") + 10, _DIGEST: len("sha256:") + 12, _UUID: 8}
 _SUFFIX = re.compile("_(id|at|bytes|fraction)$")
 _WORD = 24
@@ -33,7 +33,7 @@ def table_of(rows: Sequence[Row], columns: Sequence[str], *, now: datetime | Non
         table.add_column(
             _SUFFIX.sub("", column.rpartition(".")[2]),
             overflow="fold",
-            # What is copied as one word stays one; sentences and long names give way.
+            # Do not wrap values that people copy as one word. Wrap sentences and long names instead.
             no_wrap=all(len(str(value)) <= _WORD and " " not in str(value) for value in values),
         )
     for i in range(len(rows)):

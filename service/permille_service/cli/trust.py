@@ -145,7 +145,7 @@ def sign(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sign a draft, without network, and show what it says.
+    """Sign a draft, without network, and show its contents.
 
     Example:
 

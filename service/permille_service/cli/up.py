@@ -103,7 +103,7 @@ def run(
         raise CommandError(str(exc), Exit.FAILED) from exc
     with _only_one(settings.data_dir):
         url_path = settings.data_dir / "service.url"
-        for stale in (url_path, port_file):  # of an earlier run: who waits for a file must not read it
+        for stale in (url_path, port_file):  # files of an earlier run, which a waiting program must not read
             if stale is not None:
                 stale.unlink(missing_ok=True)
         environment = environment_of(settings)
@@ -113,13 +113,14 @@ def run(
             url = _wait_for_url(url_path, started[0])
             port = int(url.rpartition(":")[2])
             _wait_for_health(settings, local_url(settings, port), started[0])
-            environment["PERMILLE_PORT"] = str(port)  # when it starts again, it is found where it was
+            environment["PERMILLE_PORT"] = str(port)  # after a restart, clients find it at the same port
             if with_worker:
                 started.append(
                     Supervised(name="worker", start=lambda: _start("permille_workers", environment))
                 )
             with _asked_to_end() as asked:
-                announce(url)  # before the port: who waits for that prints its own lines
+                # Before the port file: a program that waits for that file then prints lines of its own.
+                announce(url)
                 if port_file is not None:
                     write_atomic(port_file, f"{port}\n".encode())
                 while not asked:
@@ -152,7 +153,7 @@ def _only_one(data_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _asked_to_end() -> Iterator[list[int]]:
-    """The signals that asked for the end, while they are caught."""
+    """Catch the signals that ask for the end, and yield a list of those received."""
     asked: list[int] = []
 
     def ask(number: int, _: FrameType | None) -> None:
@@ -169,7 +170,7 @@ def _asked_to_end() -> Iterator[list[int]]:
 def stop(
     processes: Sequence[subprocess.Popen[Any]], within_s: float, number: signal.Signals = signal.SIGTERM
 ) -> None:
-    """Signal processes, the last one first, and kill those that still run after `within_s`."""
+    """Send a signal to the processes, the last one first. Kill those that still run after `within_s`."""
     for process in reversed(processes):
         if process.poll() is None:
             process.send_signal(number)
@@ -183,7 +184,7 @@ def stop(
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    """The environment of both processes: the caller's, and every setting."""
+    """Return the environment of both processes: the caller's, and every setting."""
     environment = dict(os.environ)
     for name, value in settings.model_dump(exclude_none=True).items():
         plain = value.get_secret_value() if isinstance(value, SecretStr) else value
@@ -205,7 +206,7 @@ def _start(module: str, environment: Mapping[str, str]) -> subprocess.Popen[byte
 
 
 def end_with_parent() -> None:
-    """Ask Linux, in the child, for a SIGTERM when `permille up` itself is killed."""
+    """Ask Linux, in the child, to send SIGTERM when `permille up` is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -228,7 +229,7 @@ def _wait_for_health(settings: Settings, url: str, api: Supervised) -> None:
             return
         except httpx.ConnectError as exc:
             if settings.tls_certificate and "CERTIFICATE" in str(exc).upper():
-                return  # it answers; whether its certificate names this address is for its clients to say
+                return  # It answers. Clients check whether its certificate names this address.
         except httpx.TransportError:
             continue
     raise CommandError(f"The API does not answer after {START_S:.0f} s. Try again.", Exit.RETRY)

@@ -441,14 +441,14 @@ def _reaches_hub() -> bool:
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return False
     try:
-        # Asked here, because the job would try for long before it failed.
+        # Check the hub now, because the job would retry for minutes before it fails.
         return httpx.head(HUB, timeout=HUB_TIMEOUT_S, follow_redirects=True).is_success
     except httpx.HTTPError:
         return False
 
 
 def included_corpus() -> Path:
-    """Find the public text that comes with the package; in a checkout it is the example's."""
+    """Return the public text of the installed package, or in a checkout the text of the example."""
     places = (
         Path(__file__).with_name("corpus.jsonl.gz"),
         Path(__file__).parents[3] / "examples" / "corpus.jsonl.gz",
@@ -460,7 +460,7 @@ def included_corpus() -> Path:
 
 
 def _linked(source: Path, place: Path) -> Path:
-    """Give a file or folder a place below the work folder: the service's roots hold nothing else."""
+    """Link a file or folder below the work folder, so that the service's roots contain nothing else."""
     shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
     place.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
@@ -478,7 +478,7 @@ def _link(source: str, place: str) -> None:
 
 
 def _train(request: Request, programs: Programs, *, quiet: bool) -> bool:
-    """Train; return whether the result is the model in use. Raises CommandError without a personal model."""
+    """Train, and return whether the result was adopted. Raises CommandError if there is no personal model."""
     texts = map(str, request.texts)
     code = programs.show_agent("train", *texts, *request.training, quiet=quiet)
     if code == KEPT_BASE and programs.agent("status")["active"]["personal"]:
@@ -514,7 +514,7 @@ def _export(request: Request, programs: Programs, say: Callable[[str], None]) ->
     try:
         programs.agent("export", str(folder), "--format", "gguf")
     except CommandError as exc:
-        # The agent's commands answer in words, so the message is the only sign of this error.
+        # The exit code is the same for all refusals, so only the message shows this error.
         if "personal change" not in str(exc):
             raise
         say("   The change is too small for the file's own codes: writing Q8_0.")

@@ -39,7 +39,7 @@ class Programs:
 
     Attributes:
         work: holds `cloud` and `device`.
-        tell: is called with each command as a person would type it.
+        tell: receives each command, as a person would type it.
 
     Example:
         >>> programs = Programs(work=Path("/var/tmp/personal"))
@@ -52,24 +52,24 @@ class Programs:
 
     @property
     def cloud(self) -> Path:
-        """The service's data folder."""
+        """The data folder of the service."""
         return self.work / "cloud"
 
     @property
     def device(self) -> Path:
-        """The agent's home."""
+        """The home folder of the agent."""
         return self.work / "device"
 
     @contextmanager
     def service(self, *, models: Path, corpora: Path) -> Iterator[str]:
-        """Run API and worker on a free port of loopback; yields the URL.
+        """Run API and worker on a free port of loopback, and yield the URL.
 
         Args:
             models: folder below which models may be registered.
             corpora: folder below which texts may be registered.
 
         Raises:
-            CommandError: it did not start; its last words are in the message.
+            CommandError: the service did not start. The message has its last output.
         """
         self.work.mkdir(mode=0o700, parents=True, exist_ok=True)
         port_file, log = self.work / "port", self.work / "service.log"
@@ -91,36 +91,39 @@ class Programs:
                 stop([process], STOP_S)
 
     def permille(self, *arguments: str) -> Any:
-        """Run one command of the operator; its JSON answer. Raises CommandError."""
+        """Run one command of the operator, and return its JSON answer. Raises CommandError."""
         self.tell(f"permille {' '.join(arguments)}")
         return _answer((*PERMILLE, "--data-dir", str(self.cloud), *arguments, "--json"), {})
 
     def follow(self, job_id: str, *, quiet: bool = False) -> None:
-        """Wait for a job; its progress and the time left are shown on standard error unless `quiet`.
+        """Wait for a job. Show its progress and the time left on standard error, unless `quiet`.
 
         Raises:
-            CommandError: it did not succeed.
+            CommandError: the job did not succeed.
         """
         if quiet:
             self.permille("jobs", "watch", job_id)
             return
         command = (*PERMILLE, "--data-dir", str(self.cloud), "jobs", "watch", job_id)
-        # Not SIGINT: its words about a job that runs on are for an operator, whose service stays.
+        # Not SIGINT: its message says that the job continues, but here the service stops, too.
         code = _wait(start(command, {}, stdout=subprocess.DEVNULL, stderr=None), signal.SIGTERM)
         if code:
             raise CommandError(f"The build did not succeed (job {job_id}). See above.", Exit.FAILED)
 
     def agent(self, *arguments: str, may_end_with: Sequence[int] = (0,)) -> Any:
-        """Run one command of the device; its JSON answer.
+        """Run one command of the device, and return its JSON answer.
 
         Raises:
-            CommandError: it ended with another exit code.
+            CommandError: the command ended with an unexpected exit code.
         """
         self.tell(f"permille-agent {' '.join(arguments)}")
         return _answer((*AGENT, *arguments, "--json"), self._home, may_end_with)
 
     def show_agent(self, *arguments: str, quiet: bool = False) -> int:
-        """Run one command of the device for human eyes, only its errors where `quiet`; its exit code."""
+        """Run one command of the device with output for people, and return its exit code.
+
+        If `quiet`, only errors are shown.
+        """
         self.tell(f"permille-agent {' '.join(arguments)}")
         printed = subprocess.DEVNULL if quiet else None
         options = ("--json",) if quiet else ()
@@ -140,7 +143,8 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start Python with `arguments` as a child that ends with this process.
 
-    Settings of another service (`PERMILLE_URL` and the like) are kept from it, unless `environment` has them.
+    The child does not inherit `PERMILLE_` variables, which may belong to another service. `environment` adds
+    variables.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PERMILLE_")}
     return subprocess.Popen(
@@ -180,7 +184,7 @@ def _error_in(printed: str, errors: str) -> str:
 
 
 def _exit_of(code: int) -> Exit:
-    """Read a child's exit code; both command lines count refused input and interrupts alike."""
+    """Return the exit code of a child as `Exit`. Both command lines have the same codes."""
     return Exit(code) if code in (Exit.USAGE, Exit.REFUSED, Exit.RETRY, Exit.INTERRUPTED) else Exit.FAILED
 
 

@@ -47,7 +47,7 @@ def sign(service: Service, session: Session, repository: Repository, row: tables
     listed = repository.target(path)
     if offer is not None:
         repository.list_rollout(row.release, row.alias, offer.to_document())
-    elif listed is not None and listed.custom["rollout"] == row.id:  # else a later one has begun
+    elif listed is not None and listed.custom["rollout"] == row.id:  # else a later rollout has begun
         repository.drop(path)
     rollouts.signed(row)
 
@@ -65,7 +65,7 @@ def _finish(session: Session, repository: Repository, row: tables.Rollout) -> No
     """Point the alias at the version. Devices then no longer need the rollout's record."""
     if not _is_where_it_was(session, row):
         return
-    with suppress(ConflictError):  # yanked at the last moment: devices stay with the alias of before
+    with suppress(ConflictError):  # yanked at the last moment: the alias stays where it is
         releases.set_alias(
             session, tenant_id=row.tenant_id, name=row.release, alias=row.alias, version=row.version
         )

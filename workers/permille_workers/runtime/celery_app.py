@@ -1,4 +1,4 @@
-"""The Celery worker, which is told of jobs by a broker.
+"""The Celery worker, which gets messages about jobs from a broker.
 
 A message only says that a job exists, and is acknowledged on arrival. The rows decide which job runs next.
 This may be another job than the message names, since a client can fill the queue in any order. Jobs run in

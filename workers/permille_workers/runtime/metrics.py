@@ -32,11 +32,11 @@ _SWEPT = Counter(
     ("state",),
 )
 for _state in ("queued", "dead", "cancelled"):
-    _SWEPT.labels(_state)  # there from the beginning, so that an increase is seen
+    _SWEPT.labels(_state)  # Prometheus sees an increase only if the counter existed before
 
 
 def count_sweep(report: SweepReport) -> None:
-    """Count what a sweep ended."""
+    """Count the attempts that a sweep ended."""
     _SWEPT.labels("queued").inc(report.requeued)
     _SWEPT.labels("dead").inc(report.died)
     _SWEPT.labels("cancelled").inc(report.cancelled)

@@ -34,8 +34,8 @@ CHILD_COMMAND = (sys.executable, "-P", "-m", "permille_workers.runtime.child")
 CANCEL_GRACE_S = 10.0  # a job that was asked to stop is killed after this
 _TAIL_LINES = 40
 _LAST_WORDS_S = 5.0
-_TOLD_BY_CHILD = (JobState.SUCCEEDED, JobState.FAILED)  # of this attempt: nobody else ends a job so
-# Libraries must neither paint bars into the diagnosis nor tell anyone what runs here.
+_TOLD_BY_CHILD = (JobState.SUCCEEDED, JobState.FAILED)  # only the child's attempt ends a job in these states
+# Libraries must not write progress bars into the log, nor send telemetry.
 _QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 _log = logging.getLogger(__name__)

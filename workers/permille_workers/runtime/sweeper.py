@@ -33,9 +33,10 @@ from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
 
-_ENOUGH_MESSAGES = 100  # each wakes a worker, whichever job it names: more would only fill the broker
-_UNFINISHED_BLOB_S = 86_400.0  # what a killed writer left; a living one has written within a day
-_LOOK_S = 60.0  # how often to look whether it is time to collect, and whether the clock has gone back
+_ENOUGH_MESSAGES = 100  # each message wakes a worker for any job, so more would only fill the broker
+# A file of this age was left by a killed writer: a living one writes at least once a day.
+_UNFINISHED_BLOB_S = 86_400.0
+_LOOK_S = 60.0  # time between two checks for a due collection, and for a clock that went back
 _BUCKET_EVERY_S = 60.0  # each listing of a bucket is paid for
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Sweeper:
         rows = Outage(_log, "cannot sweep, database or disk is out of reach")
         blobs = Outage(_log, "cannot sweep, database, disk or bucket is out of reach")
         threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
-        # Not in the sweep: a receiver that is slow must not hold rollouts up.
+        # Apart from the sweep, so that a slow receiver does not delay rollouts.
         threading.Thread(target=self.run_webhooks, name="webhooks", daemon=True).start()
         while not self.shutdown.asked.wait(self.settings.sweep_s):
             if time.monotonic() >= clock_due and _try_step(self._pull_back, rows):
@@ -89,7 +90,7 @@ class Sweeper:
         count_sweep(report)
         if report.requeued or report.died or report.cancelled:
             _log.info("swept expired leases: %s", report)
-        rounds.sweep(self.db)  # workers are told of the jobs that this adds by what follows
+        rounds.sweep(self.db)  # the next step sends the messages for the jobs that this adds
         self._resend()
         rollouts.sweep(self.db)
         with self.db.write() as session:
@@ -118,7 +119,7 @@ class Sweeper:
         while every_s and not self.shutdown.asked.wait(min(every_s, _LOOK_S)):
             try:
                 turn = take_turn(self.db, every_s)
-            except DBAPIError as exc:  # a full disk, perhaps: then it is most needed
+            except DBAPIError as exc:  # perhaps a full disk, and then the collection is needed most
                 _log.warning("cannot note whose turn it is to collect: %s", exc)
                 turn = time.monotonic() - own >= every_s
             if turn:
@@ -128,17 +129,18 @@ class Sweeper:
     def _collect(self) -> None:
         try:
             rules.apply_all(self.db)
-        except DBAPIError as exc:  # a full disk, perhaps: the collection makes room
+        except DBAPIError as exc:  # perhaps a full disk, and the collection frees space
             _log.warning("cannot apply retention rules: %s", exc)
         try:
             with self.db.read() as session:
-                if not references(session):  # perhaps a new database beside old blobs: who asks decides
+                # No references: perhaps a new database with old blobs, which only an operator may delete.
+                if not references(session):
                     return
             found = collect(self.db, self.blobs, self.settings)
         except (DBAPIError, OSError, PermilleError) as exc:
             _log.warning("cannot collect, database or blob store is out of reach: %s", exc)
             return
-        except Exception:  # noqa: BLE001 - the next one may
+        except Exception:  # noqa: BLE001 - the next collection may succeed
             _log.exception("cannot collect")
             return
         if found.removed:
@@ -162,7 +164,7 @@ def _try_step(work: Callable[[], object], outage: Outage) -> bool:
     except (DBAPIError, OSError, PermilleError) as exc:
         outage.note(exc)
         return False
-    except Exception:  # noqa: BLE001 - what killed workers hold waits for this thread
+    except Exception:  # noqa: BLE001 - this thread must go on, or jobs of killed workers wait for ever
         _log.exception("cannot sweep")
         return False
     outage.note(None)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PROCESS_BYTES = 512 << 20  # interpreter, torch and what it keeps for itself
-_HIDDEN_SHARE = 4  # of the memory, one part for hidden states of a model that is streamed
+_PROCESS_BYTES = 512 << 20  # the interpreter and torch
+_HIDDEN_SHARE = 4  # one part in four of the memory holds hidden states of a streamed model
 
 
 def open_torch_model(
@@ -34,7 +34,7 @@ def open_torch_model(
     """Open a model for sequences of this length. A model that exceeds the memory is read layer by layer.
 
     Args:
-        dtype_name: the precision; None for that of the settings.
+        dtype_name: the precision. None means the precision of the settings.
 
     Raises:
         InputError: as `load_model`.

@@ -131,10 +131,10 @@ def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, 
 
 
 class _Shown(Mapping[str, NDArray[np.float32]]):
-    """The numbers that the report is about, computed one tensor at a time.
+    """The numbers that the report describes, computed one tensor at a time.
 
-    If there are scores, they are these, with 0 for each weight that is 0, because a mask never selects such a
-    weight. Otherwise they are the absolute weights.
+    These are the scores if there are any. A weight of 0 then has score 0, because a mask never selects it.
+    Without scores, they are the absolute weights.
     """
 
     def __init__(self, weights: Tensors, scores: Tensors | None) -> None:

@@ -16,7 +16,7 @@ from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import open_parent, publishes_package
 from permille_workers.tasks.sources import Sampling, open_corpus, versions
 
-_TRAINED = 0.95  # of the time
+_TRAINED = 0.95  # share of the job's time until training ends
 
 
 def run(context: TaskContext, request: PoolingCreate) -> Publish:

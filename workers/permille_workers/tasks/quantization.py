@@ -1,7 +1,7 @@
 """The quantization job: it writes the codes of the linear weights, all other tensors, and a report.
 
-The report has the error that the codes make. Most schemes need the weights alone. auto-round also needs a
-corpus, and calibrates all layers in one go (ADR 13).
+The report has the errors of the codes. Most schemes need only the weights. auto-round also needs a corpus,
+and calibrates all layers in one run (ADR 13).
 """
 
 import importlib.util

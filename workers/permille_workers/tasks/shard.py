@@ -28,7 +28,7 @@ _PLAN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Sequences of a corpus, where they come from, and what reading it met."""
+    """Sequences of a corpus, their source, and the report on reading the corpus."""
 
     tokens_NT: NDArray[np.int64]
     provenance: dict[str, JSON]
@@ -108,7 +108,7 @@ def _request(request: FisherMaskCreate, plan: str, shard: range, dtype: Dtype) -
 
 
 def _results(context: TaskContext) -> Mapping[tuple[str, int, str], str]:
-    """Digests of sums by plan, first sequence and dtype; of two, the newer."""
+    """Return the digests of sums, the newest for each plan, first sequence and dtype."""
     with context.db.read() as session:
         found = claims.results_of_parts(session, context.claim)
     asked = [(ShardRequest.model_validate(dict(payload)), digest) for payload, digest in found]
@@ -116,7 +116,7 @@ def _results(context: TaskContext) -> Mapping[tuple[str, int, str], str]:
 
 
 def _store(shared: BlobFolder, drawn: Drawn) -> str:
-    """Digest of a description beside the tokens, which are little-endian uint32."""
+    """Store the tokens as little-endian uint32, and their description. Return its digest."""
     described = {
         "shape": list(drawn.tokens_NT.shape),
         "tokens": shared.put_bytes(drawn.tokens_NT.astype("<u4").tobytes()),

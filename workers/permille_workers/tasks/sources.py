@@ -1,7 +1,7 @@
 """Inputs of jobs: the folder of a registered model, the texts of a registered corpus.
 
-The first job that reads a model stores the digest of its files; a later job refuses a folder whose files have
-changed, so that a mask, a quantization and the values of one package come from the same weights.
+The first job that reads a model stores the digest of its files. A later job refuses a folder whose files have
+changed. So the mask, the quantization and the values of a package come from the same weights.
 """
 
 from collections.abc import Callable, Iterator

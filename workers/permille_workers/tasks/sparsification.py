@@ -42,15 +42,15 @@ from permille_workers.tasks.sources import (
     versions,
 )
 
-_READ, _BEFORE_STEPS, _PRUNED = 0.03, 0.3, 0.95  # of the time
+_READ, _BEFORE_STEPS, _PRUNED = 0.03, 0.3, 0.95  # shares of the job's time
 
 
 def run(context: TaskContext, request: SparsificationCreate) -> Publish:
     """Make a model sparse.
 
     Raises:
-        InputError: the model is as sparse already, the pattern does not divide its rows, the text is too
-            short, or the name was taken meanwhile.
+        InputError: the model is already that sparse, the pattern does not divide its rows, the text is too
+            short, or another model has taken the name in the meantime.
         RetryableError: the hub or the data set cannot be reached.
     """
     context.progress(0.0, "opening the model")
@@ -92,7 +92,7 @@ class _Sparse:
 
 
 def _made(context: TaskContext, model: SourceModel, request: SparsificationCreate) -> _Sparse:
-    """Draw rows of the corpus, make the model in the work folder, say what it cost."""
+    """Draw rows of the corpus, make the model in the work folder, and report its cost."""
     from permille.models.loading import FileTokenizer
 
     corpus = open_corpus(context, request.corpus_id)
@@ -161,7 +161,7 @@ def _pruned(
     text: PruningText,
     trained_MT: NDArray[np.int64] | None,
 ) -> tuple[Path, PruningReport, float | None]:
-    """Prune, and fine-tune where asked: the sparse model, what pruning lost, and the loss at the end."""
+    """Prune, and fine-tune if requested. Return model, report of pruning, and final loss or None."""
     from permille.models.loading import load_model
     from permille.pruning.recovery import recover_model
     from permille.quantization.perplexity import perplexity
@@ -207,7 +207,7 @@ def _recovery_fields(recovery: Recovery) -> dict[str, JSON]:
 
 
 def _row(name: str, rows: Sequence[LinearReport]) -> dict[str, object]:
-    """The share of zeros, and the error `|(W - W') X| / |W X|`, of linears together."""
+    """Return the share of zeros of several linears together, and their error `|(W - W') X| / |W X|`."""
     error, norm = math.fsum(row.error for row in rows), math.fsum(row.norm for row in rows)
     return {
         "name": name,
@@ -237,7 +237,7 @@ def _install(made: Path, final: Path, *, mark: str) -> None:
     incoming = final.parent / f".{mark}"
     shutil.rmtree(incoming, ignore_errors=True)
     with suppress(FileNotFoundError):
-        os.utime(final)  # young again: no collection takes it before it is named
+        os.utime(final)  # look new, so that no collection removes it before a row names it
         return
     shutil.copytree(made, incoming, copy_function=_link)
     fsync_folder(incoming)
