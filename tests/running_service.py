@@ -38,7 +38,8 @@ class Running:
 
     def client(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.token}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=30.0, trust_env=False)
+        # Longer than the service waits for its database, so that a test sees the service's own error.
+        return httpx.Client(base_url=self.url, headers=headers, timeout=90.0, trust_env=False)
 
     def permille(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return permille("--data-dir", str(self.data_dir), *arguments)
@@ -105,11 +106,11 @@ def _limit_files(files: int) -> None:
 
 def _first_document(process: subprocess.Popen[str]) -> dict[str, Any]:
     if process.stdout is None:
-        raise RuntimeError("expected a pipe")
+        raise RuntimeError("The service has no pipe to read its address from.")
     lines: list[str] = []
     for line in process.stdout:
         lines.append(line)
         if line.rstrip() == "}":
             document: dict[str, Any] = json.loads("".join(lines))
             return document
-    raise RuntimeError(f"expected the service to start, got {''.join(lines)!r}")
+    raise RuntimeError(f"The service did not start: {''.join(lines)!r}")
