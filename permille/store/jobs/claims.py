@@ -28,10 +28,10 @@ from permille.store.tables import Device, Instant, Job, Tenant
 # job that always fails costs little.
 BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
-# Most jobs sent in one transaction, which keeps it short. The next sweep sends the rest.
+# At most this many jobs are sent in one transaction, to keep it short. The next sweep sends the rest.
 _SENT_AT_ONCE = 100
 
-# Every caller filters by one device. It is in the order only so that PostgreSQL uses the index.
+# `device_id` is in ORDER BY only so that PostgreSQL uses the index. Callers filter by one device or job.
 _QUEUED = select(Job).where(transitions.IS_QUEUED).order_by(Job.device_id, Job.available_at, Job.id)
 _HELD = select(Job.tenant_id, Job.device_id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
 _DUE_AT = (
@@ -74,9 +74,8 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
     The order is fair between tenants. The tenant with the fewest running jobs comes first. Among
     equals, the tenant that has waited longest for its turn comes first. Within a tenant, the operators'
     jobs come before the jobs that check uploads of devices. Among devices, the same rule holds as
-    among tenants. A tenant that queues
-    many jobs therefore delays another tenant by at most one job per worker. Jobs that wait for
-    their parts are not queued: see `permille.store.jobs.parents`.
+    among tenants. A tenant that queues many jobs therefore delays another tenant by at most one job per
+    worker. Jobs that wait for their parts are not queued: see `permille.store.jobs.parents`.
 
     Example:
 
@@ -282,8 +281,8 @@ def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryabl
     """End the attempt with an error, and return the job's new state.
 
     An error that is not retryable ends the job as `failed`. A retryable error queues the job again
-    after a pause. After the last attempt the job is `dead`. If a cancel was requested, the job is
-    `cancelled`.
+    after a pause, ends it as `dead` after the last attempt, or ends it as `cancelled` if a cancel was
+    requested.
 
     Args:
         error: `type`, `message`, and details that help to find the cause.
@@ -347,8 +346,7 @@ def sweep(db: Database) -> SweepReport:
 def take_undispatched(session: Session, *, resend_after_s: float) -> list[str]:
     """Return the queued jobs to send to the broker, and mark them as sent.
 
-    These are jobs that were never sent, and jobs sent so long ago that the broker must have lost
-    the message.
+    These are jobs that were never sent, and jobs whose message was sent some time ago and may be lost.
     """
     at = now(session)
     query = (
@@ -431,10 +429,9 @@ SLACK: Final = timedelta(minutes=1)
 
 
 def pull_back(db: Database) -> int:
-    """Move the times of unfinished jobs back to now, if they lie in the future. Return the number of
-    jobs.
+    """Move the times of unfinished jobs back, if they lie in the future. Return the number of jobs.
 
-    If the clock was once a year ahead, jobs got times a year in the future. When the clock is right
+    Jobs get times in the future while the clock is ahead, for example by a year. When the clock is right
     again, these jobs would start, and their leases expire, only after a year. The sweeps of rounds
     and uploads correct their own times.
     """

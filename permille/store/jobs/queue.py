@@ -22,7 +22,7 @@ from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import Alias, Artifact, Job, JobEvent, Release
 
-# Most events in one answer. A client that needs more asks again, with the number of its last event.
+# At most this many events are in one answer. For more, a client sends the number of its last event.
 MAX_EVENTS = 1000
 _PART_IDS = select(Job.id).where(Job.parent_id == bindparam("parent_id")).order_by(Job.id)
 _PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # only these may have parts: skip the query for others
@@ -32,8 +32,8 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
     """Store a queued job and return it.
 
     If an earlier job of the same kind and payload used the same idempotency key, return that job.
-    The first child jobs of a build are stored with it. `find` may return an earlier job that computed
-    the same as a child. Then the child ends at once with the result of that job.
+    The first child jobs of a build are stored with it. `find` may return an earlier job with the
+    same request and inputs as a child. The child then ends at once with the result of that job.
 
     Raises:
         ConflictError: the key was used for another kind or payload.
@@ -53,8 +53,7 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
     except IntegrityError:
         # Another request inserted the same key at the same moment (PostgreSQL).
         earlier = find_submitted(session, new)
-        # Another constraint failed, not the key.
-        if earlier is None:
+        if earlier is None:  # no job has this key, so another constraint failed
             raise
         return earlier
     if new.kind == JobKind.BUILD:

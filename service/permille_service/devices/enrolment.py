@@ -120,7 +120,7 @@ def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
 )
 def create_device_token(body: DeviceTokenCreate, service: Served) -> DeviceToken:
     """Exchange a signed nonce for an access token. It is valid for one hour. Each nonce gives one token."""
-    # One answer for all reasons, so that a stranger cannot probe for devices.
+    # One answer for all reasons, so that a stranger learns nothing about keys and nonces.
     refusal = ApiError(ProblemType.UNAUTHENTICATED, "The nonce is old, or not signed by the device's key.")
     issued_at = _open_time(service, body.device_id, body.nonce)
     # Check in a read transaction first. SQLite allows one writer, and strangers must not block it.

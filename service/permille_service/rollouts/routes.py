@@ -79,7 +79,7 @@ def put_device_tags(device_id: DeviceId, body: TagsPut, service: Served, operato
 
 @router.post("/rollouts", status_code=201, responses=MADE_RESPONSES)
 def create_rollout(body: RolloutCreate, creating: Creating) -> Rollout:
-    """Bring a version to the devices of an alias wave by wave. The first wave opens at once, unless this is
+    """Bring a version, wave by wave, to the devices of an alias. The first wave opens at once, unless this is
     a draft."""
     service, operator = creating.service, creating.operator
 
@@ -148,12 +148,13 @@ def stop_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rol
 @router.post("/rollouts/{rollout_id}/revert", responses=documented(ProblemType.CONFLICT))
 def revert_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
     """Stop a rollout and undo it. The service publishes the earlier package as a new version, which all
-    devices install."""
+    devices install. If it lacks the key for that, devices go back to the earlier version."""
     return _change(service, operator, rollout_id, lambda session, _, row: rollouts.want_revert(session, row))
 
 
 def _resume(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
-    # Check now that the service can sign the end of the rollout. Otherwise the alias could never move.
+    # At the end of the rollout, the service points the alias at the version and signs that. Check now that
+    # it has the key.
     check_may_end(repository, row)
     rollouts.resume(session, row)
     sign(service, session, repository, row)

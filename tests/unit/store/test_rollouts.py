@@ -182,12 +182,12 @@ def test_only_the_next_wave_can_be_approved(db: Database, tenant_id: str, device
         row = session.get(Rollout, rollout.id)
         assert row is not None
         for wave in (1, 3):
-            with pytest.raises(ConflictError, match=f"Wave {wave} is not the next one. Approve wave 2."):
+            with pytest.raises(ConflictError, match=rf"Wave {wave} is not the next one\. Approve wave 2\."):
                 rollouts.approve(row, wave)
         rollouts.approve(row, 2)
         row.wave = 2
         rollouts.approve(row, 3)  # a repeated request changes nothing
-        with pytest.raises(ConflictError, match="Wave 4 is not the next one. All waves are open."):
+        with pytest.raises(ConflictError, match=r"Wave 4 is not the next one\. All waves are open\."):
             rollouts.approve(row, 4)
 
 

@@ -1,6 +1,7 @@
 """Periodic maintenance.
 
-Every worker regularly sweeps expired leases, builds, rounds, lost messages, old uploads and old folders.
+Every worker regularly takes back jobs whose lease has expired, advances builds, rounds and rollouts, sends
+lost messages again, and deletes expired tokens, old uploads and old folders.
 Once an hour by default, one of the workers applies the retention rules and deletes unreferenced blobs.
 """
 
@@ -81,7 +82,7 @@ class Sweeper:
 
     def _pull_back(self) -> None:
         if moved := pull_back(self.db):
-            _log.warning("the clock has gone back: %d jobs count from now on", moved)
+            _log.warning("the clock has gone back: moved the times of %d jobs back to now", moved)
 
     def _sweep_rows(self) -> None:
         with self.db.read() as session:
@@ -90,7 +91,7 @@ class Sweeper:
         count_sweep(report)
         if report.requeued or report.died or report.cancelled:
             _log.info("swept expired leases: %s", report)
-        rounds.sweep(self.db)  # the next step sends the messages for the jobs that this adds
+        rounds.sweep(self.db)  # this may add jobs, whose messages `_resend` sends
         self._resend()
         rollouts.sweep(self.db)
         with self.db.write() as session:

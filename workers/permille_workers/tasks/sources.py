@@ -70,7 +70,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """Token sequences [N, T] of a corpus, and a report on reading it: its rows, and bad rows by reason."""
+    """Token sequences [N, T] of a corpus, and a report: how many rows were read, and bad rows by reason."""
 
     tokens_NT: NDArray[np.int64]
     read: dict[str, object]
@@ -198,7 +198,7 @@ def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
 def evaluation_sequences(
     tokenizer: Tokenizer, corpus: SourceCorpus, wanted: Sampling
 ) -> tuple[Sequences, bool]:
-    """Return sequences for evaluation, and whether all of them lie after the first `wanted.skip`.
+    """Return sequences for evaluation, and whether none is among the corpus's first `wanted.skip` sequences.
 
     If the corpus is too small, halve the number of sequences. As a last resort, start at the first sequence,
     which the job may have used already.
