@@ -29,27 +29,27 @@ EngineOption = Annotated[
     typer.Option(
         "--engine",
         envvar="PERMILLE_AGENT_ENGINE",
-        help="What computes. Auto takes light, which needs no torch, if it knows the model.",
+        help="Engine that computes. Auto takes light, which needs no torch, if light supports the model.",
         rich_help_panel=COMPUTING,
     ),
 ]
 
 TEXT_FILES = ".txt, .md, .jsonl, .html, .eml, .mbox, .pdf, .docx, ChatGPT's conversations.json"
-UNWRAPPED = 4096  # columns, where there is no terminal
+UNWRAPPED = 4096  # width in columns of output that goes to no terminal
 
 
 class ExitCode(IntEnum):
     """Exit codes of `permille-agent`, which scripts may rely on."""
 
     OK = 0
-    BUG = 1
-    USAGE = 2
+    BUG = 1  # as Python exits after an uncaught exception
+    USAGE = 2  # as typer exits after wrong arguments
     INPUT_REFUSED = 3
     PACKAGE_REFUSED = 4
     TRY_LATER = 5
     OPERATOR = 6
     KEPT_BASE = 7
-    INTERRUPTED = 130
+    INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 EXIT_CODE_HELP = (
@@ -103,9 +103,9 @@ def show(
 
     Args:
         document: the names and values to print.
-        as_json: print JSON, as `--json` asks.
-        render: prints the readable form.
-        then: the command that usually comes next.
+        as_json: whether to print JSON.
+        render: function that prints the readable form.
+        then: command that the user probably needs next. The table of two columns ends with it.
     """
     if as_json:
         echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False, default=str))
@@ -118,8 +118,8 @@ def show(
     table.add_column()
     table.add_column(overflow="fold")
     for key, value in document.items():
-        told = decimal(value) if isinstance(value, int) and key.endswith("bytes") else _words(value)
-        table.add_row(key.removesuffix("_bytes").replace("_", " "), Text(told))
+        words = decimal(value) if isinstance(value, int) and key.endswith("bytes") else _words(value)
+        table.add_row(key.removesuffix("_bytes").replace("_", " "), Text(words))
     console.print(table)
     if then:
         console.print(f"next: {then}", highlight=False)
@@ -128,7 +128,8 @@ def show(
 def _words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, Mapping):  # of a list: a block of lines, and an empty one
+    if isinstance(value, Mapping):
+        # Mappings are items of lists. The empty line separates an item from the next one.
         lines = [f"{key.replace('_', ' ')}: {_words(part)}" for key, part in value.items()]
         return "\n".join([*lines, ""])
     if isinstance(value, list | tuple):
@@ -141,6 +142,7 @@ def show_error(error: PermilleError, *, as_json: bool) -> None:
     code = exit_code_of(error)
     if as_json:
         document = {"error": {"kind": code.name.lower(), "message": str(error), "exit_code": int(code)}}
+        # Standard output stays empty, so a script never parses an error as a result.
         echo(json.dumps(document, indent=2), err=True)
     else:
         kind = "you must act" if code is ExitCode.OPERATOR else code.name.lower().replace("_", " ")
