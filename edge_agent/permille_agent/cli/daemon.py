@@ -107,8 +107,9 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
 
       permille-agent policy
 
-    To change the policy, write policy.toml in the agent's home folder. Possible entries: hours = ["22:00-07:00"],
-    require_ac = true, min_battery = 50, max_load = 0.5, minutes_per_day = 60, minutes_per_run = 30.
+    To change the policy, write policy.toml in the agent's home folder. Possible entries:
+    hours = ["22:00-07:00"], require_ac = true, min_battery = 50, max_load = 0.5, minutes_per_day = 60,
+    minutes_per_run = 30.
     """
     from permille_agent.daemon.policy import decide, read_machine, read_policy
     from permille_agent.daemon.state import read_daemon_state

@@ -19,7 +19,7 @@ from permille_agent.state.lock import lock_holder
 
 LINE_COLUMNS = 79
 WRITE_EVERY_S = 1.0
-PRINT_EVERY_S = 30.0  # where the output is no terminal
+PRINT_EVERY_S = 30.0  # for output that is not a terminal
 
 
 class RunProgress(Protocol):
@@ -98,10 +98,10 @@ def read_progress(home: Home) -> Standing | None:
 
 
 class LiveProgress:
-    """Progress that is written to `progress.json`, and to a console as one line.
+    """Writes progress to `progress.json` and to a console.
 
-    A terminal's line is replaced. Other output gets a new line every 30 seconds. The caller holds the
-    writers' lock.
+    A terminal shows one line that is replaced. Other output gets a new line every 30 seconds. The caller
+    holds the writers' lock.
     """
 
     def __init__(self, home: Home, console: Console | None = None) -> None:
@@ -131,6 +131,7 @@ class LiveProgress:
     def step(self, done: int, total: int, loss: float) -> None:
         """Count a step. The time left is estimated from the steps and evaluations so far."""
         now, before = time.monotonic(), self._standing
+        # A lower number of steps means that another descent has begun.
         if self._began is None or done <= before.step:
             self._began = (now, done)
         since, first = self._began

@@ -40,7 +40,7 @@ TRIAL_FACTOR = 3.0  # ratio of neighbouring learning rates
 MAX_TRIALS = 6  # bounds the time of a search that keeps extending its range
 
 
-class SearchFailed(PermilleError):  # noqa: N818 - an end of a run, reported as such
+class SearchFailed(PermilleError):  # noqa: N818 - a way for a run to end
     """No epsilon or step size works for this package and this text."""
 
 
@@ -117,12 +117,13 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
     start = STEP_NORM / step_spread(run.descent(seed=0, epsilon=epsilon).header)
     base_loss(run)
     losses: dict[int, float] = {}
-    wanted = [-1, 0, 1]
+    wanted = [-1, 0, 1]  # powers of `TRIAL_FACTOR`
     while wanted:
         for power in wanted:
             trial = partial(_trial, run, epsilon, start * TRIAL_FACTOR**power, trial_steps)
             found = run.folder.once(f"search-trial-{power}", LossFound, trial)
             losses[power] = math.inf if found.loss is None else found.loss
+        # Of equal losses, the smaller learning rate wins.
         best = min(losses, key=lambda power: (losses[power], power))
         edge = best - 1 if best == min(losses) else best + 1 if best == max(losses) else None
         wanted = [edge] if edge is not None and len(losses) < MAX_TRIALS else []
@@ -181,7 +182,8 @@ def step_spread(header: LogHeader) -> float:
 
 def _probe(run: Run, epsilon: float) -> Probe:
     g_N, error = np.asarray(_projected(run, epsilon)), 0.0
-    if run.options.estimator is not EstimatorKind.FORWARD:  # which is exact
+    # The forward mode is exact, so it has nothing to compare.
+    if run.options.estimator is not EstimatorKind.FORWARD:
         g2_N = np.asarray(_projected(run, 2 * epsilon))
         with np.errstate(invalid="ignore", divide="ignore"):
             error = float(np.linalg.norm(g_N - g2_N) / np.linalg.norm(g_N))
@@ -190,7 +192,7 @@ def _probe(run: Run, epsilon: float) -> Probe:
 
 
 def _projected(run: Run, epsilon: float) -> list[float]:
-    """Estimate the projected gradients at the base, on the first batches along the search's directions."""
+    """Estimate projected gradients at the base, on the first batches and along the search's directions."""
     seed = search_seed(run.options.seed, "probe")
     descent = run.descent(seed=seed, epsilon=epsilon, total_steps=PROBE_STEPS)
     s_K = np.zeros(run.package.k, dtype=np.int64)
