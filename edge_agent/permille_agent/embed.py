@@ -134,7 +134,7 @@ def personalise(
     folder: Path,
     start_K: NDArray[np.float32] | None = None,
 ) -> Personalised:
-    """Train like the agent, without a judgement on the test split and without an adoption.
+    """Train like the agent, but neither judge the result on the test split nor adopt it.
 
     The result has full strength. For example:
 

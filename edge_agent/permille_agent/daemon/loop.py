@@ -106,6 +106,7 @@ class Daemon:
         while not self._stop.is_set():
             if self._world.monotonic() >= next_poll:
                 next_poll = self._world.monotonic() + self.poll()
+            # After a training, poll at once to report its result.
             if self.train_if_wanted():
                 next_poll = self._world.monotonic()
                 continue
@@ -146,7 +147,7 @@ class Daemon:
     def train_if_wanted(self) -> bool:
         """Train if there is something new and the policy allows it. Return whether a training finished.
 
-        Training for a round (the device's part of it) goes before a personal run.
+        Training for a round comes before a personal run.
         """
         part, wanted = self._waiting_part(), self._wanted()
         if (part is None and wanted is None) or self._stop.is_set():
@@ -211,7 +212,7 @@ class Daemon:
             log.info("rounds: %d contributions sent, %d invitations", done.sent, done.invited)
 
     def exchange_meanwhile(self) -> bool:
-        """Exchange rounds during a training. Return whether it should stop for a part of a round."""
+        """Exchange rounds during a training. Return whether the training should stop for a round."""
         if self._world.monotonic() >= self._next_exchange:
             try:
                 with open_api(self._home, connection=self._world.connection) as api:
@@ -250,7 +251,7 @@ class Daemon:
         return None if wanted == read_daemon_state(self._home).trained else wanted
 
     def _take_part(self, policy: Policy, part: RoundPart) -> bool:
-        """Train a part of a round. Return whether it is ready to be sent."""
+        """Train for a round. Return whether the contribution is ready to be sent."""
         membership, number = part.membership, int(part.path.name)
         request = RoundRequest(
             federation=membership.path.name,
@@ -260,6 +261,7 @@ class Daemon:
         )
         log.info("round %d of %s starts", number, membership.path.name[:12])
         try:
+            # Leaving the federation erases this folder, which ends the training.
             with self._metered(policy, part.path.is_dir) as keep_going:
                 outcome = self._world.train_part(self._home, request, keep_going)
         except LockedError as exc:
@@ -306,10 +308,10 @@ class Daemon:
         return True
 
     def _training_failed(self, error: PermilleError, wanted: str) -> None:
-        """Plan another attempt if that may help. Otherwise wait for another package or other data."""
+        """Plan another attempt if it may help. Otherwise wait for another package or other data."""
         # An InputError may name the user's files, and these must not get into the system's log.
-        told = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
-        log.warning("training: %s: %s", type(error).__name__, told)
+        words = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
+        log.warning("training: %s: %s", type(error).__name__, words)
         if isinstance(error, ChildDiedError):
             with suppress(LockedError), hold_lock(self._home, "run"):
                 note_failure(self._home, error, now_s=self._world.now().timestamp(), is_crash=True)

@@ -30,7 +30,7 @@ from permille_agent.state.home import Home
 
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)|00:00-24:00", re.ASCII)
 LIMIT_BYTES = 64 << 10
-# No training starts near the end of the day's minutes, because loading the model would use them up.
+# Share of the day's minutes after which no training starts. Loading the model would use up the rest.
 LAST_START = 0.95
 
 

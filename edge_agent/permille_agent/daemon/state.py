@@ -16,7 +16,7 @@ class DaemonState:
     Attributes:
         day: local date of `seconds_used`.
         seconds_used: seconds of training on that day.
-        trained: key of the last finished training.
+        trained: fingerprint of the package and the data of the last finished training.
         failures: number of failed trainings in a row.
         not_before: Unix time of the next attempt after a failure.
         waiting_for: reasons against training now.

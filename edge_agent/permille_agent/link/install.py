@@ -38,7 +38,7 @@ SENTENCE = "the old baker opened the door and said good morning to the children 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """The line that the child reads, with its limits of memory and processor time."""
+    """The line that the child reads. It has the limits of memory and processor time."""
 
     blobs: Path
     digest: str
@@ -69,7 +69,9 @@ def install(home: Home, release: InstalledRelease, *, size_bytes: int) -> None:
     before = installed_release(home)
     if before == release:
         return
+    # Another version may have the same package, which was tried before.
     if before is None or before.manifest_digest != release.manifest_digest:
+        # Otherwise each poll of the daemon would try the broken package again.
         refused = read_releases(home).refused
         if refused is not None and refused.manifest_digest == release.manifest_digest:
             raise PackageError("package-trial", f"This package was refused before: {refused.reason}")
@@ -103,7 +105,7 @@ def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
         ) from exc
     if done.returncode != 0 or not done.stdout.endswith(b"\n"):
         got = f"its process ended with {done.returncode}"
-        raise PackageError("package-trial", f"The package cannot be tried within limits: {got}")
+        raise PackageError("package-trial", f"The trial of the package failed or exceeded a limit: {got}")
     answer = parse_record(done.stdout, _Answer, "the answer of a package's trial")
     if answer.code:
         raise PackageError(answer.code, answer.message)

@@ -1,7 +1,7 @@
 """Queue of reports to the service.
 
 - By default only metrics leave the device: numbers and enums in the closed schema of `permille.schemas.runs`.
-- A log or packed state is queued only with the user's consent. Withdrawing it removes all that wait.
+- A log or packed state is queued only with the user's consent. A withdrawal removes all that wait.
 - `reports/<run_id>.json` is the queue entry of a run, and later its receipt. A waiting log lies beside it.
 - `collect_reports` queues each finished run once. It also finds runs that ended just before a kill.
 """
@@ -34,9 +34,9 @@ class _WithdrawnError(Exception):
 
 
 class Delivery(StrEnum):
-    """Progress of one part of a report.
+    """Progress of the metrics or of the log of a report.
 
-    `FULL` means that the device's quota at the service is used up. The part is kept, and sent again when the
+    `FULL` means that the device's quota at the service is used up. The data is kept, and sent again when the
     user runs `permille-agent report`.
     """
 
@@ -143,7 +143,7 @@ def collect_reports(home: Home) -> int:
 
 
 def share_run(home: Home, name: str, form: LogForm, *, withdrawals: int) -> Delivery:
-    """Queue the log or state of a run that was reported without it. The user has agreed to it now.
+    """Queue the log or state of a run that was reported without it. The user has agreed to share it.
 
     The caller holds the writers' lock.
 
@@ -233,7 +233,7 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
 
 
 def queue_again(home: Home) -> None:
-    """Queue again all parts that exceeded the quota at the service. Called only for the user's command."""
+    """Queue again what exceeded the quota at the service. Only the user's command calls this."""
     for report in read_reports(home):
         metrics, log = (
             Delivery.QUEUED if part is Delivery.FULL else part
@@ -246,8 +246,8 @@ def queue_again(home: Home) -> None:
 def withdraw_logs(home: Home) -> int:
     """Remove all waiting logs, queued or still in the folder of a run, and return their number.
 
-    An interrupted upload may have reached the service. So if the service knows the run, it is asked to delete
-    the log.
+    An interrupted upload may have reached the service. So if the service knows the run, it is
+    asked to delete the log.
     """
     unqueued = list(home.runs.glob("*/shared.log"))
     for path in unqueued:

@@ -126,7 +126,7 @@ class _Body(httpx.SyncByteStream):
 class LimitedTransport(httpx.BaseTransport):
     """A transport that sends one request at a time, each with a time limit.
 
-    Its errors are httpcore's.
+    It raises the errors of httpcore, not those of httpx.
     """
 
     def __init__(self, context: ssl.SSLContext, *, clock: Clock = time.monotonic) -> None:

@@ -135,6 +135,7 @@ def get(model: LocalModel, path: str) -> Mapping[str, Any] | None:
             return {"models": [_entry(model, variant) for variant in model.variants]}
         case "/api/ps":
             running = {
+                # The model stays loaded as long as the server runs.
                 "expires_at": "9999-12-31T23:59:59Z",
                 "size_vram": 0,
                 "context_length": model.positions,
@@ -174,6 +175,7 @@ def _chat(model: LocalModel, request: ChatRequest) -> Reply | Mapping[str, Any]:
         return form.loaded(request)
     sampling = request.options.sampling(model.sampling, request.options.num_predict)
     written = model.reply(turns(request.messages), variant, sampling)
+    # In Ollama's API a missing `stream` means a stream, unlike in OpenAI's.
     return Reply(form, *written, stream=request.stream is not False)
 
 
@@ -198,6 +200,7 @@ def _entry(model: LocalModel, variant: Variant) -> dict[str, Any]:
         "model": _name(variant),
         "modified_at": _instant(package.blobs.path(package.digest).stat().st_mtime),
         "size": package.manifest.size_bytes,
+        # Variants share one package. Only their values differ.
         "digest": digest_of(model.values(variant).tobytes()).removeprefix("sha256:"),
         "details": _details(model),
     }

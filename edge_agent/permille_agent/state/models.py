@@ -164,7 +164,7 @@ def _return_to_previous(home: Home, package_digest: str, error: PackageError) ->
         with hold_lock(home, "rollback", wait_s=5.0):
             known = read_releases(home)
             refused = None
-            # A damaged file says nothing of the package, which may be downloaded and tried again.
+            # A damaged file says nothing about the package, so the package may be downloaded and tried again.
             if error.code not in DAMAGED:
                 refused = RefusedPackage(manifest_digest=package_digest, reason=str(error)[:500])
             write_record(

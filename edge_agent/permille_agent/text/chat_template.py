@@ -84,7 +84,7 @@ class ChatTemplate:
         turns = [i for i, (role, said) in enumerate(messages) if role in roles and said.strip()]
         answers = {i for i in turns if messages[i][0] == "assistant"}
         asked = [prefix for i in turns for prefix in ((i, i in answers), (i + 1, False))]
-        # Before the first message there is no prompt; some templates refuse to render nothing.
+        # There is no prompt before the first message, and some templates refuse to render no message.
         answer = self._render(messages, False, [prefix for prefix in asked if prefix[0]])
         text, lengths = str(answer["text"]), list(answer["prefixes"])
         if turns[:1] == [0]:

@@ -114,8 +114,8 @@ def test_status_and_the_page_say_how_it_was_judged(device: Device) -> None:
     Status(device.home).render(console)
     assert "(little text, judged part by part)" in console.export_text()
     page = show_run(device.home, None, bigram_engine).read_text()
-    assert "judged what the ones before them taught; then all trained" in page
-    assert "text of yours that training never saw" not in page
+    assert "of them judged the model before it trained on them" in page
+    assert "your text that training did not use" not in page
     assert "on text that it had not yet learned from" in page
 
 
