@@ -1,5 +1,5 @@
 """The command line `permille-agent`.
 
-Modules of this package import torch, numpy, pydantic and the network libraries inside functions only. So
-`--help` and shell completion start fast. A test of the start checks this.
+The modules that `main.py` imports load torch, numpy, pydantic and the network libraries only inside
+functions, so that `--help` is fast. A test checks this.
 """

@@ -108,6 +108,7 @@ def show(
         then: command that the user probably needs next. The table of two columns ends with it.
     """
     if as_json:
+        # Python would write NaN, which is not JSON.
         echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False, default=str))
         return
     console = output_console()
@@ -116,9 +117,11 @@ def show(
         return
     table = Table(show_header=False, box=None)
     table.add_column()
+    # Fold long digests and paths. By default rich cuts them.
     table.add_column(overflow="fold")
     for key, value in document.items():
         words = decimal(value) if isinstance(value, int) and key.endswith("bytes") else _words(value)
+        # A `Text`, because rich would read brackets in names and paths as its markup.
         table.add_row(key.removesuffix("_bytes").replace("_", " "), Text(words))
     console.print(table)
     if then:
@@ -147,6 +150,7 @@ def show_error(error: PermilleError, *, as_json: bool) -> None:
     else:
         kind = "you must act" if code is ExitCode.OPERATOR else code.name.lower().replace("_", " ")
         PlainConsole(stderr=True).print(f"[red]error[/red] ({kind}):", end=" ")
+        # Printed by `echo`, because a message may contain brackets, which rich would read as markup.
         echo(str(error), err=True)
         if isinstance(error, PackageError):
             from permille_agent.state.models import DAMAGED  # here, so that `--help` does not wait for it

@@ -94,6 +94,7 @@ def install_service(
         sys.platform, user_home=Path.home(), agent_home=home.root, command=agent_command(home.root)
     )
     if print_only:
+        # Without another line break, so that the redirected output is the same file.
         echo(file.text, nl=False)
         return
     write_file(file)

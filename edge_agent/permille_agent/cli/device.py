@@ -72,8 +72,10 @@ def data_add(
 
     home = home_of(context)
     paths = [path.expanduser() for path in paths]
+    # Long enough for a poll of the daemon to end. A training may hold the lock for hours.
     with hold_lock(home, "data", wait_s=10.0):
         known = add_references(home, paths)
+    # Outside of the lock, because reading many files takes long.
     _, report = survey(paths)
     document = {
         "data": [str(path) for path in known],
@@ -219,5 +221,6 @@ def _delete_uploaded(context: typer.Context, wanted: int) -> int:
         with open_api(home) as api:
             deliver(home, api)
     except PermilleError as exc:
+        # Everything on this device is erased, so `forget` itself has not failed.
         echo(f"Uploaded logs are not deleted yet. Run `permille-agent report` later. Cause: {exc}", err=True)
     return sum(report.waits for report in read_reports(home))

@@ -106,9 +106,11 @@ def join(
     home = home_of(context)
     enrolment, _ = require_enrolment(home)
     with open_api(home) as api:
+        # The list is not signed. `fetch_definition` checks that the definition is.
         offer = find_offer(api.federations(), name)
         definition = fetch_definition(home, api, enrolment, offer)
         release = installed_release(home)
+        # A federation is bound to one package (docs/adr/0014).
         if release is None or release.manifest_digest != definition.log.package_digest:
             raise InputError(
                 f"The federation needs the package {definition.log.package_digest}. Install it with "
@@ -122,6 +124,7 @@ def join(
             )
         leaves = what_leaves(definition, offer.target)
         if not yes:
+            # Not as JSON, because a person has to answer.
             show({"federation": offer.name, **leaves}, as_json=False)
             if not agrees(f"Send this from {home.root} in each round of {offer.name}?"):
                 raise typer.Exit(ExitCode.INTERRUPTED)
@@ -208,6 +211,7 @@ def what_leaves(definition: Definition, target: int) -> dict[str, object]:
         target: number of devices per round that the service wants. The signed definition does not have it.
     """
     queries = definition.log.queries
+    # FORMAT 13.2: q integers for each step, then the gain.
     integers = definition.steps * queries + 1
     document: dict[str, object] = {
         "leaves_each_round": f"{integers} integers: {queries} for each of {definition.steps} steps, and one "
@@ -273,6 +277,7 @@ def tell_service(home: Home) -> bool:
         with open_api(home) as api, hold_lock(home, "federations", wait_s=2.0, of=home.rounds_lock):
             exchange(home, api, now=datetime.now(UTC), has_text=bool(read_references(home)))
     except PermilleError as exc:
+        # The user has left in any case, so the command has not failed.
         echo(
             "The service does not know yet that you left. The next `permille-agent run` tells it. "
             f"Cause: {exc}",

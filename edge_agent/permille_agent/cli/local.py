@@ -176,6 +176,7 @@ def generate(
             # `generated` has its counts only after all pieces were read.
             text = "".join(pieces)
         else:
+            # Without a chat, prompt and continuation are one text.
             echo("" if as_chat else prompt, nl=False)
             for piece in pieces:
                 echo(piece, nl=False)
@@ -217,8 +218,10 @@ def chat(
     beginning = [("system", system)] if system else []
     messages = list(beginning)
     with _open_model(context, threads, engine) as model:
+        # Fail before the user has typed a message.
         model.tokenizer.require_chat()
         variant = _variant(model, base)
+        # Only for a person who types. Messages may also come from a pipe.
         if sys.stdin.isatty():
             echo(f"{variant.value} model; /reset, /exit", err=True)
         while (line := _read_line()) is not None:
@@ -272,6 +275,7 @@ def serve(
 
     access = read_or_make_access(home_of(context), allow_origin or ())
     with _open_model(context, threads, engine) as model:
+        # Never another address, because the token and the text travel over plain HTTP.
         server = LocalServer(("127.0.0.1", port), model, access)
         root = f"http://127.0.0.1:{server.port}"
         document = {
@@ -280,6 +284,7 @@ def serve(
             "token_file": str(access.token_file),
             "models": [variant.value for variant in model.variants],
         }
+        # Before the first request, because clients need the port and the token.
         show(document, as_json=as_json)
         try:
             server.serve_forever()
@@ -354,6 +359,7 @@ def export(
             from permille.engines.gguf.export import MODELFILE, export_gguf
         exported = export_gguf(package, values_K, folder, kind=kind)
         document |= {"type": exported.kind.value, "bytes": exported.size_bytes}
+        # Quoted, because the user copies this command into a shell.
         use = shlex.quote(str(folder / MODELFILE))
         document["ollama"] = f"ollama create {shlex.quote(folder.name)} --file {use}"
         if personal:
@@ -394,6 +400,7 @@ def _sampling(
 def _variant(model: "LocalModel", base: bool) -> "Variant":
     from permille_agent.local.model import Variant
 
+    # The first variant is the default: personal, else pooled, else base.
     return Variant.BASE if base else model.variants[0]
 
 

@@ -64,6 +64,7 @@ def _settings(
     # --log-level is for permille's own messages. Libraries log only warnings and errors.
     log_to_stderr(logging.WARNING, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("permille").setLevel(log_level.upper())
+    # Absolute, because a service file and child processes name this folder.
     context.obj = home.expanduser().absolute()
 
 
@@ -97,6 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command, and return its exit code. For example, `main(["status", "--json"])`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        # For writes to a full disk that raise no error of their own.
         with telling_disk():
             app(args=arguments, prog_name="permille-agent")
     except PermilleError as exc:
@@ -104,5 +106,6 @@ def main(arguments: list[str] | None = None) -> int:
         show_error(exc, as_json="--json" in arguments)
         return int(exit_code_of(exc))
     except SystemExit as end:
+        # typer ends every command like this. Without a code, the command was a success.
         return end.code if isinstance(end.code, int) else int(ExitCode.OK)
     return int(ExitCode.OK)

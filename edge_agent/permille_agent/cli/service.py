@@ -236,6 +236,7 @@ def share_log_delete(
         with contextlib.suppress(InputError):
             # `forget --run` may have erased the folder. The report still has the run's id.
             run = run and named_run(home, run).run_id
+        # Stored before the request, so that the next report repeats a request that failed.
         wanted = want_deletion(home, run)
         deliver(home, api)
     show({"deleted": wanted}, as_json=as_json)
@@ -306,5 +307,6 @@ def _progress(quiet: bool) -> Progress:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    # Only a person looks at a bar. In a file or a pipe, it would be noise.
     console = PlainConsole(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

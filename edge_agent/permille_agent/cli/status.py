@@ -86,6 +86,7 @@ class Status:
     def document(self) -> dict[str, object]:
         """Return the status as one JSON document."""
         release, active, daemon = self.release, self.active, self.daemon
+        # Every key is always there. What does not exist yet is null.
         return {
             "home": str(self.home.root),
             "enrolment": self.enrolment.document() if self.enrolment else None,
@@ -200,6 +201,7 @@ class Status:
             return "none yet"
         metrics = self.outcome.metrics if self.outcome else None
         if metrics is None:
+            # `progress` exists only while a process works on the run.
             return "unfinished" if self.progress else "unfinished: the same `train` command resumes it"
         words = outcome_words(metrics.outcome, self.decision)
         if metrics.loss_base is None or metrics.loss_personal is None:

@@ -193,6 +193,7 @@ def train(
 
     home = home_of(context)
     consent = read_consent(home)
+    # Only for the option. The setting `share-log on` gives way to --method.
     if share_log and method is Method.GRADIENT:
         raise InputError(
             "A gradient run has no log of seeds and scalars. Share its state with --share-state, or leave "
@@ -211,16 +212,19 @@ def train(
         rows=rows,
         row_tokens=row_tokens,
         seed=seed,
+        # Checked here and not by typer, because `--help` would have to import these types.
         start=choice_of(Start, start, "a start"),
         learn=choice_of(Learn, learn, "a choice of turns to learn"),
         rate_scale=rate_scale,
         keep_general=keep_general,
     )
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
+    # On standard error, so that standard output has only the result.
     live = LiveProgress(home, None if as_json else PlainConsole(stderr=True))
     wanted = _Shared(log=share_log, state=share_state)
     result, log = _train(home, paths or (), options, chosen, live, wanted)
     active = active_model(home)
+    # The request may be a run that finished earlier, and another model may be in use since then.
     in_use = active is not None and active.run == result.run
     document = {**json_of(result), "log_delivery": log.value}
     show(document, as_json=as_json, render=lambda console: _render(console, result, log, in_use))
@@ -269,6 +273,7 @@ def _train(
         result = run_training(home, data_paths, options, context)
         # First, because `share_run` adds a log only to a report that is queued.
         report.collect_reports(home)
+        # A new run has stored this consent, and `collect_reports` has queued its log.
         if result.known and (wanted.log or wanted.state):
             form = LogForm.LOG if wanted.log else LogForm.STATE
             report.share_run(home, result.run, form, withdrawals=consent.withdrawals)
@@ -321,6 +326,7 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
     if log.value == "queued":
         console.print("Your log or trained values wait to be sent. `permille-agent report` sends them now.")
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
+        # File names may contain brackets.
         console.print(f"  {example}", markup=False, highlight=False)
     decision, metrics = result.decision, result.metrics
     if decision is None or metrics is None:
