@@ -1,7 +1,7 @@
 """`permille.Personalizer`: train, judge, use and export a personal model from Python.
 
-It works like `permille-agent` without a server: it takes the same training steps, decides by the
-same test and writes the same files. To resume an interrupted run, repeat the call.
+It works like `permille-agent`, but without a server. It takes the same training steps, decides by
+the same test and writes the same files. To resume an interrupted run, repeat the call.
 """
 
 import json
@@ -178,7 +178,7 @@ class Personalizer:
     def generate(
         self, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, base: bool = False
     ) -> str:
-        """Answer the prompt if the model has a chat template, or else continue it.
+        """Answer the prompt if the model has a chat template. Otherwise, continue the prompt.
 
         This uses the personal model if one was adopted, else the package's pooled state or its base.
 

@@ -35,7 +35,7 @@ EngineOption = Annotated[
 ]
 
 TEXT_FILES = ".txt, .md, .jsonl, .html, .eml, .mbox, .pdf, .docx, ChatGPT's conversations.json"
-UNWRAPPED = 4096  # width in columns of output that goes to no terminal
+UNWRAPPED = 4096  # columns per line of output that does not go to a terminal
 
 
 class ExitCode(IntEnum):
@@ -97,7 +97,7 @@ def show(
     render: Callable[[Console], None] | None = None,
     then: str = "",
 ) -> None:
-    """Print a document as JSON, or else by `render`, or else as a table of two columns.
+    """Print a document as JSON, by `render`, or as a table of two columns.
 
     For example, `show({"deleted": 2}, as_json=False)` prints "deleted 2".
 

@@ -1,4 +1,4 @@
-"""Commands around the daemon: run, install-service, policy."""
+"""Commands for the daemon: run, install-service, policy."""
 
 import json
 import logging

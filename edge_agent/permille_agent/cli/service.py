@@ -142,7 +142,7 @@ def verify(
 
 
 def report(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Send the waiting reports: numbers only, and logs if you share them.
+    """Send the waiting reports. They contain only numbers, and logs if you share them.
 
     [bold]Examples[/bold]
 
@@ -277,7 +277,7 @@ def _set_sharing(context: typer.Context, choice: str, *, share: bool, as_json: b
     from permille_agent.link.report import withdraw_logs
 
     home = home_of(context)
-    # Before the lock: a withdrawal counts at once, even while a training holds the lock.
+    # Before the lock, because a withdrawal must count at once, even while a training holds the lock.
     set_sharing(home, **{choice.removeprefix("share_"): share})
     withdrawn = 0
     if not share:

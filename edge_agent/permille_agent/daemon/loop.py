@@ -110,6 +110,7 @@ class Daemon:
             if self.train_if_wanted():
                 next_poll = self._world.monotonic()
                 continue
+            # Not longer than a minute, because the policy may allow a training before the next poll.
             self._stop.wait(max(0.0, min(POLICY_CHECK_S, next_poll - self._world.monotonic())))
         log.info("stopped")
 
@@ -164,6 +165,7 @@ class Daemon:
         # A `not_before` more than a day ahead was stored while the clock was wrong, so ignore it.
         if 0 < state.not_before - now.timestamp() <= LONGEST_PAUSE_S:
             reasons += ("the last training failed and is tried again later",)
+        # Written only when the reasons change, not at each check.
         if reasons != state.waiting_for:
             self._note(waiting_for=reasons)
         if reasons:
@@ -185,7 +187,7 @@ class Daemon:
     def _poll(self) -> None:
         enrolment, _ = require_enrolment(self._home)
         with open_api(self._home, connection=self._world.connection) as api:
-            # Exchange before taking the lock `run` of the home folder: a training may hold it for hours.
+            # Exchange before taking the writers' lock, because a training may hold that lock for hours.
             self._exchange(api)
             with hold_lock(self._home, "run"):
                 collect_reports(self._home)
@@ -200,6 +202,7 @@ class Daemon:
 
     def _exchange(self, api: DeviceApi) -> None:
         """Fetch news of the rounds, send finished contributions, and ask for invitations."""
+        # Set before the attempt, so that a failed exchange is not repeated at once.
         self._next_exchange = self._world.monotonic() + POLL_S
         try:
             with hold_lock(self._home, "federations", of=self._home.rounds_lock):
@@ -281,7 +284,7 @@ class Daemon:
         consent = read_consent(self._home)
         request = TrainingRequest(
             data_paths=read_references(self._home),
-            # Only minutes that the owner has set. Otherwise the release decides, not the policy's default.
+            # Only minutes that the user has set. Otherwise the release decides, not the policy's default.
             minutes=policy.minutes_per_run if "minutes_per_run" in policy.model_fields_set else None,
             method=policy.method,
             share_log=consent.share_log,
@@ -328,9 +331,10 @@ class Daemon:
         self._note(failures=failures, not_before=until, training_error=_words(error))
 
     def _pause_after(self, error: PermilleError) -> float:
+        # The exponent is limited, because a large power of 2.0 raises OverflowError.
         pause_s = min(POLL_LIMIT_S, POLL_S * 2.0 ** min(self._failed_polls, 10))
         if isinstance(error, ServiceUnavailableError) and error.retry_after_s is not None:
-            # The service's own estimate counts, but a wrong one must not silence the device for days.
+            # The service's own estimate counts, but a wrong estimate must not silence the device for days.
             pause_s = min(POLL_LIMIT_S, max(error.retry_after_s, POLICY_CHECK_S))
         return pause_s * (1.0 + self._world.rng.uniform(0.0, JITTER))
 

@@ -27,6 +27,7 @@ from permille_agent.training.engines import AUTO, EngineChoice
 STOP_GRACE_S = 300.0  # a step on a slow device may take minutes; then the child is killed
 READY = "ready"
 CHECK_EVERY_S = 1.0
+# LockedError is a RetryableError. The first class that fits is sent, so it comes first.
 _ERRORS: Mapping[str, type[PermilleError]] = {
     "LockedError": LockedError,
     "RetryableError": RetryableError,
@@ -194,6 +195,7 @@ def _supervise(child: subprocess.Popen[str], line: str, keep_going: Callable[[],
         child.stdin.flush()
         while reader.is_alive() and keep_going():
             reader.join(CHECK_EVERY_S)
+        # The end of its input tells the child to stop.
         child.stdin.close()
         reader.join(STOP_GRACE_S)
     # The child died before it read its request. Wait for its exit code.

@@ -110,7 +110,7 @@ def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Ex
         home: the home folder.
         api: the service.
         now: time of this device's clock, for the deadlines of invitations.
-        has_text: whether there is text to train on. Otherwise no invitation is asked for.
+        has_text: whether there is text to train on. Without text, the device asks for no invitation.
 
     Raises:
         RetryableError, OperatorError: the service cannot be reached or refuses this device.

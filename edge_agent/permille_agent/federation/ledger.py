@@ -4,7 +4,7 @@
 - Sending the same bytes again costs nothing.
 - Other bytes for the same round are refused, even if the user has left and joined again.
 
-The service has its own ledger. This one does not depend on the service.
+The service has its own ledger. The ledger of the device does not depend on it.
 """
 
 from dataclasses import dataclass, field, replace

@@ -5,7 +5,7 @@ Rules:
 - Only https is allowed, except for a service on this machine.
 - Only the bearer token and `User-Agent: permille-agent/<version>` identify the device. Cookies are not kept.
 - Proxies, `.netrc` and certificate variables of the environment are ignored.
-- Only downloads that the caller hashes follow a redirect: once, with status 307, and without the token.
+- Only downloads that the caller hashes follow a redirect, once, with status 307 and without the token.
 - Bodies are read up to a limit and never decompressed.
 - Each request has a limit of its total time (`transport.py`).
 - Failed connections, timeouts and the statuses 408, 425, 429 and 5xx are retried with exponential backoff and

@@ -4,7 +4,7 @@ The trial verifies the whole package, tokenizes and decodes a sentence, and comp
 package has a program whose runtime is installed, the program computes the sentence, too.
 
 If the trial fails, the installed package stays. After a success, the old package is kept until the new one
-was used once (`state/models.py`). It is installed again if the new one does not open.
+was used once (`state/models.py`). If the new one does not open, the old package is installed again.
 
 The child runs this module as a program. It reads one JSON line and writes one.
 """

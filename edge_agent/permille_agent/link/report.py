@@ -2,7 +2,7 @@
 
 - By default only metrics leave the device: numbers and enums in the closed schema of `permille.schemas.runs`.
 - A log or packed state is queued only with the user's consent. A withdrawal removes all that wait.
-- `reports/<run_id>.json` is the queue entry of a run, and later its receipt. A waiting log lies beside it.
+- `reports/<run_id>.json` is the queue entry of a run, and later its receipt. A waiting log is beside it.
 - `collect_reports` queues each finished run once. It also finds runs that ended just before a kill.
 """
 
@@ -252,7 +252,7 @@ def withdraw_logs(home: Home) -> int:
     unqueued = list(home.runs.glob("*/shared.log"))
     for path in unqueued:
         path.unlink()
-    # `FULL` waits as well: the user may queue it again later.
+    # `FULL` counts as waiting, because the user may queue it again later.
     waiting = (Delivery.QUEUED, Delivery.FULL)
     queued = [report for report in read_reports(home) if report.log_delivery in waiting]
     for report in queued:
@@ -330,7 +330,7 @@ def _send_log(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
 
     path = _log_path(home, report.run_id)
     try:
-        # Checked before each attempt and after the last one, as the user may withdraw at any moment.
+        # Checked before each attempt and after the last one, because the user may withdraw at any moment.
         api.upload_log(report.run_id, path.read_bytes(), check=check)
         check()
     except _WithdrawnError:

@@ -239,6 +239,7 @@ def difference_of(run: RunFolder, part: Part) -> float | None:
         return None
     if not losses.bits_per_byte > 0:
         return None
+    # The tokenizers may differ, so the relative change in bits per byte is applied to the new loss.
     return losses.per_token * (1 - part.losses.bits_per_byte / losses.bits_per_byte)
 
 

@@ -163,7 +163,7 @@ def _in_our_words(folder: Path) -> Iterator[None]:
         ) from exc
     except LengthOrHashMismatchError as exc:
         raise PackageError("trust-digest", f"The bytes differ from the signed ones: {exc}") from exc
-    # The base class of the errors above, so it stands after them.
+    # The base class of the errors above, so it must come after them.
     except RepositoryError as exc:
         raise PackageError("trust-malformed", f"The signed metadata is malformed: {exc}"[:500]) from exc
     except DownloadHTTPError as exc:

@@ -163,7 +163,7 @@ class _Package:
         return layer.size_bytes
 
     def _fetch_block(self, api: DeviceApi, block: Block) -> int:
-        # The manifest's hash of the block decides; `mend_block` checks it before it writes.
+        # `mend_block` checks the block against its hash in the package before it writes.
         data = api.blob_range(self._digest, block.layer.digest, block.begin, block.end)
         mend_block(self._blobs, block, data)
         return len(data)

@@ -220,7 +220,7 @@ def _learned(home: Home, active: Active) -> Learn:
 
 
 def until_stop(pieces: Iterator[str], stop: Sequence[str], generated: Generated) -> Iterator[str]:
-    """Yield pieces of text up to the first stop string. A possible beginning of one is held back.
+    """Yield pieces of text up to the first stop string. Text that may begin a stop string is held back.
 
     Example:
         >>> "".join(until_stop(iter(["one E", "ND two"]), ["END"], Generated(prompt_tokens=1)))

@@ -82,6 +82,7 @@ class GenerateForm:
         """See `Form`."""
         for number, piece in enumerate(pieces):
             if not number:
+                # The time before the first piece is that of the prompt.
                 self._first_ns = time.monotonic_ns()
             yield self._head(piece) | {"done": False}
         yield self._last("", generated)
@@ -105,7 +106,7 @@ class GenerateForm:
             "done": True,
             "done_reason": generated.finish_reason,
             "total_duration": now_ns - self._started_ns,
-            "load_duration": 0,
+            "load_duration": 0,  # the model is always loaded
             "prompt_eval_count": generated.prompt_tokens,
             "prompt_eval_duration": self._first_ns - self._started_ns,
             "eval_count": generated.completion_tokens,

@@ -33,7 +33,7 @@ from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_r
 
 PAGE = "show.html"
 PROMPTS = 2
-TOKENS = 48  # of a sample: longer samples take minutes on a slow device
+TOKENS = 48  # per sample, because longer samples take minutes on a slow device
 TEMPERATURE = 0.7
 ANSWER_TOKENS = 40
 SHOWN_EXAMPLES = 5  # of skipped rows
@@ -49,7 +49,7 @@ class Written:
 
 
 def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
-    """Write the page of a run, by default of the newest finished one, and return its path.
+    """Write the page of a run, and return its path. The default is the newest finished run.
 
     It needs no lock, because a finished run does not change, and files are replaced atomically.
 

@@ -69,8 +69,10 @@ class Home:
     trust = _Below("trust")  # accepted signed metadata; nothing older is accepted again
     blobs = _Below("blobs")  # content-addressed files of packages; manifests are blobs, too
     partial = _Below("partial")  # downloads that are not complete yet
-    runs = _Below("runs")  # one folder a training run
-    federations = _Below("federations")  # one folder a federation: the user's choice, history, rounds
+    runs = _Below("runs")  # one folder per training run
+    federations = _Below(
+        "federations"
+    )  # one folder per federation, with the user's choice, history and rounds
     current = _Below("current.json")  # the active model, and what was active before
     data = _Below("data.json")  # references to the user's files; the files stay where they are
     decisions = _Below("decisions.json")  # how many decisions this device has made
@@ -111,7 +113,7 @@ def open_home(root: Path) -> Home:
 
 @contextmanager
 def telling_disk() -> Iterator[None]:
-    """Convert an OSError to an OperatorError. A full disk, for example, raises one."""
+    """Convert an OSError, such as that of a full disk, to an OperatorError."""
     try:
         yield
     except OSError as exc:

@@ -111,7 +111,7 @@ def training_of_release(home: Home) -> Training:
 def record_installed(home: Home, release: InstalledRelease) -> None:
     """Make a tried package the installed one. The active model does not change.
 
-    The last package that was used is kept until the new one was used.
+    The last package that was used is kept until the new package was used once.
     """
     known = read_releases(home)
     # If the installed package was never used, the one before it is still the last good one.

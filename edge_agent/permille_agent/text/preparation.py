@@ -6,7 +6,7 @@ Groups of documents are sorted by a hash, so the order is the same in every run:
 
 - The test split is taken from the front, the select split from the back. The rest trains.
 - The order of files has no effect, and added text moves only documents near a boundary.
-- Text that judges one run trains no other.
+- Text that judges one run does not train another run.
 
 With a small test split, a comparison of two models is random. So the test split must have `MIN_TEST_TOKENS`
 target tokens in `MIN_TEST_GROUPS` groups.
@@ -225,7 +225,7 @@ def tokenize(
         try:
             tokens = tokenizer.tokenize(document.content, row_tokens=row_tokens)
         except (InputError, PackageError) as exc:
-            # Many templates refuse some order of roles, which concerns one conversation and not the package.
+            # Many templates refuse some orders of roles. Then one conversation is at fault, not the package.
             code = exc.code if isinstance(exc, PackageError) else None
             if code not in (None, "chat-template"):
                 raise

@@ -16,7 +16,7 @@ paragraphs into blocks, and each block is a document. The first block is identif
 and each later block by the end of the block before it. So text that is appended to a file moves no earlier
 block.
 
-This module uses no tokenizer: the same text gives the same documents for every package.
+This module uses no tokenizer, so the same text gives the same documents for every package.
 """
 
 import hashlib

@@ -300,7 +300,7 @@ class _Part:
 
 
 def _parts(run: Run) -> list[_Part]:
-    """Return the text on which states are judged: the test split, or the parts of a short text."""
+    """Return the text that judges states. This is the test split, or the parts of a short text."""
     test, stages = run.prepared.test, run.prepared.stages
     if not stages:
         return [_Part(test, rows_in_pieces(test, PIECE_TOKENS))]

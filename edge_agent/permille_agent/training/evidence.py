@@ -1,4 +1,4 @@
-"""Statistical test whether one model is better than another on a person's text.
+"""Statistical test of whether one model is better than another on a person's text.
 
 The test uses an e-value: the wealth of a bet against the hypothesis "the mean gain is at most the margin". If
 the hypothesis is true, the expected wealth does not grow (Waudby-Smith and Ramdas 2024, "Estimating means of

@@ -61,7 +61,7 @@ class Start(StrEnum):
 class TrainOptions:
     """Options of a run.
 
-    For example, a run of 20 minutes with the defaults, and a reproducible one of 500 steps:
+    For example, a run of 20 minutes with the defaults, and a reproducible run of 500 steps:
 
         TrainOptions(minutes=20)
         TrainOptions(steps=500, seed=1)
@@ -224,6 +224,7 @@ def options_for(
     Raises:
         InputError: an option is out of range, or the method has no such estimator.
     """
+    # All estimators that a user can name are zeroth order.
     if method is None and estimator is not None:
         method = Method.ZEROTH_ORDER
     method = choose_method(method, share_log=share_log, release=training.method, engine=engine)

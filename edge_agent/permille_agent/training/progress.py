@@ -93,6 +93,7 @@ def read_progress(home: Home) -> Standing | None:
         standing = read_record(home.progress, Standing)
     except OperatorError:
         return None
+    # A killed run leaves its record. So the lock must be held by the process that wrote the record.
     holder = lock_holder(home)
     return standing if standing and holder and holder.pid == standing.pid else None
 
@@ -159,6 +160,7 @@ class LiveProgress:
             return
         line = self._standing.line()
         if self._console.is_terminal:
+            # Erase the line, and write one that is shorter than the terminal, so that it is not wrapped.
             self._console.file.write("\r\x1b[K" + line[: max(1, self._console.width - 1)])
             self._console.file.flush()
         elif now - self._printed_s >= PRINT_EVERY_S:

@@ -1,4 +1,4 @@
-"""A training run: its folder of durable results, its clock, and what its phases work with.
+"""A training run: its folder of durable results, its clock, and the inputs of its phases.
 
     run.json             package, data and options of the run, and its random id for reports
     data.json            sources of the text, and examples of skipped rows
@@ -188,6 +188,7 @@ class RunFolder:
         """
         if (known := self.load(name, kind)) is None:
             self.store(name, compute())
+            # Read back, so that a first call and a resumed run continue with the same value.
             known = self.require(name, kind)
         return known
 
@@ -265,6 +266,7 @@ def find_run(home: Home, name: str) -> RunFolder:
         OperatorError: there is no such run.
     """
     folder = RunFolder(home.runs / name)
+    # A name from a damaged file must not lead out of the folder of runs.
     if "/" in name or name.startswith(".") or not folder.path.is_dir():
         raise OperatorError(f"There is no run {name} in {home.runs}. `permille-agent status` names the runs.")
     return folder
@@ -286,6 +288,7 @@ def named_run(home: Home, name: str) -> RunFolder:
 def list_runs(home: Home) -> list[RunFolder]:
     """Return all runs, the oldest first."""
     found = [RunFolder(path) for path in home.runs.iterdir() if (path / "run.json").is_file()]
+    # `run.json` is written only once, so its time is the beginning of the run.
     return sorted(found, key=lambda run: ((run.path / "run.json").stat().st_mtime_ns, run.name))
 
 

@@ -7,8 +7,9 @@ are tried. Forward-mode derivatives are exact and need no check.
 **Learning rate.** Steps are normalised: the scalars of a step are divided by their root mean square, so the
 learning rate alone decides its length. The first candidate gives a length of 0.5,
 `learning_rate * sqrt(k / q) = 0.5`, because the mean of q directions is `sqrt(q)` times shorter than one
-direction. Trials compare it with a third and three times its value: a few steps from the base, and the loss
-on the select split. If the best value is at an end of the range, the range is extended.
+direction. Trials compare it with a third and three times its value. A trial makes a few steps from the
+base and measures the loss on the select split. If the best value is at an end of the range, the range is
+extended.
 
 The rules are derived in docs/adr/0030. Each result is a function of the package, the data, the seed, the
 options and earlier results.

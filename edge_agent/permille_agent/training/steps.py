@@ -172,7 +172,7 @@ def train(run: Run, plan: Plan) -> SelectedState:
 
 
 def _attempt(run: Run, plan: Plan, number: int, total_steps: int) -> SelectedState:
-    """Make one descent, or for a short text the descents for its parts and for the whole text."""
+    """Make one descent. For a short text, make one for each judged part and one for the whole text."""
     first, judges, prepared = number * _descents(run), list[SelectedState](), run.prepared
     for place, stage in enumerate(prepared.stages):
         # A part has less text, so it gets fewer steps. The number of passes over the text is the same.
@@ -180,6 +180,7 @@ def _attempt(run: Run, plan: Plan, number: int, total_steps: int) -> SelectedSta
         part = replace(run, prepared=replace(prepared, train=stage.train))
         steps = math.ceil(total_steps * len(stage.train) / len(prepared.train))
         judge = _DescentLoop(part, plan, first + place, steps).train()
+        # The next attempt begins again with the first part and shorter steps.
         if judge.stopped in FAILED:
             return judge
         judges.append(judge)
@@ -296,6 +297,7 @@ class _DescentLoop:
     def _select(self, steps: Steps, stopped: Stop) -> SelectedState:
         selects = not self._run.prepared.stages
         best = best_of(self._evaluations) if selects else self._evaluations[-1]
+        # No state of such a descent is kept (`stop_of`).
         if stopped in FAILED:
             best = self._evaluations[0]
         return SelectedState(

@@ -171,6 +171,7 @@ class _Task:
         if prepared.stages:
             folder.once("learned", LearnedText, lambda: LearnedText(groups=prepared.groups))
         if self.context.share_log or self.context.share_state:
+            # The consent of the first call counts, so that a withdrawal since then stops the upload.
             folder.once("consent", AgreedTo, lambda: AgreedTo(withdrawals=self.context.withdrawals))
         if (ended := folder.load("outcome", RunOutcome)) is not None:
             self._activate_again(folder)
