@@ -117,7 +117,7 @@ def train(
         typer.Option(
             "--from",
             help="Model to begin from. active is the model in use, or the pooled state of a new package. "
-            "pooled and base begin again from there. Zeroth order always begins at the base.",
+            "pooled and base are the package's own states. Zeroth order always begins at the base.",
         ),
     ] = "active",
     learn: Annotated[

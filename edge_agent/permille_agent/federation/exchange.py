@@ -81,7 +81,7 @@ def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
     ]
     if not name or len(found) != 1:
         known = ", ".join(sorted(each.name for each in offers)) or "none"
-        raise InputError(f"The service offers no federation {name!r:.60}, only: {known}.")
+        raise InputError(f"The service offers no federation {name!r:.60}. It offers: {known}.")
     return found[0]
 
 

@@ -175,7 +175,8 @@ def named(home: Home, name: str) -> Membership:
     found = [each for each in memberships(home) if _is_named(each, name)]
     if not name or len(found) != 1:
         raise InputError(
-            f"This device has joined {len(found)} federations named {name!r:.60}. See `federations status`."
+            f"This device has joined {len(found)} federations named {name!r:.60}. Run `permille-agent "
+            "federations status` to see them."
         )
     return found[0]
 

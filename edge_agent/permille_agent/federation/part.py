@@ -176,7 +176,9 @@ def train_part(
     try:
         return _train(home, part, data_paths, identity, context)
     except OSError as exc:
-        raise OperatorError(f"Cannot write {part.path}: {exc}. Leaving a federation erases it.") from exc
+        raise OperatorError(
+            f"Cannot write {part.path}: {exc}. Leaving the federation erases this folder."
+        ) from exc
 
 
 def _train(
@@ -184,7 +186,7 @@ def _train(
 ) -> bool:
     membership, invited = part.membership, part.invited()
     if invited is None:
-        raise InputError(f"The invitation of {part.path} is missing.")
+        raise InputError(f"{part.path} has no invitation. Run `permille-agent federations run` to get one.")
     if part.contribution.exists():
         return True
     definition = membership.definition()

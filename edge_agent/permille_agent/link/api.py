@@ -96,14 +96,19 @@ def load_identity(home: Home) -> Identity | None:
     path = home.identity_key
     try:
         if path.stat().st_mode & 0o077:
-            raise OperatorError(f"Other users can read {path}. Run: chmod 600 {path}")
+            raise OperatorError(f"Other users can read {path}. Run `chmod 600 {path}`.")
         key = load_pem_private_key(path.read_bytes(), password=None)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as exc:
-        raise OperatorError(f"{path} holds no Ed25519 private key: {exc}") from exc
+        raise OperatorError(
+            f"{path} holds no Ed25519 private key: {exc}. Move it away, and enroll again."
+        ) from exc
     if not isinstance(key, Ed25519PrivateKey):
-        raise OperatorError(f"{path} holds no Ed25519 private key, but a {type(key).__name__}.")
+        raise OperatorError(
+            f"{path} holds no Ed25519 private key, but a {type(key).__name__}. Move it away, and enroll "
+            "again."
+        )
     return Identity(key)
 
 

@@ -88,6 +88,7 @@ class Download:
     def _fetch(self) -> None:
         failures, since_s = 0, time.monotonic()
         refused_token = False
+        # An empty blob lacks no bytes, but it needs a file.
         while (stored := self._stored_bytes()) < self._size_bytes or not self._part.exists():
             try:
                 self._continue(stored)
@@ -116,6 +117,7 @@ class Download:
     def _continue(self, stored: int) -> None:
         etag = self._stored_etag()
         with self._api.blob(self._package_digest, self._digest, start=stored, etag=etag) as response:
+            # The whole blob comes if the ETag differs, or if the server has no ranges.
             if not (response.status_code == 206 and _range_start(response) == stored):
                 self._restart()
                 if response.status_code != 200:

@@ -114,6 +114,7 @@ def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
 def run_trial(line: bytes) -> str:
     """Run the child process: read one request, write one answer."""
     order = parse_record(line, _Order, "the parent's line")
+    # Before the first byte of the package is read.
     confine(memory_bytes=order.memory_bytes, cpu_s=order.cpu_s)
     try:
         from permille.package.blobs import BlobFolder
@@ -157,7 +158,7 @@ def _compute(package: "Package") -> None:
         raise InputError(f"The trial needs a sentence of at least 2 tokens, and has {ids_BT.size}.")
     target_BT = np.ones(ids_BT.shape, dtype=np.bool_)
     batch = Batch(input_ids_BT=ids_BT, attention_BT=target_BT.copy(), target_BT=target_BT)
-    target_BT[:, 0] = False
+    target_BT[:, 0] = False  # nothing comes before the first token to predict it from
     engine, own = open_engine(package, threads=1), [package.values()]
     if (pooled := pooled_state(package)) is not None:
         own.append(values(own[0], pooled.s_K, pooled.header.step_unit_exponent))

@@ -195,7 +195,9 @@ def check_plan(
     """
     if len(manifest_bytes) > MAX_MANIFEST_BYTES:
         got = len(manifest_bytes)
-        raise PackageError("json-size", f"A manifest may have {MAX_MANIFEST_BYTES} bytes, got {got}")
+        raise PackageError(
+            "json-size", f"The manifest has {got} bytes, and at most {MAX_MANIFEST_BYTES} are accepted"
+        )
     if digest_of(manifest_bytes) != expected_digest:
         got_digest = digest_of(manifest_bytes)
         raise PackageError("blob-digest", f"expected the manifest {expected_digest!r:.100}, got {got_digest}")
@@ -204,6 +206,7 @@ def check_plan(
     missing = {layer.digest: layer for layer in wanted if layer.digest not in present}
     layers = tuple(sorted(missing.values(), key=lambda layer: (layer.size_bytes, layer.digest)))
     download = sum(layer.size_bytes for layer in layers)
+    # Without a download, a full disk does not matter.
     if download and download + RESERVE_BYTES > free_bytes:
         raise OperatorError(
             f"Not enough disk space: {download + RESERVE_BYTES} bytes needed, {free_bytes} free. Free some "
@@ -276,7 +279,9 @@ def _choose(
         )
     if target.length > MAX_MANIFEST_BYTES:
         got = target.length
-        raise PackageError("json-size", f"A manifest may have {MAX_MANIFEST_BYTES} bytes, got {got}")
+        raise PackageError(
+            "json-size", f"The manifest has {got} bytes, and at most {MAX_MANIFEST_BYTES} are accepted"
+        )
     return InstalledRelease(name=name, version=version, manifest_digest=digest, training=training), target
 
 
@@ -348,6 +353,7 @@ def _sweep_temporary(home: Home, *, before_s: float) -> None:
 
 
 def _clear_partial(home: Home) -> int:
+    # Only a pull that has installed its package comes here, so no partial download is needed any more.
     freed = 0
     for path in home.partial.iterdir():
         freed += path.stat().st_size

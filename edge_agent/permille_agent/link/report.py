@@ -195,6 +195,7 @@ def _collect(home: Home, run: RunFolder) -> int:
             shared_log=log.read_bytes() if shared else None,
             withdrawals=agreed.withdrawals if agreed else 0,
         )
+    # The queue has a copy of the log that it may send.
     log.unlink(missing_ok=True)
     return int(new)
 
@@ -361,7 +362,7 @@ def _log_path(home: Home, run_id: str) -> Path:
 
 def _write_log(home: Home, run_id: str, log: bytes) -> None:
     if len(log) > MAX_LOG_BYTES:
-        raise InputError(f"The log has {len(log)} bytes, more than the {MAX_LOG_BYTES} that are sent.")
+        raise InputError(f"The log has {len(log)} bytes, but at most {MAX_LOG_BYTES} can be sent.")
     try:
         write_atomic(_log_path(home, run_id), log, mode=0o600)
     except OSError as exc:

@@ -260,9 +260,9 @@ class _Handler(BaseHTTPRequestHandler):
             case None:
                 raise _RequestError(
                     HTTPStatus.NOT_FOUND,
-                    f"There is no {self.command} {self.path:.100}. Served are /v1/models, /v1/completions, "
-                    "/v1/chat/completions, /api/chat, /api/generate, /api/tags, /api/show, /api/ps and "
-                    "/api/version.",
+                    f"There is no {self.command} {self.path:.100}. The server has /v1/models, "
+                    "/v1/completions, /v1/chat/completions, /api/chat, /api/generate, /api/tags, /api/show, "
+                    "/api/ps and /api/version.",
                 )
             case Reply(form, generated, pieces, stream=False):
                 text = "".join(self._while_connected(pieces))

@@ -137,7 +137,9 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
     except OSError as exc:
         raise OperatorError(f"Cannot read {path}: {exc}") from exc
     if len(data) > STATE_LIMIT_BYTES:
-        raise OperatorError(f"{path} is larger than {STATE_LIMIT_BYTES} bytes, so it is damaged.")
+        raise OperatorError(
+            f"{path} is larger than {STATE_LIMIT_BYTES} bytes, so it is damaged: {_remedy(path)}"
+        )
     try:
         return parse_record(data, kind, str(path))
     except OperatorError as exc:

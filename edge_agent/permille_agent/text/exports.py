@@ -75,6 +75,7 @@ def parse_conversation(text: str) -> tuple[str | None, Content]:
             messages.append({"role": role, "content": said})
     name = value.get("conversation_id") or value.get("id")
     group = {"group": f"chatgpt {name}"} if isinstance(name, str) else {}
+    # `parse_row` refuses a conversation without an answer, and gives the reason.
     return parse_row({"messages": messages or [{"role": "user", "content": ""}], **group})
 
 

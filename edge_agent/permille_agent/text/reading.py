@@ -121,6 +121,7 @@ def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
         for path in _files(paths, report):
             report.files += 1
             try:
+                # All other suffixes are documents, which the child parses.
                 read = _READERS.get(path.suffix.lower()) or partial(_read_document, sandbox=sandbox)
                 rows.extend(read(path, report))
             except OSError as exc:
@@ -231,7 +232,7 @@ def _read_document(path: Path, report: DataReport, sandbox: Sandbox) -> Iterator
         report.bad(str(path), str(answer["error"]))
         return
     texts = [_clean(str(text)).strip() for text in answer["texts"]]
-    report.rows += len(texts) - 1
+    report.rows += len(texts) - 1  # the file itself was counted as one row
     for number, text in enumerate(texts, start=1):
         if text:
             yield None, PlainText(text)

@@ -185,7 +185,7 @@ class TextTokenizer:
             whole = TokenizedDocument(
                 np.append(whole.ids_T, np.int64(self._eos_id)),
                 np.append(whole.target_T, True),
-                np.append(whole.bytes_T, np.int64(0)),
+                np.append(whole.bytes_T, np.int64(0)),  # the end encodes no bytes of the text
             )
         if len(whole.ids_T) <= row_tokens:
             return whole

@@ -55,8 +55,10 @@ SILENT = SilentProgress()
 class Standing:
     """Contents of `progress.json`.
 
-    `loss` is the smoothed loss of the batches, `held_out` the newest loss on the select split, and `first`
-    the loss of the start on the select split.
+    Attributes:
+        loss: smoothed loss of the batches.
+        held_out: newest loss on the select split.
+        first: loss of the start on the select split.
     """
 
     pid: int

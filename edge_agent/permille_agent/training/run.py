@@ -268,7 +268,9 @@ def find_run(home: Home, name: str) -> RunFolder:
     folder = RunFolder(home.runs / name)
     # A name from a damaged file must not lead out of the folder of runs.
     if "/" in name or name.startswith(".") or not folder.path.is_dir():
-        raise OperatorError(f"There is no run {name} in {home.runs}. `permille-agent status` names the runs.")
+        raise OperatorError(
+            f"There is no run {name} in {home.runs}. `permille-agent status` names the newest run."
+        )
     return folder
 
 

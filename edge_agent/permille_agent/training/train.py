@@ -285,7 +285,7 @@ class _Task:
             )
         if begun is not None and begun.compute_dtype != used.compute_dtype:
             raise InputError(
-                f"This run began in {begun.compute_dtype}, not {used.compute_dtype}. Set --dtype to it."
+                f"This run began in {begun.compute_dtype}, not {used.compute_dtype}. Give that --dtype again."
             )
         folder.once("engine", EngineUsed, lambda: used)
         return engine
