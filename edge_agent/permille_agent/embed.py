@@ -134,7 +134,7 @@ def personalise(
     folder: Path,
     start_K: NDArray[np.float32] | None = None,
 ) -> Personalised:
-    """Train like the agent, without a judgement on the test split and without an adoption.
+    """Train like the agent, but neither judge the result on the test split nor adopt it.
 
     The result has full strength. For example:
 
@@ -152,6 +152,7 @@ def personalise(
         InputError: there is too little text to select a state.
         SearchFailed: no epsilon or step size works for this package and this text.
     """
+    # A short text has stages in place of a select split.
     if prepared.stages:
         raise InputError(
             f"There is too little text: at least {NEEDED_TOKENS} tokens are needed to train, select and "
@@ -176,6 +177,7 @@ def personalise(
         steps=selected.steps,
         learning_rate=selected.header.learning_rate,
         epsilon=selected.header.epsilon,
+        # The first evaluation follows the search directly.
         search_seconds=run.folder.evaluations(0)[0].seconds,
         curve=tuple(curve),
     )

@@ -1,7 +1,7 @@
 """`permille.Personalizer`: train, judge, use and export a personal model from Python.
 
-It works like `permille-agent` without a server: it takes the same training steps, decides by the
-same test and writes the same files. To resume an interrupted run, repeat the call.
+It works like `permille-agent`, but without a server. It takes the same training steps, decides by
+the same test and writes the same files. To resume an interrupted run, repeat the call.
 """
 
 import json
@@ -80,7 +80,7 @@ class Personalizer:
         self._home = open_home(root)
         self._engine = EngineChoice(name=engine, threads=threads)
         self._package = package.digest
-        # Lock only to install: a folder that has the package can be opened while a `fit` works in it.
+        # Lock only to install, so that a folder with the package can be opened while a `fit` works in it.
         if self._installed() is None:
             with hold_lock(self._home, "install"):
                 if self._installed() is None:
@@ -145,12 +145,12 @@ class Personalizer:
         if minutes is None and steps is None:
             minutes = 10.0
         _check_options(minutes, steps, options)
-        told = TrainOptions(minutes=minutes, steps=steps, **options)
+        wanted = TrainOptions(minutes=minutes, steps=steps, **options)
         with hold_lock(self._home, "fit"):
             self._installed()  # raises if another process has installed another package
             # The file is kept, because a resumed run and `show` read the text again.
             paths = [texts] if isinstance(texts, Path) else _written(self.folder / "fit.jsonl", texts)
-            return run_training(self._home, paths, told, replace(context, engine_of=self._engine))
+            return run_training(self._home, paths, wanted, replace(context, engine_of=self._engine))
 
     def evaluate(self, texts: Iterable[Text] | Path | None = None) -> ComparedLosses:
         """Return the losses of the base and the personal model, in nats per token.
@@ -178,7 +178,7 @@ class Personalizer:
     def generate(
         self, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, base: bool = False
     ) -> str:
-        """Answer the prompt if the model has a chat template, or else continue it.
+        """Answer the prompt if the model has a chat template. Otherwise, continue the prompt.
 
         This uses the personal model if one was adopted, else the package's pooled state or its base.
 
@@ -251,7 +251,7 @@ class Personalizer:
         if target.resolve().is_relative_to(self.folder.resolve()):
             raise InputError(f"{target} lies inside {self.folder}. Choose a folder elsewhere.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Other users may be able to read the parent, so the copy is made in a private folder.
+        # Other users may be able to read the parent folder, so the copy is made in a private one.
         with (
             hold_lock(self._home, "save"),
             tempfile.TemporaryDirectory(prefix=".permille-", dir=target.parent) as temporary,

@@ -37,7 +37,7 @@ def test_owners_see_epsilon_before_and_after_and_devices_stop_where_it_is_used_u
     agents = [make_agent(service, tmp_path / f"device-{number}", number) for number in range(2)]
     for agent in agents:
         joined = agent.command("federations", "join", "readers", "--yes")
-        assert "after 2 rounds, the most that this device takes part in" in joined["promised"]
+        assert "after 2 rounds. This device takes part in no more." in joined["promised"]
         assert agent.command("privacy") == {"privacy": []}
     for number in range(2):
         assert [agent.take_part() for agent in agents] == [TookPart(invited=1, trained=1, sent=1)] * 2
@@ -46,7 +46,7 @@ def test_owners_see_epsilon_before_and_after_and_devices_stop_where_it_is_used_u
     for agent in agents:
         assert agent.take_part() == TookPart(invited=0, trained=0, sent=0)
         (standing,) = agent.command("federations", "status")["federations"]
-        assert "as often as it was promised" in standing["waiting_for"]
+        assert "all the rounds that its privacy promise allows" in standing["waiting_for"]
         (shown,) = agent.command("privacy")["privacy"]
         assert (shown["federation"], shown["rounds"], shown["rounds_at_most"]) == ("readers", 2, 2)
         assert shown["epsilon"] == shown["epsilon_at_most"] <= 300

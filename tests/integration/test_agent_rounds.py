@@ -342,7 +342,7 @@ def test_nobody_joins_sums_over_few_devices_unawares(site: Site, agents: list[Ag
     join = ("federations", "join", "readers", "--yes")
     assert agents[0].command(*join, code=3) is None
     assert not agents[0].home.federations.exists()
-    assert "it is then what this device sent" in agents[0].command(*join, "--few-devices")["warning"]
+    assert "sees what this device sent" in agents[0].command(*join, "--few-devices")["warning"]
 
 
 def test_joining_shows_what_leaves_and_asks(service: Service, site: Site, agents: list[Agent]) -> None:
@@ -366,10 +366,16 @@ def test_joining_shows_what_leaves_and_asks(service: Service, site: Site, agents
     )
     assert asked.returncode == 130
     shown = " ".join(asked.stdout.split())
-    told = ("at least 1, or nothing is published; 2 are wanted", "it is then what this device sent")
-    for said in ("129 integers: 2 steps of 64", "never text", "the service sees", "no noise is added", *told):
+    told = ("at least 1, else nothing is published. The service wants 2.", "sees what this device sent")
+    for said in (
+        "129 integers: 64 for each of 2 steps",
+        "Text never leaves",
+        "The service sees",
+        "no noise is added",
+        *told,
+    ):
         assert said in shown
-    assert "Let this leave" in asked.stderr
+    assert "Send this from" in asked.stderr
     assert not agent.home.federations.exists()
     assert site.read()["members"] == 0
     assert agent.take_part() == TookPart(invited=0, trained=0, sent=0)

@@ -29,27 +29,27 @@ EngineOption = Annotated[
     typer.Option(
         "--engine",
         envvar="PERMILLE_AGENT_ENGINE",
-        help="What computes. Auto takes light, which needs no torch, if it knows the model.",
+        help="Engine that computes. Auto takes light, which needs no torch, if light supports the model.",
         rich_help_panel=COMPUTING,
     ),
 ]
 
 TEXT_FILES = ".txt, .md, .jsonl, .html, .eml, .mbox, .pdf, .docx, ChatGPT's conversations.json"
-UNWRAPPED = 4096  # columns, where there is no terminal
+UNWRAPPED = 4096  # columns per line of output that does not go to a terminal
 
 
 class ExitCode(IntEnum):
     """Exit codes of `permille-agent`, which scripts may rely on."""
 
     OK = 0
-    BUG = 1
-    USAGE = 2
+    BUG = 1  # as Python exits after an uncaught exception
+    USAGE = 2  # as typer exits after wrong arguments
     INPUT_REFUSED = 3
     PACKAGE_REFUSED = 4
     TRY_LATER = 5
     OPERATOR = 6
     KEPT_BASE = 7
-    INTERRUPTED = 130
+    INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 EXIT_CODE_HELP = (
@@ -97,17 +97,18 @@ def show(
     render: Callable[[Console], None] | None = None,
     then: str = "",
 ) -> None:
-    """Print a document as JSON, or else by `render`, or else as a table of two columns.
+    """Print a document as JSON, by `render`, or as a table of two columns.
 
     For example, `show({"deleted": 2}, as_json=False)` prints "deleted 2".
 
     Args:
         document: the names and values to print.
-        as_json: print JSON, as `--json` asks.
-        render: prints the readable form.
-        then: the command that usually comes next.
+        as_json: whether to print JSON.
+        render: function that prints the readable form.
+        then: command that the user probably needs next. The table of two columns ends with it.
     """
     if as_json:
+        # Python would write NaN, which is not JSON.
         echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False, default=str))
         return
     console = output_console()
@@ -116,10 +117,12 @@ def show(
         return
     table = Table(show_header=False, box=None)
     table.add_column()
+    # Fold long digests and paths. By default rich cuts them.
     table.add_column(overflow="fold")
     for key, value in document.items():
-        told = decimal(value) if isinstance(value, int) and key.endswith("bytes") else _words(value)
-        table.add_row(key.removesuffix("_bytes").replace("_", " "), Text(told))
+        words = decimal(value) if isinstance(value, int) and key.endswith("bytes") else _words(value)
+        # A `Text`, because rich would read brackets in names and paths as its markup.
+        table.add_row(key.removesuffix("_bytes").replace("_", " "), Text(words))
     console.print(table)
     if then:
         console.print(f"next: {then}", highlight=False)
@@ -128,7 +131,8 @@ def show(
 def _words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, Mapping):  # of a list: a block of lines, and an empty one
+    if isinstance(value, Mapping):
+        # Mappings are items of lists. The empty line separates an item from the next one.
         lines = [f"{key.replace('_', ' ')}: {_words(part)}" for key, part in value.items()]
         return "\n".join([*lines, ""])
     if isinstance(value, list | tuple):
@@ -141,10 +145,12 @@ def show_error(error: PermilleError, *, as_json: bool) -> None:
     code = exit_code_of(error)
     if as_json:
         document = {"error": {"kind": code.name.lower(), "message": str(error), "exit_code": int(code)}}
+        # Standard output stays empty, so a script never parses an error as a result.
         echo(json.dumps(document, indent=2), err=True)
     else:
         kind = "you must act" if code is ExitCode.OPERATOR else code.name.lower().replace("_", " ")
         PlainConsole(stderr=True).print(f"[red]error[/red] ({kind}):", end=" ")
+        # Printed by `echo`, because a message may contain brackets, which rich would read as markup.
         echo(str(error), err=True)
         if isinstance(error, PackageError):
             from permille_agent.state.models import DAMAGED  # here, so that `--help` does not wait for it

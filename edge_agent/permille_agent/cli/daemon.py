@@ -1,4 +1,4 @@
-"""Commands around the daemon: run, install-service, policy."""
+"""Commands for the daemon: run, install-service, policy."""
 
 import json
 import logging
@@ -18,10 +18,11 @@ from permille_agent.training.engines import AUTO
 
 
 class JsonLines(logging.Formatter):
-    """Log format with one JSON object a line: time, level and message."""
+    """Log format with one JSON object per line: time, level and message."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of one record."""
+        # This replaces the formatter that removes control characters. `json.dumps` escapes them.
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         return json.dumps({"time": at, "level": record.levelname.lower(), "message": record.getMessage()})
 
@@ -47,8 +48,8 @@ def run(
 
       permille-agent run --once
 
-    Stop it with Ctrl-C or SIGTERM. It loses nothing when it is killed. It logs to standard error, with --json
-    one object a line.
+    Stop the daemon with Ctrl-C or SIGTERM. A kill loses no finished work. The daemon logs to standard error.
+    With --json, each line of the log is one JSON object.
     """
     from permille_agent.daemon.loop import Daemon
 
@@ -59,6 +60,7 @@ def run(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _set_from_signal(stop))
+    # Not the writers' lock, which must be free for other commands while the daemon waits.
     with hold_lock(home, "run", of=home.daemon_lock):
         daemon = Daemon(home, stop, engine=engine)
         if once:
@@ -92,6 +94,7 @@ def install_service(
         sys.platform, user_home=Path.home(), agent_home=home.root, command=agent_command(home.root)
     )
     if print_only:
+        # Without another line break, so that the redirected output is the same file.
         echo(file.text, nl=False)
         return
     write_file(file)
@@ -105,8 +108,9 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
 
       permille-agent policy
 
-    To change the policy, write policy.toml in the agent's home folder. Entries: hours = ["22:00-07:00"],
-    require_ac = true, min_battery = 50, max_load = 0.5, minutes_per_day = 60, minutes_per_run = 30.
+    To change the policy, write policy.toml in the agent's home folder. Possible entries:
+    hours = ["22:00-07:00"], require_ac = true, min_battery = 50, max_load = 0.5, minutes_per_day = 60,
+    minutes_per_run = 30.
     """
     from permille_agent.daemon.policy import decide, read_machine, read_policy
     from permille_agent.daemon.state import read_daemon_state
@@ -114,6 +118,7 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
     home = home_of(context)
     current = read_policy(home)
     state, now = read_daemon_state(home), datetime.now().astimezone()
+    # The daemon resets the count only when it next writes its state.
     used = state.seconds_used / 60.0 if state.day == now.date().isoformat() else 0.0
     decision = decide(current, read_machine(), now=now, minutes_used=used)
     document = {
@@ -128,5 +133,5 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def _set_from_signal(stop: threading.Event) -> None:
-    # `Event.set` takes a lock that the interrupted thread may hold. Only another thread can wait for it.
+    # `Event.set` takes a lock. The interrupted thread may hold it, so only another thread can wait for it.
     threading.Thread(target=stop.set, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Commands about what is on this device: status, data, rollback, reset, forget."""
+"""Commands about the state of this device: status, data, rollback, reset, forget."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,7 +58,7 @@ def data_add(
     context: typer.Context,
     paths: Annotated[
         list[Path],
-        typer.Argument(help=f"Folders, and files: {TEXT_FILES}."),
+        typer.Argument(help=f"Files ({TEXT_FILES}) or folders."),
     ],
     as_json: JsonOption = False,
 ) -> None:
@@ -72,8 +72,10 @@ def data_add(
 
     home = home_of(context)
     paths = [path.expanduser() for path in paths]
+    # Long enough for a poll of the daemon to end. A training may hold the lock for hours.
     with hold_lock(home, "data", wait_s=10.0):
         known = add_references(home, paths)
+    # Outside of the lock, because reading many files takes long.
     _, report = survey(paths)
     document = {
         "data": [str(path) for path in known],
@@ -98,7 +100,7 @@ def data_remove(
 ) -> None:
     """Stop training on these files or folders.
 
-    The files stay. What was learned from them stays until `reset` or `forget`.
+    The files stay. The personal model keeps what it learned from them until `reset` or `forget`.
     """
 
     home = home_of(context)
@@ -108,7 +110,7 @@ def data_remove(
 
 
 def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Return to the model that was in use before.
+    """Return to the model that was in use before the current one.
 
     [bold]Examples[/bold]
 
@@ -123,7 +125,7 @@ def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def reset(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Return to the installed model.
+    """Return to the installed model, without your personal changes.
 
     [bold]Examples[/bold]
 
@@ -150,7 +152,8 @@ def _now_active(home: "Home", active: "Active") -> dict[str, object]:
 def forget(
     context: typer.Context,
     run: Annotated[
-        str | None, typer.Option("--run", help="Erase only this run, named by its folder; it may be damaged.")
+        str | None,
+        typer.Option("--run", help="Erase only the run with this folder name. The run may be damaged."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: JsonOption = False,
@@ -166,8 +169,8 @@ def forget(
       permille-agent forget --run 1d9f36c21e0a4b6f8d2c7a55
 
     This erases runs, personal models, references to your files, reports and consent. Your files, the
-    enrolment and the packages stay. The service deletes your uploaded logs, and federations are left, now or
-    when the service can be reached.
+    enrolment and the packages stay. This also deletes your uploaded logs at the service, and leaves all
+    federations. If the service cannot be reached now, the next `permille-agent run` tells it.
     """
     from permille_agent.cli.federations import tell_service
     from permille_agent.link.forget import PROMISE, forget_run
@@ -184,6 +187,7 @@ def forget(
     with hold_lock(home, "forget"):
         erased = erase(home)
         waiting = _delete_uploaded(context, erased.deletions_waiting)
+    # Outside the writers' lock, because an exchange of rounds needs only its own lock.
     left_told = not erased.federations_left or tell_service(home)
     document = {
         "files_erased": erased.files,
@@ -206,7 +210,7 @@ def agrees(question: str) -> bool:
 
 
 def _delete_uploaded(context: typer.Context, wanted: int) -> int:
-    """Ask the service to delete the logs now. Return the number of reports that still wait."""
+    """Ask the service to delete the uploaded logs. Return the number of reports that still wait."""
     if not wanted:
         return 0
     from permille_agent.link.enrolment import open_api
@@ -217,5 +221,6 @@ def _delete_uploaded(context: typer.Context, wanted: int) -> int:
         with open_api(home) as api:
             deliver(home, api)
     except PermilleError as exc:
-        echo(f"uploaded logs are deleted when the service can be reached: {exc}", err=True)
+        # Everything on this device is erased, so `forget` itself has not failed.
+        echo(f"Uploaded logs are not deleted yet. Run `permille-agent report` later. Cause: {exc}", err=True)
     return sum(report.waits for report in read_reports(home))

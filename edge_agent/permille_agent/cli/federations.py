@@ -1,4 +1,4 @@
-"""Commands of rounds: federations list, join, leave, status, run."""
+"""Commands for federated rounds: federations list, join, leave, status, run, and privacy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INTEGER_BYTES = 3  # largest size of an integer
 
 federations = typer.Typer(
     no_args_is_help=True,
-    help="Take part in rounds: many devices improve one model. No device joins by itself.",
+    help="Take part in rounds, in which many devices improve one model. No device joins by itself.",
 )
 
 
@@ -43,7 +43,8 @@ def show_privacy(context: typer.Context, as_json: JsonOption = False) -> None:
 
       permille-agent privacy
 
-    A smaller epsilon promises more. `forget` keeps the ledger, because it records what has left the device.
+    A smaller epsilon is a stronger promise. `forget` keeps the ledger, because it records what left the
+    device.
     """
     from permille_agent.federation.ledger import read_ledger
 
@@ -105,24 +106,29 @@ def join(
     home = home_of(context)
     enrolment, _ = require_enrolment(home)
     with open_api(home) as api:
+        # The list is not signed. `fetch_definition` checks that the definition is.
         offer = find_offer(api.federations(), name)
         definition = fetch_definition(home, api, enrolment, offer)
         release = installed_release(home)
+        # A federation is bound to one package (docs/adr/0014).
         if release is None or release.manifest_digest != definition.log.package_digest:
             raise InputError(
                 f"The federation needs the package {definition.log.package_digest}. Install it with "
                 "`permille-agent pull`."
             )
+        # Without --yes, the user reads the same warning from `what_leaves` before the question.
         if definition.exposes_few and yes and not few_devices:
             raise InputError(
-                f"A sum of {offer.name} may be of {definition.minimum} devices and has no noise: it exposes "
-                "each of them. Add --few-devices to accept that."
+                f"{offer.name} may publish a sum of {definition.minimum} devices without noise, which "
+                "exposes each of them. Add --few-devices to accept that."
             )
         leaves = what_leaves(definition, offer.target)
         if not yes:
+            # Not as JSON, because a person has to answer.
             show({"federation": offer.name, **leaves}, as_json=False)
-            if not agrees(f"Let this leave {home.root} in each round of {offer.name}?"):
+            if not agrees(f"Send this from {home.root} in each round of {offer.name}?"):
                 raise typer.Exit(ExitCode.INTERRUPTED)
+        # Durable here first. If the request below fails, the next exchange of rounds repeats it.
         join_here(home, definition, federation_id=offer.id, name=offer.name)
         api.join_federation(offer.id)
     show({"joined": offer.name, "definition": definition.digest, **leaves}, as_json=as_json)
@@ -140,14 +146,16 @@ def leave(
 
       permille-agent federations leave readers
 
-    The device erases what it kept of the federation. The service forgets what was sent to the open round, now
-    or when it can be reached. Published rounds stay published.
+    The device erases its files of the federation. The service forgets what this device sent to the open
+    round. If the service cannot be reached now, the next `permille-agent run` tells it. Published rounds stay
+    published.
     """
     from permille_agent.federation.membership import leave as leave_here
     from permille_agent.federation.membership import named
 
     home = home_of(context)
     membership = named(home, name)
+    # Read now, because `tell_service` erases the record as soon as the service knows.
     left = membership.choice().name
     leave_here(membership)
     show({"left": left, "service_told": tell_service(home)}, as_json=as_json)
@@ -155,7 +163,7 @@ def leave(
 
 @federations.command("status")
 def status(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Show the federations of this device and the results of its parts.
+    """Show the federations of this device and the results of its contributions.
 
     [bold]Examples[/bold]
 
@@ -180,7 +188,7 @@ def run(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take part once, now: follow the federation, train this device's part, send it.
+    """Take part in the open rounds now: fetch the history, train, and send the contribution.
 
     [bold]Examples[/bold]
 
@@ -200,37 +208,44 @@ def what_leaves(definition: Definition, target: int) -> dict[str, object]:
 
     Args:
         definition: signed definition of the federation.
-        target: number of devices per round that the service wants. It is not signed.
+        target: number of devices per round that the service wants. The signed definition does not have it.
     """
     queries = definition.log.queries
+    # FORMAT 13.2: q integers for each step, then the gain.
     integers = definition.steps * queries + 1
     document: dict[str, object] = {
-        "leaves_each_round": f"{integers} integers: {definition.steps} steps of {queries}, and "
-        "what the common model gains on text of yours; never text",
+        "leaves_each_round": f"{integers} integers: {queries} for each of {definition.steps} steps, and one "
+        "for the gain of the common model on your text. Text never leaves.",
         "bytes_each_round": f"at most {_CONTRIBUTION_BYTES + _INTEGER_BYTES * integers}",
         "rounds": f"at most {definition.rounds}",
-        "trains_on": "your text but what selects and judges your own model",
-        "devices_each_round": f"at least {definition.minimum}, or nothing is published; {target} are wanted",
+        "trains_on": "your text, except the parts that select and judge your own model",
+        "devices_each_round": f"at least {definition.minimum}, else nothing is published. The service wants "
+        f"{target}.",
     }
     if definition.exposes_few:
-        document["warning"] = f"a sum may be of {definition.minimum} devices: " + (
-            "it is then what this device sent" if definition.minimum == 1 else "it exposes each of them"
+        document["warning"] = (
+            "A sum may cover this device alone. Everyone then sees what this device sent."
+            if definition.minimum == 1
+            else f"A sum may cover only {definition.minimum} devices, which exposes each of them."
         )
     privacy = definition.privacy
     if privacy is None:
         return document | {
-            "seen_by": "the service sees this device's integers until the round is closed; everyone else "
-            "the sums over devices",
-            "promised": "no noise is added: who knows the integers may guess at the text",
+            "seen_by": "The service sees this device's integers until the round is closed. Everyone else "
+            "sees the sums over devices.",
+            "promised": "Nothing, because no noise is added. Anyone who knows the integers may guess at the "
+            "text.",
         }
+    # For the largest number of rounds, because the user agrees to all of them now.
     epsilon = privacy.dp_epsilon(privacy.participations)
-    seen = "the service sees this device's integers until the round is closed"
+    seen = "The service sees this device's integers until the round is closed"
     if privacy.keeper is not None:
-        seen = f"nobody sees this device's integers unless the service and {privacy.keeper.url} collude"
+        # The service gets the integers masked. Only the keeper can open the seed of the mask.
+        seen = f"Nobody sees this device's integers unless the service and {privacy.keeper.url} collude"
     return document | {
-        "seen_by": f"{seen}; everyone else sums with noise",
+        "seen_by": f"{seen}. Everyone else sees sums with noise.",
         "promised": f"epsilon {epsilon:.2f} at delta 1e-{privacy.delta_exponent} after "
-        f"{privacy.participations} rounds, the most that this device takes part in",
+        f"{privacy.participations} rounds. This device takes part in no more.",
     }
 
 
@@ -246,20 +261,27 @@ def document_of(membership: Membership) -> dict[str, object]:
         "last_round": standing.last_round,
         "last": standing.last,
         "adopted_round": standing.adopted_round,
-        "waiting_for": standing.waiting_for if choice.joined else "the service to be told of the leaving",
+        "waiting_for": standing.waiting_for
+        if choice.joined
+        else "the service must still be told that you left",
     }
 
 
 def tell_service(home: Home) -> bool:
-    """Tell the service that federations were left. If it fails, the next exchange does it."""
-
+    """Tell the service that federations were left. Return False if a later exchange must do it."""
     from permille_agent.federation.exchange import exchange
     from permille_agent.link.enrolment import open_api
 
     try:
+        # If another process holds the lock for longer, a later exchange tells the service.
         with open_api(home) as api, hold_lock(home, "federations", wait_s=2.0, of=home.rounds_lock):
             exchange(home, api, now=datetime.now(UTC), has_text=bool(read_references(home)))
     except PermilleError as exc:
-        echo(f"the service is told when it can be reached: {exc}", err=True)
+        # The user has left in any case, so the command has not failed.
+        echo(
+            "The service does not know yet that you left. The next `permille-agent run` tells it. "
+            f"Cause: {exc}",
+            err=True,
+        )
         return False
     return True

@@ -39,7 +39,7 @@ ThreadsOption = Annotated[
     typer.Option(min=1, help="Threads of the engine. Default: all cores.", rich_help_panel=COMPUTING),
 ]
 TokensOption = Annotated[
-    int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.", rich_help_panel=SAMPLING)
+    int, typer.Option("--max-tokens", min=1, help="Most tokens to generate.", rich_help_panel=SAMPLING)
 ]
 TemperatureOption = Annotated[
     float | None,
@@ -55,7 +55,8 @@ TopPOption = Annotated[
     typer.Option(
         min=0.01,
         max=1.0,
-        help="Probability mass of the tokens to draw from. Default: the model's own setting.",
+        help="Draw from the likeliest tokens that have this probability together. Default: the model's own "
+        "setting.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -65,7 +66,7 @@ SeedOption = Annotated[
 
 
 class ExportForm(StrEnum):
-    """Programs that a model can be exported for."""
+    """Forms that a model can be exported in, named for the programs that load them."""
 
     TRANSFORMERS = "transformers"
     PEFT = "peft"
@@ -87,7 +88,7 @@ def compare(
     context: typer.Context,
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="Measure on this text instead of the held-out part of the run's."),
+        typer.Option(help="Measure on this text instead of the held-out text of the run."),
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue. Repeat it for more.")] = None,
     max_tokens: TokensOption = 48,
@@ -118,7 +119,7 @@ def compare(
 def show_page(
     context: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(help="Run, or the beginning of its name. Default: the last finished one.")
+        str | None, typer.Argument(help="Name of the run, or its beginning. Default: the last finished run.")
     ] = None,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
@@ -130,7 +131,8 @@ def show_page(
 
       permille-agent show
 
-    Any browser opens the page without network. It lies in the run's folder, readable by you alone.
+    Any browser opens the page, without network access. The page is in the run's folder, and only you can read
+    it.
     """
     from permille_agent.local.show import show_run
 
@@ -171,8 +173,10 @@ def generate(
         else:
             generated, pieces = model.complete(prompt, variant, sampling)
         if as_json:
+            # `generated` has its counts only after all pieces were read.
             text = "".join(pieces)
         else:
+            # Without a chat, prompt and continuation are one text.
             echo("" if as_chat else prompt, nl=False)
             for piece in pieces:
                 echo(piece, nl=False)
@@ -214,8 +218,10 @@ def chat(
     beginning = [("system", system)] if system else []
     messages = list(beginning)
     with _open_model(context, threads, engine) as model:
+        # Fail before the user has typed a message.
         model.tokenizer.require_chat()
         variant = _variant(model, base)
+        # Only for a person who types. Messages may also come from a pipe.
         if sys.stdin.isatty():
             echo(f"{variant.value} model; /reset, /exit", err=True)
         while (line := _read_line()) is not None:
@@ -223,11 +229,13 @@ def chat(
                 messages = list(beginning)
                 continue
             messages.append(("user", line))
+            # A seed for each turn. With one seed, all answers would be drawn with the same random numbers.
             sampling = _sampling(model, max_tokens, temperature, top_p, seed + len(messages))
             try:
                 _, pieces = model.reply(messages, variant, sampling)
             except InputError as exc:
                 echo(f"not sent: {exc}", err=True)
+                # Otherwise the next turn would fail on the same message.
                 messages.pop()
                 continue
             answer = ""
@@ -241,7 +249,7 @@ def chat(
 def serve(
     context: typer.Context,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on. 0 takes a free port.")
     ] = 8081,
     allow_origin: Annotated[
         list[str] | None,
@@ -259,14 +267,15 @@ def serve(
 
       curl -H "Authorization: Bearer $(cat TOKEN_FILE)" http://127.0.0.1:8081/v1/models
 
-    The server listens on loopback only. Clients send the token from the file that is named at the start, as
-    their API key. The models are `personal`, `pooled` and `base`, if the device has them. Any other name
-    means the first of them.
+    The server listens on loopback only. It prints the name of a file with a token. Clients send this token as
+    their API key. The models are `personal`, `pooled` and `base`, if the device has them. A request for any
+    other name gets the first of these.
     """
     from permille_agent.local.serve import LocalServer, read_or_make_access
 
     access = read_or_make_access(home_of(context), allow_origin or ())
     with _open_model(context, threads, engine) as model:
+        # Never another address, because the token and the text travel over plain HTTP.
         server = LocalServer(("127.0.0.1", port), model, access)
         root = f"http://127.0.0.1:{server.port}"
         document = {
@@ -275,6 +284,7 @@ def serve(
             "token_file": str(access.token_file),
             "models": [variant.value for variant in model.variants],
         }
+        # Before the first request, because clients need the port and the token.
         show(document, as_json=as_json)
         try:
             server.serve_forever()
@@ -288,14 +298,14 @@ def export(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="New or empty folder.")],
     form: Annotated[
-        ExportForm, typer.Option("--format", help="Program that will load it.")
+        ExportForm, typer.Option("--format", help="Form of the export, for the program that loads it.")
     ] = ExportForm.TRANSFORMERS,
     kind: Annotated[
         str | None,
         typer.Option(
             "--type",
-            help="Type of the weights in a GGUF file: f32, f16, q8_0, q4_0 or source. Default: source where "
-            "the package keeps a file's codes, else q8_0.",
+            help="Type of the weights in a GGUF file: f32, f16, q8_0, q4_0 or source. Default: source for "
+            "packages with the codes of a GGUF file, else q8_0.",
         ),
     ] = None,
     base: BaseOption = False,
@@ -311,9 +321,9 @@ def export(
 
       permille-agent export ~/models/my-adapter --format peft
 
-    Your changes are merged into the weights. --format gguf is for llama.cpp and Ollama. --format peft writes
-    the adapter alone, if the package trains one. --format executorch needs torch and ExecuTorch's exporter.
-    The export is personal data.
+    The export merges your changes into the weights. --format gguf is for llama.cpp and Ollama. --format peft
+    writes only the adapter, if the package trains one. --format executorch needs torch and ExecuTorch's
+    exporter. The export is personal data.
     """
     from permille.engines.export import export_peft, export_transformers
     from permille.package.blobs import BlobFolder
@@ -349,21 +359,22 @@ def export(
             from permille.engines.gguf.export import MODELFILE, export_gguf
         exported = export_gguf(package, values_K, folder, kind=kind)
         document |= {"type": exported.kind.value, "bytes": exported.size_bytes}
+        # Quoted, because the user copies this command into a shell.
         use = shlex.quote(str(folder / MODELFILE))
         document["ollama"] = f"ollama create {shlex.quote(folder.name)} --file {use}"
         if personal:
+            # Rounding to the type of the file can lose a part of the change.
             document["change_kept"] = round(exported.kept, 6)
     show(document, as_json=as_json)
 
 
 @contextmanager
 def _needing(extra: str) -> Iterator[None]:
-    """Name the extra if an import in this context fails. Raises InputError."""
-
+    """Raise an InputError that names the extra to install if an import in this context fails."""
     try:
         yield
     except ModuleNotFoundError as exc:
-        raise InputError(f"exporting needs {exc.name}: pip install 'permille[{extra}]'") from exc
+        raise InputError(f"This format needs {exc.name}. Run `pip install 'permille[{extra}]'`.") from exc
 
 
 def _open_model(context: typer.Context, threads: int | None, engine: str) -> "LocalModel":
@@ -389,6 +400,7 @@ def _sampling(
 def _variant(model: "LocalModel", base: bool) -> "Variant":
     from permille_agent.local.model import Variant
 
+    # The first variant is the default: personal, else pooled, else base.
     return Variant.BASE if base else model.variants[0]
 
 
@@ -423,8 +435,8 @@ def _render_comparison(console: Console, result: "SideBySide") -> None:
     console.print(table)
     console.print(f"improvement on the base: {losses.improvement}", highlight=False)
     general = losses.general
-    told = "not measured, the package carries no reference" if general is None else str(general)
-    console.print(f"loss on general text: {told}", highlight=False)
+    words = "not measured, because the package has no reference text" if general is None else str(general)
+    console.print(f"loss on general text: {words}", highlight=False)
     if losses.improvement_on_pooled is not None:
         console.print(f"improvement on the pooled model: {losses.improvement_on_pooled}", highlight=False)
     for sample in result.samples:

@@ -52,7 +52,7 @@ def _show_version(wanted: bool) -> None:
 def _settings(
     context: typer.Context,
     home: Annotated[
-        Path | None, typer.Option(envvar=HOME_VARIABLE, help="Folder in which the agent keeps everything.")
+        Path | None, typer.Option(envvar=HOME_VARIABLE, help="Folder for all files of the agent.")
     ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe messages to log.")] = LogLevel.INFO,
     _version: Annotated[
@@ -61,8 +61,10 @@ def _settings(
 ) -> None:
     if home is None:
         home = platformdirs.user_data_path("permille-agent", appauthor=False)
+    # --log-level is for permille's own messages. Libraries log only warnings and errors.
     log_to_stderr(logging.WARNING, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("permille").setLevel(log_level.upper())
+    # Absolute, because a service file and child processes name this folder.
     context.obj = home.expanduser().absolute()
 
 
@@ -96,11 +98,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command, and return its exit code. For example, `main(["status", "--json"])`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        # For writes to a full disk that raise no error of their own.
         with telling_disk():
             app(args=arguments, prog_name="permille-agent")
     except PermilleError as exc:
+        # From the raw arguments, because the parsed options of the command are gone here.
         show_error(exc, as_json="--json" in arguments)
         return int(exit_code_of(exc))
     except SystemExit as end:
+        # typer ends every command like this. Without a code, the command was a success.
         return end.code if isinstance(end.code, int) else int(ExitCode.OK)
     return int(ExitCode.OK)

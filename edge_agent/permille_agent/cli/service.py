@@ -1,4 +1,4 @@
-"""Commands between this device and its service: enroll, pull, verify, report, share-log, unenroll."""
+"""Commands for the link to the service: enroll, pull, verify, report, share-log, share-state, unenroll."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def enroll(
         str,
         typer.Argument(
             envvar="PERMILLE_INVITATION",
-            help="The whole line that the operator gave you.",
+            help="The whole invitation line that the operator gave you.",
         ),
     ],
     name: Annotated[
@@ -73,7 +73,7 @@ def enroll(
 
       permille-agent enroll https://10.0.0.5:8443 INVITATION --ca-file server.pem --name kitchen
 
-    From then on the device trusts the root of signatures that the invitation names, and no other.
+    From then on, the device trusts only signatures under the root that the invitation names.
     """
     from permille_agent.link.enrolment import enroll as enroll_device
 
@@ -92,7 +92,7 @@ def pull(context: typer.Context, as_json: JsonOption = False) -> None:
 
       permille-agent pull --json
 
-    An interrupted download continues where it ended.
+    An interrupted download continues where it stopped.
     """
 
     home = home_of(context)
@@ -123,7 +123,8 @@ def verify(
 
       permille-agent verify --repair
 
-    Every byte is hashed. Without --repair the service is not asked. The exit code is 4 if damage is left.
+    The command hashes every byte. It contacts the service only with --repair. The exit code is 4 if damage
+    remains.
     """
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.verify import verify as look_for_damage
@@ -141,19 +142,20 @@ def verify(
 
 
 def report(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Send the waiting reports: numbers only, and logs if you share them.
+    """Send the waiting reports. They contain only numbers, and logs if you share them.
 
     [bold]Examples[/bold]
 
       permille-agent report
 
-    Reports that the service had no room for are sent again.
+    Reports that exceeded this device's quota at the service are sent again.
     """
     from permille_agent.link.enrolment import open_api
     from permille_agent.link.report import collect_reports, deliver, queue_again
 
     home = home_of(context)
     with open_api(home) as api, hold_lock(home, "report"):
+        # A kill between the end of a run and its report leaves a run that is not queued yet.
         collect_reports(home)
         queue_again(home)
         delivered = deliver(home, api)
@@ -163,43 +165,43 @@ def report(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @share_log.command("on")
 def share_log_on(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Share the logs of future runs, which use zeroth order unless you name the gradient.
+    """Share the logs of future runs, which then use zeroth order unless you choose the gradient.
 
-    With the package, a log is your personal model, and the service can rebuild it. No other tenant sees it.
+    The service can rebuild your personal model from a log and the package. No other tenant sees the log.
     """
     _set_sharing(context, "share_log", share=True, as_json=as_json)
 
 
 @share_log.command("off")
 def share_log_off(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Stop sharing logs, and drop those that wait to be sent.
+    """Stop sharing logs, and drop the logs that wait to be sent.
 
-    Uploaded logs stay at the service until `share-log delete`.
+    Uploaded logs stay at the service until you run `share-log delete`.
     """
     _set_sharing(context, "share_log", share=False, as_json=as_json)
 
 
 @share_state.command("on")
 def share_state_on(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Share the packed state of runs that share no log, from now on.
+    """Share the trained values of future runs that share no log.
 
-    The state is the trained values: with the package it is your personal model.
+    The service can rebuild your personal model from these values and the package.
     """
     _set_sharing(context, "share_state", share=True, as_json=as_json)
 
 
 @share_state.command("off")
 def share_state_off(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Share no states from now on, and drop those that wait to be sent.
+    """Stop sharing trained values, and drop those that wait to be sent.
 
-    What was uploaded before stays at the service until `share-log delete`.
+    Uploaded values stay at the service until you run `share-log delete`.
     """
     _set_sharing(context, "share_state", share=False, as_json=as_json)
 
 
 @share_log.command("show")
 def share_log_show(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Show whether logs and states are shared, and which were uploaded."""
+    """Show whether you share logs and trained values, and which ones the service has."""
     from permille_agent.link.report import Delivery, read_reports
 
     home = home_of(context)
@@ -213,11 +215,11 @@ def share_log_show(context: typer.Context, as_json: JsonOption = False) -> None:
 def share_log_delete(
     context: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(help="Run, named by its folder or id. Default: all runs.")
+        str | None, typer.Argument(help="Folder name or id of the run. Default: all runs.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete uploaded logs and states at the service, of one run or of all.
+    """Delete the uploaded logs and trained values of one run, or of all runs, at the service.
 
     [bold]Examples[/bold]
 
@@ -231,8 +233,10 @@ def share_log_delete(
 
     home = home_of(context)
     with open_api(home) as api, hold_lock(home, "share-log"):
-        with contextlib.suppress(InputError):  # its folder may be gone, its report is not
+        with contextlib.suppress(InputError):
+            # `forget --run` may have erased the folder. The report still has the run's id.
             run = run and named_run(home, run).run_id
+        # Stored before the request, so that the next report repeats a request that failed.
         wanted = want_deletion(home, run)
         deliver(home, api)
     show({"deleted": wanted}, as_json=as_json)
@@ -241,11 +245,12 @@ def share_log_delete(
 def unenroll(
     context: typer.Context,
     local_only: Annotated[
-        bool, typer.Option("--local-only", help="Erase the local side only, for a service that is gone.")
+        bool,
+        typer.Option("--local-only", help="Erase only the files here, for a service that no longer exists."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """End the enrolment, at the service and here.
+    """End the enrolment, at the service and on this device.
 
     [bold]Examples[/bold]
 
@@ -272,11 +277,12 @@ def _set_sharing(context: typer.Context, choice: str, *, share: bool, as_json: b
     from permille_agent.link.report import withdraw_logs
 
     home = home_of(context)
+    # Before the lock, because a withdrawal must count at once, even while a training holds the lock.
     set_sharing(home, **{choice.removeprefix("share_"): share})
     withdrawn = 0
     if not share:
         with contextlib.suppress(LockedError), hold_lock(home, "share-log", wait_s=2.0):
-            # Another holder of the lock reads the choice before it sends a log, so it is safe to give up.
+            # Giving up is safe: another holder of the lock reads the choice before it sends a log.
             withdrawn = withdraw_logs(home)
     show({choice: share, "withdrawn_logs": withdrawn}, as_json=as_json)
 
@@ -301,5 +307,6 @@ def _progress(quiet: bool) -> Progress:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    # Only a person looks at a bar. In a file or a pipe, it would be noise.
     console = PlainConsole(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

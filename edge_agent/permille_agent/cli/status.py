@@ -33,14 +33,14 @@ Found = TypeVar("Found")
 
 
 class Status:
-    """State of a home folder. A damaged file is listed in `damaged`, and does not hide other files.
+    """State of a home folder. For example, `Status(home).document()["active"]` is the model in use.
 
-    For example, `Status(home).document()["active"]` is the model in use.
-
-    An attribute is None if its file does not exist or is damaged.
+    An attribute is None if its file does not exist or is damaged. `damaged` lists the damaged files, so
+    that one of them does not hide the others.
     """
 
     def __init__(self, home: Home) -> None:
+        # A dict with only keys, because several attributes may need the same damaged file.
         self.home, self._damaged = home, dict[str, None]()
         runs = list_runs(home)
         self.run = run = runs[-1] if runs else None
@@ -58,6 +58,7 @@ class Status:
         self.learn = begun.definition.options.learn if begun else None
         self.outcome = self._read(lambda: run.load("outcome", RunOutcome) if run else None, None)
         self.decision = self._read(lambda: run.load("decision", Decision) if run else None, None)
+        # One by one, not by `read_reports`, which stops at the first damaged report.
         names = sorted(path.stem for path in home.reports.glob("*.json") if RUN_ID.fullmatch(path.stem))
         reports = [self._read(partial(read_report, home, name), None) for name in names]
         self.reports = [report for report in reports if report is not None]
@@ -72,6 +73,7 @@ class Status:
         return list(self._damaged)
 
     def _read(self, part: Callable[[], Found], otherwise: Found) -> Found:
+        """Call `part`. If its file is damaged, note the error and return `otherwise`."""
         try:
             return part()
         except PermilleError as exc:
@@ -84,6 +86,7 @@ class Status:
     def document(self) -> dict[str, object]:
         """Return the status as one JSON document."""
         release, active, daemon = self.release, self.active, self.daemon
+        # Every key is always there. What does not exist yet is null.
         return {
             "home": str(self.home.root),
             "enrolment": self.enrolment.document() if self.enrolment else None,
@@ -150,7 +153,7 @@ class Status:
 
     def _rows(self) -> list[tuple[str, str]]:
         enrolment, release, daemon = self.enrolment, self.release, self.daemon
-        # A reason begins with the request's path, which has the run's id and would hide duplicates.
+        # A reason begins with the path of the request. The run's id in it would make all reasons differ.
         refused = [one.reason.partition(": ")[2] or one.reason for one in self.reports if one.reason]
         rows = [
             ("home", str(self.home.root)),
@@ -167,12 +170,15 @@ class Status:
             ("last run", self._run_words()),
             ("learns", f"of conversations: {self.learn.value}" if self.learn else ""),
             ("reports", f"{self._pending()} waiting, {len(refused)} refused"),
-            ("refused because", "\n".join(dict.fromkeys(refused))),  # the same words once
+            ("refused because", "\n".join(dict.fromkeys(refused))),  # each reason once, in order
             ("rounds", "\n".join(map(_round_words, self.federations))),
-            ("tries", _part_words(self.rollout) if self.rollout else ""),
+            ("rollout", _part_words(self.rollout) if self.rollout else ""),
             ("shares logs", "yes" if self.consent.share_log else "no"),
             ("shares states", "yes" if self.consent.share_state else "no"),
-            ("daemon", f"asked the service last {daemon.last_poll}" if daemon.last_poll else "has not run"),
+            (
+                "daemon",
+                f"last contacted the service at {daemon.last_poll}" if daemon.last_poll else "has not run",
+            ),
             ("waits because", "; ".join(daemon.waiting_for)),
             ("poll failed", daemon.poll_error),
             ("training failed", daemon.training_error),
@@ -195,21 +201,26 @@ class Status:
             return "none yet"
         metrics = self.outcome.metrics if self.outcome else None
         if metrics is None:
-            return "unfinished" if self.progress else "unfinished: the same command goes on with it"
+            # `progress` exists only while a process works on the run.
+            return "unfinished" if self.progress else "unfinished: the same `train` command resumes it"
         words = outcome_words(metrics.outcome, self.decision)
         if metrics.loss_base is None or metrics.loss_personal is None:
             return words
         words = f"{words}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
+        # Only a text that is long enough for three parts has tokens to select by.
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
 
 
 def _part_words(part: Part) -> str:
     ended = "waits for training" if part.installed else f"{part.attempts} attempts failed"
-    return f"version {part.version} in the rollout {part.rollout}: {part.code or ended}"
+    return f"version {part.version} in rollout {part.rollout}: {part.code or ended}"
 
 
 def _round_words(federation: dict[str, object]) -> str:
-    words = f"{federation['name']}: after round {federation['rounds_done']}, {federation['sent']} parts sent"
+    words = (
+        f"{federation['name']}: after round {federation['rounds_done']}, "
+        f"{federation['sent']} contributions sent"
+    )
     if federation["last"]:
         words = f"{words}, the last one (round {federation['last_round']}) {federation['last']}"
     return f"{words}; waits: {federation['waiting_for']}" if federation["waiting_for"] else words

@@ -55,16 +55,20 @@ def train(
         typer.Argument(help=f"Files ({TEXT_FILES}) or folders. Default: those of `data add`."),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="How long to train and judge. Default: the release's steps, or 30.")
+        float | None,
+        typer.Option(
+            help="Minutes to train and judge. Default: the release's number of steps, else 30 minutes."
+        ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Number of steps instead of minutes; repeatable to the bit.")
+        int | None,
+        typer.Option(help="Number of steps instead of minutes. The result is then repeatable bit for bit."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of batches and directions.", rich_help_panel=METHOD)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for batches and directions.", rich_help_panel=METHOD)] = 0,
     method: Annotated[
         Method | None,
         typer.Option(
-            help="Way to find steps. Default: zeroth-order if a log is shared, else what the release says, "
+            help="How to compute steps. Default: zeroth-order if you share a log, else the release's method, "
             "else gradient if the engine has a reverse pass.",
             rich_help_panel=METHOD,
         ),
@@ -72,8 +76,8 @@ def train(
     estimator: Annotated[
         str | None,
         typer.Option(
-            help="Estimator of zeroth order: one-sided, spsa, split or forward. Default: one-sided; with "
-            "--engine executorch spsa.",
+            help="Estimator of zeroth order: one-sided, spsa, split or forward. Default: spsa with --engine "
+            "executorch, else one-sided.",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -81,22 +85,23 @@ def train(
         int | None,
         typer.Option(
             min=0,
-            help="Train the masked weights of this decoder layer and those above it. Default: what the "
-            "release says, else all.",
+            help="Train only the masked weights of this decoder layer and the layers above it. Default: the "
+            "release's first layer, else all layers.",
             rich_help_panel=METHOD,
         ),
     ] = None,
     queries: Annotated[
         int | None,
         typer.Option(
-            help="Directions of a zeroth-order step. Default: one-sided 16, spsa and forward 8, split 15.",
+            help="Directions per zeroth-order step. Default: 16 for one-sided, 8 for spsa and forward, 15 "
+            "for split.",
             rich_help_panel=METHOD,
         ),
     ] = None,
     rows: Annotated[
         int | None,
         typer.Option(
-            help="Rows of text in a step. Default: 4 with the gradient, else 2.", rich_help_panel=METHOD
+            help="Rows of text per step. Default: 4 with the gradient, else 2.", rich_help_panel=METHOD
         ),
     ] = None,
     row_tokens: Annotated[
@@ -111,21 +116,21 @@ def train(
         str,
         typer.Option(
             "--from",
-            help="Model to begin from. active: the model in use, or the package's pooled state. pooled or "
-            "base: begin again there. Zeroth order begins at the base.",
+            help="Model to begin from. active is the model in use, or the pooled state of a new package. "
+            "pooled and base are the package's own states. Zeroth order always begins at the base.",
         ),
     ] = "active",
     learn: Annotated[
         str,
         typer.Option(
             help="Turns of a conversation to learn: assistant (the answers), user (your own voice) or all. "
-            "Other text is learned whole."
+            "From other text, the model learns everything."
         ),
     ] = "assistant",
     rate_scale: Annotated[
         float,
         typer.Option(
-            help="Factor of the learning rate. Try 0.5 if training diverges or forgets too much.",
+            help="Factor for the learning rate. Try 0.5 if training diverges or forgets too much.",
             rich_help_panel=METHOD,
         ),
     ] = 1.0,
@@ -137,16 +142,16 @@ def train(
         bool | None,
         typer.Option(
             "--share-log/--no-share-log",
-            help="Send the log of seeds and scalars with the report; the run is of zeroth order then. It is "
-            "personal data. Also for a finished run. Default: the setting of `share-log`.",
+            help="Send the log of seeds and scalars with the report. The log is personal data, and the run "
+            "uses zeroth order. Works for finished runs, too. Default: the setting of `share-log`.",
         ),
     ] = None,
     share_state: Annotated[
         bool | None,
         typer.Option(
             "--share-state/--no-share-state",
-            help="Send the trained values with the report where no log is sent. They are personal data. "
-            "Also for a finished run. Default: the setting of `share-state`.",
+            help="Send the trained values with the report if no log is sent. They are personal data. Works "
+            "for finished runs, too. Default: the setting of `share-state`.",
         ),
     ] = None,
     threads: Annotated[
@@ -175,11 +180,11 @@ def train(
 
       permille-agent train conversations.json --learn user
 
-    The text is divided into three parts: one trains, one selects the state, one judges it. The result is
-    adopted only if it is surely better on the third part. Otherwise the model in use is kept, and the exit
-    code is 7. Text of 1,000 to 5,400 tokens is judged part by part; less is refused. What was trained is
-    weakened until the loss on general text rises by at most --keep-general. Stop it with Ctrl-C: the same
-    command goes on where it ended.
+    Your text is divided into three parts. The first part trains, the second selects the best state, and the
+    third judges it. The new model is adopted only if it is surely better on the third part. Otherwise the
+    model in use stays, and the exit code is 7. A text of 1,000 to 5,400 tokens is judged part by part. Less
+    text is refused. The trained change is weakened until the loss on general text rises by at most
+    --keep-general. Stop the training with Ctrl-C. The same command resumes it.
     """
     from permille_agent.state.models import active_model, training_of_release
     from permille_agent.text.documents import Learn
@@ -188,6 +193,7 @@ def train(
 
     home = home_of(context)
     consent = read_consent(home)
+    # Only for the option. The setting `share-log on` gives way to --method.
     if share_log and method is Method.GRADIENT:
         raise InputError(
             "A gradient run has no log of seeds and scalars. Share its state with --share-state, or leave "
@@ -206,16 +212,19 @@ def train(
         rows=rows,
         row_tokens=row_tokens,
         seed=seed,
+        # Checked here and not by typer, because `--help` would have to import these types.
         start=choice_of(Start, start, "a start"),
         learn=choice_of(Learn, learn, "a choice of turns to learn"),
         rate_scale=rate_scale,
         keep_general=keep_general,
     )
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
-    told = LiveProgress(home, None if as_json else PlainConsole(stderr=True))
+    # On standard error, so that standard output has only the result.
+    live = LiveProgress(home, None if as_json else PlainConsole(stderr=True))
     wanted = _Shared(log=share_log, state=share_state)
-    result, log = _train(home, paths or (), options, chosen, told, wanted)
+    result, log = _train(home, paths or (), options, chosen, live, wanted)
     active = active_model(home)
+    # The request may be a run that finished earlier, and another model may be in use since then.
     in_use = active is not None and active.run == result.run
     document = {**json_of(result), "log_delivery": log.value}
     show(document, as_json=as_json, render=lambda console: _render(console, result, log, in_use))
@@ -224,7 +233,7 @@ def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """Sharing options of this command. None means the user's standing choice."""
+    """Sharing options of this command. None means the setting of `share-log` or `share-state`."""
 
     log: bool | None
     state: bool | None
@@ -235,7 +244,7 @@ def _train(
     paths: Sequence[Path],
     options: "TrainOptions",
     engine: EngineChoice,
-    told: "LiveProgress",
+    live: "LiveProgress",
     wanted: _Shared,
 ) -> tuple["RunResult", "Delivery"]:
     """Train and queue the report. Also share the log or state of an earlier run if an option asks for it."""
@@ -249,8 +258,10 @@ def _train(
         raise InputError(
             "No text to train on. Name files or folders, or add some with `permille-agent data add`."
         )
+    # Read before the training. If the user withdraws consent meanwhile, the count of withdrawals differs, and
+    # nothing is sent.
     consent = read_consent(home)
-    with hold_lock(home, "train"), _stopped_by_signals() as stop, told as progress:
+    with hold_lock(home, "train"), _stopped_by_signals() as stop, live as progress:
         context = RunContext(
             share_log=consent.share_log if wanted.log is None else wanted.log,
             share_state=consent.share_state if wanted.state is None else wanted.state,
@@ -260,7 +271,9 @@ def _train(
             engine_of=engine,
         )
         result = run_training(home, data_paths, options, context)
+        # First, because `share_run` adds a log only to a report that is queued.
         report.collect_reports(home)
+        # A new run has stored this consent, and `collect_reports` has queued its log.
         if result.known and (wanted.log or wanted.state):
             form = LogForm.LOG if wanted.log else LogForm.STATE
             report.share_run(home, result.run, form, withdrawals=consent.withdrawals)
@@ -311,8 +324,9 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
     words = outcome_words(result.outcome, result.decision)
     console.print(f"[{colour}]{words}[/{colour}]: {escape(result.message)}", highlight=False)
     if log.value == "queued":
-        console.print("It is shared with the next `permille-agent report`.")
+        console.print("Your log or trained values wait to be sent. `permille-agent report` sends them now.")
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
+        # File names may contain brackets.
         console.print(f"  {example}", markup=False, highlight=False)
     decision, metrics = result.decision, result.metrics
     if decision is None or metrics is None:
@@ -329,7 +343,7 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
         table.add_row("general loss", str(decision.general))
         table.add_row("strength", strength_words(decision.strength))
     elif decision.against_base is not None:
-        table.add_row("general loss", "not measured: the package carries no reference")
+        table.add_row("general loss", "not measured, because the package has no reference text")
     table.add_row("steps", f"{decision.step} of {decision.steps} used")
     table.add_row("time", f"{metrics.seconds:.0f} s")
     table.add_row("peak memory", f"{metrics.peak_rss_bytes / 2**20:.0f} MiB")

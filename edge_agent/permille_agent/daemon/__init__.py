@@ -1,1 +1,1 @@
-"""The program that keeps a device up to date without being asked."""
+"""The program that keeps a device up to date without commands of the user."""

@@ -106,9 +106,11 @@ class Daemon:
         while not self._stop.is_set():
             if self._world.monotonic() >= next_poll:
                 next_poll = self._world.monotonic() + self.poll()
+            # After a training, poll at once to report its result.
             if self.train_if_wanted():
                 next_poll = self._world.monotonic()
                 continue
+            # Not longer than a minute, because the policy may allow a training before the next poll.
             self._stop.wait(max(0.0, min(POLICY_CHECK_S, next_poll - self._world.monotonic())))
         log.info("stopped")
 
@@ -146,7 +148,7 @@ class Daemon:
     def train_if_wanted(self) -> bool:
         """Train if there is something new and the policy allows it. Return whether a training finished.
 
-        Training for a round (the device's part of it) goes before a personal run.
+        Training for a round comes before a personal run.
         """
         part, wanted = self._waiting_part(), self._wanted()
         if (part is None and wanted is None) or self._stop.is_set():
@@ -163,6 +165,7 @@ class Daemon:
         # A `not_before` more than a day ahead was stored while the clock was wrong, so ignore it.
         if 0 < state.not_before - now.timestamp() <= LONGEST_PAUSE_S:
             reasons += ("the last training failed and is tried again later",)
+        # Written only when the reasons change, not at each check.
         if reasons != state.waiting_for:
             self._note(waiting_for=reasons)
         if reasons:
@@ -184,7 +187,7 @@ class Daemon:
     def _poll(self) -> None:
         enrolment, _ = require_enrolment(self._home)
         with open_api(self._home, connection=self._world.connection) as api:
-            # Exchange before taking the lock `run` of the home folder: a training may hold it for hours.
+            # Exchange before taking the writers' lock, because a training may hold that lock for hours.
             self._exchange(api)
             with hold_lock(self._home, "run"):
                 collect_reports(self._home)
@@ -199,6 +202,7 @@ class Daemon:
 
     def _exchange(self, api: DeviceApi) -> None:
         """Fetch news of the rounds, send finished contributions, and ask for invitations."""
+        # Set before the attempt, so that a failed exchange is not repeated at once.
         self._next_exchange = self._world.monotonic() + POLL_S
         try:
             with hold_lock(self._home, "federations", of=self._home.rounds_lock):
@@ -211,7 +215,7 @@ class Daemon:
             log.info("rounds: %d contributions sent, %d invitations", done.sent, done.invited)
 
     def exchange_meanwhile(self) -> bool:
-        """Exchange rounds during a training. Return whether it should stop for a part of a round."""
+        """Exchange rounds during a training. Return whether the training should stop for a round."""
         if self._world.monotonic() >= self._next_exchange:
             try:
                 with open_api(self._home, connection=self._world.connection) as api:
@@ -250,7 +254,7 @@ class Daemon:
         return None if wanted == read_daemon_state(self._home).trained else wanted
 
     def _take_part(self, policy: Policy, part: RoundPart) -> bool:
-        """Train a part of a round. Return whether it is ready to be sent."""
+        """Train for a round. Return whether the contribution is ready to be sent."""
         membership, number = part.membership, int(part.path.name)
         request = RoundRequest(
             federation=membership.path.name,
@@ -260,6 +264,7 @@ class Daemon:
         )
         log.info("round %d of %s starts", number, membership.path.name[:12])
         try:
+            # Leaving the federation erases this folder, which ends the training.
             with self._metered(policy, part.path.is_dir) as keep_going:
                 outcome = self._world.train_part(self._home, request, keep_going)
         except LockedError as exc:
@@ -279,7 +284,7 @@ class Daemon:
         consent = read_consent(self._home)
         request = TrainingRequest(
             data_paths=read_references(self._home),
-            # Only minutes that the owner has set. Otherwise the release decides, not the policy's default.
+            # Only minutes that the user has set. Otherwise the release decides, not the policy's default.
             minutes=policy.minutes_per_run if "minutes_per_run" in policy.model_fields_set else None,
             method=policy.method,
             share_log=consent.share_log,
@@ -306,10 +311,10 @@ class Daemon:
         return True
 
     def _training_failed(self, error: PermilleError, wanted: str) -> None:
-        """Plan another attempt if that may help. Otherwise wait for another package or other data."""
+        """Plan another attempt if it may help. Otherwise wait for another package or other data."""
         # An InputError may name the user's files, and these must not get into the system's log.
-        told = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
-        log.warning("training: %s: %s", type(error).__name__, told)
+        words = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
+        log.warning("training: %s: %s", type(error).__name__, words)
         if isinstance(error, ChildDiedError):
             with suppress(LockedError), hold_lock(self._home, "run"):
                 note_failure(self._home, error, now_s=self._world.now().timestamp(), is_crash=True)
@@ -326,9 +331,10 @@ class Daemon:
         self._note(failures=failures, not_before=until, training_error=_words(error))
 
     def _pause_after(self, error: PermilleError) -> float:
+        # The exponent is limited, because a large power of 2.0 raises OverflowError.
         pause_s = min(POLL_LIMIT_S, POLL_S * 2.0 ** min(self._failed_polls, 10))
         if isinstance(error, ServiceUnavailableError) and error.retry_after_s is not None:
-            # The service's own estimate counts, but a wrong one must not silence the device for days.
+            # The service's own estimate counts, but a wrong estimate must not silence the device for days.
             pause_s = min(POLL_LIMIT_S, max(error.retry_after_s, POLICY_CHECK_S))
         return pause_s * (1.0 + self._world.rng.uniform(0.0, JITTER))
 

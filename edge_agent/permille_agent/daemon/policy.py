@@ -3,9 +3,9 @@
     hours = ["22:00-07:00"]     # local time; a range may pass midnight; [] never
     require_ac = true           # only while plugged in (machines without a battery always are)
     min_battery = 50            # percent, checked where there is a battery
-    max_load = 0.5              # load of one minute, a core, before training starts
+    max_load = 0.5              # load average of one minute per core, before training starts
     minutes_per_day = 60          # of training; an unfinished run continues the next day
-    minutes_per_run = 30          # includes search and judgement; default: the release's steps, or 30 minutes
+    minutes_per_run = 30          # with search and judgement; default: the release's steps, else 30 minutes
     method = "zeroth-order"       # or "gradient"; by default the release or the engine decides
     report_loss = "number"        # report a new version's change of the loss as a number, or as one "bit"
     tags = ["canary"]             # operators may choose devices for a new version by these tags
@@ -30,7 +30,7 @@ from permille_agent.state.home import Home
 
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)|00:00-24:00", re.ASCII)
 LIMIT_BYTES = 64 << 10
-# No training starts near the end of the day's minutes, because loading the model would use them up.
+# Share of the day's minutes after which no training starts. Loading the model would use up the rest.
 LAST_START = 0.95
 
 
@@ -140,6 +140,7 @@ def read_machine() -> PowerAndLoad:
     """Read power and load now. A machine that reports no battery counts as plugged in."""
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     return PowerAndLoad(
+        # None means that the state of the plug is unknown.
         on_ac=battery is None or battery.power_plugged is not False,
         battery=None if battery is None else float(battery.percent),
         load=_load(),

@@ -107,6 +107,7 @@ def launchd_agent(command: Sequence[str], agent_home: Path) -> str:
         "Label": LABEL,
         "ProgramArguments": list(command),
         "RunAtLoad": True,
+        # As in the systemd unit, only a failure starts the daemon again.
         "KeepAlive": {"SuccessfulExit": False},
         "ProcessType": "Background",
         "LowPriorityIO": True,
@@ -134,5 +135,6 @@ def install_service(file: ServiceFile) -> None:
 def _quote(argument: str) -> str:
     if any(ord(character) < 32 for character in argument):
         raise InputError(f"The path {argument!r} has control characters. Choose another --home.")
+    # systemd expands % and $ in a command.
     escaped = argument.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if escaped != argument or " " in argument or "'" in argument else argument

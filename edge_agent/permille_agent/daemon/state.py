@@ -16,7 +16,7 @@ class DaemonState:
     Attributes:
         day: local date of `seconds_used`.
         seconds_used: seconds of training on that day.
-        trained: key of the last finished training.
+        trained: fingerprint of the package and the data of the last finished training.
         failures: number of failed trainings in a row.
         not_before: Unix time of the next attempt after a failure.
         waiting_for: reasons against training now.
@@ -47,12 +47,14 @@ def read_daemon_state(home: Home) -> DaemonState:
 
 def data_fingerprint(paths: Sequence[Path]) -> str:
     """Return a hash of the names, sizes and modification times of the user's data files."""
+    # The content is not hashed, because the daemon checks for new text once a minute.
     digest = hashlib.sha256()
     for path in _files(paths):
         try:
             status = path.stat()
         except OSError:
             continue
+        # File names need not be UTF-8.
         digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
@@ -63,5 +65,5 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             yield path
             continue
         for folder, folders, names in os.walk(path):
-            folders.sort()
+            folders.sort()  # in place, so that `os.walk` visits the folders in this order
             yield from (Path(folder) / name for name in sorted(names))

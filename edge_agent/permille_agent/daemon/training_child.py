@@ -3,8 +3,8 @@
 `train_in_child` starts this module as a program:
 
 - The child reads one JSON line, trains, and writes one JSON line.
-- The child stops after its current step when its standard input ends. That happens if the parent asks
-  it to stop, or dies.
+- The child stops after its current step when its standard input ends. The input ends when the parent closes
+  it or dies.
 - The child holds the writers' lock. It receives paths and never text.
 """
 
@@ -27,6 +27,7 @@ from permille_agent.training.engines import AUTO, EngineChoice
 STOP_GRACE_S = 300.0  # a step on a slow device may take minutes; then the child is killed
 READY = "ready"
 CHECK_EVERY_S = 1.0
+# LockedError is a RetryableError. The first class that fits is sent, so it comes first.
 _ERRORS: Mapping[str, type[PermilleError]] = {
     "LockedError": LockedError,
     "RetryableError": RetryableError,
@@ -58,7 +59,7 @@ class TrainingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRequest:
-    """Request of the daemon for a part of a round. `federation` is the name of the federation's folder."""
+    """Request of the daemon to train for a round. `federation` is the name of the federation's folder."""
 
     federation: str
     number: int
@@ -68,7 +69,7 @@ class RoundRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """The line that the child reads: a personal run, or a part of a round."""
+    """The line that the child reads: a request for a personal run, or to train for a round."""
 
     home: Path
     request: TrainingRequest | RoundRequest
@@ -76,7 +77,7 @@ class _Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """The line that the child writes: how the run ended, or the error and, of a package, its code."""
+    """The line that the child writes: the outcome of the run, or an error. Only a PackageError has a code."""
 
     outcome: str = ""
     error: str = ""
@@ -89,7 +90,7 @@ def train_in_child(
 ) -> str:
     """Train in a child process and return the outcome of the run.
 
-    The outcome is a value of `permille.schemas.runs.Outcome`, or `READY` for a finished part of a round.
+    The outcome is a value of `permille.schemas.runs.Outcome`, or `READY` for a round.
 
     Args:
         home: the home folder.
@@ -194,6 +195,7 @@ def _supervise(child: subprocess.Popen[str], line: str, keep_going: Callable[[],
         child.stdin.flush()
         while reader.is_alive() and keep_going():
             reader.join(CHECK_EVERY_S)
+        # The end of its input tells the child to stop.
         child.stdin.close()
         reader.join(STOP_GRACE_S)
     # The child died before it read its request. Wait for its exit code.
@@ -210,7 +212,7 @@ def _read_answer(text: str) -> str:
     try:
         answer = parse_record(text.splitlines()[-1].encode(), _Answer, "the answer of the training process")
     except OperatorError as exc:
-        # A child that was killed while it wrote leaves half a line. The next attempt may succeed.
+        # A kill while the child writes leaves half a line. The next attempt may succeed.
         raise RetryableError(str(exc)) from exc
     if answer.error == "PackageError":
         raise PackageError(answer.code, answer.message)

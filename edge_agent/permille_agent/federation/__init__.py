@@ -1,1 +1,1 @@
-"""Rounds on this device: membership by the user's choice, the history, the device's part, what it sends."""
+"""Rounds on this device: membership by the user's choice, history, training and contributions."""

@@ -1,7 +1,7 @@
 """The state of a federation that trainings start from after its operator has adopted a round.
 
-It replaces the package's pooled state as a start. It is also a candidate by itself: the device judges whether
-it is better than the model in use. The files are in the folder of the federation.
+This state replaces the package's pooled state as a start. The device also judges whether the state itself is
+better than the model in use. The files are in the folder of the federation.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from permille_agent.state.home import Home, read_record, write_record
 _STATE = "adopted.state"
 _RECORD = "adopted.json"
 START = "round-"
-"""Prefix of the name of such a start. Names of runs are hexadecimal, so none has it."""
+"""Prefix of the name of such a start. Names of runs are hexadecimal, so no run has this prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,10 @@ class AdoptedRound:
 
 
 def adopted_round(home: Home, package_digest: str) -> AdoptedRound | None:
-    """Return the round that a training on a package starts from. The round adopted last counts."""
+    """Return the round that a training on a package starts from, or None.
+
+    If several federations use the package, this is the round that was adopted last.
+    """
     found = _adopted(home, package_digest)
     return None if found is None else found[1]
 
@@ -57,6 +60,7 @@ def adopted_state(home: Home, package: Package, start: str) -> PackedState:
 def keep_adopted(folder: Path, adopted: AdoptedRound, state: bytes) -> None:
     """Store a packed state (FORMAT 11) durably as the start of later trainings."""
     write_atomic(folder / _STATE, state, mode=0o600)
+    # The record comes last. Until it is written, each exchange tries again to store the state.
     write_record(folder / _RECORD, adopted)
 
 
@@ -74,5 +78,6 @@ def _adopted(home: Home, package_digest: str) -> tuple[Path, AdoptedRound] | Non
         record = read_record(path, AdoptedRound)
         if record is not None and record.package == package_digest:
             found = (path.stat().st_mtime_ns, path.parent, record)
+            # The path decides between equal times, because `glob` has no fixed order.
             newest = found if newest is None or found[:2] > newest[:2] else newest
     return None if newest is None else newest[1:]

@@ -1,7 +1,7 @@
 """Exchange of rounds between this device and its service.
 
-The daemon calls `exchange` at each poll. When its policy allows, it trains a part in a child process.
-`take_part` does both, for scripts and for programs that embed the agent. For example:
+The daemon calls `exchange` at each poll. When its policy allows, it trains for the open round in a child
+process. `take_part` does both, for scripts and for programs that embed the agent. For example:
 
     took = take_part(home, [Path("notes")])
 
@@ -12,8 +12,11 @@ An exchange has these steps for each federation:
 3. Send a finished contribution.
 4. Ask for an invitation to the open round.
 
-It needs no writers' lock, so it does not wait for a training. Each step is durable or repeatable, so after
-a kill the next exchange sends the same bytes.
+An exchange does not need the writers' lock, so it does not wait for a training. Each step is durable or can
+be repeated, so after a kill the next exchange sends the same bytes.
+
+`part.py` calls the device's work for one round a part. A part begins with an invitation and ends with a
+contribution.
 """
 
 import logging
@@ -78,7 +81,7 @@ def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
     ]
     if not name or len(found) != 1:
         known = ", ".join(sorted(each.name for each in offers)) or "none"
-        raise InputError(f"The service offers no federation {name!r:.60}, only: {known}.")
+        raise InputError(f"The service offers no federation {name!r:.60}. It offers: {known}.")
     return found[0]
 
 
@@ -107,20 +110,23 @@ def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Ex
         home: the home folder.
         api: the service.
         now: time of this device's clock, for the deadlines of invitations.
-        has_text: whether there is text to train on. Otherwise no invitation is asked for.
+        has_text: whether there is text to train on. Without text, the device asks for no invitation.
 
     Raises:
         RetryableError, OperatorError: the service cannot be reached or refuses this device.
     """
     known = memberships(home)
+    # A device that is in no federation makes no request about federations.
     if not known:
         return Exchanged()
+    # By digest: the list is not signed, so a name in it proves nothing.
     offers = {offer.definition_digest: offer for offer in api.federations()}
     done = Exchanged()
     for membership in known:
         try:
             one = _Exchange(home, api, membership, now=now, has_text=has_text)
-        except OperatorError as exc:  # a choice that cannot be read is no consent
+        except OperatorError as exc:
+            # A choice that cannot be read is no consent, so nothing is sent.
             log.warning("federation %s: %s", membership.path.name[:12], exc)
             continue
         try:
@@ -152,21 +158,25 @@ class _Exchange:
         definition = self._membership.definition()
         package = self._package(definition)
         if package is None:
-            return self._wait("another package is installed than that of the federation")
+            return self._wait("another package is installed, and the federation needs its own")
         if offer is None:
-            return self._wait("the service offers it no longer")
+            return self._wait("the service no longer offers this federation")
+        # The user joined here, but the service does not know it, for example because the request failed.
         if not offer.member:
             self._api.join_federation(self._choice.federation_id)
         if not (offer.member and self._choice.told):
+            # If the user leaves during this exchange, `told` stays False, and the next one tells the service.
             self._membership.choose(lambda now: replace(now, told=now.joined))
+        # The history comes first, because it shows which of the device's contributions are too late.
         history = update_history(self._membership, definition, offer.number, partial(self._fetch, None))
         self._adopt(offer, history, definition)
         sent = self._send(history.number)
-        waiting = "" if self._has_text else "there is no text: `permille-agent data add`"
+        # Only one reason is stored. Where a later one applies, more text would not help.
+        waiting = "" if self._has_text else "there is no text, so run `permille-agent data add`"
         if is_used_up(self._home, definition):
-            waiting = "this device has taken part as often as it was promised to at most"
+            waiting = "this device has used all the rounds that its privacy promise allows"
         if offer.state is not FederationState.RUNNING:
-            waiting = f"it is {offer.state.value}"
+            waiting = f"the federation is {offer.state.value}"
         self._note(number=history.number, waiting_for=waiting)
         return Exchanged(sent=sent, invited=0 if waiting else self._accept(history))
 
@@ -181,6 +191,7 @@ class _Exchange:
         try:
             self._api.leave_federation(self._choice.federation_id)
         except RequestRefusedError as exc:
+            # With these statuses, the service has nothing left to forget.
             if exc.status not in (404, 410):
                 raise
         drop_left(self._membership, self._choice)
@@ -200,6 +211,7 @@ class _Exchange:
         wanted = offer.adopted_round
         if wanted is None or wanted == kept_round(self._membership.path):
             return
+        # An operator may adopt an older round, and this device keeps only the newest state.
         if history.number != wanted:
             limit = max_bytes(definition)
             begin = History.begin(definition)
@@ -214,10 +226,11 @@ class _Exchange:
         self._note(adopted_round=wanted)
 
     def _send(self, number: int) -> int:
-        """Send finished contributions, and erase parts of rounds that are over."""
+        """Send finished contributions, and erase the files of rounds that are over."""
         sent = 0
         for part in parts(self._membership):
             invited = part.invited()
+            # The user may have left and joined again. Consent from before that does not count.
             if invited is None or not self._membership.agrees(invited.withdrawals):
                 part.erase()
                 continue
@@ -234,6 +247,7 @@ class _Exchange:
         outcome, data = "sent", part.contribution.read_bytes()
         try:
             definition, name = self._membership.definition(), self._choice.name
+            # Before the first byte leaves: a kill in between must not leave a round that is not counted.
             charge(self._home, definition, name=name, number=number, digest=digest_of(data))
             self._api.contribute(self._choice.federation_id, number, data)
         except RequestRefusedError as exc:
@@ -244,7 +258,7 @@ class _Exchange:
         return int(outcome == "sent")
 
     def _accept(self, history: History) -> int:
-        """Ask for an invitation to the open round, unless this device has or had a part of it."""
+        """Ask for an invitation to the open round, unless this device already had one."""
         if self._membership.has_ended(history.number) or parts(self._membership):
             return 0
         invitation = self._api.round_invitation(self._choice.federation_id)
@@ -252,11 +266,12 @@ class _Exchange:
             return 0
         found = (invitation.round, invitation.start_digest)
         if found != (history.number, history.digest):
-            return 0  # the round was closed meanwhile, and the next exchange fetches it
+            return 0  # the round was closed meanwhile, so the next exchange fetches its result
         begin_part(
             self._membership,
             Invited(
                 number=invitation.round,
+                # A duration, so the two clocks need not agree.
                 deadline=self._now + timedelta(seconds=invitation.seconds_left),
                 start_digest=invitation.start_digest,
                 withdrawals=self._choice.withdrawals,
@@ -297,6 +312,7 @@ def take_part(
         first = exchange(home, api, now=datetime.now(UTC), has_text=bool(data_paths))
         trained = 0
         while (part := waiting_part(home, datetime.now(UTC))) is not None:
+            # The loop ends: a trained part has a contribution, and a part that failed has a result.
             try:
                 with hold_lock(home, "federations run"):
                     if not train_part(home, part, data_paths, identity, context):
@@ -310,7 +326,7 @@ def take_part(
 
 
 def join_federation(home: Home, name: str, *, connection: Connect = connect) -> Membership:
-    """Join a federation without a confirmation. The caller has the user's consent.
+    """Join a federation without asking the user. The caller has the user's consent.
 
     For example, `join_federation(home, "readers")`.
 
@@ -322,6 +338,7 @@ def join_federation(home: Home, name: str, *, connection: Connect = connect) -> 
     with open_api(home, connection=connection) as api:
         offer = find_offer(api.federations(), name)
         definition = fetch_definition(home, api, enrolment, offer)
+        # Durable here first. If the request fails, the next exchange repeats it.
         membership = join(home, definition, federation_id=offer.id, name=offer.name)
         api.join_federation(offer.id)
     return membership

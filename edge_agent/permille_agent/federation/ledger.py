@@ -1,10 +1,10 @@
-"""The device's ledger of privacy: the rounds to which it has contributed. `forget` keeps it.
+"""The device's privacy ledger: the rounds to which it has contributed. `forget` keeps the ledger.
 
 - A contribution is charged by its digest before its first byte is sent, and never refunded.
 - Sending the same bytes again costs nothing.
-- Other bytes for the same round are refused, also after the user left and joined again.
+- Other bytes for the same round are refused, even if the user has left and joined again.
 
-The service has its own ledger. This one does not depend on the service.
+The service has its own ledger. The ledger of the device does not depend on it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from permille_agent.state.home import Home, read_record, write_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Privacy cost of a federation, with all inputs of its epsilon.
+    """Rounds of a federation that this device has paid for, and the numbers that its epsilon follows from.
 
     Attributes:
         rounds: digests of the contributions, by number of the round.
@@ -41,6 +41,7 @@ class Account:
         """
         if not rounds:
             return 0.0
+        # FORMAT 13.6: n rounds of one device are n / (2 z^2)-zCDP.
         return dp_epsilon_of(rho_of(self.noise_hundredths / 100, rounds), 10.0**-self.delta_exponent)
 
 
@@ -60,7 +61,7 @@ def read_ledger(home: Home) -> Ledger:
     try:
         return read_record(home.ledger, Ledger) or Ledger()
     except OperatorError as exc:
-        raise InputError(f"Cannot read what this device has spent: {exc}") from exc
+        raise InputError(f"Cannot read the privacy ledger: {exc}") from exc
 
 
 def is_used_up(home: Home, definition: Definition) -> bool:
@@ -72,7 +73,7 @@ def is_used_up(home: Home, definition: Definition) -> bool:
 
 
 def charge(home: Home, definition: Definition, *, name: str, number: int, digest: str) -> None:
-    """Charge a contribution durably. Charging it again costs nothing.
+    """Charge a contribution durably. Charging the same contribution again costs nothing.
 
     Args:
         home: the home folder.
@@ -85,6 +86,7 @@ def charge(home: Home, definition: Definition, *, name: str, number: int, digest
         InputError: other bytes were sent to this round, all rounds are used, or the ledger is damaged.
         OperatorError: the ledger cannot be written.
     """
+    # Without noise there is no epsilon to count.
     if definition.privacy is None:
         return
     ledger = read_ledger(home)
@@ -95,9 +97,11 @@ def charge(home: Home, definition: Definition, *, name: str, number: int, digest
         delta_exponent=definition.privacy.delta_exponent,
         rounds={},
     )
+    # A text, because JSON has no other keys.
     charged = account.rounds.get(str(number))
     if charged == digest:
         return
+    # The epsilon counts one vector per round, so a second one is never sent.
     if charged is not None:
         raise InputError(f"Another contribution to round {number} has left this device already.")
     if len(account.rounds) >= account.participations:

@@ -7,18 +7,18 @@ Below `federations/<digits of the definition's digest>/`:
     history.bin          checkpoint of the history: pooled state, chain and signed head (FORMAT 13.5)
     standing.json        results of the last exchange with the service
     adopted.*            the state that trainings start from (`adopted.py`)
-    rounds/<n>/          the device's part of a round (`part.py`)
+    rounds/<n>/          the device's work for one round, called its part (`part.py`)
 
 Consent:
 
 - Only the user's `join` makes the device a member. No message of a service does.
-- A contribution is sent only if the number of withdrawals is the same as at the invitation. So a choice takes
-  effect at once.
+- A contribution is sent only if the number of withdrawals is still the same as at the invitation. So leaving
+  takes effect at once.
 
 History:
 
-- Each loading checks the signature, the chain and the digest. A damaged checkpoint is fetched again.
-- A service must continue the known history. Another or an older history is refused.
+- Each load of the history checks its signature, chain and digest. A damaged checkpoint is fetched again.
+- A service must continue the history that the device knows. Another or an older history is refused.
 """
 
 import secrets
@@ -37,10 +37,10 @@ from permille.federation.rounds import HEAD_BYTES, History
 from permille.files import fsync_folder, write_atomic
 from permille_agent.state.home import Home, overwrite_record, read_record, write_record
 
-_ROUNDS_BYTES = 64 << 20
-_WEIGHT_BYTES = 8
+_ROUNDS_BYTES = 64 << 20  # limit for all rounds of a catch-up
+_WEIGHT_BYTES = 8  # limit for one weight of the state in it
 
-# Fetches the history after a round, of at most a number of bytes.
+# Takes the number of a round and a limit of bytes. Returns the history after that round.
 Fetch = Callable[[int, int], bytes]
 
 
@@ -53,7 +53,7 @@ class Joined:
         name: name of the federation.
         joined: whether the user is a member.
         withdrawals: number of times that the user has left.
-        told: whether the service knows the choice.
+        told: whether the service knows the user's choice.
     """
 
     federation_id: str
@@ -70,8 +70,8 @@ class Standing:
     Attributes:
         number: number of finished rounds that this device has followed.
         sent: number of contributions that the service accepted.
-        last_round: round of the device's last part.
-        last: result of that part: sent, late, refused or failed.
+        last_round: last round that this device has worked on.
+        last: result of that work: sent, late, refused or failed.
         adopted_round: round whose state trainings start from.
         waiting_for: why the device cannot take part now.
     """
@@ -119,6 +119,7 @@ class Membership:
         """
         try:
             with (self.path / "definition.json").open("rb") as file:
+                # One byte more than allowed, so that a longer file is refused instead of cut.
                 data = file.read(MAX_BYTES + 1)
         except OSError as exc:
             raise PackageError("round-definition", f"{self.path} holds no definition: {exc}") from exc
@@ -134,14 +135,15 @@ class Membership:
             write_record(self.path / "standing.json", standing)
 
     def end(self, number: int, outcome: str) -> None:
-        """Store the result of the device's part of a round. The device takes no other part in it."""
+        """Store the result of this device's work for a round. The device does not take part in it again."""
         standing = self.standing()
         sent = standing.sent + (outcome == "sent")
         self.note(replace(standing, last_round=number, last=outcome[:500], sent=sent))
 
     def has_ended(self, number: int) -> bool:
-        """Return whether the device's part of a round has a result."""
+        """Return whether this device is done with a round."""
         standing = self.standing()
+        # Round numbers only rise, so a result of a later round ends all earlier ones.
         return standing.last_round is not None and standing.last_round >= number
 
     def agrees(self, withdrawals: int) -> bool:
@@ -151,14 +153,16 @@ class Membership:
 
     def choose(self, change: Callable[[Joined], Joined]) -> Joined:
         """Change the user's choice durably, under its own lock."""
+        # Not the writers' lock: a training holds it for hours, and leaving must take effect at once.
         with FileLock(self.path / "joined.lock", timeout=10.0, mode=0o600):
             chosen = change(self.choice())
+            # In place if the disk is full, because the user must always be able to leave.
             overwrite_record(self.path / "joined.json", chosen)
         return chosen
 
 
 def memberships(home: Home) -> list[Membership]:
-    """Return the federations that this device has joined, or left without telling the service yet."""
+    """Return the federations that this device has joined, or has left without the service knowing yet."""
     return [Membership(path.parent) for path in sorted(home.federations.glob("*/joined.json"))]
 
 
@@ -171,7 +175,8 @@ def named(home: Home, name: str) -> Membership:
     found = [each for each in memberships(home) if _is_named(each, name)]
     if not name or len(found) != 1:
         raise InputError(
-            f"This device has joined {len(found)} federations named {name!r:.60}. See `federations status`."
+            f"This device has joined {len(found)} federations named {name!r:.60}. Run `permille-agent "
+            "federations status` to see them."
         )
     return found[0]
 
@@ -194,6 +199,7 @@ def join(home: Home, definition: Definition, *, federation_id: str, name: str) -
     fsync_folder(home.federations)
     chosen = Joined(federation_id=federation_id, name=name)
     with FileLock(membership.path / "joined.lock", timeout=10.0, mode=0o600):
+        # The definition comes before the choice, by which `memberships` finds the federation.
         write_atomic(membership.path / "definition.json", definition.to_bytes(), mode=0o600)
         try:
             known = read_record(membership.path / "joined.json", Joined)
@@ -207,6 +213,7 @@ def join(home: Home, definition: Definition, *, federation_id: str, name: str) -
 
 def leave(membership: Membership) -> None:
     """Leave durably, and erase all files except the choice. The caller tells the service."""
+    # Consent ends first, so that a kill in between leaves nothing that is still sent.
     take_back(membership)
     _erase_left(membership)
 
@@ -224,6 +231,7 @@ def drop_left(membership: Membership, choice: Joined) -> None:
         if membership.choice() == choice:
             _erase_left(membership)
             (membership.path / "joined.json").unlink()
+    # After the lock, whose file is in this folder.
     if not (membership.path / "joined.json").exists():
         shutil.rmtree(membership.path, ignore_errors=True)
 
@@ -232,6 +240,7 @@ def _erase_left(membership: Membership) -> None:
     for path in membership.path.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)  # a training may still write to it
+        # The choice stays until the service knows it. Another process may hold its lock.
         elif path.name not in ("joined.json", "joined.lock"):
             path.unlink(missing_ok=True)
 
@@ -291,6 +300,7 @@ def update_history(membership: Membership, definition: Definition, offered: int,
     data = fetch(held.number, limit)
     found = caught_up(held, data, max_bytes=limit)
     if found.number != held.number:
+        # FORMAT 13.5: the bytes end with the signed head. It proves the state, so the rounds are not stored.
         checkpoint = PooledCheckpoint(state=pack_state(definition, found.s_W), head=data[-HEAD_BYTES:])
         kept = encode_catch_up(checkpoint, [], checkpoint.head)
         write_atomic(membership.history, kept, mode=0o600)

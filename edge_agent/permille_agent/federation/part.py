@@ -1,4 +1,4 @@
-"""The device's part of a round: its files and its training.
+"""The work of this device for one round, called its part: the files and the training.
 
 Below `federations/<digits>/rounds/<n>/`:
 
@@ -9,7 +9,7 @@ Below `federations/<digits>/rounds/<n>/`:
     contribution.bin     the signed contribution, which is made only once
 
 Each file is a function of earlier files, so a resumed part gives the same bytes. The text is divided as for a
-personal run. Rows that select or judge a personal model are not used.
+personal run. Rows that select or judge a personal model do not train a round.
 """
 
 import math
@@ -78,7 +78,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """The folder of a round in a federation."""
+    """The folder of one part. For example, `parts(membership)` returns those of a federation."""
 
     membership: Membership
     path: Path
@@ -95,6 +95,7 @@ class RoundPart:
     def erase(self) -> None:
         """Remove the part."""
         shutil.rmtree(self.path)
+        # Otherwise a power loss could bring the part back.
         fsync_folder(self.path.parent)
 
     def make_contribution(self, data: bytes) -> None:
@@ -115,9 +116,10 @@ def parts(membership: Membership) -> list[RoundPart]:
 
 
 def begin_part(membership: Membership, invited: Invited) -> RoundPart:
-    """Accept an invitation durably."""
+    """Accept an invitation durably, and return the new part."""
     path = membership.path / "rounds" / str(invited.number)
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # A new folder is durable only after its parent is: first `rounds`, then the round's own.
     fsync_folder(membership.path)
     fsync_folder(path.parent)
     write_record(path / "round.json", invited)
@@ -137,7 +139,10 @@ def find_part(home: Home, federation: str, number: int) -> RoundPart:
 
 
 def waiting_part(home: Home, now: datetime) -> RoundPart | None:
-    """Return an accepted part to train before its deadline, to which the user still agrees."""
+    """Return a part that still has to be trained, or None.
+
+    Parts whose deadline is over, or whose user has left since the invitation, are skipped.
+    """
     for part in _all_parts(home):
         invited = part.invited()
         if invited is None or part.contribution.exists() or invited.deadline <= now:
@@ -171,7 +176,9 @@ def train_part(
     try:
         return _train(home, part, data_paths, identity, context)
     except OSError as exc:
-        raise OperatorError(f"Cannot write {part.path}: {exc}. Leaving a federation erases it.") from exc
+        raise OperatorError(
+            f"Cannot write {part.path}: {exc}. Leaving the federation erases this folder."
+        ) from exc
 
 
 def _train(
@@ -179,7 +186,7 @@ def _train(
 ) -> bool:
     membership, invited = part.membership, part.invited()
     if invited is None:
-        raise InputError(f"The invitation of {part.path} is missing.")
+        raise InputError(f"{part.path} has no invitation. Run `permille-agent federations run` to get one.")
     if part.contribution.exists():
         return True
     definition = membership.definition()
@@ -188,8 +195,10 @@ def _train(
         raise InputError("The package of the federation is not installed. Run `permille-agent pull`.")
     with opening(home, release.manifest_digest):
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
+        # Hash everything before the training, not when the first damaged tensor is read.
         package.check_blocks()
     history = load_history(membership, definition)
+    # FORMAT 13.2: a contribution names the state from which it began, and the service refuses any other.
     if (history.number, history.digest) != (invited.number, invited.start_digest):
         raise InputError(
             f"The invitation is for round {invited.number}, but the history is at {history.number}."
@@ -200,10 +209,12 @@ def _train(
     engine_of = context.engine_of
     begun = read_record(part.path / "text.json", Text)
     if begun is not None and isinstance(engine_of, EngineChoice):
+        # Losses of two engines differ in their last bits, so a resumed part keeps its engine.
         engine_of = engine_of.begun_with(begun.engine)
     engine = interruptible(engine_of(package), context.stop)
     text = Text(rows=prepared.digest, engine=engine.info()["name"])
     if begun != text:
+        # Results are deleted before the new record is written. A kill must not leave them beside it.
         part.begin_again()
         write_record(part.path / "text.json", text)
     local = LocalRound(
@@ -220,6 +231,7 @@ def _train(
             gain = Gain(gain=_measured_gain(local, engine, prepared))
             write_record(part.path / "gain.json", gain)
         context.progress.phase(f"round {invited.number} of {name}: {definition.steps} steps")
+        # This seed only orders the rows of this device. The directions come from the definition.
         batches = TrainingBatches(rows, batch_rows=definition.batch_rows, seed=0)
         c_TQ = take_local_steps(local, engine, batches, part.path)
     except RunInterrupted:
@@ -237,7 +249,10 @@ def _train(
 
 
 def training_rows(prepared: Prepared) -> list[Row]:
-    """Return the rows that a round may train on. Of a short text, this is the first part only."""
+    """Return the rows that a round may train on.
+
+    The later parts of a short text judge a personal model, so only its first part trains a round.
+    """
     return prepared.stages[0].train if prepared.stages else prepared.train
 
 
@@ -253,16 +268,20 @@ def _prepared(data_paths: Sequence[Path], package: Package, definition: Definiti
 
 
 def _measured_gain(local: LocalRound, engine: Engine, prepared: Prepared) -> int:
+    # Before the first round, the pooled state is the base, so there is nothing to measure.
     if not local.start_W.any():
         return 0
     rows, rules = prepared.select or prepared.test, local.definition
     pooled_W = values(local.w_base_W, local.start_W, rules.log.step_unit_exponent)
     nats = mean_loss(engine, local.w_base_W, rows) - mean_loss(engine, pooled_W, rows)
+    # A state that breaks the model counts as the largest loss that can be reported.
     if not math.isfinite(nats):
         nats = -GAIN_NATS
+    # FORMAT 13.2: clipped, and in units of the contribution.
     return round(max(-1.0, min(1.0, nats / GAIN_NATS)) * rules.gain_bound)
 
 
 def _weight(rows: Sequence[Row], definition: Definition) -> int:
     tokens = sum(int(row.target_T.sum()) for row in rows)
+    # Rounded up. FORMAT 13.2: a weight is 1 to `max_weight`.
     return max(1, min(definition.max_weight, -(-tokens // WEIGHT_TOKENS)))

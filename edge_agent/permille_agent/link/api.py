@@ -49,7 +49,7 @@ from permille_agent.state.home import Home, first_error
 
 Model = TypeVar("Model", bound=BaseModel)
 
-TOKEN_MARGIN_S = 60.0
+TOKEN_MARGIN_S = 60.0  # a token is replaced this long before it expires
 
 
 class _Offers(RootModel[list[FederationOffer]]):
@@ -88,7 +88,7 @@ class Identity:
 
 
 def load_identity(home: Home) -> Identity | None:
-    """Read the key in the home folder. Return None before the first enrolment.
+    """Read the device's key in the home folder. Return None before the first enrolment.
 
     Raises:
         OperatorError: other users can read the file, or it is not an Ed25519 key.
@@ -96,19 +96,24 @@ def load_identity(home: Home) -> Identity | None:
     path = home.identity_key
     try:
         if path.stat().st_mode & 0o077:
-            raise OperatorError(f"Other users can read {path}. Run: chmod 600 {path}")
+            raise OperatorError(f"Other users can read {path}. Run `chmod 600 {path}`.")
         key = load_pem_private_key(path.read_bytes(), password=None)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as exc:
-        raise OperatorError(f"{path} holds no Ed25519 private key: {exc}") from exc
+        raise OperatorError(
+            f"{path} holds no Ed25519 private key: {exc}. Move it away, and enroll again."
+        ) from exc
     if not isinstance(key, Ed25519PrivateKey):
-        raise OperatorError(f"{path} holds no Ed25519 private key, but a {type(key).__name__}.")
+        raise OperatorError(
+            f"{path} holds no Ed25519 private key, but a {type(key).__name__}. Move it away, and enroll "
+            "again."
+        )
     return Identity(key)
 
 
 def load_or_create_identity(home: Home) -> Identity:
-    """Read the key in the home folder, or create it with mode 0600.
+    """Read the device's key in the home folder, or create it with mode 0600.
 
     Raises:
         OperatorError: as `load_identity`, or the file cannot be written.
@@ -217,7 +222,7 @@ class DeviceApi:
         )
 
     def tell_facts(self, facts: FactsPut) -> None:
-        """Send the facts about this device by which operators form groups."""
+        """Send facts about this device. Operators form groups of devices by them."""
         self._call("PUT", "/v1/device/facts", body=facts.model_dump(mode="json"))
 
     def report_rollout(self, rollout_id: str, report: RolloutReport) -> None:
@@ -265,7 +270,7 @@ class DeviceApi:
         self._call("PUT", f"/v1/federations/{federation_id}/membership")
 
     def leave_federation(self, federation_id: str) -> None:
-        """Tell the service that the user left. It drops this device's part of the open round."""
+        """Tell the service that the user left. It then drops this device's contribution to the open round."""
         self._call("DELETE", f"/v1/federations/{federation_id}/membership")
 
     def federation_history(
@@ -312,6 +317,7 @@ class DeviceApi:
         try:
             return send()
         except AccessRefusedError:
+            # A token that was just issued would be refused again.
             if not had_token:
                 raise
             self.forget_token()
@@ -335,6 +341,7 @@ class DeviceApi:
         body = {**asked, "nonce": nonce, "signature": signature}
         answer = self.connection.call("POST", "/v1/device-tokens", body=body)
         token = _parse(devices.DeviceToken, answer)
+        # The token becomes a header, in which other characters would be an error or another header.
         if not (token.access_token.isascii() and token.access_token.isprintable()):
             raise ServiceUnavailableError("The service sent a malformed token.")
         self._token = token.access_token

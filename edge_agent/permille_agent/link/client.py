@@ -5,7 +5,7 @@ Rules:
 - Only https is allowed, except for a service on this machine.
 - Only the bearer token and `User-Agent: permille-agent/<version>` identify the device. Cookies are not kept.
 - Proxies, `.netrc` and certificate variables of the environment are ignored.
-- Only downloads that the caller hashes follow a redirect: once, with status 307, and without the token.
+- Only downloads that the caller hashes follow a redirect, once, with status 307 and without the token.
 - Bodies are read up to a limit and never decompressed.
 - Each request has a limit of its total time (`transport.py`).
 - Failed connections, timeouts and the statuses 408, 425, 429 and 5xx are retried with exponential backoff and
@@ -38,8 +38,8 @@ JSON_LIMIT_BYTES = 1 << 20
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 ATTEMPTS = 5
 BACKOFF_FIRST_S = 0.5
-WAIT_LIMIT_S = 60.0  # a command does not wait longer, and reports the error instead
-LONGEST_RETRY_AFTER_S = 24 * 3600.0  # a service cannot stop a device's polls for more than a day
+WAIT_LIMIT_S = 60.0  # a command that would wait longer reports the error instead
+LONGEST_RETRY_AFTER_S = 24 * 3600.0  # so a service cannot stop the polls of a device for longer
 _TRANSPORT_ERRORS = (
     httpx.TransportError,
     UnicodeError,  # raised by httpx for a malformed host name in a redirect
@@ -174,7 +174,7 @@ class Connection:
         return self.retry(lambda: self._call_once(method, path, body, headers or {}, limit_bytes))
 
     def retry(self, attempt: Callable[[], bytes]) -> bytes:
-        """Call `attempt` until it succeeds or `wait_before_retry` gives up."""
+        """Call `attempt` until it succeeds, or until `wait_before_retry` returns None."""
         number = 0
         while True:
             try:
@@ -198,7 +198,7 @@ class Connection:
         return self._rng.uniform(0.0, min(WAIT_LIMIT_S, BACKOFF_FIRST_S * 2.0**number))
 
     def pause(self, seconds: float) -> None:
-        """Sleep, by the `sleep` of this connection."""
+        """Sleep with the `sleep` function of this connection, which tests replace."""
         self._sleep(seconds)
 
     @contextmanager
@@ -223,7 +223,7 @@ class Connection:
         sent = {"range": headers["range"]} if kept else {}
         with _network_errors(url.host), self._http.stream("GET", url, headers=sent) as moved:
             if moved.status_code not in (200, 206):
-                got = f"{url.host}, where the service sent us, answered {moved.status_code}"
+                got = f"{url.host}, to which the service redirected, answered {moved.status_code}"
                 raise ServiceUnavailableError(got)
             moved.headers["etag"] = etag
             yield moved
@@ -246,14 +246,15 @@ class Connection:
         try:
             url = httpx.URL(response.headers.get("location", ""))
         except httpx.InvalidURL as exc:
-            raise OperatorError(f"The service sent us to a malformed address: {exc}") from exc
+            raise OperatorError(f"The service redirected to a malformed address: {exc}") from exc
         safe = url.scheme == "https"
         # A remote service could otherwise make this device call programs on its own machine.
         if is_loopback(url.host):
             safe = url.scheme in ("http", "https") and is_loopback(self._http.base_url.host)
         if not safe or not url.host or url.userinfo:
             raise OperatorError(
-                f"The service sent us to {url.scheme[:20]}://{url.host[:100]}, which is not https."
+                f"The service redirected to {url.scheme[:20]}://{url.host[:100]}. Only https to another "
+                "machine is allowed."
             )
         return url
 
@@ -319,7 +320,7 @@ def _read_limited(response: httpx.Response, limit_bytes: int, *, best_effort: bo
     for chunk in response.iter_raw():
         data += chunk
         if len(data) > limit_bytes:
-            # Of an error's body, the beginning is enough for a message.
+            # The beginning of an error's body is enough for a message.
             if best_effort:
                 break
             raise OperatorError(f"The service sent more than {limit_bytes} bytes.")

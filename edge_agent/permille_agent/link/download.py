@@ -73,7 +73,7 @@ class Download:
             raise _storage_error(exc, self._part) from exc
 
     def _run(self) -> None:
-        # Wrong bytes may come from a damaged partial file, so a download from the beginning gets one chance.
+        # Wrong bytes may come from a damaged partial file, so the download is tried again from its beginning.
         for last_try in (False, True):
             try:
                 self._fetch()
@@ -88,6 +88,7 @@ class Download:
     def _fetch(self) -> None:
         failures, since_s = 0, time.monotonic()
         refused_token = False
+        # An empty blob lacks no bytes, but it needs a file.
         while (stored := self._stored_bytes()) < self._size_bytes or not self._part.exists():
             try:
                 self._continue(stored)
@@ -100,8 +101,7 @@ class Download:
             except RequestRefusedError as exc:
                 if exc.status != 416:
                     raise
-                got = f"a service that has no byte {stored} of it"
-                raise PackageError("blob-size", self._expected(got)) from exc
+                raise PackageError("blob-size", self._expected(f"no byte after {stored}")) from exc
             except ServiceUnavailableError as exc:
                 # An attempt that was fast enough, including the wait before it, does not count as a failure.
                 grown, now_s = self._stored_bytes() - stored, time.monotonic()
@@ -117,6 +117,7 @@ class Download:
     def _continue(self, stored: int) -> None:
         etag = self._stored_etag()
         with self._api.blob(self._package_digest, self._digest, start=stored, etag=etag) as response:
+            # The whole blob comes if the ETag differs, or if the server has no ranges.
             if not (response.status_code == 206 and _range_start(response) == stored):
                 self._restart()
                 if response.status_code != 200:
@@ -124,7 +125,7 @@ class Download:
                         f"The service answered {response.status_code} instead of the requested range"
                     )
             if (total := _total_bytes(response)) not in (None, self._size_bytes):
-                raise PackageError("blob-size", self._expected(f"a service that has {total}"))
+                raise PackageError("blob-size", self._expected(str(total)))
             self._keep_etag(response.headers.get("etag", ""))
             self._append(response)
         if (stored := self._stored_bytes()) < self._size_bytes:
@@ -138,7 +139,7 @@ class Download:
         with self._part.open("ab") as file:
             for chunk in response.iter_raw():
                 if len(chunk) > room:
-                    raise PackageError("blob-size", self._expected("more"))
+                    raise PackageError("blob-size", self._expected("more bytes"))
                 file.write(chunk)
                 # `_stored_bytes` asks the file system, so the bytes must not wait in Python's buffer.
                 file.flush()

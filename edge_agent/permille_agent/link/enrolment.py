@@ -156,7 +156,7 @@ def enroll(
             ) from exc
         except RequestRefusedError as exc:
             raise InputError(f"The service refuses this device: {exc}") from exc
-    # Checked before anything is stored: from here on, this root decides what may be installed.
+    # Checked before anything is stored, because from here on this root decides what may be installed.
     if (got := _root_digits(answer.root)) != parts[1]:
         raise PackageError(
             "trust-root", f"The service has the root {got}, but the invitation names {parts[1]}"

@@ -4,7 +4,7 @@
   other files in the home folder, including those of later versions.
 - Files are overwritten and then removed. Copies in snapshots, journals, spare flash cells, backups and swap
   are out of reach, and `PROMISE` tells the user.
-- A full disk does not prevent it, because records are then overwritten in place.
+- A full disk does not prevent `forget`, because records are then overwritten in place.
 """
 
 import os
@@ -66,7 +66,7 @@ def forget(home: Home) -> Erased:
     files = size_bytes = 0
     deletions = _deletions(home)
     try:
-        # Consent goes first: a kill in the middle must not leave it to a later upload.
+        # Consent is withdrawn first, so that no upload can follow a kill in the middle.
         if home.consent.exists():
             set_sharing(home, log=False, state=False)
         left = _choices_taken_back(home)
@@ -179,7 +179,7 @@ def _leave_service(home: Home, api: DeviceApi) -> None:
         deliver(home, api)
         api.unenrol()
     except AccessRefusedError:
-        return  # the device was already revoked or unenrolled, so it cannot delete anything there
+        return  # the device was revoked or unenrolled before, so it cannot delete anything at the service
     except RequestRefusedError as exc:
         if exc.status not in (404, 410):
             raise
@@ -210,7 +210,7 @@ def _erasable(home: Home) -> Iterator[Path]:
     for folder, folders, names in os.walk(home.root, followlinks=False):
         if Path(folder) == home.root:
             kept_folders = (home.blobs, home.partial, home.trust)
-            # Assigned in place: `os.walk` reads this list to decide where it goes.
+            # Assigned in place, because `os.walk` reads this list to decide which folders to visit.
             folders[:] = [name for name in folders if home.root / name not in kept_folders]
         for name in [*names, *(name for name in folders if (Path(folder) / name).is_symlink())]:
             if (path := Path(folder) / name) not in kept:
@@ -250,5 +250,5 @@ def _remove_folders(home: Home) -> None:
 
 
 def _leaves(home: Home, path: Path) -> bool:
-    """Return whether a folder belongs to a federation that the service must still be told was left."""
+    """Return whether a folder belongs to a federation that was left without the service knowing yet."""
     return home.federations in (path, *path.parents) and any(path.rglob("joined.json"))

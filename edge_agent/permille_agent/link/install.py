@@ -4,7 +4,7 @@ The trial verifies the whole package, tokenizes and decodes a sentence, and comp
 package has a program whose runtime is installed, the program computes the sentence, too.
 
 If the trial fails, the installed package stays. After a success, the old package is kept until the new one
-was used once (`state/models.py`). It is installed again if the new one does not open.
+was used once (`state/models.py`). If the new one does not open, the old package is installed again.
 
 The child runs this module as a program. It reads one JSON line and writes one.
 """
@@ -38,7 +38,7 @@ SENTENCE = "the old baker opened the door and said good morning to the children 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """The line that the child reads, with its limits of memory and processor time."""
+    """The line that the child reads. It has the limits of memory and processor time."""
 
     blobs: Path
     digest: str
@@ -69,7 +69,9 @@ def install(home: Home, release: InstalledRelease, *, size_bytes: int) -> None:
     before = installed_release(home)
     if before == release:
         return
+    # Another version may have the same package, which was tried before.
     if before is None or before.manifest_digest != release.manifest_digest:
+        # Otherwise each poll of the daemon would try the broken package again.
         refused = read_releases(home).refused
         if refused is not None and refused.manifest_digest == release.manifest_digest:
             raise PackageError("package-trial", f"This package was refused before: {refused.reason}")
@@ -103,7 +105,7 @@ def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
         ) from exc
     if done.returncode != 0 or not done.stdout.endswith(b"\n"):
         got = f"its process ended with {done.returncode}"
-        raise PackageError("package-trial", f"The package cannot be tried within limits: {got}")
+        raise PackageError("package-trial", f"The trial of the package failed or exceeded a limit: {got}")
     answer = parse_record(done.stdout, _Answer, "the answer of a package's trial")
     if answer.code:
         raise PackageError(answer.code, answer.message)
@@ -112,6 +114,7 @@ def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
 def run_trial(line: bytes) -> str:
     """Run the child process: read one request, write one answer."""
     order = parse_record(line, _Order, "the parent's line")
+    # Before the first byte of the package is read.
     confine(memory_bytes=order.memory_bytes, cpu_s=order.cpu_s)
     try:
         from permille.package.blobs import BlobFolder
@@ -155,7 +158,7 @@ def _compute(package: "Package") -> None:
         raise InputError(f"The trial needs a sentence of at least 2 tokens, and has {ids_BT.size}.")
     target_BT = np.ones(ids_BT.shape, dtype=np.bool_)
     batch = Batch(input_ids_BT=ids_BT, attention_BT=target_BT.copy(), target_BT=target_BT)
-    target_BT[:, 0] = False
+    target_BT[:, 0] = False  # nothing comes before the first token to predict it from
     engine, own = open_engine(package, threads=1), [package.values()]
     if (pooled := pooled_state(package)) is not None:
         own.append(values(own[0], pooled.s_K, pooled.header.step_unit_exponent))

@@ -3,12 +3,12 @@
 Steps:
 
 1. Refresh the signed metadata.
-2. Choose the version: of a rollout whose wave is open for this device, else of the alias.
+2. Choose the version. A rollout whose wave is open for this device decides, else the alias.
 3. Fetch the manifest by its signed digest, and compare its size with the free disk space.
 4. Download the missing blobs, verify the package as a whole, and install it.
 
 The alias is the operator's unsigned choice among the signed versions, so it may return to an earlier one.
-After a kill, the next `pull` continues where this one ended. The active personal model keeps its own package
+After a kill, the next `pull` continues the download. The active personal model keeps its own package
 until a model that was trained on the new package replaces it. An ExecuTorch program is downloaded only if its
 runtime is installed.
 """
@@ -44,7 +44,7 @@ from permille_agent.state.models import (
     referenced_models,
 )
 
-STALE_S = 3600.0
+STALE_S = 3600.0  # a temporary file that is older belongs to a process that was killed
 # Free space that a download leaves for the file system, partial files and the state of a run.
 RESERVE_BYTES = 64 << 20
 # Errors of an alias that moved after the metadata was read, for example at the end of a rollout.
@@ -90,7 +90,7 @@ def pull(
         home: the home folder.
         api: the service.
         enrolment: the device's enrolment.
-        now_s: Unix time. Older temporary files of killed processes are deleted.
+        now_s: Unix time, for the pauses of a rollout and the age of temporary files.
         progress: called with the number of downloaded bytes and of all bytes.
 
     Raises:
@@ -119,13 +119,14 @@ def _pull(
     part: Part | None,
     progress: Progress,
 ) -> Pulled:
-    """Install the version of a rollout's part, or else the alias's version."""
+    """Install the version that the rollout `part` names, or else the version of the alias."""
     blobs = BlobFolder(home.blobs)
     try:
         release, target = _choose(api, trusted, enrolment, part)
     except PackageError as exc:
         if part is not None or exc.code not in _MOVED:
             raise
+        # The metadata was read before the alias moved, so read both again.
         trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
         release, target = _choose(api, trusted, enrolment, part)
     try:
@@ -149,6 +150,7 @@ def _pull(
             for layer in _programs(plan):
                 blobs.delete(layer.digest)
             raise
+        # Damage on this disk does not count against the package, so repair it and try once more.
         verify_package_files(home, release.manifest_digest, api, Verified())
         _install(home, blobs, release, plan)
     return Pulled(
@@ -193,7 +195,9 @@ def check_plan(
     """
     if len(manifest_bytes) > MAX_MANIFEST_BYTES:
         got = len(manifest_bytes)
-        raise PackageError("json-size", f"A manifest may have {MAX_MANIFEST_BYTES} bytes, got {got}")
+        raise PackageError(
+            "json-size", f"The manifest has {got} bytes, and at most {MAX_MANIFEST_BYTES} are accepted"
+        )
     if digest_of(manifest_bytes) != expected_digest:
         got_digest = digest_of(manifest_bytes)
         raise PackageError("blob-digest", f"expected the manifest {expected_digest!r:.100}, got {got_digest}")
@@ -202,6 +206,7 @@ def check_plan(
     missing = {layer.digest: layer for layer in wanted if layer.digest not in present}
     layers = tuple(sorted(missing.values(), key=lambda layer: (layer.size_bytes, layer.digest)))
     download = sum(layer.size_bytes for layer in layers)
+    # Without a download, a full disk does not matter.
     if download and download + RESERVE_BYTES > free_bytes:
         raise OperatorError(
             f"Not enough disk space: {download + RESERVE_BYTES} bytes needed, {free_bytes} free. Free some "
@@ -247,7 +252,7 @@ def packages_in_use(home: Home) -> set[str]:
 def _choose(
     api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, part: Part | None
 ) -> tuple[InstalledRelease, TargetFile]:
-    """Return the version of a rollout's part or of the alias, with its signed metadata."""
+    """Return the version that the rollout `part` or the alias names, with its signed metadata."""
     name, alias = enrolment.release, enrolment.alias
     try:
         version = api.release(name, alias).version if part is None else part.version
@@ -274,14 +279,16 @@ def _choose(
         )
     if target.length > MAX_MANIFEST_BYTES:
         got = target.length
-        raise PackageError("json-size", f"A manifest may have {MAX_MANIFEST_BYTES} bytes, got {got}")
+        raise PackageError(
+            "json-size", f"The manifest has {got} bytes, and at most {MAX_MANIFEST_BYTES} are accepted"
+        )
     return InstalledRelease(name=name, version=version, manifest_digest=digest, training=training), target
 
 
 def _fetch_manifest(
     home: Home, trusted: TrustedReleases, blobs: BlobFolder, target: TargetFile, package_digest: str
 ) -> bytes:
-    """Return the manifest. A good copy in the blob folder is not downloaded again."""
+    """Return the manifest. Download it only if the blob folder has no good copy."""
     try:
         return blobs.read(package_digest, limit=MAX_MANIFEST_BYTES)
     except PackageError:
@@ -346,6 +353,7 @@ def _sweep_temporary(home: Home, *, before_s: float) -> None:
 
 
 def _clear_partial(home: Home) -> int:
+    # Only a pull that has installed its package comes here, so no partial download is needed any more.
     freed = 0
     for path in home.partial.iterdir():
         freed += path.stat().st_size

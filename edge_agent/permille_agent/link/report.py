@@ -1,8 +1,8 @@
 """Queue of reports to the service.
 
 - By default only metrics leave the device: numbers and enums in the closed schema of `permille.schemas.runs`.
-- A log or packed state is queued only with the user's consent. Withdrawing it removes all that wait.
-- `reports/<run_id>.json` is the queue entry of a run, and later its receipt. A waiting log lies beside it.
+- A log or packed state is queued only with the user's consent. A withdrawal removes all that wait.
+- `reports/<run_id>.json` is the queue entry of a run, and later its receipt. A waiting log is beside it.
 - `collect_reports` queues each finished run once. It also finds runs that ended just before a kill.
 """
 
@@ -34,9 +34,9 @@ class _WithdrawnError(Exception):
 
 
 class Delivery(StrEnum):
-    """Progress of one part of a report.
+    """Progress of the metrics or of the log of a report.
 
-    `FULL` means that the device's quota at the service is used up. The part is kept, and sent again when the
+    `FULL` means that the device's quota at the service is used up. The data is kept, and sent again when the
     user runs `permille-agent report`.
     """
 
@@ -143,7 +143,7 @@ def collect_reports(home: Home) -> int:
 
 
 def share_run(home: Home, name: str, form: LogForm, *, withdrawals: int) -> Delivery:
-    """Queue the log or state of a run that was reported without it. The user has agreed to it now.
+    """Queue the log or state of a run that was reported without it. The user has agreed to share it.
 
     The caller holds the writers' lock.
 
@@ -195,6 +195,7 @@ def _collect(home: Home, run: RunFolder) -> int:
             shared_log=log.read_bytes() if shared else None,
             withdrawals=agreed.withdrawals if agreed else 0,
         )
+    # The queue has a copy of the log that it may send.
     log.unlink(missing_ok=True)
     return int(new)
 
@@ -233,7 +234,7 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
 
 
 def queue_again(home: Home) -> None:
-    """Queue again all parts that exceeded the quota at the service. Called only for the user's command."""
+    """Queue again what exceeded the quota at the service. Only the user's command calls this."""
     for report in read_reports(home):
         metrics, log = (
             Delivery.QUEUED if part is Delivery.FULL else part
@@ -246,13 +247,13 @@ def queue_again(home: Home) -> None:
 def withdraw_logs(home: Home) -> int:
     """Remove all waiting logs, queued or still in the folder of a run, and return their number.
 
-    An interrupted upload may have reached the service. So if the service knows the run, it is asked to delete
-    the log.
+    An interrupted upload may have reached the service. So if the service knows the run, it is
+    asked to delete the log.
     """
     unqueued = list(home.runs.glob("*/shared.log"))
     for path in unqueued:
         path.unlink()
-    # `FULL` waits as well: the user may queue it again later.
+    # `FULL` counts as waiting, because the user may queue it again later.
     waiting = (Delivery.QUEUED, Delivery.FULL)
     queued = [report for report in read_reports(home) if report.log_delivery in waiting]
     for report in queued:
@@ -330,7 +331,7 @@ def _send_log(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
 
     path = _log_path(home, report.run_id)
     try:
-        # Checked before each attempt and after the last one, as the user may withdraw at any moment.
+        # Checked before each attempt and after the last one, because the user may withdraw at any moment.
         api.upload_log(report.run_id, path.read_bytes(), check=check)
         check()
     except _WithdrawnError:
@@ -361,7 +362,7 @@ def _log_path(home: Home, run_id: str) -> Path:
 
 def _write_log(home: Home, run_id: str, log: bytes) -> None:
     if len(log) > MAX_LOG_BYTES:
-        raise InputError(f"The log has {len(log)} bytes, more than the {MAX_LOG_BYTES} that are sent.")
+        raise InputError(f"The log has {len(log)} bytes, but at most {MAX_LOG_BYTES} can be sent.")
     try:
         write_atomic(_log_path(home, run_id), log, mode=0o600)
     except OSError as exc:

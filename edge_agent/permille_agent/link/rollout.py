@@ -55,7 +55,7 @@ class Losses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """This device's part in one rollout.
+    """The participation of this device in one rollout, called its part.
 
     Attributes:
         rollout: id of the rollout.
@@ -65,8 +65,8 @@ class Part:
         attempts: number of failed attempts.
         not_before: Unix time of the next attempt.
         installed: whether the version is installed.
-        code: result, or None before the end.
-        damage: code of the package's error, if that was the result.
+        code: result of the part, or None before its end.
+        damage: code of the package's error, if an error was the result.
         difference: rise of the loss by the new version, in nats per token.
         told: whether the service knows the current state.
     """
@@ -105,7 +105,7 @@ def read_standing(home: Home) -> Standing:
 def take_part(
     home: Home, api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, *, now_s: float
 ) -> Part | None:
-    """Return the part whose version is to be installed now, or None to follow the alias.
+    """Begin or continue a part. Return it if its version is to be installed now, or None to follow the alias.
 
     Raises:
         PackageError: the signed metadata is not consistent.
@@ -121,7 +121,7 @@ def take_part(
         _tell(home, api)
         _keep(home, None)
         part = None
-    # The service alone signs offers. A version counts only if the team has signed it, too.
+    # The service's own key signs offers. So a version counts only if the team's keys have signed it, too.
     if offer is None or trusted.find(target_path(enrolment.release, offer.version)) is None:
         return None
     if part is None:
@@ -137,7 +137,7 @@ def take_part(
         _keep(home, part)
     if not _tell(home, api) or part.failed:
         return None
-    # A longer pause means that the clock was wrong when it was written.
+    # A longer pause was stored while the clock was wrong, so ignore it.
     waits = 0 < part.not_before - now_s <= _LONGEST_PAUSE_S
     waits = waits or not may_begin
     if not part.installed and (waits or offer.state is not RolloutState.RUNNING):
@@ -239,6 +239,7 @@ def difference_of(run: RunFolder, part: Part) -> float | None:
         return None
     if not losses.bits_per_byte > 0:
         return None
+    # The tokenizers may differ, so the relative change in bits per byte is applied to the new loss.
     return losses.per_token * (1 - part.losses.bits_per_byte / losses.bits_per_byte)
 
 
@@ -253,7 +254,7 @@ def _offer(trusted: TrustedReleases, enrolment: Enrolment) -> Offer | None:
 
 
 def _judged(home: Home) -> Part | None:
-    """Return the part. End it first if its version was trained on, or if there is no text to train on."""
+    """Return the part. If a run has used its version, or there is no text for a run, end the part first."""
     part, installed = read_standing(home).part, installed_release(home)
     if part is None or part.code is not None or not part.installed or installed is None:
         return part
@@ -297,6 +298,7 @@ def _code_of(error: PermilleError) -> ReportCode | None:
         if error.code in DAMAGED:
             return ReportCode.INTEGRITY
         return ReportCode.CRASH if error.code == "package-trial" else ReportCode.REFUSED
+    # A device that is revoked says nothing about the version.
     is_own = isinstance(error, OperatorError) and not isinstance(error, AccessRefusedError)
     return ReportCode.INSTALL if is_own else None
 
@@ -320,7 +322,8 @@ def _tell(home: Home, api: DeviceApi) -> bool:
     except RequestRefusedError as exc:
         if exc.status not in (404, 409):
             raise OperatorError(f"The service refused the report of a rollout: {exc}") from exc
-        _keep(home, None)  # the wave closed before this device started, or the rollout is gone
+        # The wave closed before this device started, or the rollout no longer exists.
+        _keep(home, None)
         return False
     _keep(home, replace(part, told=True))
     return True

@@ -64,7 +64,7 @@ class _Stream(httpcore.NetworkStream):
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """See `httpcore.NetworkStream`. The buffer is written in pieces, and each piece earns time."""
-        # A large write would be one long wait that earns time only at its end.
+        # A single large write would be one long wait, and would earn time only at its end.
         for start in range(0, len(buffer), 1 << 16):
             piece = buffer[start : start + (1 << 16)]
             self._stream.write(piece, self._allowance.within(timeout))
@@ -126,11 +126,11 @@ class _Body(httpx.SyncByteStream):
 class LimitedTransport(httpx.BaseTransport):
     """A transport that sends one request at a time, each with a time limit.
 
-    Its errors are httpcore's.
+    It raises the errors of httpcore, not those of httpx.
     """
 
     def __init__(self, context: ssl.SSLContext, *, clock: Clock = time.monotonic) -> None:
-        self._allowance = _Allowance(clock)
+        self._allowance = _Allowance(clock)  # one for all, because requests follow each other
         self._pool = httpcore.ConnectionPool(ssl_context=context, network_backend=_Backend(self._allowance))
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:

@@ -3,7 +3,7 @@
 Trust begins at one root, whose digest is in the invitation. python-tuf's client follows newer roots, then the
 timestamp, the snapshot and the roles that sign releases. It refuses metadata that is unsigned, expired, older
 than metadata seen before, or of another length or digest. Accepted metadata is kept in a folder, so that
-older metadata is still refused after a restart.
+older metadata is refused even after a restart.
 
 Two behaviours differ from python-tuf:
 
@@ -36,7 +36,7 @@ from permille_agent.link.client import JSON_LIMIT_BYTES, RequestRefusedError, Se
 METADATA_URL = "/v1/trust/metadata/"
 TARGETS_URL = "/v1/trust/targets/"
 
-# Reads the file at a path or URL, of at most a number of bytes.
+# Takes a path or URL and a limit of bytes. Returns the content of the file.
 Read = Callable[[str, int], bytes]
 
 
@@ -151,8 +151,8 @@ def _in_our_words(folder: Path) -> Iterator[None]:
     try:
         yield
     except ExpiredMetadataError as exc:
-        clock = f"this device's clock says {datetime.now(UTC):%F %H:%M} UTC, what is installed stays"
-        raise PackageError("trust-expired", f"The signed metadata has expired: {exc}; {clock}") from exc
+        clock = f"The clock of this device says {datetime.now(UTC):%F %H:%M} UTC. The installed package stays"
+        raise PackageError("trust-expired", f"The signed metadata has expired: {exc}. {clock}") from exc
     except BadVersionNumberError as exc:
         raise PackageError(
             "trust-rollback", f"The signed metadata is older than this device has seen: {exc}"
@@ -162,13 +162,13 @@ def _in_our_words(folder: Path) -> Iterator[None]:
             "trust-signature", f"The metadata is not signed by the keys of its role: {exc}"
         ) from exc
     except LengthOrHashMismatchError as exc:
-        raise PackageError("trust-digest", f"The bytes are not those that are signed: {exc}") from exc
-    # The base class of the errors above, so it stands after them.
+        raise PackageError("trust-digest", f"The bytes differ from the signed ones: {exc}") from exc
+    # The base class of the errors above, so it must come after them.
     except RepositoryError as exc:
         raise PackageError("trust-malformed", f"The signed metadata is malformed: {exc}"[:500]) from exc
     except DownloadHTTPError as exc:
-        raise ServiceUnavailableError(f"The service lacks a file that is signed: {exc}") from exc
+        raise ServiceUnavailableError(f"The service lacks a signed file: {exc}") from exc
     except RequestRefusedError as exc:
-        raise OperatorError(f"The service refuses a file that is signed: {exc}") from exc
+        raise OperatorError(f"The service refuses to send a signed file: {exc}") from exc
     except OSError as exc:
         raise OperatorError(f"Cannot write {folder}: {exc}") from exc

@@ -1,9 +1,9 @@
 """Detection and repair of damaged packages on this disk.
 
-`permille-agent verify`, the daemon once a day, and `pull` for a package that does not open call it.
+Callers are `permille-agent verify`, the daemon once a day, and `pull` if a package does not open.
 
-- Small blobs are hashed whole, big layers by blocks of 1 MiB (FORMAT 4.7).
-- A damaged small blob is downloaded again. Of a big layer only the damaged blocks are.
+- Small blobs are hashed as a whole, and big layers by blocks of 1 MiB (FORMAT 4.7).
+- A damaged small blob is downloaded again. For a big layer, only the damaged blocks are downloaded.
 - Blocks are written in place, so that processes that have mapped the file see the repair.
 - Bytes are written only after their hash was checked.
 """
@@ -104,9 +104,13 @@ class _Package:
         self._digest = digest
 
     def damages(self) -> Iterator[_Damage]:
-        """Yield all damage in the order of repair. A check may need the repair of an earlier item."""
+        """Yield all damage in the order of repair.
+
+        The caller repairs each item before it takes the next one, because later checks read repaired files.
+        """
         if not self._is_whole(self._digest):
             yield _Damage(what=f"manifest {self._digest}", mend=self._fetch_manifest)
+        # Without a whole manifest, nothing says which blobs belong to the package.
         if not self._is_whole(self._digest):
             return
         manifest = Manifest.from_bytes(self._blobs.read(self._digest, limit=MAX_MANIFEST_BYTES))
@@ -159,7 +163,7 @@ class _Package:
         return layer.size_bytes
 
     def _fetch_block(self, api: DeviceApi, block: Block) -> int:
-        # The manifest's hash of the block decides; `mend_block` checks it before it writes.
+        # `mend_block` checks the block against its hash in the package before it writes.
         data = api.blob_range(self._digest, block.layer.digest, block.begin, block.end)
         mend_block(self._blobs, block, data)
         return len(data)

@@ -100,7 +100,9 @@ def judged_losses(folder: RunFolder) -> ComparedLosses:
         pooled=finite_or_none(pooled.per_token) if pooled else None,
         bits_per_byte_pooled=finite_or_none(pooled.bits_per_byte) if pooled else None,
         improvement_on_pooled=decision.against_active if pooled else None,
-        text="parts of the text, each before it trained" if by_parts else "test split, untouched by training",
+        text="parts of the text, each before training on it"
+        if by_parts
+        else "test split, not used in training",
         base=decision.loss_base,
         personal=decision.loss_personal,
         bits_per_byte_base=decision.bits_per_byte_base,
@@ -117,6 +119,7 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
         InputError: the text cannot be used.
     """
     documents, report = read_documents(data_paths)
+    # As long as the rows of a training by default.
     row_tokens = min(128, int(model.package.config.get("max_position_embeddings") or 128))
     known, tokenized = tokenize(documents, model.tokenizer, report, row_tokens=row_tokens)
     if len(known) < 2:
@@ -136,7 +139,7 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
         pooled=pooled.per_token if pooled else None,
         bits_per_byte_pooled=pooled.bits_per_byte if pooled else None,
         improvement_on_pooled=improvement_on(pooled) if pooled else None,
-        text=f"{len(known)} documents, {int(base.tokens_D.sum())} tokens, maybe trained on",
+        text=f"{len(known)} documents, {int(base.tokens_D.sum())} tokens, which training may have used",
         base=base.per_token,
         personal=personal.per_token,
         bits_per_byte_base=base.bits_per_byte,
@@ -146,7 +149,7 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
 
 
 def continue_prompt(model: LocalModel, prompt: str, sampling: Sampling) -> Sample:
-    """Let each model continue a prompt. A chat model answers it if it is a question."""
+    """Return each model's continuation of a prompt. A chat model answers a question instead."""
     written = {variant.value: model.write(prompt, variant, sampling) for variant in model.variants}
     return Sample(prompt=prompt, **written)
 
@@ -154,7 +157,8 @@ def continue_prompt(model: LocalModel, prompt: str, sampling: Sampling) -> Sampl
 def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMPLES) -> list[str]:
     """Return prompts from the run's test split, if the user's files still exist.
 
-    A text gives its first words. A conversation gives the user's first question, if the model can chat.
+    The prompt of a text is its first words. The prompt of a conversation is the user's first short question,
+    if the model can chat.
     """
     options = folder.require("run", BegunRun).definition.options
     paths = (folder.load("data", TextSource) or TextSource()).paths

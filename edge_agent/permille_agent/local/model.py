@@ -46,7 +46,7 @@ class Sampling(TokenSampling):
     The defaults are for models without settings of their own.
     """
 
-    # A small model writes nonsense at a temperature of 1. At a low temperature, it repeats itself without a
+    # At a temperature of 1, a small model writes nonsense. At a low one, it repeats itself unless there is a
     # penalty.
 
     max_new_tokens: int = 128
@@ -199,7 +199,7 @@ def own_sampling(package: Package) -> Sampling:
         raise PackageError("generation-config", first_error(exc)) from exc
     named = (found.temperature, found.top_p, found.top_k)
     penalty = found.repetition_penalty
-    # A file that only names token ids says nothing of sampling.
+    # A file that only names token ids says nothing about sampling.
     if found.do_sample is None and not any(named):
         return Sampling() if penalty is None else Sampling(repeat_penalty=penalty)
     penalty = penalty or 1.0
@@ -220,7 +220,7 @@ def _learned(home: Home, active: Active) -> Learn:
 
 
 def until_stop(pieces: Iterator[str], stop: Sequence[str], generated: Generated) -> Iterator[str]:
-    """Yield pieces of text up to the first stop string. A possible beginning of one is held back.
+    """Yield pieces of text up to the first stop string. Text that may begin a stop string is held back.
 
     Example:
         >>> "".join(until_stop(iter(["one E", "ND two"]), ["END"], Generated(prompt_tokens=1)))

@@ -82,6 +82,7 @@ class GenerateForm:
         """See `Form`."""
         for number, piece in enumerate(pieces):
             if not number:
+                # The time before the first piece is that of the prompt.
                 self._first_ns = time.monotonic_ns()
             yield self._head(piece) | {"done": False}
         yield self._last("", generated)
@@ -105,7 +106,7 @@ class GenerateForm:
             "done": True,
             "done_reason": generated.finish_reason,
             "total_duration": now_ns - self._started_ns,
-            "load_duration": 0,
+            "load_duration": 0,  # the model is always loaded
             "prompt_eval_count": generated.prompt_tokens,
             "prompt_eval_duration": self._first_ns - self._started_ns,
             "eval_count": generated.completion_tokens,
@@ -135,6 +136,7 @@ def get(model: LocalModel, path: str) -> Mapping[str, Any] | None:
             return {"models": [_entry(model, variant) for variant in model.variants]}
         case "/api/ps":
             running = {
+                # The model stays loaded as long as the server runs.
                 "expires_at": "9999-12-31T23:59:59Z",
                 "size_vram": 0,
                 "context_length": model.positions,
@@ -174,6 +176,7 @@ def _chat(model: LocalModel, request: ChatRequest) -> Reply | Mapping[str, Any]:
         return form.loaded(request)
     sampling = request.options.sampling(model.sampling, request.options.num_predict)
     written = model.reply(turns(request.messages), variant, sampling)
+    # In Ollama's API a missing `stream` means a stream, unlike in OpenAI's.
     return Reply(form, *written, stream=request.stream is not False)
 
 
@@ -198,6 +201,7 @@ def _entry(model: LocalModel, variant: Variant) -> dict[str, Any]:
         "model": _name(variant),
         "modified_at": _instant(package.blobs.path(package.digest).stat().st_mtime),
         "size": package.manifest.size_bytes,
+        # Variants share one package. Only their values differ.
         "digest": digest_of(model.values(variant).tobytes()).removeprefix("sha256:"),
         "details": _details(model),
     }

@@ -22,7 +22,7 @@ class StreamOptions(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """The only form of an answer: text. Asking for JSON must fail, since nothing here enforces it."""
+    """The only format of an answer: text. A request for JSON must fail, because nothing here enforces it."""
 
     type: Literal["text"]
 
@@ -39,12 +39,13 @@ class Request(Choices):
     n: Literal[1] | None = None
 
     def choices(self, model: LocalModel) -> Sampling:
-        """Return how the text is chosen."""
+        """Return the sampling settings of this request."""
+        # `max_tokens` is the old name. Programs may send both.
         return self.sampling(model.sampling, self.max_completion_tokens or self.max_tokens)
 
 
 class CompletionRequest(Request):
-    """Body of POST /v1/completions; a list of prompts holds one."""
+    """Body of POST /v1/completions. A list of prompts must have exactly one item."""
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
@@ -105,6 +106,7 @@ class CompletionForm:
 
     def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None) -> Mapping[str, Any]:
         choice = {"index": 0, **delta, "logprobs": None, "finish_reason": finish_reason}
+        # As in OpenAI's API, all documents but the last then have a `usage` of null.
         usage = {"usage": None} if self._usage_wanted else {}
         return {**self._head, "object": self.piece_object, "choices": [choice], **usage}
 

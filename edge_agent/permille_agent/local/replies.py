@@ -29,9 +29,9 @@ Request = TypeVar("Request", bound=BaseModel)
 
 
 class Choices(BaseModel):
-    """Sampling settings of a request. Missing ones have the model's own values.
+    """Sampling settings of a request. A missing setting has the model's own value.
 
-    Unknown fields are ignored, because programs send many.
+    Unknown fields are ignored, because programs send many of them.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -87,7 +87,7 @@ class Message(BaseModel):
 
 
 class Form(Protocol):
-    """A form of answer, as a whole and as a stream."""
+    """The format of an answer, as one document or as a stream of documents."""
 
     media_type: str
 

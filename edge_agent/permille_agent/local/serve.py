@@ -57,6 +57,7 @@ class Access:
     def __post_init__(self) -> None:
         for origin in self.origins:
             url = urlsplit(origin)
+            # Browsers send an origin in exactly this form, without a path.
             own = f"{url.scheme}://{url.netloc}" == origin and url.scheme in ("http", "https")
             if not own or url.hostname not in ("127.0.0.1", "localhost", "::1"):
                 raise InputError(
@@ -122,9 +123,9 @@ class _RequestError(Exception):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    protocol_version = "HTTP/1.1"  # keeps a connection open for further requests
     server_version = "permille-agent"
-    sys_version = ""
+    sys_version = ""  # the header `Server` names no version of Python
     timeout = SOCKET_TIMEOUT_S
     server: LocalServer
 
@@ -144,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing, since a request line may hold private data."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse in JSON, as any other request, what `http.server` refuses: another method, no HTTP."""
+        """Answer in JSON what `http.server` refuses by itself, such as an unknown method."""
         status = HTTPStatus(code)
         self._send_error(status, message or explain or status.phrase)
 
@@ -187,8 +188,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _check_host(self) -> None:
+        # A page that reaches this server by DNS rebinding sends the name of its own host.
         host = (self.headers.get("Host") or "").lower()
         name, _, port = host.rpartition(":")
+        # Clients leave out the default port.
         allowed = {*LOOPBACK_NAMES} if self.server.port == 80 else set()
         if host not in allowed and (name not in LOOPBACK_NAMES or port != str(self.server.port)):
             raise _RequestError(
@@ -207,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
                 f"The token is missing or wrong. Give your program the one in {access.token_file} as its API "
                 "key; it is sent as `Authorization: Bearer <token>`.",
             )
-        # The token is right, so this connection is not dropped in favour of new ones any more.
+        # The token is right, so this connection is no longer closed to admit new ones.
         self.server.prove(self.client_address)
 
     def _origin_allowed(self) -> bool:
@@ -245,6 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length") or ""
         if not length.isascii() or not length.isdigit() or "Transfer-Encoding" in self.headers:
             raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "The request needs a Content-Length.")
+        # The length of the number is checked first, because `int` of very many digits is slow.
         if len(length) > 10 or int(length) > MAX_BODY_BYTES:
             raise _RequestError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is larger than {MAX_BODY_BYTES} bytes."
@@ -256,9 +260,9 @@ class _Handler(BaseHTTPRequestHandler):
             case None:
                 raise _RequestError(
                     HTTPStatus.NOT_FOUND,
-                    f"There is no {self.command} {self.path:.100}. Served are /v1/models, /v1/completions, "
-                    "/v1/chat/completions, /api/chat, /api/generate, /api/tags, /api/show, /api/ps and "
-                    "/api/version.",
+                    f"There is no {self.command} {self.path:.100}. The server has /v1/models, "
+                    "/v1/completions, /v1/chat/completions, /api/chat, /api/generate, /api/tags, /api/show, "
+                    "/api/ps and /api/version.",
                 )
             case Reply(form, generated, pieces, stream=False):
                 text = "".join(self._while_connected(pieces))
@@ -283,6 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", reply.form.media_type)
         self.send_header("Cache-Control", "no-store")
+        # The stream has no length, so it ends when the connection closes.
         self.send_header("Connection", "close")
         self.end_headers()
         self.close_connection = True
@@ -290,7 +295,8 @@ class _Handler(BaseHTTPRequestHandler):
             for document in reply.form.documents(reply.pieces, reply.generated):
                 self._send_part(reply.form.encode(document))
             self._send_part(reply.form.end())
-        except PermilleError as exc:  # the status has been sent, so the error goes out as one more chunk
+        except PermilleError as exc:
+            # The status was already sent, so the error is one more document of the stream.
             error = self._interface.error(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc))
             self._send_part(reply.form.encode(error))
 

@@ -33,7 +33,7 @@ from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_r
 
 PAGE = "show.html"
 PROMPTS = 2
-TOKENS = 48  # of a sample: longer samples take minutes on a slow device
+TOKENS = 48  # per sample, because longer samples take minutes on a slow device
 TEMPERATURE = 0.7
 ANSWER_TOKENS = 40
 SHOWN_EXAMPLES = 5  # of skipped rows
@@ -49,7 +49,7 @@ class Written:
 
 
 def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
-    """Write the page of a run, by default of the newest finished one, and return its path.
+    """Write the page of a run, and return its path. The default is the newest finished run.
 
     It needs no lock, because a finished run does not change, and files are replaced atomically.
 
@@ -100,7 +100,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
 
 
 def _of_what(home: Home, folder: RunFolder) -> str:
-    """Describe the trained weights, or return nothing if the package is gone."""
+    """Describe the trained weights. Return an empty string if the package is gone."""
     try:
         return f" of {read_manifest(home, folder.require('run', BegunRun).definition.package).trains}"
     except PermilleError:
@@ -186,7 +186,7 @@ def _questions(model: LocalModel) -> Sequence[str]:
 
 
 def _answer(model: LocalModel, question: str) -> Sample:
-    """Return the answers of both models to a question, with the most likely token at each place."""
+    """Return the answers of both models to a question. Each token is the most likely one."""
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0.0)
     base, personal = (
         "".join(model.reply([("user", question)], variant, sampling)[1]).strip()
@@ -199,8 +199,8 @@ def _parts(train: int, select: int, test: int) -> str:
     if not train:
         return ""
     if not select:
-        return f"{train} tokens, of which {test} judged what the ones before them taught; then all trained"
-    return f"{train} tokens trained, {select} selected the state, {test} judged it"
+        return f"{train} tokens to train. {test} of them judged the model before it trained on them"
+    return f"{train} tokens to train, {select} to select the state, {test} to judge it"
 
 
 def _rounds(home: Home) -> str:
@@ -220,14 +220,16 @@ def _left_the_device(home: Home, folder: RunFolder) -> str:
     if report is None or report.metrics_delivery is Delivery.NONE:
         return "nothing"
     if report.metrics_delivery in (Delivery.QUEUED, Delivery.FULL):
-        numbers = "nothing yet; a report of numbers waits, without a word of your text"
+        numbers = "nothing yet. A report waits to be sent. It has numbers and none of your text"
     else:
-        numbers = "a report of numbers, without a word of your text"
+        numbers = "a report, which has numbers and none of your text"
     match report.log_delivery:
         case Delivery.NONE:
             return numbers
         case Delivery.QUEUED | Delivery.FULL:
-            return f"{numbers}; the training log, which you share, waits"
+            return f"{numbers}. The training log, which you share, waits to be sent"
         case Delivery.SENT:
-            return f"{numbers}; the training log, which you share: with the package it is your model"
-    return f"{numbers}; of the training log the service was told: {report.log_delivery.value}"
+            return (
+                f"{numbers}. Also the training log, which you share. Log and package together give your model"
+            )
+    return f"{numbers}. State of the training log: {report.log_delivery.value}"

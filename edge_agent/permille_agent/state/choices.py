@@ -61,7 +61,8 @@ def remove_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
     wanted = {path.absolute() for path in paths}
     if missing := wanted - set(known):
         raise InputError(
-            f"Never added: {', '.join(sorted(map(str, missing)))}. `permille-agent data list` shows what was."
+            f"These paths were never added: {', '.join(sorted(map(str, missing)))}. Run `permille-agent data "
+            "list` to see the added ones."
         )
     return _write(home, [path for path in known if path not in wanted])
 
@@ -89,7 +90,7 @@ def set_sharing(home: Home, *, log: bool | None = None, state: bool | None = Non
             known = read_consent(home)
             withdrawals = known.withdrawals + (False in (log, state))
         except OperatorError:
-            # The count is lost. A random one differs from that of any earlier consent.
+            # The count is lost. A random count differs from the count of any earlier consent.
             known, withdrawals = Consent(), secrets.randbits(48)
         new = Consent(
             share_log=known.share_log if log is None else log,

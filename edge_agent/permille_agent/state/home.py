@@ -31,14 +31,14 @@ _REMEDIES = {
     "data.json": "move it away and `permille-agent data add` the files again",
     "decisions.json": "move it away: decisions are counted anew",
     "consent.json": "`permille-agent share-log off` writes it anew",
-    "daemon.json": "move it away: the daemon begins another",
-    "ledger.json": "until it is whole, no private round is joined; without it, what it counted is forgotten",
+    "daemon.json": "move it away: the daemon writes a new one",
+    "ledger.json": "restore it, or no private round is joined; if you move it away, its rounds are forgotten",
     "rollout.json": "move it away: the service counts this device as silent",
     "joined.json": "`permille-agent federations join` or `leave` writes it anew",
 }
 
 Record = TypeVar("Record")
-_ADAPTERS: dict[Any, Any] = {}  # a cache by kind, because making an adapter takes longer than parsing
+_ADAPTERS: dict[Any, Any] = {}  # by type, because making an adapter takes longer than parsing
 
 
 class _Below:
@@ -66,24 +66,26 @@ class Home:
     enrolment = _Below("enrolment.json")  # server, device, release, the root that the invitation named
     ca_file = _Below("ca.pem")  # certificate authority of the server, where it has its own
     releases = _Below("releases.json")  # what is installed
-    trust = _Below("trust")  # signed metadata that was accepted: nothing older is believed again
+    trust = _Below("trust")  # accepted signed metadata; nothing older is accepted again
     blobs = _Below("blobs")  # content-addressed files of packages; manifests are blobs, too
     partial = _Below("partial")  # downloads that are not complete yet
-    runs = _Below("runs")  # one folder a training run
-    federations = _Below("federations")  # one folder a federation: the user's choice, history, rounds
+    runs = _Below("runs")  # one folder per training run
+    federations = _Below(
+        "federations"
+    )  # one folder per federation, with the user's choice, history and rounds
     current = _Below("current.json")  # the active model, and what was active before
     data = _Below("data.json")  # references to the user's files; the files stay where they are
     decisions = _Below("decisions.json")  # how many decisions this device has made
     consent = _Below("consent.json")  # whether logs may be shared, set by the user on this device only
-    ledger = _Below("ledger.json")  # what rounds have cost of the owner's privacy; survives `forget`
-    rollout = _Below("rollout.json")  # the version that this device tries, and what it told of it
+    ledger = _Below("ledger.json")  # privacy cost of the rounds; survives `forget`
+    rollout = _Below("rollout.json")  # the version that this device tries, and what it has reported
     policy = _Below("policy.toml")  # when the daemon may train, written by the user
     daemon = _Below("daemon.json")  # what the daemon did last; minutes used today
-    progress = _Below("progress.json")  # where the run stands that works now
+    progress = _Below("progress.json")  # progress of the running training
     reports = _Below("reports")  # reports that wait for the server, and receipts of those that were sent
     lock = _Below("agent.lock")  # the one lock of all writers
     daemon_lock = _Below("daemon.lock")  # held by the one daemon of this folder
-    rounds_lock = _Below("rounds.lock")  # held by who exchanges rounds with the service
+    rounds_lock = _Below("rounds.lock")  # held while rounds are exchanged with the service
 
 
 def open_home(root: Path) -> Home:
@@ -111,7 +113,7 @@ def open_home(root: Path) -> Home:
 
 @contextmanager
 def telling_disk() -> Iterator[None]:
-    """Convert an OSError, for example of a full disk, to an OperatorError."""
+    """Convert an OSError, such as that of a full disk, to an OperatorError."""
     try:
         yield
     except OSError as exc:
@@ -135,7 +137,9 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
     except OSError as exc:
         raise OperatorError(f"Cannot read {path}: {exc}") from exc
     if len(data) > STATE_LIMIT_BYTES:
-        raise OperatorError(f"{path} is larger than {STATE_LIMIT_BYTES} bytes, so it is damaged.")
+        raise OperatorError(
+            f"{path} is larger than {STATE_LIMIT_BYTES} bytes, so it is damaged: {_remedy(path)}"
+        )
     try:
         return parse_record(data, kind, str(path))
     except OperatorError as exc:

@@ -54,7 +54,7 @@ def hold_lock(home: Home, purpose: str, *, wait_s: float = 0.0, of: Path | None 
         lock.acquire(timeout=wait_s)
     except Timeout as exc:
         raise LockedError(
-            f"Another command works on this: {_holder(path)} holds {path.name}. Try again when it has ended."
+            f"Another command is running: {_holder(path)} holds {path.name}. Try again when it has ended."
         ) from exc
     except OSError as exc:
         raise OperatorError(f"Cannot write the lock file {path}: {exc}") from exc

@@ -111,7 +111,7 @@ def training_of_release(home: Home) -> Training:
 def record_installed(home: Home, release: InstalledRelease) -> None:
     """Make a tried package the installed one. The active model does not change.
 
-    The last package that was used is kept until the new one was used.
+    The last package that was used is kept until the new package was used once.
     """
     known = read_releases(home)
     # If the installed package was never used, the one before it is still the last good one.
@@ -164,7 +164,7 @@ def _return_to_previous(home: Home, package_digest: str, error: PackageError) ->
         with hold_lock(home, "rollback", wait_s=5.0):
             known = read_releases(home)
             refused = None
-            # A damaged file says nothing of the package, which may be downloaded and tried again.
+            # A damaged file says nothing about the package, so the package may be downloaded and tried again.
             if error.code not in DAMAGED:
                 refused = RefusedPackage(manifest_digest=package_digest, reason=str(error)[:500])
             write_record(

@@ -83,8 +83,9 @@ class ChatTemplate:
     def _window(self, messages: Messages, roles: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
         turns = [i for i, (role, said) in enumerate(messages) if role in roles and said.strip()]
         answers = {i for i in turns if messages[i][0] == "assistant"}
+        # For each turn, the rendered length before it and through it.
         asked = [prefix for i in turns for prefix in ((i, i in answers), (i + 1, False))]
-        # Before the first message there is no prompt; some templates refuse to render nothing.
+        # There is no prompt before the first message, and some templates refuse to render no message.
         answer = self._render(messages, False, [prefix for prefix in asked if prefix[0]])
         text, lengths = str(answer["text"]), list(answer["prefixes"])
         if turns[:1] == [0]:
@@ -103,6 +104,7 @@ class ChatTemplate:
             if i in answers and before is not None and position <= before <= start:
                 start = before
             position = through if through is not None and through > start else 0
+            # The template has rewritten this turn, so the end of its content must do.
             position = position or text.index(content, start) + len(content)
             spans.append((start, position))
         return text, spans

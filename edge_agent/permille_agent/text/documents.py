@@ -35,7 +35,7 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and what should follow it; only the completion counts in the loss."""
+    """A prompt and the text that should follow it. Only the completion counts in the loss."""
 
     prompt: str
     completion: str
@@ -43,7 +43,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Chat messages as (role, content); the turns of the roles that `Learn` names count in the loss."""
+    """Chat messages as (role, content). Only turns of the roles that `Learn` names count in the loss."""
 
     messages: tuple[tuple[str, str], ...]
 

@@ -75,6 +75,7 @@ def parse_conversation(text: str) -> tuple[str | None, Content]:
             messages.append({"role": role, "content": said})
     name = value.get("conversation_id") or value.get("id")
     group = {"group": f"chatgpt {name}"} if isinstance(name, str) else {}
+    # `parse_row` refuses a conversation without an answer, and gives the reason.
     return parse_row({"messages": messages or [{"role": "user", "content": ""}], **group})
 
 
@@ -99,7 +100,7 @@ def _text(message: dict[str, Any]) -> str:
     author, content, metadata = (_object(message.get(name)) for name in ("author", "content", "metadata"))
     is_visible = (
         author.get("role") in ("user", "assistant")
-        and message.get("recipient", "all") == "all"  # else a tool call
+        and message.get("recipient", "all") == "all"  # others are tool calls
         and not metadata.get("is_visually_hidden_from_conversation")
         and content.get("content_type") in _TEXT_KINDS
     )

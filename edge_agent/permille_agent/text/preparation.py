@@ -6,10 +6,10 @@ Groups of documents are sorted by a hash, so the order is the same in every run:
 
 - The test split is taken from the front, the select split from the back. The rest trains.
 - The order of files has no effect, and added text moves only documents near a boundary.
-- Text that judges one run trains no other.
+- Text that judges one run does not train another run.
 
-A small test split makes a comparison of two models random. So it must hold `MIN_TEST_TOKENS` target
-tokens in `MIN_TEST_GROUPS` groups.
+With a small test split, a comparison of two models is random. So the test split must have `MIN_TEST_TOKENS`
+target tokens in `MIN_TEST_GROUPS` groups.
 
 A text of fewer than `NEEDED_TOKENS` tokens is cut into `PARTS` parts of passages, in the same order. Each
 part after the first is judged by a state that the earlier parts trained. All parts train the final state.
@@ -47,7 +47,7 @@ GUARD_TOKENS = 24
 
 
 class Split(StrEnum):
-    """Use of a document."""
+    """Purpose of a document in a run."""
 
     TRAIN = "train"
     SELECT = "select"
@@ -82,7 +82,7 @@ class Prepared:
     """The rows of one run.
 
     Attributes:
-        train: packed rows. Of a short text these are all parts.
+        train: packed rows. For a short text, these are the rows of all parts.
         select: rows of single documents that select the state. Empty for a short text.
         test: rows of single documents that judge the state. `document_T` indexes `test_documents`.
         test_documents: the documents of `test`, to judge another package on the same text.
@@ -156,7 +156,7 @@ def _prepare_little(
     if total < LITTLE_TOKENS:
         raise InputError(
             f"There is too little text: {total} tokens in {len(documents)} documents, and at least "
-            f"{LITTLE_TOKENS} are needed. From {NEEDED_TOKENS} on, training uses all of it better."
+            f"{LITTLE_TOKENS} are needed. With {NEEDED_TOKENS} or more, training works better."
         )
     pieces, units = _pieces(documents)
     known, tokenized = tokenize(pieces, tokenizer, row_tokens=row_tokens)
@@ -170,7 +170,7 @@ def _prepare_little(
     if not all(places):
         raise InputError(least)
     stages, test, judged = [], list[Row](), list[Document]()
-    # The first part judges nothing: no earlier text could train for it.
+    # The first part judges nothing, because there is no earlier text that could train a model for it.
     for number in range(1, PARTS):
         guarded = _guarded(known, tokenized, [part == number for part in part_of])
         # Earlier parts only, so each state is judged on text that it has not seen.
@@ -225,7 +225,7 @@ def tokenize(
         try:
             tokens = tokenizer.tokenize(document.content, row_tokens=row_tokens)
         except (InputError, PackageError) as exc:
-            # Many templates refuse some order of roles, which concerns one conversation and not the package.
+            # Many templates refuse some orders of roles. Then one conversation is at fault, not the package.
             code = exc.code if isinstance(exc, PackageError) else None
             if code not in (None, "chat-template"):
                 raise
@@ -260,7 +260,7 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
     tokens: dict[str, int] = defaultdict(int)
     for group, number in zip(groups, target_tokens, strict=True):
         tokens[group] += number
-    # By a hash of the group, not by its place: text that is added later moves no group.
+    # Sorted by a hash of the group, not by its place, so text that is added later moves no group.
     order = sorted(tokens, key=lambda group: (position(group), group))
     total = sum(tokens.values())
     test = _taken(

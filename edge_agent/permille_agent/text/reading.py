@@ -13,9 +13,10 @@ cannot be read is counted and skipped.
 
 `preparation.py` divides whole documents between the splits. A long plain text is cut at the ends of
 paragraphs into blocks, and each block is a document. The first block is identified by its own beginning,
-each later block by the end of the block before it. So text that is appended to a file moves no earlier block.
+and each later block by the end of the block before it. So text that is appended to a file moves no earlier
+block.
 
-This module uses no tokenizer: the same text gives the same documents for every package.
+This module uses no tokenizer, so the same text gives the same documents for every package.
 """
 
 import hashlib
@@ -115,11 +116,12 @@ def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     """Read documents like `read_documents`. The result may be empty."""
     report = DataReport()
     rows: list[Row] = []
-    # One child for all documents: each start takes longer than most documents.
+    # One child for all documents, because a start takes longer than most documents.
     with closing(Sandbox()) as sandbox:
         for path in _files(paths, report):
             report.files += 1
             try:
+                # All other suffixes are documents, which the child parses.
                 read = _READERS.get(path.suffix.lower()) or partial(_read_document, sandbox=sandbox)
                 rows.extend(read(path, report))
             except OSError as exc:
@@ -156,7 +158,7 @@ def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
 def _source(path: Path, report: DataReport) -> list[Path]:
     """Return the files with text at a path."""
     if path.is_dir():
-        # In the order of names: the order of the file system differs between machines.
+        # Sorted, because the order of the file system differs between machines.
         found = [file for file in sorted(path.rglob("*")) if _is_visible(file, path)]
         texts = [file for file in found if _is_text(file)]
         report.ignored_files += len(found) - len(texts)
@@ -230,7 +232,7 @@ def _read_document(path: Path, report: DataReport, sandbox: Sandbox) -> Iterator
         report.bad(str(path), str(answer["error"]))
         return
     texts = [_clean(str(text)).strip() for text in answer["texts"]]
-    report.rows += len(texts) - 1
+    report.rows += len(texts) - 1  # the file itself was counted as one row
     for number, text in enumerate(texts, start=1):
         if text:
             yield None, PlainText(text)

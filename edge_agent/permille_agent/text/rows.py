@@ -90,7 +90,7 @@ def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list
     pieces = document_rows(documents, row_tokens)
     bins: list[list[Row]] = []
     bins_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
-    # Best fit in decreasing length; the index breaks ties, so the packing is always the same.
+    # By decreasing length. The index breaks ties, so the packing is always the same.
     for index in sorted(range(len(pieces)), key=lambda i: (-len(pieces[i].ids_T), i)):
         length = len(pieces[index].ids_T)
         # The fullest row that still has room.

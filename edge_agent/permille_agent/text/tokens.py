@@ -100,19 +100,19 @@ class TextTokenizer:
 
     @property
     def can_chat(self) -> bool:
-        """Say whether the package has a chat template of its own."""
+        """True if the package has a chat template of its own."""
         return self._files.template is not None
 
     def require_chat(self) -> None:
-        """Refuse to chat without a template.
+        """Check that the model can chat.
 
         Raises:
             InputError: the package has no chat template.
         """
         if not self.can_chat:
             raise InputError(
-                "this model has no chat template, so it cannot chat: let it continue a text with "
-                "`permille-agent generate`, or install a package made from an instruct model"
+                "This model has no chat template, so it cannot chat. Continue a text with `permille-agent "
+                "generate`, or install a package that was made from an instruct model."
             )
 
     def prompt(self, text: str) -> NDArray[np.int64]:
@@ -185,7 +185,7 @@ class TextTokenizer:
             whole = TokenizedDocument(
                 np.append(whole.ids_T, np.int64(self._eos_id)),
                 np.append(whole.target_T, True),
-                np.append(whole.bytes_T, np.int64(0)),
+                np.append(whole.bytes_T, np.int64(0)),  # the end encodes no bytes of the text
             )
         if len(whole.ids_T) <= row_tokens:
             return whole

@@ -67,21 +67,21 @@ class Decision:
     """Decision on the result of a run, with its numbers. Numbers that were not finite are None.
 
     Attributes:
-        descent: the index of the descent that made the state, among the run's attempts.
-        step: the number of its steps up to the state.
-        steps: the number of steps that the descent made.
+        descent: the index of the descent that the state comes from, among all descents of the run.
+        step: the number of that descent's steps up to the state.
+        steps: the number of all steps of that descent.
         stopped: why the last descent stopped.
         state_digest: the digest of the state at full strength. Replaying the log gives this state.
         scaled_digest: the digest of the state that was judged, if its strength was not full.
         strength: the strength that was judged, in eighths. 0: no strength keeps the general loss low.
-        general: the losses on general text. None if the package has no reference.
-        incumbent: the model that was active when this was decided.
+        general: the losses on general text. None if the package has no reference text.
+        incumbent: the model that was active at the time of the decision.
         adopted: whether the state replaces the incumbent.
         reason: reason of the decision, for the user.
         loss_base: the loss of the base on the test split, in nats per token.
         number: the index of this decision among all on this device, from 1.
-        against_base: how much lower the state's loss is than the base's.
-        against_active: how much lower the state's loss is than that of the active or pooled model.
+        against_base: the reduction of the loss from the base to the state.
+        against_active: the reduction of the loss from the active or pooled model to the state.
         pooled: whether the package's pooled state was active.
     """
 
@@ -120,13 +120,13 @@ class StoredLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionCount:
-    """The count of decisions on this device. In the folder of a run, the index of that run's decision."""
+    """The count of decisions on this device. In the folder of a run, this is the number of its decision."""
 
     decisions: int
 
 
 def next_decision(home: Home) -> DecisionCount:
-    """Count a decision durably, so that no number is used twice."""
+    """Count a decision durably, and return the new count. No number is used twice."""
     known = read_record(home.decisions, DecisionCount) or DecisionCount(decisions=0)
     count = DecisionCount(decisions=known.decisions + 1)
     write_record(home.decisions, count)
@@ -174,7 +174,7 @@ class _Incumbent:
 
 def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumbent) -> Decision:
     base_K = run.package.values()
-    # Measured first and stored: the base's losses are needed for every outcome.
+    # Measured first, because every outcome reports the losses of the base.
     base = _losses(run, "base", lambda _: base_K)
     exponent = selected.header.step_unit_exponent
 
@@ -209,7 +209,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     judges = [values(run.w_base_K, s_K, exponent) for s_K in trained]
     personal = _losses(run, "personal", judges.__getitem__)
     least = LITTLE_GROUP_TOKENS if run.prepared.stages else GROUP_TOKENS
-    where = "on text that was tested before it trained" if run.prepared.stages else "on held-out text"
+    where = "on text that it had not yet learned from" if run.prepared.stages else "on held-out text"
     against_base = _compared(base, personal, number, least)
     decision = replace(
         decision,
@@ -221,6 +221,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     )
     if not against_base.better:
         return replace(decision, reason=f"not surely better than the base {where}")
+    # The base is active, and the comparison with the base is done.
     if incumbent.model.run is None and not decision.pooled:
         return decision
     active = "the pooled model" if decision.pooled else "the active model"
@@ -254,6 +255,7 @@ def _losses_beside_active(
     documents = run.prepared.test_documents
     if incumbent.model.package == run.package.digest:
         personal = _losses(run, "personal", judges.__getitem__)
+        # Opened once for all parts, and not at all if its losses are stored.
         active_K = cache(lambda: incumbent.open().values_K)
         active = _losses(run, "active", lambda _: active_K())
         new_D = np.concatenate([part.unlearned(documents, incumbent.learned) for part in _parts(run)])
@@ -271,6 +273,7 @@ def _losses_beside_active(
     )
     # The active model has seen these groups, so its losses on them say nothing of new text.
     new_D = np.array([document.group not in incumbent.learned for document in whole])
+    # A passage that one of the two tokenizers refuses has no tokens there, and cannot be compared.
     both_D = new_D & (active.tokens_D > 0) & (personal.tokens_D > 0)
     return active.of(both_D), personal.of(both_D)
 
@@ -297,7 +300,7 @@ class _Part:
 
 
 def _parts(run: Run) -> list[_Part]:
-    """Return the text on which states are judged: the test split, or the parts of a short text."""
+    """Return the text that judges states. This is the test split, or the parts of a short text."""
     test, stages = run.prepared.test, run.prepared.stages
     if not stages:
         return [_Part(test, rows_in_pieces(test, PIECE_TOKENS))]
@@ -324,6 +327,7 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
     known, tokenized = tokenize(documents, model.tokenizer, row_tokens=model.row_tokens)
     rows = document_rows(tokenized, model.row_tokens)
     found = document_losses(model.engine, model.values_K, rows, len(known))
+    # By identity, because two passages may be equal.
     place_of = {id(document): place for place, document in enumerate(documents)}
     nats_D = np.zeros(len(documents))
     tokens_D, bytes_D = (np.zeros(len(documents), np.int64) for _ in range(2))
@@ -335,7 +339,7 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
 
 
 def _losses(run: Run, name: str, values_of: Callable[[int], NDArray[np.float32]]) -> DocumentLosses:
-    """Return the losses on the test split, by pieces. `values_of(n)` are the values evaluated on part n."""
+    """Return the loss of each piece of the test split. `values_of(n)` returns the values for part n."""
 
     def measure() -> DocumentLosses:
         return joined(
@@ -377,10 +381,10 @@ def _finite(comparison: Comparison) -> Comparison | None:
 
 def _too_costly(run: Run, general: GeneralLoss | None) -> str:
     rise = general.rise if general else None
-    told = "by too many" if rise is None else f"by {rise:.2f}"
+    by = "by too many" if rise is None else f"by {rise:.2f}"
     return (
         "it would lose general knowledge: even an eighth of what was trained raises the loss on general "
-        f"text {told} nats per token, and {run.options.keep_general:g} are allowed; {_LOWER_RATE}, or allow "
+        f"text {by} nats per token, and {run.options.keep_general:g} are allowed; {_LOWER_RATE}, or allow "
         "more with --keep-general"
     )
 

@@ -45,7 +45,7 @@ class Steps(Protocol):
         """Make a step, and return its loss."""
 
     def keep(self) -> None:
-        """Keep the state as the best one so far, durably."""
+        """Store the current state durably as the best one so far."""
 
     def best(self, step: int) -> NDArray[np.int64]:
         """Return the state before `step`, which is the last kept state or the first one."""
@@ -87,7 +87,7 @@ class LoggedSteps:
 
 
 class GradientSteps:
-    """Gradient steps, which change each weight by its own integer. They have a state and no log."""
+    """Gradient steps. Each step changes every weight by its own integer, so there is a state but no log."""
 
     def __init__(self, run: Run, descent: Descent, number: int) -> None:
         self._run = run
@@ -147,16 +147,17 @@ def first_state(run: Run, exponent: int) -> NDArray[np.int64]:
     if run.start is None:
         return np.zeros(run.package.k, np.int64)
     s_K, finer = run.start.s_K, run.start.step_unit_exponent - exponent
+    # Python's integers, because the shift could overflow 64 bits.
     if max(int(s_K.max()), -int(s_K.min())) << finer > STATE_LIMIT:
         raise PackageError("state-limit", f"expected a state within 2^53 on a unit of 2^{exponent}")
     return s_K << finer
 
 
 def pulled_gradient(run: Run, values_K: NDArray[np.float32], step: int) -> tuple[float, NDArray[np.float32]]:
-    """Compute the loss and the gradient of a step's batch, with a pull towards the base.
+    """Compute the loss and the gradient of a step's batch. The gradient includes a pull towards the base.
 
-    The pull is the divergence from the base's answers on two rows of the package's reference. It reduces
-    forgetting: Li and Hoiem, "Learning without Forgetting" (arXiv 1606.09282).
+    The pull lowers the divergence from the base's answers, on two rows of the package's reference text. It
+    reduces forgetting: Li and Hoiem, "Learning without Forgetting" (arXiv 1606.09282).
 
     Raises:
         InputError: the engine has no reverse pass.
@@ -171,7 +172,7 @@ def pulled_gradient(run: Run, values_K: NDArray[np.float32], step: int) -> tuple
 
 
 def store_best_state(run: Run, header: LogHeader, number: int, s_K: NDArray[np.int64]) -> None:
-    """Store the best state of a descent without a log, durably and in the form that is shared."""
+    """Store the best state of a descent without a log durably, in the format in which it may be shared."""
     write_atomic(run.folder.best_state(number), packed_state(header, s_K), mode=0o600)
 
 

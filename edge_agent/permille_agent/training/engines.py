@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 AUTO, LIGHT_INT8, EXECUTORCH = EngineName.AUTO, EngineName.LIGHT_INT8, EngineName.EXECUTORCH
 
 
-class RunInterrupted(PermilleError):  # noqa: N818 - not a fault: the user or the policy asked for it
-    """The run was asked to stop and did."""
+class RunInterrupted(PermilleError):  # noqa: N818 - it is not a fault
+    """The run has stopped because the user or the policy asked for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class EngineUsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """Choice of an engine. Call it to open the engine on a package.
+    """Choice of an engine. Calling the choice opens the engine on a package.
 
     For example:
 
@@ -67,7 +67,7 @@ class EngineChoice:
         )
 
     def begun_with(self, name: str) -> "EngineChoice":
-        """Return the choice for a run that began with the engine `name`, which replaces "auto"."""
+        """Return the choice for a resumed run that began with the engine `name`. Only "auto" is replaced."""
         return replace(self, name=name) if self.name == AUTO else self
 
     def for_any_package(self) -> "EngineChoice":
@@ -87,8 +87,9 @@ class _InterruptibleEngine:
         self._stop = stop
 
     def __getattr__(self, name: str) -> Any:
+        # These two compute nothing.
         if self._stop.is_set() and name not in ("info", "k"):
-            raise RunInterrupted("stopped as asked; the same command goes on where this one ended")
+            raise RunInterrupted("The training was stopped. The same command resumes it.")
         return getattr(self._engine, name)
 
 

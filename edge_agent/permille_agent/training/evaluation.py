@@ -2,8 +2,8 @@
 
 Losses are sums in nats. Packages with different tokenizers are compared by nats per byte of the same text.
 
-The loss on general text is measured on the package's reference (`permille.training.reference`). It decides
-the strength of a state. A package without a reference sets no bound.
+The loss on general text is measured on the package's reference text (`permille.training.reference`). It
+decides the strength of a state. Without a reference text, a state keeps its full strength.
 
 Shapes: D documents, N targets, K masked weights.
 """
@@ -59,6 +59,7 @@ def document_losses(
         losses_N = engine.token_losses(values_K, part.batch).astype(np.float64)
         if losses_N.shape != part.document_N.shape:
             raise InputError(f"expected {len(part.document_N)} token losses, got shape {losses_N.shape}")
+        # Not `+=`, which would add only one of several tokens of a document.
         np.add.at(nats_D, part.document_N, losses_N)
         np.add.at(tokens_D, part.document_N, 1)
         np.add.at(bytes_D, part.document_N, part.bytes_N)
@@ -123,7 +124,7 @@ class GeneralLoss:
 
 
 def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> GeneralLoss | None:
-    """Choose the strength of a trained state durably. Return None if the package has no reference.
+    """Choose the strength of a trained state durably. Return None if the package has no reference text.
 
     Args:
         run: the run.
@@ -138,7 +139,7 @@ def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> G
         return reference.loss(run.engine, values_K)
 
     def choose() -> GeneralLoss:
-        run.progress.phase("measuring what it still knows of general text")
+        run.progress.phase("measuring the loss on general text")
         base = loss_of(run.w_base_K)
 
         def rise_of(eighths: int) -> float:

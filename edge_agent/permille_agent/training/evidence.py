@@ -1,4 +1,4 @@
-"""Statistical test whether one model is better than another on a person's text.
+"""Statistical test of whether one model is better than another on a person's text.
 
 The test uses an e-value: the wealth of a bet against the hypothesis "the mean gain is at most the margin". If
 the hypothesis is true, the expected wealth does not grow (Waudby-Smith and Ramdas 2024, "Estimating means of
@@ -10,10 +10,10 @@ and under the hypothesis, `W >= 1 / alpha` has a probability of at most alpha. T
 gains, if groups are independent and no gain is below `-1 / b`, which is -2/3 nats per token.
 
 A bootstrap would not be safe, because it knows only the observed groups. If one group in twenty becomes much
-worse, it adopts two to four of ten useless models.
+worse, a bootstrap adopts two to four of ten useless models.
 
-The wealth of later groups, judged by a state that has not seen them, may be multiplied. So a short text can
-be judged in parts.
+If later groups are judged by another state that has not seen them, their factors may be multiplied, too. So a
+short text can be judged in parts.
 
 Deviation from the paper: the bets are fixed and equally mixed, so the order of the groups does not matter.
 
@@ -35,7 +35,8 @@ ALPHA = 0.025
 MIN_GROUPS = 20
 GROUP_TOKENS = 32
 """Smallest number of targets of a group. Smaller documents are merged."""
-_WIDEST = 20.0
+_WIDEST = 20.0  # range of the bisection for bounds, in nats per token
+# The largest bet sets the harm that the test allows for: no gain may be below -1 / 1.5.
 _BETS_B1 = np.array([0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5])[:, None]
 
 
@@ -73,6 +74,7 @@ def alpha_of(decision: int) -> float:
     """
     if decision < 1:
         raise InputError(f"expected the number of a decision, from 1, got {decision}")
+    # The sum of 1 / j^2 over all j is pi^2 / 6.
     return ALPHA * 6.0 / (math.pi * decision) ** 2
 
 
@@ -116,7 +118,7 @@ def log_e_value(gain_G: NDArray[np.float64], margin: float) -> float:
     """Return the natural logarithm of W for the hypothesis "the mean gain is at most `margin`"."""
     with np.errstate(divide="ignore"):
         wealth_B = np.log(np.maximum(1.0 + _BETS_B1 * (gain_G - margin), 0.0)).sum(axis=1)
-    largest = float(wealth_B.max())  # subtracted before `exp`, which would overflow
+    largest = float(wealth_B.max())  # subtracted, because `exp` of it would overflow
     return largest if math.isinf(largest) else largest + math.log(float(np.exp(wealth_B - largest).mean()))
 
 

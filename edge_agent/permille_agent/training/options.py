@@ -21,7 +21,7 @@ from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
 DEFAULT_ESTIMATOR = EstimatorKind.GRADIENT
-# Directions a step at about the cost of SPSA's eight in forward passes (docs/adr/0009).
+# Directions per step. Each estimator costs about as many forward passes as SPSA with eight (docs/adr/0009).
 DEFAULT_QUERIES = {
     EstimatorKind.GRADIENT: 0,
     EstimatorKind.SPSA: 8,
@@ -29,7 +29,7 @@ DEFAULT_QUERIES = {
     EstimatorKind.ONE_SIDED: 16,
     EstimatorKind.SPLIT: 15,
 }
-# Rows a step: along a gradient, several; for losses alone, more directions are worth more than more rows.
+# Rows per step. For zeroth order, more directions are worth more than more rows.
 DEFAULT_ROWS = {kind: 4 if kind is EstimatorKind.GRADIENT else 2 for kind in DEFAULT_QUERIES}
 _ESTIMATORS = {kind.value: kind for kind in DEFAULT_QUERIES if kind is not EstimatorKind.GRADIENT}
 # FedSPZO uses 2 directions for the lower block and 8 for the upper one, so 1 in 5 is the lower block's.
@@ -61,7 +61,7 @@ class Start(StrEnum):
 class TrainOptions:
     """Options of a run.
 
-    For example, a run of 20 minutes with the defaults, and a reproducible one of 500 steps:
+    For example, a run of 20 minutes with the defaults, and a reproducible run of 500 steps:
 
         TrainOptions(minutes=20)
         TrainOptions(steps=500, seed=1)
@@ -70,9 +70,9 @@ class TrainOptions:
         seed: seed of the batches and the directions.
         steps: number of steps. With the same machine and threads, such a run is reproducible to the bit.
         minutes: duration of the run, including the search and the judgement.
-        estimator: `GRADIENT` uses a reverse pass. All others are zeroth order.
-        queries: directions per zeroth-order step, for both blocks together if there are two. 0 for the
-            gradient, which has no directions.
+        estimator: `GRADIENT` uses a reverse pass. All other estimators are zeroth order.
+        queries: directions per zeroth-order step. With two blocks, this is their sum. The gradient has no
+            directions, so its number is 0.
         start: model to start from. Zeroth-order runs always start at the base.
         batch_rows: rows per step.
         row_tokens: length of the longest row.
@@ -108,7 +108,7 @@ class TrainOptions:
             if value is not None and not least <= value <= most:
                 flag = "--rows" if name == "batch_rows" else f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag} must be {least:,} to {most:,}, got {value}")
-        # A range with an open lower end, which the table cannot say.
+        # Ranges with an open lower end, which the table above cannot express.
         if self.minutes is not None and not 0 < self.minutes <= 10_080:
             raise InputError(f"--minutes must be above 0 and at most 10,080, got {self.minutes}")
         if not 0 < self.rate_scale <= 16:
@@ -157,7 +157,7 @@ class TrainOptions:
         return replace(self, row_tokens=min(self.row_tokens, positions))
 
     def definition(self) -> JSON:
-        """Return the options as JSON for the run's digest, since all of them affect the result."""
+        """Return the options as JSON for the digest of the run. All of them affect its result."""
         # Canonical JSON has no fractions, so they become text.
         fractions = {
             "minutes": None if self.minutes is None else repr(self.minutes),
@@ -213,17 +213,18 @@ def options_for(
     first_layer: int | None = None,
     **others: Any,
 ) -> TrainOptions:
-    """Return the options of a run: those that the owner gives, else the release's, else the defaults.
+    """Return the options of a run. The user's options come first, then the release's, then the defaults.
 
     Args:
         training: options that the installed release signs.
         engine: name of the engine.
-        share_log: whether the owner shares logs.
+        share_log: whether the user shares logs.
         others: other fields of `TrainOptions.of`.
 
     Raises:
         InputError: an option is out of range, or the method has no such estimator.
     """
+    # All estimators that a user can name are zeroth order.
     if method is None and estimator is not None:
         method = Method.ZEROTH_ORDER
     method = choose_method(method, share_log=share_log, release=training.method, engine=engine)
@@ -244,9 +245,9 @@ def choose_method(
 ) -> Method:
     """Choose the method of a run. The first rule that applies decides:
 
-    1. The owner names a method, on the command line or in the policy.
-    2. A log is shared. Only zeroth order writes one.
-    3. The engine has no reverse pass, as ExecuTorch's programs.
+    1. The user names a method, on the command line or in the policy.
+    2. The user shares logs. Only zeroth order writes a log.
+    3. The engine has no reverse pass, as with ExecuTorch's programs.
     4. The installed release names a method.
     5. The default is the gradient.
 
@@ -255,8 +256,8 @@ def choose_method(
         'zeroth-order'
 
     Args:
-        asked: method that the owner names.
-        share_log: whether the owner shares logs.
+        asked: method that the user names.
+        share_log: whether the user shares logs.
         release: method that the installed release names.
         engine: name of the engine.
     """

@@ -96,7 +96,7 @@ class LogFacts:
     Attributes:
         personal_bytes: size of the log, or of a gradient run's packed state.
         state_digest: digest of the state at full strength, if the log or state is shared.
-        scaled_digest: digest of the state at its strength, if that is not full and the state is shared.
+        scaled_digest: digest of the state at its strength, if it is shared and its strength is not full.
     """
 
     rejected_steps: int = 0
@@ -127,7 +127,7 @@ class RunFacts:
 
 
 def run_outcome(facts: RunFacts, message: str, report: DataReport) -> RunOutcome:
-    """Return the outcome of a run. Examples of rows name the user's files, so they are left out."""
+    """Return the outcome of a run, without the examples of skipped rows, which name the user's files."""
     return RunOutcome(
         message=message,
         metrics=run_metrics(facts),
@@ -176,7 +176,7 @@ def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
 
 
 def lay_out_log(run: Run, selected: SelectedState, decision: Decision, context: RunContext) -> LogFacts:
-    """Return the metrics of a run's log or state. Write the one that the user shares to `shared.log`."""
+    """Return the metrics of a run's log or state. Write the log or state that the user shares."""
     data, shared = b"", False
     if selected.step:
         form = LogForm.LOG if run.options.has_log else LogForm.STATE
@@ -192,6 +192,7 @@ def lay_out_log(run: Run, selected: SelectedState, decision: Decision, context: 
         learning_rate=selected.header.learning_rate,
         step_unit_exponent=selected.header.step_unit_exponent,
         personal_bytes=len(data),
+        # Without a shared log, a digest would still let the service recognise equal states.
         state_digest=decision.state_digest if shared else None,
         scaled_digest=decision.scaled_digest if shared else None,
     )
@@ -228,6 +229,7 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         improvement_low=against_base.low if against_base else None,
         improvement_high=against_base.high if against_base else None,
         learning_rate=log.learning_rate,
+        # The plan of a gradient run has only a placeholder.
         epsilon=facts.plan.epsilon if facts.plan and facts.options.has_log else 0.0,
         step_unit_exponent=log.step_unit_exponent,
         k=facts.k,

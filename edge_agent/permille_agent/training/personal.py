@@ -1,9 +1,10 @@
 """The personal model of a run, and the state that a run starts from.
 
-Journal, cache and packed state hold the state at full strength. The model in use has the decision's strength.
+Journal, cache and packed state hold the state at full strength. The model in use has the strength that the
+decision chose.
 
-`state.i64` is a cache of the journal's replay. If its digest differs from the decision's, the journal is
-replayed, and the replay must have that digest. So a flipped bit is found before a model is used.
+`state.i64` is a cache of the journal's replay. If its digest is not the one in the decision, the journal is
+replayed. The result must have the digest in the decision. So a flipped bit is found before a model is used.
 """
 
 import numpy as np
@@ -46,7 +47,7 @@ from permille_agent.training.run import (
 def model_values(home: Home, active: Active, package: Package) -> NDArray[np.float32]:
     """Return the sparse values of the active model, float32 [k].
 
-    They are those of a run's state, or else of the package's pooled state, or else of the base.
+    Without a run, these are the values of the package's pooled state, or of its base if it has none.
 
     Raises:
         OperatorError: the run is gone.
@@ -123,10 +124,11 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
     """Return the start of a run: the name of a run, `POOLED_START`, or None for the base.
 
     Raises:
-        InputError: the pooled state is asked for, but there is none, or the method must start at the base.
+        InputError: the options name the pooled state, but there is none, or the method starts at the base.
     """
     adopted = adopted_round(home, package.digest)
     pooled = POOLED_START if package.manifest.has_layer(Role.POOLED) else None
+    # An adopted round replaces the package's pooled state (`federation/adopted.py`).
     if adopted is not None:
         pooled = adopted.start
     if options.start is Start.POOLED and pooled is None:
@@ -146,15 +148,19 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
     folder = find_run(home, active.run)
     if prepared.stages or folder.load("learned", LearnedText) is not None:
         return pooled
-    # The same command as the active run's finds that finished run, instead of starting from it.
+    # A repeated command must find its finished run again. It must not start a new run from that run's result.
     known = folder.require("run", BegunRun).definition
     same = RunDefinition(package=package.digest, data=prepared.digest, options=options, start=known.start)
     return known.start if known == same else active.run
 
 
 def _is_untried(home: Home, package: Package, prepared: Prepared, options: TrainOptions, start: str) -> bool:
-    """Return whether no other run that started here has a decision."""
+    """Return whether the adopted round `start` was not tried yet.
+
+    It counts as tried if another run that started from it has a decision.
+    """
     same = RunDefinition(package=package.digest, data=prepared.digest, options=options, start=start)
+    # The run of this request itself does not count. It must find the same start when it is resumed.
     if (home.runs / same.name()).is_dir():
         return True
     begun = (run.load("run", BegunRun) for run in list_runs(home) if run.load("decision", Decision))
@@ -182,7 +188,10 @@ def start_state(home: Home, package: Package, start: str | None) -> StartState |
 
 
 def _has_values_of(package: Package, other: str) -> bool:
-    """Return whether two packages are equal, or differ only in the pooled state."""
+    """Return whether two packages are equal, or differ only in the pooled state.
+
+    Such packages have the same base values, so a state of one is a state of the other.
+    """
     if other == package.digest:
         return True
     try:
@@ -217,7 +226,7 @@ def shareable(folder: RunFolder, form: LogForm) -> bytes:
 
 
 def store_state(folder: RunFolder, s_K: NDArray[np.int64]) -> None:
-    """Cache a state, so that the journal is not replayed for each use."""
+    """Store a state as the cache of the journal's replay."""
     write_atomic(folder.path / "state.i64", s_K.astype("<i8").tobytes(), mode=0o600)
 
 

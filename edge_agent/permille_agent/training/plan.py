@@ -24,14 +24,14 @@ from permille_agent.training.progress import duration
 from permille_agent.training.run import Run
 from permille_agent.training.step_size import SearchFailed, base_loss, find_epsilon, find_step_size
 
-EVALUATIONS = 20  # of the select split during a run
+EVALUATIONS = 20  # number of evaluations of the select split during a run
 FEWEST_EVALUATIONS = 4  # with fewer, a descent that diverges would be found too late
 TRIAL_SHARE = 10  # a trial has a tenth of the run's steps
 TRIAL_STEPS = (5, 40)  # fewest and most steps of a trial
 SEARCH_SHARE = 0.25  # largest part of the time for the search
 EVALUATION_SHARE = 0.2  # largest part of the training time for evaluations
 JUDGEMENT_SHARE = (0.05, 0.4)  # smallest and largest part of the time for the judgement
-# Trials of a typical search, and judged models: the base, the selected one, and often the active one.
+# Number of trials in a typical search. Number of judged models: base, selected and often active model.
 TRIALS = 4
 JUDGED = 3
 TIMED_ROWS = 8  # rows that are evaluated to measure the time per token
@@ -93,14 +93,14 @@ class Pace:
 
 
 def make_plan(run: Run) -> Plan:
-    """Return the durable plan of a run. It is searched for on the first call.
+    """Return the durable plan of a run. The first call makes it, which takes a search.
 
     Raises:
         SearchFailed: no epsilon or step size works.
     """
     plan = run.folder.once("plan", Plan, lambda: _plan(run))
-    if (told := forecast(run, plan)) is not None:
-        run.progress.phase(told)
+    if (words := forecast(run, plan)) is not None:
+        run.progress.phase(words)
     return plan
 
 
@@ -110,7 +110,7 @@ def forecast(run: Run, plan: Plan) -> str | None:
     if pace is None or minutes is None:
         return None
     step, steps = duration(pace.step_s * _trainings(run)), plan.total_steps
-    most = "" if steps < _most_steps(run) else ", all that this text is good for"
+    most = "" if steps < _most_steps(run) else ", because more would overfit this text"
     return f"a step takes {step} here: {steps} step{'s' * (steps != 1)} in {minutes:g} minutes{most}"
 
 
@@ -184,7 +184,7 @@ def _plan(run: Run) -> Plan:
             raise SearchFailed(
                 f"All trained weights of the package are 0, so there is no learning rate (got {rate})."
             )
-        run.progress.phase("looking at the text")
+        run.progress.phase("measuring the first loss")
         base_loss(run)  # ends the run if the loss is not finite, before time is spent on measuring
         budget = _budget(run, epsilon)
     little = bool(run.prepared.stages)
@@ -224,7 +224,10 @@ def _most_steps(run: Run) -> float:
 
 
 def _trainings(run: Run) -> float:
-    """Return the steps of all trainings of a short text, as a multiple of the final training's steps."""
+    """Return the number of steps of all trainings of a run, divided by the steps of the final training.
+
+    Only a short text has more than one training.
+    """
     return 1.0 + sum(len(stage.train) for stage in run.prepared.stages) / len(run.prepared.train)
 
 

@@ -19,7 +19,7 @@ from permille_agent.state.lock import lock_holder
 
 LINE_COLUMNS = 79
 WRITE_EVERY_S = 1.0
-PRINT_EVERY_S = 30.0  # where the output is no terminal
+PRINT_EVERY_S = 30.0  # for output that is not a terminal
 
 
 class RunProgress(Protocol):
@@ -55,8 +55,10 @@ SILENT = SilentProgress()
 class Standing:
     """Contents of `progress.json`.
 
-    `loss` is the smoothed loss of the batches, `held_out` the newest loss on the select split, and `first`
-    the loss of the start on the select split.
+    Attributes:
+        loss: smoothed loss of the batches.
+        held_out: newest loss on the select split.
+        first: loss of the start on the select split.
     """
 
     pid: int
@@ -93,15 +95,16 @@ def read_progress(home: Home) -> Standing | None:
         standing = read_record(home.progress, Standing)
     except OperatorError:
         return None
+    # A killed run leaves its record. So the lock must be held by the process that wrote the record.
     holder = lock_holder(home)
     return standing if standing and holder and holder.pid == standing.pid else None
 
 
 class LiveProgress:
-    """Progress that is written to `progress.json`, and to a console as one line.
+    """Writes progress to `progress.json` and to a console.
 
-    A terminal's line is replaced. Other output gets a new line every 30 seconds. The caller holds the
-    writers' lock.
+    A terminal shows one line that is replaced. Other output gets a new line every 30 seconds. The caller
+    holds the writers' lock.
     """
 
     def __init__(self, home: Home, console: Console | None = None) -> None:
@@ -131,6 +134,7 @@ class LiveProgress:
     def step(self, done: int, total: int, loss: float) -> None:
         """Count a step. The time left is estimated from the steps and evaluations so far."""
         now, before = time.monotonic(), self._standing
+        # A lower number of steps means that another descent has begun.
         if self._began is None or done <= before.step:
             self._began = (now, done)
         since, first = self._began
@@ -158,6 +162,7 @@ class LiveProgress:
             return
         line = self._standing.line()
         if self._console.is_terminal:
+            # Erase the line, and write one that is shorter than the terminal, so that it is not wrapped.
             self._console.file.write("\r\x1b[K" + line[: max(1, self._console.width - 1)])
             self._console.file.flush()
         elif now - self._printed_s >= PRINT_EVERY_S:

@@ -1,4 +1,4 @@
-"""A training run: its folder of durable results, its clock, and what its phases work with.
+"""A training run: its folder of durable results, its clock, and the inputs of its phases.
 
     run.json             package, data and options of the run, and its random id for reports
     data.json            sources of the text, and examples of skipped rows
@@ -63,7 +63,7 @@ from permille_agent.training.progress import SILENT, RunProgress
 class Evaluation:
     """Loss on the select split before step `step`. None replaces a loss that is not finite.
 
-    `seconds` is the working time of the run so far. It is only shown.
+    `seconds` is the working time of the run so far. It is shown, and has no effect on the run.
     """
 
     step: int
@@ -104,7 +104,7 @@ class RunDefinition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunRun:
-    """Contents of `run.json`. `run_id` is the run's id in its report, and `began_at` is only shown."""
+    """Contents of `run.json`. `run_id` is the id of the run in its report."""
 
     run_id: str
     began_at: datetime
@@ -188,6 +188,7 @@ class RunFolder:
         """
         if (known := self.load(name, kind)) is None:
             self.store(name, compute())
+            # Read back, so that a first call and a resumed run continue with the same value.
             known = self.require(name, kind)
         return known
 
@@ -265,8 +266,11 @@ def find_run(home: Home, name: str) -> RunFolder:
         OperatorError: there is no such run.
     """
     folder = RunFolder(home.runs / name)
+    # A name from a damaged file must not lead out of the folder of runs.
     if "/" in name or name.startswith(".") or not folder.path.is_dir():
-        raise OperatorError(f"There is no run {name} in {home.runs}. `permille-agent status` names the runs.")
+        raise OperatorError(
+            f"There is no run {name} in {home.runs}. `permille-agent status` names the newest run."
+        )
     return folder
 
 
@@ -286,6 +290,7 @@ def named_run(home: Home, name: str) -> RunFolder:
 def list_runs(home: Home) -> list[RunFolder]:
     """Return all runs, the oldest first."""
     found = [RunFolder(path) for path in home.runs.iterdir() if (path / "run.json").is_file()]
+    # `run.json` is written only once, so its time is the beginning of the run.
     return sorted(found, key=lambda run: ((run.path / "run.json").stat().st_mtime_ns, run.name))
 
 
@@ -310,8 +315,8 @@ def _id_begins(run: RunFolder, name: str) -> bool:
 class RunClock:
     """Working time of a run across restarts, with its limit.
 
-    The limit affects the number of steps only. The step at which it ended the run is durable, so that a run
-    that is killed afterwards ends at the same step. A kill loses the time since the last `store`.
+    The limit affects only the number of steps. The step at which the limit ended the run is stored, so that a
+    run that is killed afterwards ends at the same step. A kill loses the time since the last `store`.
     """
 
     def __init__(self, folder: RunFolder, *, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -335,7 +340,7 @@ class RunClock:
             return False
         if self._stop is None and self.seconds() >= limit_s:
             here = StopPoint(descent=descent, step=step)
-            # Stored once: the clock of a resumed run says another time, and must not move the end.
+            # Stored only once. The clock of a resumed run differs, and must not move the end.
             self._stop = self._folder.once("stop", StopPoint, lambda: here)
         # Later steps and later descents are beyond the stop, too.
         return self._stop is not None and (self._stop.descent, self._stop.step) <= (descent, step)
@@ -346,7 +351,7 @@ class StartState:
     """State that a run starts from, with the exponent of its unit.
 
     Attributes:
-        is_candidate: whether the state itself may be the run's result, because it was not judged here yet.
+        is_candidate: whether the state itself may be the result of the run, because it was not judged yet.
     """
 
     s_K: NDArray[np.int64]
@@ -378,7 +383,7 @@ class Run:
 
     @property
     def judges_start(self) -> bool:
-        """True if the start is judged when no step improved it."""
+        """True if the start itself is judged when no step improves it."""
         return self.start is not None and self.start.is_candidate and not self.prepared.stages
 
     def first_values(self) -> NDArray[np.float32]:

@@ -7,8 +7,9 @@ are tried. Forward-mode derivatives are exact and need no check.
 **Learning rate.** Steps are normalised: the scalars of a step are divided by their root mean square, so the
 learning rate alone decides its length. The first candidate gives a length of 0.5,
 `learning_rate * sqrt(k / q) = 0.5`, because the mean of q directions is `sqrt(q)` times shorter than one
-direction. Trials compare it with a third and three times its value: a few steps from the base, and the loss
-on the select split. If the best value is at an end of the range, the range is extended.
+direction. Trials compare it with a third and three times its value. A trial makes a few steps from the
+base and measures the loss on the select split. If the best value is at an end of the range, the range is
+extended.
 
 The rules are derived in docs/adr/0030. Each result is a function of the package, the data, the seed, the
 options and earlier results.
@@ -40,7 +41,7 @@ TRIAL_FACTOR = 3.0  # ratio of neighbouring learning rates
 MAX_TRIALS = 6  # bounds the time of a search that keeps extending its range
 
 
-class SearchFailed(PermilleError):  # noqa: N818 - an end of a run, reported as such
+class SearchFailed(PermilleError):  # noqa: N818 - a way for a run to end
     """No epsilon or step size works for this package and this text."""
 
 
@@ -104,7 +105,7 @@ def find_epsilon(run: Run) -> Probe:
     raise SearchFailed(
         f"No epsilon gives a relative error of the gradient of at most {MAX_RELATIVE_ERROR}: got {errors} "
         f"for epsilon {tried}. The engine's arithmetic is too coarse for this package, or the loss is too "
-        "curved. Train along the gradient, or choose another --engine."
+        "curved. Train with --method gradient, or choose another --engine."
     )
 
 
@@ -117,12 +118,13 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
     start = STEP_NORM / step_spread(run.descent(seed=0, epsilon=epsilon).header)
     base_loss(run)
     losses: dict[int, float] = {}
-    wanted = [-1, 0, 1]
+    wanted = [-1, 0, 1]  # powers of `TRIAL_FACTOR`
     while wanted:
         for power in wanted:
             trial = partial(_trial, run, epsilon, start * TRIAL_FACTOR**power, trial_steps)
             found = run.folder.once(f"search-trial-{power}", LossFound, trial)
             losses[power] = math.inf if found.loss is None else found.loss
+        # Of equal losses, the smaller learning rate wins.
         best = min(losses, key=lambda power: (losses[power], power))
         edge = best - 1 if best == min(losses) else best + 1 if best == max(losses) else None
         wanted = [edge] if edge is not None and len(losses) < MAX_TRIALS else []
@@ -138,6 +140,7 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
 def _trial(run: Run, epsilon: float, learning_rate: float, steps: int) -> LossFound:
     """Make a few steps from the base with one learning rate, and return the loss of the last state."""
     descent = run.descent(
+        # The same directions in all trials, so that only the learning rate differs.
         seed=search_seed(run.options.seed, "race"),
         epsilon=epsilon,
         learning_rate=learning_rate,
@@ -181,7 +184,8 @@ def step_spread(header: LogHeader) -> float:
 
 def _probe(run: Run, epsilon: float) -> Probe:
     g_N, error = np.asarray(_projected(run, epsilon)), 0.0
-    if run.options.estimator is not EstimatorKind.FORWARD:  # which is exact
+    # The forward mode is exact, so it has nothing to compare.
+    if run.options.estimator is not EstimatorKind.FORWARD:
         g2_N = np.asarray(_projected(run, 2 * epsilon))
         with np.errstate(invalid="ignore", divide="ignore"):
             error = float(np.linalg.norm(g_N - g2_N) / np.linalg.norm(g_N))
@@ -190,7 +194,8 @@ def _probe(run: Run, epsilon: float) -> Probe:
 
 
 def _projected(run: Run, epsilon: float) -> list[float]:
-    """Estimate the projected gradients at the base, on the first batches along the search's directions."""
+    """Estimate projected gradients at the base, on the first batches and along the search's directions."""
+    # The same directions for every epsilon, so that the results can be compared.
     seed = search_seed(run.options.seed, "probe")
     descent = run.descent(seed=seed, epsilon=epsilon, total_steps=PROBE_STEPS)
     s_K = np.zeros(run.package.k, dtype=np.int64)

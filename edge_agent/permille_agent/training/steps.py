@@ -132,7 +132,7 @@ class SelectedState:
 
     Attributes:
         descent: number of the descent.
-        step: number of steps that lead to the state. 0 is the start.
+        step: number of steps of that descent up to the state. 0 is the start.
         loss: loss of the state on the select split, in nats per token.
         steps: number of steps that the descent made.
         rejected: number of rejected steps.
@@ -154,10 +154,10 @@ class SelectedState:
 
 
 def train(run: Run, plan: Plan) -> SelectedState:
-    """Make attempts until the steps of one are short enough. Resume from the durable steps.
+    """Make attempts until the steps of one are short enough. Durable steps of an earlier call are resumed.
 
     Returns:
-        The best state of all attempts. Of equal ones, the later is returned.
+        The best state of all attempts. Of states with equal losses, the later one is returned.
     """
     found = [_attempt(run, plan, 0, plan.total_steps)]
     while found[-1].stopped in TOO_LONG and len(found) < MAX_DESCENTS:
@@ -172,19 +172,20 @@ def train(run: Run, plan: Plan) -> SelectedState:
 
 
 def _attempt(run: Run, plan: Plan, number: int, total_steps: int) -> SelectedState:
-    """Make one descent, or for a short text the descents for its parts and for the whole text."""
+    """Make one descent. For a short text, make one for each judged part and one for the whole text."""
     first, judges, prepared = number * _descents(run), list[SelectedState](), run.prepared
     for place, stage in enumerate(prepared.stages):
-        # A part has less text, so it gets fewer steps: the number of passes over the text is the same.
+        # A part has less text, so it gets fewer steps. The number of passes over the text is the same.
         run.progress.phase(f"training to judge part {place + 2} of {len(prepared.stages) + 1}")
         part = replace(run, prepared=replace(prepared, train=stage.train))
         steps = math.ceil(total_steps * len(stage.train) / len(prepared.train))
         judge = _DescentLoop(part, plan, first + place, steps).train()
+        # The next attempt begins again with the first part and shorter steps.
         if judge.stopped in FAILED:
             return judge
         judges.append(judge)
     if judges:
-        run.progress.phase("training on all of it")
+        run.progress.phase("training on the whole text")
     last = _DescentLoop(run, plan, first + len(judges), total_steps).train()
     return replace(last, judges=tuple(judge.s_K for judge in judges))
 
@@ -258,7 +259,7 @@ class _DescentLoop:
             run.progress.step(step + 1, total_steps, loss)
 
     def _is_last(self) -> bool:
-        """Return whether no other descent follows one with a level loss."""
+        """Return whether this descent continues when its loss is level, because no other would help."""
         if self._run.prepared.stages:
             return True  # nothing is selected
         # A gradient descent that has improved and is level has learned the text. Shorter steps do not help.
@@ -296,6 +297,7 @@ class _DescentLoop:
     def _select(self, steps: Steps, stopped: Stop) -> SelectedState:
         selects = not self._run.prepared.stages
         best = best_of(self._evaluations) if selects else self._evaluations[-1]
+        # No state of such a descent is kept (`stop_of`).
         if stopped in FAILED:
             best = self._evaluations[0]
         return SelectedState(

@@ -67,7 +67,7 @@ from permille_agent.training.steps import FAILED, SelectedState, train
 
 KNOWN_TEXT = (
     "The model in use has learned from all of this text, so nothing is left to judge it. Add text, or begin "
-    "again with `permille-agent reset` (`permille-agent rollback` returns)."
+    "again with `permille-agent reset`. `permille-agent rollback` brings the model back."
 )
 
 
@@ -108,7 +108,7 @@ def run_training(
     except InputError as exc:
         meanwhile = ""
         if package.manifest.has_layer(Role.POOLED):
-            meanwhile = " Until then the package's pooled model is used, which public text trained."
+            meanwhile = " Until then, the package's pooled model is used, which was trained on public text."
         return task.refuse([document.group for document in documents], f"{exc}{meanwhile}")
     if prepared.stages and options.has_log:
         got = prepared.counts[Split.TRAIN].tokens
@@ -133,7 +133,7 @@ class _Task:
     context: RunContext
 
     def refuse(self, groups: Sequence[str], message: str) -> RunResult:
-        """End a run whose text cannot be used. The same text is reported once."""
+        """End a run whose text cannot be used. The same text is reported only once."""
         # The text has no rows to identify it, so its groups do.
         digest = hashlib.sha256("\0".join(groups).encode()).hexdigest()
         with telling_disk():
@@ -159,7 +159,7 @@ class _Task:
             raise
 
     def _active_knows(self, prepared: Prepared) -> bool:
-        """Return whether the active model has learned from all of the text, so that none could judge."""
+        """Return whether the active model has learned from all of the text, so that none is left to judge."""
         active = active_model(self.home)
         if active is None or active.run is None:
             return False
@@ -171,6 +171,7 @@ class _Task:
         if prepared.stages:
             folder.once("learned", LearnedText, lambda: LearnedText(groups=prepared.groups))
         if self.context.share_log or self.context.share_state:
+            # The consent of the first call counts, so that a withdrawal since then stops the upload.
             folder.once("consent", AgreedTo, lambda: AgreedTo(withdrawals=self.context.withdrawals))
         if (ended := folder.load("outcome", RunOutcome)) is not None:
             self._activate_again(folder)
@@ -279,12 +280,12 @@ class _Task:
         used = EngineUsed(**engine.info())
         if begun is not None and begun.name != used.name:
             raise InputError(
-                f"This run began with the engine {begun.name!r}, not {used.name!r}. Go on with --engine "
+                f"This run began with the engine {begun.name!r}, not {used.name!r}. Continue with --engine "
                 f"{begun.name}, or begin another run with --seed."
             )
         if begun is not None and begun.compute_dtype != used.compute_dtype:
             raise InputError(
-                f"This run began in {begun.compute_dtype}, not {used.compute_dtype}. Go on with that --dtype."
+                f"This run began in {begun.compute_dtype}, not {used.compute_dtype}. Give that --dtype again."
             )
         folder.once("engine", EngineUsed, lambda: used)
         return engine

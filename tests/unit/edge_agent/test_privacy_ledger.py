@@ -55,7 +55,7 @@ def test_a_damaged_ledger_lets_nothing_leave(home: Home) -> None:
     data = home.ledger.read_bytes()
     for damaged in (b"", data[:-9], data.replace(b'"0"', b'"1"')):
         home.ledger.write_bytes(damaged)
-        with pytest.raises(InputError, match="Cannot read what this device has spent"):
+        with pytest.raises(InputError, match="Cannot read the privacy ledger"):
             charge_round(home, 1)
 
 

@@ -79,8 +79,8 @@ def test_general_loss_stands_above_the_gain_and_questions_are_answered_before_an
     assert result.decision is not None and result.decision.general is not None
     page = _page(home)
     told = f"{result.decision.general.rise:+.4f} nats per token"
-    assert page.index("the base model's is\n2.0000") < page.index(told) < page.index("more chance")
-    assert "Kept is all of what was trained." in page
+    assert page.index("loss of the base model is\n2.0000") < page.index(told) < page.index("more chance")
+    assert "This model keeps all of what was trained." in page
     assert "<strong>What is a day?</strong>" in page[page.index("The same questions, before and after") :]
     (answer,) = find_run(home, result.run).require("samples", Written).answers
     assert answer.base and answer.personal

@@ -66,7 +66,9 @@ def test_a_run_does_not_go_on_with_another_engine(tmp_path: Path) -> None:
 
     with pytest.raises(Killed):
         train(Dies)
-    with pytest.raises(InputError, match=r"began with the engine 'torch', not 'light'\. Go on with --engine"):
+    with pytest.raises(
+        InputError, match=r"began with the engine 'torch', not 'light'\. Continue with --engine"
+    ):
         train(Light)
     result = train(bigram_engine)
     assert result.outcome is not Outcome.INTERRUPTED

@@ -59,7 +59,7 @@ def test_a_person_with_a_thousand_tokens_is_served(tmp_path: Path) -> None:
     device = device_at(tmp_path / "home", user_text(tmp_path, 42))
     result = device.train(**OPTIONS)
     assert result.outcome is Outcome.ADOPTED
-    assert result.message == "better than the base on text that was tested before it trained"
+    assert result.message == "better than the base on text that it had not yet learned from"
     assert result.metrics is not None and result.decision is not None
     assert 1000 <= result.metrics.train_tokens < 1150
     assert result.metrics.select_tokens == 0
@@ -114,9 +114,9 @@ def test_status_and_the_page_say_how_it_was_judged(device: Device) -> None:
     Status(device.home).render(console)
     assert "(little text, judged part by part)" in console.export_text()
     page = show_run(device.home, None, bigram_engine).read_text()
-    assert "judged what the ones before them taught; then all trained" in page
-    assert "text of yours that training never saw" not in page
-    assert "on text that was tested before it trained" in page
+    assert "of them judged the model before it trained on them" in page
+    assert "your text that training did not use" not in page
+    assert "on text that it had not yet learned from" in page
 
 
 def test_what_is_shared_is_of_the_adopted_state(device: Device) -> None:

@@ -207,4 +207,4 @@ def test_too_little_text_is_told_what_is_used_meanwhile(device: Device, tmp_path
     (tmp_path / "few.txt").write_text("\n\n".join(sentences(10)))
     result = train_quickly(device.home, [tmp_path / "few.txt"])
     assert result.message.startswith("There is too little text: ")
-    assert "Until then the package's pooled model is used" in result.message
+    assert "Until then, the package's pooled model is used" in result.message
