@@ -158,7 +158,7 @@ def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
     fused, query, key, value = (optional(name) for name in (names.fused, names.query, names.key, names.value))
     gate, up = optional(names.gate), parts.linear(prefix + names.up)
     if about.stacked:
-        # One matrix has queries, keys and values, another one gate and up: cut into views.
+        # One matrix has queries, keys and values, and another one has gate and up. Cut them into views.
         query, key, value = parts.stacked(f"{prefix}{names.fused}", (about.heads, *[about.kv_heads] * 2))
         gate, up = parts.stacked(prefix + names.up, (1, 1))
         fused = None

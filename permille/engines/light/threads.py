@@ -20,7 +20,7 @@ class Threads:
     """A pool of threads. Each thread has scratch memory of its own."""
 
     def __init__(self, count: int | None) -> None:
-        """None starts as many threads as the process has processors."""
+        """Start `count` threads, or as many as the process has processors if it is None."""
         self.count = count or available_processors()
         self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="permille") if self.count > 1 else None
         self._own = threading.local()
