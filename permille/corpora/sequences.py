@@ -26,7 +26,7 @@ from permille.zo.philox import philox4x32_10
 
 # More windows spread the choice over the corpus, and take longer to tokenize.
 POOL = 8
-# Like the stream of masks, these words are never step and query of a direction. The last bit separates both.
+# Masks use another pair of words. No direction has either pair as its step and query.
 _SEQUENCE_STREAM = (0xFFFFFFFF, 0xFFFFFFFE)
 
 

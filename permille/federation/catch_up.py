@@ -45,8 +45,8 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
     """Return the history of a device after a catch-up. The `held` history is not changed.
 
     Raises:
-        PackageError: a rule of FORMAT 11 or 13 is broken. `round-chain` also tells that the new
-            history is older than `held`, or reaches the same round in another way.
+        PackageError: a rule of FORMAT 11 or 13 is broken. `round-chain` also means that the new
+            history is older than `held`, or has other rounds up to the same number.
     """
     if len(data) > max_bytes:
         raise PackageError("round-limit", f"expected at most {max_bytes} bytes, got {len(data)}")

@@ -158,7 +158,7 @@ class ModelShape:
         head: the width of an attention head.
         embedded: the width of the embedding. OPT projects it to the hidden size.
         positions: the rows of the table of learned positions, or 0 without one.
-        normed: whether norms have weights. OPT can do without.
+        normed: whether norms have weights. Those of some OPT models have none.
         normed_last: whether there is a norm before the head.
         tied: whether the output head shares the embedding.
         biased: the roles of the linear layers with a bias.

@@ -83,9 +83,9 @@ class LayerStream:
             _empty(module)
 
     def _run(self, tokens_BT: Tensor, replaced: Tensor | None = None) -> Tensor:
-        """Run the model without its layers, on tokens, or on `replaced` as the output of the first layer.
+        """Run the model with recorders in place of its layers. The first one returns `replaced` if it is set.
 
-        If nothing is replaced, only logits of the last token are computed, because nobody uses them.
+        Without `replaced`, nobody uses the logits, so only those of the last token are computed.
         """
         self._recorders[0].replaced = replaced
         # 0 keeps the logits of all tokens.

@@ -2,8 +2,8 @@
 
 This module does not need torch.
 
-The hub is asked for files of an allow-list only, at a full commit, so that neither code nor a moved branch
-can come in.
+Only files of an allow-list are downloaded from the hub, and only at a full commit. So neither code nor a
+moved branch can come in.
 """
 
 import re
@@ -69,7 +69,7 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
         raise InputError(
             f"{relative} below the root is a link that leads out of it. Put the folder itself there."
         )
-    # Written last: a folder without it is a download that was cut off, and is continued.
+    # This file is written last. Without it, the download of the folder was cut off, and is continued.
     finished = folder / ".complete"
     if not finished.exists():
         from filelock import FileLock
@@ -90,7 +90,7 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
     for left in folder.glob(".cache/huggingface/download/*.incomplete"):
         left.unlink()  # of a killed download; the library never continues it
     try:
-        for weights in (["*.safetensors"], [*PICKLES, PICKLE_INDEX]):  # pickles where nothing else is there
+        for weights in (["*.safetensors"], [*PICKLES, PICKLE_INDEX]):  # pickles if there is nothing else
             chosen: dict[str, Any] = {
                 "revision": commit,
                 "local_dir": folder,
@@ -103,8 +103,8 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
                 break
         else:
             raise InputError(
-                f"{repository} holds no weights that are read here: *.safetensors or pytorch_model.bin. Of a "
-                "repository of GGUF files, download one file and name it with --gguf."
+                f"{repository} holds no weights that are read here: *.safetensors or pytorch_model.bin. From "
+                "a repository of GGUF files, download one file and name it with --gguf."
             )
         _check_room(repository, listed, folder)
         snapshot_download(repository, **chosen)

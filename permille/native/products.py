@@ -1,8 +1,8 @@
 """Products that never write an unpacked weight to memory.
 
-`sparse_product` adds what sparse values change of a layer. `TokenProduct` multiplies one token by a whole
-layer, straight from its codes. For several tokens it is faster to dequantize a tile of the weight and to
-call BLAS, as `permille.engines.light.linear` does.
+`sparse_product` adds the change of a layer's output by sparse values. `TokenProduct` multiplies one token by
+a whole layer, straight from its codes. For several tokens it is faster to dequantize a tile of the weight and
+to call BLAS, as `permille.engines.light.linear` does.
 
 Shapes: M = tokens, N, K = out and in features, C = entries of the sparse matrix, Q = its variants, R = rows
 of a range.
@@ -186,7 +186,7 @@ def _numpy_sparse_product(
     z_QC: NDArray[np.float32],
     out_QMN: NDArray[np.float32],
 ) -> None:
-    # All first entries of the rows, then all second ones: the order in which the kernel adds them.
+    # Add the first entries of all rows, then the second ones. The kernel adds in the same order.
     lengths = np.diff(row_start_N1)
     for depth in range(int(lengths.max(initial=0))):
         row = np.nonzero(lengths > depth)[0]

@@ -312,7 +312,8 @@ class BlobFolder:
             target.parent.mkdir(parents=True, exist_ok=True)
             # The new folder must survive a crash, too, or the blob in it would be lost.
             fsync_folder(target.parent.parent)
-        os.utime(temporary)  # collections spare young blobs, and this one is new, however old the file is
+        # Garbage collection spares young blobs, and this one is new, however old the file is.
+        os.utime(temporary)
         temporary.replace(target)
         fsync_folder(target.parent)
 

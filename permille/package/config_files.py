@@ -43,7 +43,7 @@ def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family_of(config)
     cleaned = {key: config[key] for key in sorted(config) if key in CONFIG_KEYS}
-    # It raises if a needed key is missing, so the writer of a package learns it before the reader.
+    # This raises if a needed key is missing, so the writer of a package learns it before the reader.
     expected_tensors(cleaned)
     return cleaned
 

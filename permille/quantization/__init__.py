@@ -1,9 +1,9 @@
-"""Schemes of 4 and 8 bits, by which weights are quantized and decoded. numpy only.
+"""Quantization of weights to 4 and 8 bits, and its inverse. numpy only.
 
     coded = quantize(w_NK, "nf4", 64)
     decoded_NK = dequantize(coded)
 
-A quantized layer knows no mask: at a masked position it computes with the sparse value, whatever the
+Quantization ignores masks. At a masked position, a layer computes with the sparse value, whatever the
 code is. All schemes give the same codes on every machine, with bounded memory beside input and output.
 Also:
 

@@ -45,7 +45,7 @@ _SMALLEST_ABSMAX = np.float32(1e-38)
 
 
 def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTensor:
-    """Quantize to the nearest of NF4_CODES to w / absmax(block), the lower one of two equally near.
+    """Quantize each `w / absmax(block)` to the nearest of NF4_CODES. A tie goes to the lower one.
 
     Raises:
         InputError: a weight is not finite, or the array is no float32 matrix.

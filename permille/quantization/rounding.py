@@ -87,7 +87,7 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
             f"auto-round gave {name} scales {scale_NG.shape}, the least {scale_NG.min()}. Each group needs "
             "one that is not negative."
         )
-    # Codes are recovered from decoded weights, so the way back must give the same bits.
+    # Codes are recovered from decoded weights, so decoding them must give the same bits.
     if not np.array_equal(dequantize(found), w_NK):
         raise InputError(f"auto-round made weights in {name} that are not codes times scales.")
     return found
@@ -117,8 +117,8 @@ def _tuned(
             bits=4,
             group_size=GROUP_SIZE,
             sym=True,
-            # Scales that are positive; and under "int" it would leave every matrix out whose sides are no
-            # multiples of 32.
+            # This type has positive scales. With "int", auto-round would leave out every matrix whose sides
+            # are no multiples of 32.
             data_type="int_sym_gptq",
             scale_dtype="fp16",
             dataset=dataset,

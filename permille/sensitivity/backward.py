@@ -97,9 +97,9 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Keep only the input of a block, and recompute the block in the reverse pass.
 
-    The switch of transformers works in training mode only, where dropout is on.
+    transformers can do this itself, but only in training mode, where dropout is on.
     """
-    # From the instance alone, since `block.forward` would also find the class's method.
+    # Look in the instance alone, since `block.forward` would also find the class's method.
     own = [vars(block).get("forward") for block in blocks]
     try:
         for block in blocks:

@@ -1,7 +1,7 @@
 """The `config.json` and the tensors of a GGUF file's model, by our names.
 
-This is the inverse of `permille.engines.gguf.description`, which writes such files. A test sends every family
-there and back. Metadata is foreign. Settings that a config cannot express are refused by name.
+This is the inverse of `permille.engines.gguf.description`, which writes such files. A test converts every
+family there and back. Metadata is foreign. Settings that a config cannot express are refused by name.
 """
 
 from collections.abc import Mapping
@@ -49,10 +49,10 @@ _NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)  # rota
 # Reversed, so that `llama` stands for the first family that has it, which is Llama.
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
-# The 27B models, by their number of layers. They scale scores by hidden size / heads.
+# The 27B models, by their number of layers. They scale scores by `(hidden size / heads) ** -0.5`.
 _BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
 MOST_LAYERS = 4096
-# Of Llama 3.1 and of Llama 3.2.
+# The factors of Llama 3.1 and of Llama 3.2.
 _LLAMA3_FACTORS = (8.0, 32.0)
 
 
@@ -72,7 +72,7 @@ class GgufModel:
     def float32(self, name: str) -> NDArray[np.float32]:
         """Return a tensor by its canonical name, with rows and norms as in transformers."""
         found = self._restored(name, self.file.float32(self.names[name]))
-        with np.errstate(invalid="ignore"):  # of NaN, which is not checked here
+        with np.errstate(invalid="ignore"):  # NaN is not checked here
             return found - np.float32(1) if adds_one(self.family, name) else found
 
     def type(self, name: str) -> GGMLQuantizationType:
@@ -213,7 +213,7 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         config |= {"mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
     if family is Family.SMOLLM3:
         config |= {"no_rope_layers": [int((layer + 1) % UNROTATED != 0) for layer in range(layers)]}
-        # Without it, transformers takes that of the published model, which may be outside of the vocabulary.
+        # Without the key, transformers takes the published model's id, which the vocabulary may not have.
         config |= {"pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id")}
     if family is Family.GRANITE:
         if not file.metadata.get(f"{arch}.rope.scaling.finetuned", True):

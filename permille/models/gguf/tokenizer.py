@@ -1,9 +1,9 @@
 """The `tokenizer.json` of a GGUF file, for the two kinds of byte pair encoding that both sides support.
 
 This is the inverse of `permille.engines.gguf.tokenizer`. `gpt2` writes bytes as letters, merges by rank,
-and names the rule that splits a text. `llama` is sentencepiece's: the best token is merged first, so the
-list of merges is made of the scores, as transformers does. Other kinds and unknown split rules are
-refused, because wrong token ids would silently train and answer nonsense.
+and names the rule that splits a text. `llama` is the encoding of sentencepiece, which merges the best token
+first. So the list of merges is made from the scores, as transformers does. Other kinds and unknown split
+rules are refused, because wrong token ids would give nonsense without an error.
 """
 
 import math
@@ -43,7 +43,7 @@ SPLITS = {
 _NORMALIZED = frozenset({"qwen2"})
 _MOST_MERGES = 1 << 20  # Gemma has some 580,000
 _MOST_LETTERS = 256
-"""The largest token of sentencepiece's, in letters. All its splits are tried, and the file is foreign."""
+"""The most letters in a token of `llama`. All splits of a token are tried, and the file is foreign."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
