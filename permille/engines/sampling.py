@@ -21,8 +21,8 @@ class TokenSampling:
 
     Attributes:
         max_new_tokens: the largest number of new tokens.
-        temperature: 0 takes the most likely token and ignores the other settings. Else logits are divided by
-            it.
+        temperature: the divisor of the logits. 0 takes the most likely token, so `top_p`, `top_k` and `seed`
+            have no effect.
         top_p: sample from the smallest set of most likely tokens with this total probability, in (0, 1].
         top_k: sample from this many of the most likely tokens. 0 sets no limit.
         repeat_penalty: makes each of the last 64 new tokens less likely. 1 does nothing. A positive logit is

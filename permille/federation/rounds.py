@@ -81,8 +81,8 @@ def combine(definition: Definition, number: int, contributions: Sequence[Contrib
     """Compute a round from its devices' integers by the definition's rule. Without devices, it is void.
 
     Raises:
-        InputError: contributions of another federation, round or start; too many devices (FORMAT
-            13.3); or a federation with privacy, whose sums need noise.
+        InputError: the contributions belong to another federation, round or start, there are too
+            many (FORMAT 13.3), or the federation has privacy, so that its sums need noise.
         PackageError: `round-limit`: a coefficient exceeds the range of a log.
     """
     if definition.privacy is not None and contributions:

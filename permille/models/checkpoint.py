@@ -4,7 +4,7 @@
     checkpoint.float32("model.norm.weight")
 
 The folder is foreign input. File names must be on an allow-list, and no symbolic link may lead out of
-the folder. Weights must be safetensors (`permille.models.conversion` makes them of pickles). Every size
+the folder. Weights must be safetensors (`permille.models.conversion` makes them from pickles). Every size
 is checked before use. The tensors must be exactly those of the config. Data is mapped, and never copied
 as a whole.
 """

@@ -1,4 +1,4 @@
-"""A checked model folder as a torch model or a tokenizer. No code of the folder is run."""
+"""Load a checked model folder as a torch model or a tokenizer. No code of the folder is run."""
 
 from array import array
 from base64 import b64decode

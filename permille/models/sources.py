@@ -51,7 +51,7 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
             weights that are read here.
         OperatorError: the disk has less space than the files need. Nothing was downloaded.
         RetryableError: the hub cannot be reached.
-        OSError: as the file system reports it.
+        OSError: the file system failed.
     """
     # The name becomes a folder below the root.
     if not _REPOSITORY.fullmatch(repository) or ".." in repository:
@@ -88,7 +88,7 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
     from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
 
     for left in folder.glob(".cache/huggingface/download/*.incomplete"):
-        left.unlink()  # of a killed download; the library never continues it
+        left.unlink()  # a killed download left it, and the library never continues it
     try:
         for weights in (["*.safetensors"], [*PICKLES, PICKLE_INDEX]):  # pickles if there is nothing else
             chosen: dict[str, Any] = {

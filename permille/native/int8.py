@@ -73,7 +73,7 @@ class Int8Rows:
 
     Attributes:
         panels: int8, the codes of eight rows side by side.
-        scales: float32, one a row and run.
+        scales: float32, one for each row and run.
         offset: float32 [R rounded up to 8], 128 times the sum of a row's weights.
         rows: R.
         columns: K.

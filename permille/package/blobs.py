@@ -271,7 +271,7 @@ class BlobFolder:
         """Return a separate store inside this one, with its own listing and deletion.
 
         Args:
-            private: keep no copies of its blobs elsewhere. In a bucket, such blobs have no path.
+            private: keep no local copies of its blobs. A bucket then refuses `path`.
         """
         return BlobFolder(self.root.joinpath(*map(_checked, names)))
 

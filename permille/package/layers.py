@@ -127,7 +127,7 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
             masked.
 
     Raises:
-        InputError: other names, another order, or a tensor that is not 1-D.
+        InputError: the tensors have other names or another order, or one is not 1-D.
     """
     names = iter(order)
     with SafetensorsWriter(blobs) as writer:

@@ -59,7 +59,7 @@ def sequence_loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequenc
         InputError: the loss is not finite.
     """
     ids_BT = torch.from_numpy(np.ascontiguousarray(tokens_T))[None].to(model.device)
-    # In float32 for any type of the model: a softmax in bfloat16 loses small probabilities.
+    # Use float32 for any dtype of the model, because a softmax in bfloat16 loses small probabilities.
     logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, :-1].float()
     loss = functional.cross_entropy(logits_TV, ids_BT[0, 1:])
     if not torch.isfinite(loss):

@@ -5,8 +5,8 @@
     manifest = write_pooled(blobs, package.manifest, judged, {"corpus": "c4"})
 
 The steps are those of a device (`permille.training.adam`). The last tenth of the rows is not trained on
-and judges the result. As on a device, the package's reference pulls each step, and bounds the loss on
-general text. A call with the same arguments and checkpoint continues after a kill, to the same bits.
+and judges the result. As on a device, the package's reference adds its gradient to each step, and bounds the
+loss on general text. A call with the same arguments and checkpoint continues after a kill, to the same bits.
 
 Shapes: N = rows of the corpus, B = rows of a batch, T = tokens, K = masked weights.
 """

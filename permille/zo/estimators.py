@@ -192,7 +192,7 @@ def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
 def estimate(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
 ) -> tuple[float, NDArray[np.float64]]:
-    """Return the loss of `step` and its q projected gradients. They may be NaN or infinite."""
+    """Return the loss of `step` and its q projected gradients. All of these may be NaN or infinite."""
     # `EstimatorKind.GRADIENT` has no entry, because `change_step` makes its records without measurements.
     found = _ESTIMATES.get(descent.header.estimator)
     if found is None:

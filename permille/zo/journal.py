@@ -66,7 +66,7 @@ def read_journal(path: Path) -> JournalContents:
 
 
 class Journal:
-    """An open journal and its only writer. Use `create` or `open`. Close it, or use it as a context."""
+    """An open journal and its only writer. Use `create` or `open`. Close it, or use it in `with`."""
 
     def __init__(self, descriptor: int, path: Path, contents: JournalContents) -> None:
         self.header = contents.header

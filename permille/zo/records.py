@@ -74,7 +74,7 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
 
 
 def weight_of(record: StepRecord) -> int:
-    """Return what a step adds to the bound on |s|: `sum |c|` (FORMAT 7.3)."""
+    """Return `sum |c|` of a step, which it adds to the bound on |s| (FORMAT 7.3)."""
     return sum(abs(c) for c in record.coefficients)
 
 

@@ -52,7 +52,7 @@ def rounded_step(
     # A rejected step keeps its number, so the directions of later steps stay the same.
     if not (math.isfinite(loss) and np.isfinite(projected_grad_Q).all()):
         return rejected
-    # On a flat loss all of them are zero. There is no length to divide by, and the step is zero anyway.
+    # On a flat loss, all projected gradients are zero, so there is no length to divide by.
     if normalised and projected_grad_Q.any():
         largest = np.abs(projected_grad_Q).max()  # divide by it first, because squares may overflow
         projected_grad_Q = projected_grad_Q / largest

@@ -155,7 +155,7 @@ def _taken_apart(render: Render) -> ChatParts | None:
     if whole is None or answered is None or not whole[2].startswith(answered[2]):
         return None
     first, between, following, last = whole
-    # `between` and `last` both start with the end of a user's message: the longest text that both start with.
+    # The longest text that both `between` and `last` start with counts as the end of a user's message.
     shared = next((n for n in range(len(last), 0, -1) if between.startswith(last[:n])), 0)
     before = _around(render((("system", "SAID-0"), *talk[:1]), True), ("SAID-0", said[0]))
     return ChatParts(

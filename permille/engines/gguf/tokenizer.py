@@ -155,7 +155,7 @@ def _space_first(document: Mapping[str, Any]) -> bool:
             first = first or step.get("prepend_scheme", "always") != "never"
         elif not (
             (kind == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE)
-            or (kind == "Split" and step["pattern"] == {"String": " "})  # none is left after Replace
+            or (kind == "Split" and step["pattern"] == {"String": " "})  # no space is left after Replace
         ):
             raise InputError(
                 f"llama.cpp lacks the tokenizer's step {kind!r:.60}. With bytes for unknown characters, it "

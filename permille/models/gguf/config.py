@@ -90,7 +90,7 @@ class GgufModel:
         order_N = row_order(self.family, self.config, name, len(found))
         if order_N is None:
             return found
-        # The writer takes rows in this order, so they go back by the inverse.
+        # The writer takes rows in this order, so the inverse order restores them.
         restored = np.empty_like(found)
         restored[order_N] = found
         return restored
@@ -100,8 +100,8 @@ def read_model(file: GgufFile) -> GgufModel:
     """Find the config and the tensors of a file.
 
     Raises:
-        InputError: an architecture or a setting that is not supported, or tensors of other names or shapes
-            than the config asks for.
+        InputError: the architecture or a setting is not supported, or tensors have other names or shapes than
+            the config needs.
     """
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise file.refused("is a part of a split model. Join the parts first (llama-gguf-split --merge)")
@@ -266,7 +266,7 @@ def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) 
 def _llama3(file: GgufFile, theta: float, head: int, positions: int) -> dict[str, Any]:
     """Find the `llama3` scaling whose divisors the file has, because the file stores divisors only."""
     place = file.tensors[ROPE_FACTORS]
-    if place.shape != (len(range(0, head, 2)),):  # before its numbers are in memory
+    if place.shape != (len(range(0, head, 2)),):  # checked before its numbers are read
         raise file.refused(f"has {ROPE_FACTORS!r} of shape {list(place.shape)}, for heads of {head}")
     divisor_E = file.float32(ROPE_FACTORS)
     plain_E = theta ** -(np.arange(0, head, 2) / head)
