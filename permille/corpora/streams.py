@@ -24,7 +24,7 @@ def streamed_texts(dataset: StreamedDataset, split: str, report: ReadReport) -> 
     """
     if dataset not in _STREAMS or split not in ("train", "validation"):
         raise InputError(
-            f"Only c4 can be streamed, its split train or validation; got {dataset!r}, {split!r}."
+            f"Only the splits train and validation of c4 can be streamed, not {split!r} of {dataset!r}."
         )
     for row in _open_stream(dataset, split):
         report.rows += 1

@@ -53,8 +53,8 @@ def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
     _check_ids(prompt_ids, limits)
     if limits.positions is not None and len(prompt_ids) >= limits.positions:
         raise InputError(
-            f"The prompt has {len(prompt_ids)} tokens, and the model takes {limits.positions}, those of the "
-            "answer included. Shorten the prompt."
+            f"The prompt has {len(prompt_ids)} tokens, and the model takes {limits.positions} for prompt and "
+            "answer together. Shorten the prompt."
         )
 
 

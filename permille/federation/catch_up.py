@@ -68,7 +68,7 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
         raise PackageError(
             "round-chain",
             f"The service leads to round {history.number} with chain {history.chain}, and this device has "
-            f"round {held.number} with {held.chain}. It does not go back.",
+            f"round {held.number} with {held.chain}. A device never goes back.",
         )
     return history
 

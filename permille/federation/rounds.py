@@ -348,7 +348,7 @@ def check_together(
     for each in contributions:
         if each.definition.digest != definition.digest or each.round_number != number:
             raise InputError(
-                f"A contribution is to round {each.round_number} of {each.definition.digest}, "
+                f"A contribution belongs to round {each.round_number} of {each.definition.digest}, "
                 f"not to round {number} of {definition.digest}."
             )
     starts = {each.start_digest for each in contributions}

@@ -163,7 +163,7 @@ class Checkpoint:
                 if name is None:
                     continue
                 if name in found:
-                    raise InputError(f"The tensor {name} is there twice, again in {file}.")
+                    raise InputError(f"The tensor {name} occurs twice, the second time in {file}.")
                 found[name] = entry
         return found
 

@@ -146,7 +146,7 @@ def family_of(config: Config) -> Family:
                 f"Models of type {model_type} bring code of their own (auto_map), which is not run. {_OTHERS}"
             )
         what = "Models without a model_type" if model_type is None else f"Models of type {model_type!r:.60}"
-        raise InputError(f"{what} are not supported; supported are {', '.join(Family)}. {_OTHERS}")
+        raise InputError(f"{what} are not supported, only {', '.join(Family)}. {_OTHERS}")
     return Family(str(model_type))
 
 

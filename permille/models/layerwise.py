@@ -175,7 +175,7 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
 
     if config.get("use_bidirectional_attention"):
         raise InputError(
-            "The model reads in both directions (use_bidirectional_attention), so it cannot write."
+            "The model reads in both directions (use_bidirectional_attention), so it cannot generate text."
         )
     entries = {key: value for key, value in config.items() if key not in ("model_type", "dtype")}
     return AutoConfig.for_model(family_of(config).value, **entries)

@@ -60,8 +60,8 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
         )
     if not _COMMIT.fullmatch(commit):
         raise InputError(
-            f"Name a commit by 40 hexadecimal digits, so that it cannot change; got {commit!r:.60}. The "
-            "hub's page of commits has it."
+            f"The commit must be 40 hexadecimal digits, so that it cannot change, not {commit!r:.60}. The "
+            "hub's page of commits lists it."
         )
     relative = f"hub/{repository.replace('/', '--')}/{commit}"
     folder = follow_inside(root, relative)
@@ -133,10 +133,10 @@ def _refusal(found: BaseException | None, repository: str, commit: str) -> Input
             )
         case RepositoryNotFoundError():
             return InputError(
-                f"The hub knows no repository {repository}. Check the name; for a private one, set HF_TOKEN."
+                f"The hub knows no repository {repository}. Check the name, or set HF_TOKEN if it is private."
             )
         case RevisionNotFoundError():
-            return InputError(f"{repository} has no commit {commit}. Copy it from its history.")
+            return InputError(f"{repository} has no commit {commit}. Copy one from its history.")
         # The hub does not tell a private repository from one that is missing.
         case HfHubHTTPError() if (status := found.response.status_code) in (401, 403, 404):
             return InputError(

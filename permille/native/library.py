@@ -136,7 +136,7 @@ def _open() -> ctypes.CDLL | None:
         abi = dll.permille_abi()
     except (OSError, AttributeError) as exc:  # built for another system, or no library of ours
         warnings.warn(
-            f"{file.name} cannot be loaded, numpy does its work: {exc}", RuntimeWarning, stacklevel=2
+            f"{file.name} cannot be loaded, so numpy does its work: {exc}", RuntimeWarning, stacklevel=2
         )
         return None
     if abi != source_number():

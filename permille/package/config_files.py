@@ -86,7 +86,7 @@ def check_config_family(config: Mapping[str, Any], family: str) -> Family:
     found = family_of(config)
     if found != family:
         raise PackageError(
-            "config-model", f"config.json is of family {found}, the manifest of {family!r:.60}"
+            "config-model", f"config.json is of family {found}, and the manifest of {family!r:.60}"
         )
     return found
 

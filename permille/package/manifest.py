@@ -383,7 +383,7 @@ class Manifest:
             found = sum(layer.role is role for layer in self.layers)
             if role is not Role.FILE and (found > 1 or (role in required and found == 0)):
                 raise PackageError(
-                    "manifest-layers", f"A package has one {role} layer, this one has {found}."
+                    "manifest-layers", f"A package has one {role} layer, and this one has {found}."
                 )
             if role in excluded and found:
                 raise PackageError(

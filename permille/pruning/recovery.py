@@ -142,7 +142,8 @@ def recover(
     check_sequences(model, rows_NT)
     if len(rows_NT) < plan.rows:
         raise InputError(
-            f"A step takes {plan.rows} rows of text; there are {len(rows_NT)}. Add text, or take fewer rows."
+            f"A step takes {plan.rows} rows of text, and there are {len(rows_NT)}. Add text, or take fewer "
+            "rows."
         )
     # `foreach=True` would need temporaries as large as all parameters.
     optimizer = torch.optim.Adam(trained, lr=plan.rate, foreach=False)

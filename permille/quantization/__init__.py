@@ -40,7 +40,7 @@ def quantize(
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
             if group_size != nf4.BLOCK_SIZE:
-                raise InputError(f"nf4 takes groups of {nf4.BLOCK_SIZE} alone, not {group_size}.")
+                raise InputError(f"nf4 takes only groups of {nf4.BLOCK_SIZE}, not {group_size}.")
             return nf4.quantize(w_NK, name=name)
         case Scheme.INT4 | Scheme.INT8:
             return integers.quantize(w_NK, Scheme(scheme), group_size, name=name)

@@ -84,8 +84,8 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
     )
     if scale_NG.shape != scales_shape(Scheme.INT4, found.shape, GROUP_SIZE) or scale_NG.min() < 0:
         raise InputError(
-            f"auto-round gave {name} scales {scale_NG.shape}, the least {scale_NG.min()}. Each group needs "
-            "one that is not negative."
+            f"auto-round gave {name} scales of shape {scale_NG.shape}, and the least is {scale_NG.min()}. "
+            "Each group needs one scale that is not negative."
         )
     # Codes are recovered from decoded weights, so decoding them must give the same bits.
     if not np.array_equal(dequantize(found), w_NK):

@@ -161,7 +161,7 @@ def _kept_general(
     if not strength.eighths:
         raise InputError(
             f"The pooled state raises the loss on general text by {strength.rise:.3f} nats per token at an"
-            f" eighth of its strength; {KEEP_GENERAL} are allowed. Take fewer steps, or more general text."
+            f" eighth of its strength, and {KEEP_GENERAL} are allowed. Take fewer steps or more general text."
         )
     return scaled(s_K, strength.eighths)
 

@@ -31,7 +31,7 @@ def runtime_folder() -> Path:
     spec = importlib.util.find_spec("executorch")
     places = list(spec.submodule_search_locations or ()) if spec else []
     if not places:
-        raise InputError('engine "executorch" needs its runtime: pip install --no-deps executorch==1.5.1')
+        raise InputError('The engine "executorch" needs its runtime: pip install --no-deps executorch==1.5.1')
     return Path(places[0])
 
 

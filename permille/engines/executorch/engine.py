@@ -131,7 +131,7 @@ class ExecutorchEngine:
         Raises:
             InputError: always.
         """
-        raise InputError('"executorch" writes no text. Choose the engine "auto".')
+        raise InputError('The engine "executorch" writes no text. Choose the engine "auto".')
 
     def _losses(self, values_VK: Array, batch: Batch) -> Array:
         """Return the losses [V, B, T - 1] of a checked batch."""

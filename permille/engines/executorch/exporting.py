@@ -65,7 +65,9 @@ def export_program(
     """
     weights = choice_of(ProgramWeights, weights, "weights of a program")
     if weights is ProgramWeights.INT4 and package.manifest.scheme.name is not Scheme.INT4:
-        raise InputError(f"4-bit weights need an int4 package, this one is {package.manifest.scheme.name}.")
+        raise InputError(
+            f"4-bit weights need an int4 package, and this one is {package.manifest.scheme.name}."
+        )
     _check_exporter()
     module = dual_model(package)
     if weights is ProgramWeights.INT4:

@@ -102,7 +102,10 @@ class Program:
 def _library() -> ctypes.CDLL:
     runtime_folder()
     if not LIBRARY.is_file():
-        raise InputError('engine "executorch" is not built here: python -m permille.engines.executorch.build')
+        raise InputError(
+            'The library of the engine "executorch" is not built here: '
+            "python -m permille.engines.executorch.build"
+        )
     library = ctypes.CDLL(str(LIBRARY))
     library.program_message.restype = ctypes.c_char_p
     return library

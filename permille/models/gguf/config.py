@@ -200,7 +200,9 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
     shared = whole("attention.head_count_kv", heads)
     # `shape_of` would refuse this, too, but would name a config.json that the user does not have.
     if heads % shared:
-        raise file.refused(f"has {heads} attention heads for {shared} of keys, which do not divide them")
+        raise file.refused(
+            f"has {heads} attention heads, which are no multiple of its {shared} key-value heads"
+        )
     config |= {
         "num_key_value_heads": shared,
         "head_dim": head,

@@ -55,7 +55,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     kind = file.text("tokenizer.ggml.model", "none")
     if kind not in ("gpt2", "llama"):
         raise file.refused(
-            f"holds a tokenizer of kind {kind!r:.60}; supported are gpt2 and llama. {OTHERWISE}"
+            f"holds a tokenizer of kind {kind!r:.60}, and only gpt2 and llama are supported. {OTHERWISE}"
         )
     tokens = _texts(file, "tokens")
     rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
@@ -183,7 +183,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     name = file.text("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise file.refused(
-            f"cuts text by the rules {name!r:.60}; supported are {', '.join(SPLITS)}. {OTHERWISE}"
+            f"cuts text by the rules {name!r:.60}, and only {', '.join(SPLITS)} are supported. {OTHERWISE}"
         )
     patterns, whole_words = SPLITS[name]
     merges = [pair.split(" ") for pair in _texts(file, "merges")]
