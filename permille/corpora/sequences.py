@@ -56,7 +56,7 @@ def token_sequences(
     windows = itertools.islice(_windows(tokenizer, texts, length), skip, skip + POOL * n)
     best: list[tuple[int, int, NDArray[np.int64]]] = []  # a heap whose top is the worst of the n best
     for index, tokens in enumerate(windows):
-        # Negated, because heapq keeps the smallest item on top.
+        # Negate both, because heapq keeps the smallest item on top.
         item = (-_key(index, seed), -index, tokens)
         if len(best) < n:
             heapq.heappush(best, item)

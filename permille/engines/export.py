@@ -101,7 +101,7 @@ def _peft_config(package: Package, adapter: AdapterInfo) -> bytes:
         "base_model_name_or_path": None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        # Full paths, because peft would match a bare name in layers outside of the scope, too.
+        # Use full paths, because peft would match a bare name in layers outside of the scope, too.
         "target_modules": [t.name.removesuffix(".weight") for t in package.manifest.tensors if t.count],
         "bias": "none",
         "fan_in_fan_out": False,

@@ -193,7 +193,7 @@ class TorchEngine:
             return logits_D
 
         room = new_tokens(sampling, len(prompt_ids), self._limits.positions)
-        # A copy, because the generator runs later, when the caller may have changed the array.
+        # Copy the ids, because the generator runs later, when the caller may have changed the array.
         return generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
 
     def _token_losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:

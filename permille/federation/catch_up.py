@@ -53,7 +53,7 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
     if not data.startswith(MAGIC):
         raise PackageError("round-content", f"expected {MAGIC!r}, got {data[: len(MAGIC)]!r}")
     state, position = _sized(data, len(MAGIC))
-    # A copy, so that an error leaves the held history as it was.
+    # Work on a copy, so that an error leaves the held history as it was.
     history = replace(held)
     if state:
         head, position = data[position : position + HEAD_BYTES], position + HEAD_BYTES

@@ -117,7 +117,7 @@ def encode_masked(
     device_key = key.public_key().public_bytes_raw()
     context = seal_context(definition.digest, round_number, device_key)
     keeper = X25519PublicKey.from_public_bytes(definition.privacy.keeper.public_bytes)
-    # A fresh seed for each call: masks of one seed would cancel out between two vectors.
+    # Take a fresh seed for each call, because masks of one seed would cancel out between two vectors.
     seed = secrets.token_bytes(SEED_BYTES)
     seal = seal_seed(seed, keeper, context)
     # Both are modulo 2**32: conversion and addition wrap around.
@@ -128,7 +128,7 @@ def encode_masked(
         round_number,
         digest_bytes(start_digest),
         seal,
-        # Signed apart from the vector, so the keeper can check the seal without seeing the vector.
+        # Sign the seal apart from the vector, so the keeper can check it without seeing the vector.
         key.sign(context + seal),
     )
     body = head + masked_V.astype("<u4").tobytes()
@@ -210,7 +210,7 @@ def decode_opening(data: bytes) -> Opening:
         raise PackageError("round-content", f"expected a round of a federation with a keeper, got {number}")
     entries = tuple(_ENTRY.iter_unpack(data[_ASKED.size + size :]))
     keys = [entry[0] for entry in entries]
-    # Strictly increasing keys: one set of devices has one encoding, and no device counts twice.
+    # Keys must increase strictly, so that a set of devices has one encoding, and no device counts twice.
     if any(left >= right for left, right in pairwise(keys)):
         raise PackageError("round-content", "Each device must occur once, in the order of the keys.")
     # A small set would reveal single devices, so the service cannot request one.

@@ -137,7 +137,7 @@ def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
     squares = int((c_TQ * c_TQ).sum())
     if clip is None or squares <= clip * clip:
         return c_TQ
-    # One above the root, so that a shortened vector never exceeds the clip.
+    # Take one above the root, so that a shortened vector never exceeds the clip.
     norm = math.isqrt(squares) + 1
     shortened_TQ: NDArray[np.int64] = np.sign(c_TQ) * (np.abs(c_TQ) * clip // norm)
     return shortened_TQ
@@ -228,13 +228,13 @@ class History:
         """
         for each in rounds:
             self._check_next(each)
-            # FORMAT 7.3: checked before the sum, so that no order of additions can overflow.
+            # FORMAT 7.3: check before the sum, so that no order of additions can overflow.
             reach = self.reach + weight_of_rows(each.u_KJ)
             if reach > STATE_LIMIT:
                 raise PackageError("round-limit", f"expected sum |u| within 2**53, got {reach}")
             # Directions depend on the step's number in the whole history.
             start = each.number * self.definition.steps
-            # A new array, because copies of a history share the old one (`catch_up`).
+            # Make a new array, because copies of a history share the old one (`catch_up`).
             self.s_W = self.s_W + replay(self.definition.log, each.u_KJ, start=start)
             self.reach, self.number = reach, each.number + 1
             self.chain = chain_after(self.chain, each.to_bytes(), self.digest)

@@ -50,7 +50,7 @@ def source_number() -> int:
     number = zlib.crc32(repr((_FLAGS, _TARGETS)).encode())
     for source in sorted(SOURCES.glob("*.[chi]*")):
         number = zlib.crc32(source.name.encode() + b"\0" + source.read_bytes(), number)
-    # 31 bits, since the library returns it as a C `int`.
+    # Keep 31 bits, since the library returns the number as a C `int`.
     return number & 0x7FFFFFFF
 
 

@@ -55,7 +55,7 @@ def sparse_product(
     if library is None:
         _numpy_sparse_product(x_MK, row_start_N1, column_C, z_QC, out_QMN)
         return
-    # Eight tokens side by side, so the kernel reads a column of all of them as one vector.
+    # The kernel puts eight tokens side by side there, so that it reads a column of them as one vector.
     scratch = np.empty(columns * _BLOCK, np.float32)
     library.call(
         "sparse_product", x_MK, tokens, columns, row_start_N1, rows, column_C, z_QC, queries, out_QMN, scratch
@@ -142,7 +142,7 @@ class TokenProduct:
         if library is None or library.path == "scalar" or self._arguments is None:
             self._run_numpy(x_1K, out_1N, first, last)
             return
-        # The token in the order of the kernel, and the sums of its groups.
+        # The kernel stores the token in its own order there, and the sums of its groups.
         scratch = np.empty(-(-columns // _WIDE) * _WIDE + columns // _RUN, np.float32)
         library.call("token_product", *self._arguments, first, last, x_1K, out_1N, scratch)
 

@@ -68,7 +68,7 @@ class BlobWriter:
         if expected is not None and digest != expected:
             raise _damaged(expected, digest)
         self._file.flush()
-        # Durable first, then visible: a name never stands for bytes that a crash could lose.
+        # Make the bytes durable before they get a name, so that no name stands for bytes that a crash loses.
         _make_durable(self._file)
         self._folder._install(self._temporary, digest)
         self.digest = digest
@@ -325,7 +325,7 @@ def _checked(name: str) -> str:
 
 
 def _make_durable(file: BinaryIO) -> None:
-    # Read-only, so that no program changes the bytes under a digest by mistake.
+    # Make the file read-only, so that no program changes the bytes under a digest by mistake.
     os.fchmod(file.fileno(), 0o444)
     os.fsync(file.fileno())
 

@@ -369,7 +369,7 @@ def _buffer(folder: Path | None, number: int, shape: tuple[int, ...]) -> Tensor:
     size = int(np.prod(shape))
     if folder is None:
         return torch.empty(shape)
-    # A shared map, so the states outlive the process.
+    # Use a shared map, so that the states outlive the process.
     return torch.from_file(str(_buffer_path(folder, number)), shared=True, size=size).reshape(shape)
 
 

@@ -38,7 +38,7 @@ NF4_CODES: NDArray[np.float32] = np.array(
     ],
     dtype=np.float32,
 )
-# In float32, as in the reference: a weight exactly between two codes takes the lower one.
+# Computed in float32, as in the reference. A weight exactly between two codes takes the lower one.
 _BOUNDS: NDArray[np.float32] = (NF4_CODES[:-1] + NF4_CODES[1:]) / np.float32(2)
 # The reference's guard against a division by zero.
 _SMALLEST_ABSMAX = np.float32(1e-38)

@@ -106,7 +106,7 @@ def _tuned(
 ) -> torch.nn.Module:
     """Return the model with rounded weights. Each linear has its scales in the attribute `scale`."""
     auto_round, tokenizer = _library()
-    # Copies, because the library changes the weights in place.
+    # Keep copies, because the library changes the weights in place.
     before = {name: model.get_parameter(name).detach().clone() for name in names}
     dataset = [{"input_ids": torch.from_numpy(tokens_T[None].copy())} for tokens_T in sequences_QT]
     with _quiet():

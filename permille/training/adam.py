@@ -124,7 +124,7 @@ class Moments:
         if hashlib.sha256(data).digest() != checksum:
             raise ValueError("its checksum differs")
         try:
-            # Without pickle, because a pickle in the file could run code.
+            # Allow no pickle, because a pickle in the file could run code.
             with np.load(io.BytesIO(data), allow_pickle=False) as found:
                 step, taken, flags = (int(number) for number in found["numbers"])
                 loss = float(found["loss"])

@@ -175,7 +175,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _read_all(descriptor: int) -> bytes:
-    # A duplicate, because closing the file object would close the journal's own descriptor.
+    # Read from a duplicate, because closing the file object would close the journal's own descriptor.
     with os.fdopen(os.dup(descriptor), "rb") as file:
         return file.read()
 

@@ -137,7 +137,7 @@ def coefficient(
         raise InputError(
             f"expected a finite coefficient, got {quotient} from projected_grad {projected_grad}"
         )
-    # Python's `round` is half to even, as the format asks.
+    # Python's `round` is half to even, as the format requires.
     return round(quotient)
 
 

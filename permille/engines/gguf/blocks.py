@@ -200,7 +200,7 @@ def _as_coded(
         raise InputError(f"expected {OWN_CODES[kind]} codes for {kind}, got {codes.scheme}")
     columns = codes.shape[1]
     if codes.scheme is Scheme.INT8:
-        # A copy, because blocks with masked values get other codes, and the package's are read-only.
+        # Copy the codes, because blocks with masked values get others, and the package's are read-only.
         code_BS = codes.packed.view(np.int8).reshape(weight_BS.shape).copy()
     else:
         code_BS = unpack(codes.packed, weight_BS.size).astype(np.int8).reshape(weight_BS.shape) - 8

@@ -192,7 +192,7 @@ class LightEngine:
         check_values(values_K[None], self._model.limits)
         check_prompt(prompt_ids, self._model.limits)
         room = new_tokens(sampling, len(prompt_ids), self._model.limits.positions)
-        # Copies, because the generator runs later, when the caller may have changed the arrays.
+        # Copy the arrays, because the generator runs later, when the caller may have changed them.
         run = TextPass(self._exact, self._model, values_K.copy(), len(prompt_ids) + room)
 
         def next_logits(ids: NDArray[np.int64]) -> Array:

@@ -254,7 +254,7 @@ class _Parts:
         kind = self.architecture.norm
         weight_H = self._vector(f"{prefix}{leaf}.weight")
         if weight_H is None:
-            # One number, which broadcasts over any width.
+            # A single number broadcasts to any width.
             weight_H = np.ones(1, np.float32)
         elif kind is NormKind.RMS_PLUS_ONE:
             # Gemma's norms multiply by 1 + w.

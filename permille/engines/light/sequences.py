@@ -66,7 +66,7 @@ class LowerLayerStates:
         self._states: dict[tuple[bytes, bool], Array] = {}
 
     def of(self, id_T: NDArray[np.int64], int8: bool, compute: Callable[[], Array]) -> Array:
-        """Return the states of a sequence, kept or computed. `int8` tells that they use 8-bit inputs."""
+        """Return the states of a sequence, kept or computed. With `int8`, they are those of 8-bit inputs."""
         # 8-bit inputs give other states, so both kinds may be kept for a sequence.
         key = (id_T.tobytes(), int8)
         found = self._states.get(key)

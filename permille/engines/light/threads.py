@@ -42,7 +42,7 @@ class Threads:
             pass
 
     def scratch(self, name: str, size: int) -> NDArray[np.float32]:
-        """Return `size` float32 of the calling thread, valid until it asks for this name again."""
+        """Return `size` float32 of the calling thread, valid until the thread takes this name again."""
         buffer: NDArray[np.float32] | None = getattr(self._own, name, None)
         if buffer is None or len(buffer) < size:
             buffer = np.empty(size, np.float32)

@@ -46,7 +46,7 @@ UNROTATED = 4
 """llama.cpp's rule: every n-th layer of a SmolLM3 has no rotation."""
 
 _NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)  # rotated in pairs, not in halves
-# Reversed, so that `llama` stands for the first family that has it, which is Llama.
+# The order is reversed, so that `llama` stands for the first family that has it, which is Llama.
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 # The 27B models, by their number of layers. They scale scores by `(hidden size / heads) ** -0.5`.
