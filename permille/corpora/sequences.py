@@ -26,7 +26,7 @@ from permille.zo.philox import philox4x32_10
 
 # More windows spread the choice over the corpus, and take longer to tokenize.
 POOL = 8
-# Like the stream of masks, these words are never step and query of a direction. The last bit separates both.
+# Masks use another pair of words. No direction has either pair as its step and query.
 _SEQUENCE_STREAM = (0xFFFFFFFF, 0xFFFFFFFE)
 
 
@@ -44,7 +44,7 @@ def token_sequences(
     """Return `n` sequences of exactly `length` tokens, int64 [n, length].
 
     Args:
-        skip: windows of the stream to pass over first, so that two calls can share no token.
+        skip: the number of windows to pass over first, so that two calls can avoid common tokens.
 
     Raises:
         InputError: the corpus holds fewer than `skip + n` windows, or a number is out of range.
@@ -56,7 +56,7 @@ def token_sequences(
     windows = itertools.islice(_windows(tokenizer, texts, length), skip, skip + POOL * n)
     best: list[tuple[int, int, NDArray[np.int64]]] = []  # a heap whose top is the worst of the n best
     for index, tokens in enumerate(windows):
-        # Negated, because heapq keeps the smallest item on top.
+        # Negate both, because heapq keeps the smallest item on top.
         item = (-_key(index, seed), -index, tokens)
         if len(best) < n:
             heapq.heappush(best, item)

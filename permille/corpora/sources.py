@@ -27,9 +27,8 @@ HEAD_BYTES = 1 << 20
 # A .txt has no rows: it is cut at blank lines into texts of at least this many characters.
 TEXT_CHARACTERS = 4096
 _EXAMPLES = 5
-# Of broken rows, once so many rows were read or the corpus ends.
-_MOST_BROKEN = 0.1
-_JUDGED_FROM = 100
+_MOST_BROKEN = 0.1  # the largest share of broken rows
+_JUDGED_FROM = 100  # the share is checked after so many rows, and at the end of the corpus
 
 
 class BadRow(StrEnum):
@@ -92,7 +91,7 @@ def file_texts(path: Path, report: ReadReport) -> Iterator[str]:
         texts = list(file_texts(Path("stories.jsonl"), ReadReport()))
 
     Raises:
-        InputError: another ending, a cut or damaged file, too many broken rows.
+        InputError: the name has another ending, the file is cut off or damaged, or too many rows are broken.
     """
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         yield from _json_texts(path, report)
@@ -107,7 +106,7 @@ def check_head(path: Path) -> None:
     """Check that the first rows of a file fit its name. Read at most `HEAD_BYTES`.
 
     Raises:
-        InputError: another ending, damaged, not UTF-8, or rows without a text.
+        InputError: the name has another ending, the file is damaged or not UTF-8, or rows have no text.
     """
     if not path.name.endswith(SUFFIXES):
         raise InputError(f"The name of {path.name!r:.200} must end with one of {', '.join(SUFFIXES)}.")
@@ -128,7 +127,7 @@ def check_head(path: Path) -> None:
             report.check()
         except InputError as exc:
             form = '{"text": "..."}'
-            raise InputError(f"{exc}; a row of a .jsonl is like {form}, plain text is named .txt") from exc
+            raise InputError(f"{exc}. Write rows of a .jsonl like {form}, or name plain text .txt.") from exc
     if whole and (report.bad.total() == report.rows or not head.strip()):
         raise InputError(f"There is no text in {path.name!r:.200}.")
 

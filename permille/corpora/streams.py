@@ -1,6 +1,7 @@
 """Texts of a streamed dataset.
 
-This is apart from `sources`, which the API imports: an import contract keeps `datasets` out of the API.
+This module is separate from `sources`, because the API imports `sources`, and an import contract keeps
+`datasets` out of the API.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,13 +18,13 @@ def streamed_texts(dataset: StreamedDataset, split: str, report: ReadReport) -> 
     """Yield the usable texts of a dataset of the allow-list, in the order of its host.
 
     Raises:
-        InputError: a dataset that is not on the list, another split than train or validation, or too many
-            broken rows.
+        InputError: the dataset is not on the list, the split is not train or validation, or too many rows are
+            broken.
         RetryableError: the host cannot be reached.
     """
     if dataset not in _STREAMS or split not in ("train", "validation"):
         raise InputError(
-            f"Only c4 can be streamed, its split train or validation; got {dataset!r}, {split!r}."
+            f"Only the splits train and validation of c4 can be streamed, not {split!r} of {dataset!r}."
         )
     for row in _open_stream(dataset, split):
         report.rows += 1

@@ -27,9 +27,8 @@ from permille.quantization.nf4 import BLOCK_SIZE, NF4_CODES
 from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
-# The largest number of decoded weights of a tile, and of products of rows and masked weights, at a time.
-_TILE_WEIGHTS = 1 << 22
-_PRODUCTS = 1 << 24
+_TILE_WEIGHTS = 1 << 22  # weights that are decoded at a time
+_PRODUCTS = 1 << 24  # products of rows and masked weights that are in memory at a time
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -71,7 +70,7 @@ class CodedWeight(nn.Module):
 
     def at(self, indices_C: NDArray[np.integer]) -> Tensor:
         """Decode the weights at flat, increasing indices: float32, the same bits that products use."""
-        # Decoded tile by tile with the decoder of products, so `value - decoded` has no error of its own.
+        # Use the decoder of products, tile by tile, so that `value - decoded` adds no error of its own.
         columns, found = self.shape[1], []
         for rows in tiles(self):
             first, last = np.searchsorted(indices_C, [rows.start * columns, rows.stop * columns])
@@ -176,10 +175,10 @@ class SparseAdd(nn.Module):
 
     def gradient(self, d_MN: Tensor, x_MK: Tensor) -> Tensor:
         """Return `sum over m of d[m, row] x[m, column]` for each entry, [C]."""
-        # Transposed once, so that each entry picks two whole rows.
+        # Transpose once, so that each entry picks two whole rows.
         d_NM, x_KM = d_MN.T.contiguous(), x_MK.T.contiguous()
         found = torch.empty(len(self.column_C), device=x_MK.device)
-        # In slices, because all products at once are as many as rows times masked weights.
+        # Work in slices, because there are as many products as rows times masked weights.
         for part in _slices(len(found), max(1, _PRODUCTS // len(x_MK))):
             order = self.order_C[part]
             found[order] = (d_NM[self.row_C[part]] * x_KM[self.column_C[order]]).sum(dim=1)
@@ -225,7 +224,7 @@ class CodedLinear(nn.Module):
         if self.bias is not None:
             y = y + self.bias
         if self.added is not None:
-            # Summed in float32, so that the part of the values is rounded only once (ADR 18).
+            # Sum in float32, so that the added part is rounded only once (ADR 18).
             # The rows of a variant are neighbours, so reshaping separates the variants.
             added: Tensor = self.added(x.reshape(len(self.values_VC), -1, x.shape[-1]), self.values_VC)
             y = (y.float() + added.view(y.shape)).to(y.dtype)
@@ -266,7 +265,7 @@ class CodedEmbedding(nn.Module):
     def __init__(self, table: CodedTable, factor: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.table = table
-        # Rounded to the compute dtype first, as transformers does.
+        # Round the factor to the compute dtype first, as transformers does.
         self._factor, self._dtype = torch.tensor(factor, dtype=dtype).item(), dtype
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -284,7 +283,10 @@ class CodedHead(nn.Module):
         super().__init__()
         self.table = table
         self.place_L: Tensor | slice = slice(None)
-        """Rows of all hidden states, joined end to end, whose logits are computed. Set for each call."""
+        """The rows whose logits are computed, among all hidden states joined end to end.
+
+        The engine sets them for each call.
+        """
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [..., H] to [L, D]."""
@@ -311,7 +313,7 @@ def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
 class _TiledProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight: Tiled) -> Tensor:
-        # The codes, not the decoded tiles: keeping those would need the memory of the whole matrix.
+        # Keep the codes, because the decoded tiles would take the memory of the whole matrix.
         ctx.weight = weight
         y_MN = x_MK.new_empty(len(x_MK), weight.shape[0])
         for rows in tiles(weight):
@@ -321,7 +323,7 @@ class _TiledProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d: Tensor) -> Any:
         (d_MN,) = d
-        # Summed in float32: 256 sums in bfloat16 have an error of 1.9 %, these 0.2 %.
+        # Sum in float32, for an error of 0.2 %. 256 additions in bfloat16 would have one of 1.9 %.
         d_MK = torch.zeros(len(d_MN), ctx.weight.shape[1], device=d_MN.device)
         for rows in tiles(ctx.weight):
             d_MK += d_MN[:, rows] @ ctx.weight.tile(rows)

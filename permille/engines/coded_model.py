@@ -50,8 +50,8 @@ class CodedLayer(nn.Module):
             return self.stand_in(hidden, arguments)
         if not torch.is_grad_enabled():
             return self.layer(hidden, **arguments)
-        # Not reentrant: the reentrant form gives no gradients where the input of a layer needs none, as that
-        # of the first layer. Dropout is off, so there is no random state to preserve.
+        # The reentrant form gives no gradients if the input of the layer needs none, as in the first layer.
+        # Dropout is off, so there is no random state to preserve.
         return checkpoint(self.layer, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
 
 
@@ -137,12 +137,12 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
     model.eval().requires_grad_(False)
     # Rotary frequencies are buffers, which no package holds, and "meta" left them without numbers.
     restore_buffers(model, device)
-    # In the order of the package, by which `set_values` cuts the values.
+    # Keep the order of the package, by which `set_values` divides the values among the layers.
     linears = tuple(_linear(model, package, info, device, dtype) for info in package.manifest.tensors)
-    # Before `_fill`, which loads all parameters that remain.
+    # Replace the tables before `_fill`, which loads all parameters that remain.
     head = _tables(model, package, device, dtype)
     _fill(model, package, device, dtype)
-    # Last, because it inserts `.layer` into the names of all weights of a layer.
+    # Wrap the layers last, because this inserts `.layer` into the names of their weights.
     prefix = shape_of(package.config).about.prefix
     layers = tuple(map(CodedLayer, model.get_submodule(prefix)))
     model.set_submodule(prefix, nn.ModuleList(layers))

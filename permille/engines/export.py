@@ -45,10 +45,10 @@ def export_transformers(package: Package, values_K: NDArray[np.float32] | None, 
         OSError: the file system failed. No folder is left.
     """
     values_K = checked_values(package, values_K)
-    # The older name of `dtype`. It would contradict the float32 that is written below.
+    # Drop the older name of `dtype`, which would contradict the float32 that is written below.
     config = {key: value for key, value in package.config.items() if key != "torch_dtype"}
     shapes = expected_tensors(package.config)
-    # In the order of `merged_tensors`.
+    # The order must be that of `merged_tensors`.
     names = [*(info.name for info in package.manifest.tensors), *package.plain_names]
     with new_folder(folder) as temporary:
         for name in package.manifest.files():
@@ -86,7 +86,7 @@ def export_peft(package: Package, values_K: NDArray[np.float32] | None, folder: 
     for info, a_RK, b_NR in adapter_matrices(package, values_K):
         name = f"base_model.model.{info.name.removesuffix('.weight')}.lora"
         shapes |= {f"{name}_A.weight": a_RK.shape, f"{name}_B.weight": b_NR.shape}
-    # A second pass, so that no more than one pair of matrices is in memory.
+    # Compute the matrices a second time, so that no more than one pair is in memory.
     matrices = (matrix for _, *both in adapter_matrices(package, values_K) for matrix in both)
     with new_folder(folder) as temporary:
         write_atomic(temporary / CONFIG_FILE, _peft_config(package, adapter))
@@ -101,7 +101,7 @@ def _peft_config(package: Package, adapter: AdapterInfo) -> bytes:
         "base_model_name_or_path": None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        # Full paths, because peft would match a bare name in layers outside of the scope, too.
+        # Use full paths, because peft would match a bare name in layers outside of the scope, too.
         "target_modules": [t.name.removesuffix(".weight") for t in package.manifest.tensors if t.count],
         "bias": "none",
         "fan_in_fan_out": False,
@@ -136,7 +136,7 @@ def adapter_matrices(
     for info in package.manifest.tensors:
         if info.count:
             a_RK, part = package.adapter_matrix(info.name), values_K[start : start + info.count]
-            # FORMAT 4.10: A, then B. The A of LoRA-FA is not among the values.
+            # FORMAT 4.10: the values are A, then B. The A of LoRA-FA is not among them.
             b_N = part[info.count - info.shape[0] * len(a_RK) :]
             trained = part[: info.count - len(b_N)]
             yield info, trained.reshape(a_RK.shape) if len(trained) else a_RK, b_N.reshape(-1, len(a_RK))
@@ -152,7 +152,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} holds files. Name a new or empty folder.")
-    # In the parent, because a rename is atomic only within a file system.
+    # Create it in the parent, because a rename is atomic only within a file system.
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
     try:
         yield temporary

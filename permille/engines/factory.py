@@ -79,6 +79,6 @@ def _torch(package: Package, device: str, compute_dtype: str, threads: int | Non
         if exc.name not in ("torch", "transformers", "bitsandbytes"):
             raise
         raise InputError(
-            f'engine "torch" needs {exc.name}, which is not installed: pip install "permille[torch]"'
+            f'The engine "torch" needs {exc.name}, which is not installed: pip install "permille[torch]"'
         ) from exc
     return TorchEngine(package, device=device, compute_dtype=compute_dtype, threads=threads)

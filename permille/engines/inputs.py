@@ -25,7 +25,7 @@ class ModelLimits:
 
 
 def check_values(values_VK: NDArray[np.float32], limits: ModelLimits) -> None:
-    """Check values of several variants. They need not be finite: their losses are then not finite, either.
+    """Check values of several variants. Values need not be finite, but then their losses are not, either.
 
     Raises:
         InputError: they are not float32 [v, k] with v of at least 1.
@@ -43,9 +43,8 @@ def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
     """Check the token ids of a prompt.
 
     Raises:
-        InputError: they are not int64 [T] or empty, an id is outside of the vocabulary, or no position
-        is left
-            for a new token.
+        InputError: they are empty or not int64 [T], an id is outside of the vocabulary, or no position is
+            left for a new token.
     """
     if prompt_ids.dtype != np.int64 or prompt_ids.ndim != 1 or len(prompt_ids) == 0:
         raise InputError(
@@ -54,8 +53,8 @@ def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
     _check_ids(prompt_ids, limits)
     if limits.positions is not None and len(prompt_ids) >= limits.positions:
         raise InputError(
-            f"The prompt has {len(prompt_ids)} tokens, and the model takes {limits.positions}, those of the "
-            "answer included. Shorten the prompt."
+            f"The prompt has {len(prompt_ids)} tokens, and the model takes {limits.positions} for prompt and "
+            "answer together. Shorten the prompt."
         )
 
 
@@ -77,7 +76,7 @@ def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Bat
         if not soft:
             raise InputError("This engine has no soft targets. Use the light or the torch engine.")
         _check_soft(batch.soft, int(batch.target_BT.sum()), limits)
-    # Right padding only: attention is causal, so no token sees the padding behind it.
+    # Padding must be on the right. Attention is causal, so no token sees the padding behind it.
     length_B = batch.attention_BT.sum(axis=1)
     if (batch.attention_BT != (np.arange(batch.attention_BT.shape[1]) < length_B[:, None])).any():
         raise InputError("expected attention to be true from the left, then false (right padding)")

@@ -1,7 +1,7 @@
 """Interface of engines. It separates training and generation from the matrix code.
 
 An engine holds one package on one device. Its inputs are sparse values, never seeds, directions or
-optimizers. It returns a loss that is not finite as it is.
+optimizers. It returns NaN and infinite losses unchanged.
 
 Arrays: V variants, K masked weights of the whole package (tensors concatenated in `tensor_id` order),
 B sequences, T positions.

@@ -21,8 +21,8 @@ class TokenSampling:
 
     Attributes:
         max_new_tokens: the largest number of new tokens.
-        temperature: 0 takes the most likely token and ignores the other settings. Else logits are divided by
-            it.
+        temperature: the divisor of the logits. 0 takes the most likely token, so `top_p`, `top_k` and `seed`
+            have no effect.
         top_p: sample from the smallest set of most likely tokens with this total probability, in (0, 1].
         top_k: sample from this many of the most likely tokens. 0 sets no limit.
         repeat_penalty: makes each of the last 64 new tokens less likely. 1 does nothing. A positive logit is
@@ -71,7 +71,7 @@ def generate_tokens(
         prompt_ids: int64 [T], the ids of the first call.
         room: the largest number of new tokens.
     """
-    # A generator of its own for each text, so that other calls do not change its tokens.
+    # Each text has its own generator, so that other calls do not change its tokens.
     rng = np.random.Generator(np.random.Philox(sampling.seed))
     written: list[int] = []
     ids = prompt_ids
@@ -132,9 +132,9 @@ def next_token(
 
 def _sampled(logit_D: NDArray[np.float64], sampling: TokenSampling, rng: np.random.Generator) -> int:
     """Sample by the inverse of the cumulative distribution, cut by top_k, then by top_p."""
-    # Stable, so that equally likely tokens stay in the order of their ids.
+    # Sort stably, so that equally likely tokens stay in the order of their ids.
     order_D = np.argsort(-logit_D, kind="stable")[: sampling.top_k or None]
-    # Relative to the largest logit, so that no exponential overflows.
+    # Subtract the largest logit, so that no exponential overflows.
     weight_D = np.exp(logit_D[order_D] - logit_D[order_D[0]])
     cumulative_D = np.cumsum(weight_D / weight_D.sum())
     # The token at which the sum reaches top_p belongs to the set.

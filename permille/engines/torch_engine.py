@@ -38,7 +38,7 @@ from permille.zo.estimators import Batch, SoftTargets
 
 DEFAULT_MAX_TOKENS = 4096
 """The largest number of tokens of all variants in one pass. It bounds the activations."""
-# A smaller share of the tokens without a name is only rounding.
+# The least probability of all tokens that a soft target does not name. A smaller one is only rounding.
 _LEAST_REST = 1e-6
 
 
@@ -152,7 +152,7 @@ class TorchEngine:
         """Return the mean loss and its gradient by the sparse values, by reverse mode."""
         check_values(values_K[None], self._limits)
         batch = check_batch(batch, self._limits, soft=True)
-        # Sums of the parts in float64, so that the cut into parts hardly shows.
+        # Add up the parts in float64, so that the division into parts hardly changes the result.
         loss_sum, sum_K = 0.0, np.zeros(self.k)
         layers, lowest = len(self._spans), first_masked(self._spans)
         with self._lock, torch.enable_grad():
@@ -179,7 +179,7 @@ class TorchEngine:
         check_values(values_K[None], self._limits)
         check_prompt(prompt_ids, self._limits)
         values_1K = self._tensor(values_K[None])
-        # A cache without the config keeps every token. The attention's mask limits windows.
+        # A cache without the config keeps every token. The attention mask applies the windows.
         cache = transformers.DynamicCache()
 
         def next_logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -193,7 +193,7 @@ class TorchEngine:
             return logits_D
 
         room = new_tokens(sampling, len(prompt_ids), self._limits.positions)
-        # A copy, because the generator runs later, when the caller may have changed the array.
+        # Copy the ids, because the generator runs later, when the caller may have changed the array.
         return generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
 
     def _token_losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
@@ -222,7 +222,7 @@ class TorchEngine:
         """Yield the rows with targets, as many at a time as the bound on tokens allows."""
         row_B = np.flatnonzero(batch.target_BT.any(axis=1))
         before_B = np.cumsum(batch.target_BT.sum(axis=1)) - batch.target_BT.sum(axis=1)
-        # At least one row, however long it is.
+        # Take at least one row, however long it is.
         count = max(1, self._max_tokens // (variants * batch.input_ids_BT.shape[1]))
         for first in range(0, len(row_B), count):
             rows = row_B[first : first + count]
@@ -282,7 +282,7 @@ class _VariantsPass:
 
 
 def divergence(logits_LD: Tensor, ids_LN: Tensor, p_LN: Tensor) -> Tensor:
-    """Return `sum_i p_i log(p_i / q_i)` over the named tokens, and all others as one class: [L]."""
+    """Return `sum_i p_i log(p_i / q_i)`, [L]. All tokens that are not named form one class."""
     log_q_LN = functional.log_softmax(logits_LD, dim=1).gather(1, ids_LN)
     named_L = (torch.xlogy(p_LN, p_LN) - p_LN * log_q_LN).sum(dim=1)
     rest_L = (1 - p_LN.sum(dim=1)).clamp(min=_LEAST_REST)

@@ -1,4 +1,4 @@
-"""Sharing of work between variants: a layer runs once for all variants that agree in it and below it.
+"""Sharing of work between variants: a layer runs once for all that agree in it and in all layers below.
 
 For example, layers below the first perturbed one are computed once per batch. The light and the torch engine
 both follow this rule, so they report the same layer passes.
@@ -51,7 +51,7 @@ def layer_spans(package: Package) -> Spans:
     start = 0
     for info in package.manifest.tensors:
         if info.count:
-            # None is never seen here: all tensors of a manifest lie in a layer.
+            # `layer_of` never returns None here, because all tensors of a manifest lie in a layer.
             found[layer_of(info.name) or 0].append(slice(start, start + info.count))
         start += info.count
     return tuple(tuple(spans) for spans in found)
@@ -110,7 +110,7 @@ def agreeing(values_VK: NDArray[np.float32], variants: list[int], spans: Sequenc
         return [variants]
     found: dict[bytes, list[int]] = {}
     for variant in variants:
-        # By bits, so that equal NaN agree, and 0 and -0 do not.
+        # Compare bits, so that equal NaN agree, and 0 and -0 do not.
         key = b"".join(values_VK[variant, span].tobytes() for span in spans)
         found.setdefault(key, []).append(variant)
     return list(found.values())

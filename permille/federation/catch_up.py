@@ -45,15 +45,15 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
     """Return the history of a device after a catch-up. The `held` history is not changed.
 
     Raises:
-        PackageError: a rule of FORMAT 11 or 13 is broken. `round-chain` also tells that the new
-            history is older than `held`, or reaches the same round in another way.
+        PackageError: a rule of FORMAT 11 or 13 is broken. `round-chain` also means that the new
+            history is older than `held`, or has other rounds up to the same number.
     """
     if len(data) > max_bytes:
         raise PackageError("round-limit", f"expected at most {max_bytes} bytes, got {len(data)}")
     if not data.startswith(MAGIC):
         raise PackageError("round-content", f"expected {MAGIC!r}, got {data[: len(MAGIC)]!r}")
     state, position = _sized(data, len(MAGIC))
-    # A copy, so that an error leaves the held history as it was.
+    # Work on a copy, so that an error leaves the held history as it was.
     history = replace(held)
     if state:
         head, position = data[position : position + HEAD_BYTES], position + HEAD_BYTES
@@ -68,7 +68,7 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
         raise PackageError(
             "round-chain",
             f"The service leads to round {history.number} with chain {history.chain}, and this device has "
-            f"round {held.number} with {held.chain}. It does not go back.",
+            f"round {held.number} with {held.chain}. A device never goes back.",
         )
     return history
 

@@ -119,7 +119,8 @@ class Definition:
         # Each round owns the same number of steps, so that its number gives its first step.
         if self.log.total_steps % self.steps:
             raise InputError(
-                f"{self.log.total_steps} steps in all are no whole number of rounds of {self.steps} steps."
+                f"total_steps must be a multiple of the {self.steps} steps of a round, "
+                f"not {self.log.total_steps}."
             )
         # Otherwise two definitions would describe the same rule.
         if (self.rule is Rule.TRIMMED) != (self.trim_percent > 0):

@@ -40,7 +40,7 @@ class LocalRound:
     Attributes:
         number: the number of the round.
         start_W: int64, the pooled state before the round, in the unit of the history.
-        w_base_W: the weights for which state zero stands.
+        w_base_W: the weights at state zero.
     """
 
     definition: Definition
@@ -80,8 +80,7 @@ def take_local_steps(
     Args:
         part: the constants of the round.
         engine: an engine of the package. For the gradient, it needs a reverse pass.
-        batches: returns the batch of a step of the history. For the gradient, returns that of a
-            local step.
+        batches: returns the batch of a step of the history, or for the gradient, of a local step.
         folder: a folder for this round alone, where the steps are stored.
 
     Raises:
@@ -148,7 +147,8 @@ class _GradientSteps:
             loss=loss,
             flags=int(record.flags),
         )
-        # Before the journal: the moments can repeat the record, and the journal lacks the moments.
+        # Store the moments before the journal has the record. They include the record, but the journal
+        # could not restore them.
         self._moments.store(self._path)
         return record
 

@@ -36,7 +36,7 @@ MAGIC: Final = b"PMLMSK1\n"
 
 # FORMAT 13.7. A contribution: magic, definition, round, start, seal, its signature.
 _HEAD = struct.Struct(f"<8s32sI32s{SEAL_BYTES}s{SIGNATURE_BYTES}s")
-# A question: magic, round, size of the definition. An entry: device key, seal, its signature.
+# A request to the keeper: magic, round, size of the definition. An entry: device key, seal, its signature.
 _ASKED = struct.Struct("<8sII")
 _ENTRY = struct.Struct(f"<32s{SEAL_BYTES}s{SIGNATURE_BYTES}s")
 _ASKED_MAGIC = b"PMLOPN1\n"
@@ -117,7 +117,7 @@ def encode_masked(
     device_key = key.public_key().public_bytes_raw()
     context = seal_context(definition.digest, round_number, device_key)
     keeper = X25519PublicKey.from_public_bytes(definition.privacy.keeper.public_bytes)
-    # A fresh seed for each call: masks of one seed would cancel out between two vectors.
+    # Take a fresh seed for each call, because masks of one seed would cancel out between two vectors.
     seed = secrets.token_bytes(SEED_BYTES)
     seal = seal_seed(seed, keeper, context)
     # Both are modulo 2**32: conversion and addition wrap around.
@@ -128,7 +128,7 @@ def encode_masked(
         round_number,
         digest_bytes(start_digest),
         seal,
-        # Signed apart from the vector, so the keeper can check the seal without seeing the vector.
+        # Sign the seal apart from the vector, so the keeper can check it without seeing the vector.
         key.sign(context + seal),
     )
     body = head + masked_V.astype("<u4").tobytes()
@@ -186,7 +186,7 @@ def decode_sent(
 
 def opening_of(definition: Definition, number: int, masked: Sequence[Masked]) -> Opening:
     """Return the request to the keeper for these devices of a round."""
-    # Sorted, so that a set of devices has one question and one digest.
+    # Sort the entries, so that a set of devices has one request and one digest.
     entries = sorted((each.device_key, each.seal, each.seal_signature) for each in masked)
     return Opening(definition=definition, round_number=number, entries=tuple(entries))
 
@@ -204,16 +204,16 @@ def decode_opening(data: bytes) -> Opening:
     rest = len(data) - _ASKED.size - size
     if magic != _ASKED_MAGIC or rest < 0 or rest % _ENTRY.size:
         raise PackageError("round-content", f"expected {_ASKED_MAGIC!r} and whole entries, got {magic!r}")
-    # The keeper knows no federations. The seals' signatures below bind the definition that came.
+    # The keeper has no list of federations. The signatures below bind the seals to this definition.
     definition = Definition.from_bytes(data[_ASKED.size : _ASKED.size + size])
     if definition.privacy is None or definition.privacy.keeper is None or number >= definition.rounds:
         raise PackageError("round-content", f"expected a round of a federation with a keeper, got {number}")
     entries = tuple(_ENTRY.iter_unpack(data[_ASKED.size + size :]))
     keys = [entry[0] for entry in entries]
-    # Strictly increasing keys: one set of devices has one encoding, and no device counts twice.
+    # Keys must increase strictly, so that a set of devices has one encoding, and no device counts twice.
     if any(left >= right for left, right in pairwise(keys)):
         raise PackageError("round-content", "Each device must occur once, in the order of the keys.")
-    # A small set would reveal single devices, however the service asks.
+    # A small set would reveal single devices, so the service cannot request one.
     if not max(KEEPER_MINIMUM, definition.minimum) <= len(entries) <= MAX_DEVICES:
         least = max(KEEPER_MINIMUM, definition.minimum)
         raise PackageError(
@@ -246,6 +246,6 @@ def decode_answer(data: bytes, opening: Opening) -> NDArray[np.uint32]:
     count = vector_size(opening.definition)
     if len(data) != opening.answer_bytes or not data.startswith(head):
         raise PackageError(
-            "round-content", f"This is not the keeper's answer to the question for {count} integers."
+            "round-content", f"This is not the keeper's answer to the request for {count} integers."
         )
     return np.frombuffer(data, dtype="<u4", offset=len(head))

@@ -78,7 +78,7 @@ def unmasked_sum(
         InputError: the contributions do not belong together.
     """
     check_together(definition, number, masked)
-    # Unsigned integers, since masks cancel out modulo 2**32.
+    # Add unsigned integers, since masks cancel out modulo 2**32.
     total_V = np.zeros(vector_size(definition), dtype=np.uint32)
     for each in masked:
         total_V += each.masked_V

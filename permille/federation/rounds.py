@@ -81,8 +81,8 @@ def combine(definition: Definition, number: int, contributions: Sequence[Contrib
     """Compute a round from its devices' integers by the definition's rule. Without devices, it is void.
 
     Raises:
-        InputError: contributions of another federation, round or start; too many devices (FORMAT
-            13.3); or a federation with privacy, whose sums need noise.
+        InputError: the contributions belong to another federation, round or start, there are too
+            many (FORMAT 13.3), or the federation has privacy, so that its sums need noise.
         PackageError: `round-limit`: a coefficient exceeds the range of a log.
     """
     if definition.privacy is not None and contributions:
@@ -137,7 +137,7 @@ def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
     squares = int((c_TQ * c_TQ).sum())
     if clip is None or squares <= clip * clip:
         return c_TQ
-    # One above the root, so that a shortened vector never exceeds the clip.
+    # Take one above the root, so that a shortened vector never exceeds the clip.
     norm = math.isqrt(squares) + 1
     shortened_TQ: NDArray[np.int64] = np.sign(c_TQ) * (np.abs(c_TQ) * clip // norm)
     return shortened_TQ
@@ -228,13 +228,13 @@ class History:
         """
         for each in rounds:
             self._check_next(each)
-            # FORMAT 7.3: checked before the sum, so that no order of additions can overflow.
+            # FORMAT 7.3: check before the sum, so that no order of additions can overflow.
             reach = self.reach + weight_of_rows(each.u_KJ)
             if reach > STATE_LIMIT:
                 raise PackageError("round-limit", f"expected sum |u| within 2**53, got {reach}")
             # Directions depend on the step's number in the whole history.
             start = each.number * self.definition.steps
-            # A new array, because copies of a history share the old one (`catch_up`).
+            # Make a new array, because copies of a history share the old one (`catch_up`).
             self.s_W = self.s_W + replay(self.definition.log, each.u_KJ, start=start)
             self.reach, self.number = reach, each.number + 1
             self.chain = chain_after(self.chain, each.to_bytes(), self.digest)
@@ -348,7 +348,7 @@ def check_together(
     for each in contributions:
         if each.definition.digest != definition.digest or each.round_number != number:
             raise InputError(
-                f"A contribution is to round {each.round_number} of {each.definition.digest}, "
+                f"A contribution belongs to round {each.round_number} of {each.definition.digest}, "
                 f"not to round {number} of {definition.digest}."
             )
     starts = {each.start_digest for each in contributions}

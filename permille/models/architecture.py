@@ -40,7 +40,8 @@ class Architecture:
 
     Attributes:
         positions: the longest sequence.
-        stacked: whether queries, keys and values, and also gate and up, share a matrix one after the other.
+        stacked: whether one matrix has the queries, then the keys, then the values, and another one has the
+            gate, then up.
         residual_scale: factor of the output of each part of a layer.
         logits_scale: factor of the logits.
         learned_positions: rows before position 0 in the table of learned positions, or None without a table.
@@ -217,7 +218,7 @@ def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
         return rope_of(parameters | given | scaling, head=shape.head, positions=positions)
     parameters = scaling or given
     if shape.family is Family.MINISTRAL3 and "llama_4_scaling_beta" not in parameters:
-        # transformers would take a rotation of its own here.
+        # transformers would use a default of its own here.
         raise unsupported("rope_parameters with llama_4_scaling_beta", parameters)
     if shape.about.rotation is Rotation.SHARE:
         parameters.setdefault("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))

@@ -21,13 +21,16 @@ TRAINED_TOKENS: Final = 256
 # A float32 for each group of weights.
 _SCALE_BITS: Final = 32
 _TABLE_BYTES: Final = 34 / 32
-"""Bytes of a number of embedding or head: 8 bits, and a float16 for each group of 32."""
+"""Bytes of a weight of embedding or head: 8 bits, and its share of a float16 for each group of 32."""
 _TRAINING_BYTES: Final = 75_000_000
 """Memory of a training process beside package and activations, fitted to the measured shapes."""
 
 
 class Ran(StrEnum):
-    """How much of a model was run here. For every family, a small random model equals transformers."""
+    """The part of a model that was run here.
+
+    For every family, tests compare a small random model with transformers as well.
+    """
 
     CONFIG = "config"
     REAL = "real weights"

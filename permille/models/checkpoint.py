@@ -4,7 +4,7 @@
     checkpoint.float32("model.norm.weight")
 
 The folder is foreign input. File names must be on an allow-list, and no symbolic link may lead out of
-the folder. Weights must be safetensors (`permille.models.conversion` makes them of pickles). Every size
+the folder. Weights must be safetensors (`permille.models.conversion` makes them from pickles). Every size
 is checked before use. The tensors must be exactly those of the config. Data is mapped, and never copied
 as a whole.
 """
@@ -87,7 +87,7 @@ class Checkpoint:
         found = self._headers()
         expected = expected_tensors(self.config)
         _compare({name: entry.shape for name, entry in found.items()}, expected)
-        # In the order of the config, which defines the tensor ids, whatever the order of the files.
+        # Use the order of the config, which defines the tensor ids, whatever the order of the files.
         self._entries = {name: _checked(name, found[name]) for name in expected}
 
     @property
@@ -117,7 +117,7 @@ class Checkpoint:
         """Return a tensor in the model's own dtype, as a view of the mapped file."""
         entry = self._entries[name]
         mapped = self._map(entry.file)
-        release(mapped)  # a caller that goes from tensor to tensor holds one in memory
+        release(mapped)  # so a caller that goes from tensor to tensor holds only one in memory
         data = mapped[entry.begin : entry.begin + entry.size]
         return RawTensor(name=name, dtype=entry.dtype, shape=entry.shape, data=data)
 
@@ -163,7 +163,7 @@ class Checkpoint:
                 if name is None:
                     continue
                 if name in found:
-                    raise InputError(f"The tensor {name} is there twice, again in {file}.")
+                    raise InputError(f"The tensor {name} occurs twice, the second time in {file}.")
                 found[name] = entry
         return found
 
@@ -277,7 +277,7 @@ def _weight_files(folder: Path) -> list[str]:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     raise InputError(
         f"{folder.name} has neither {WEIGHTS_FILE} nor {INDEX_FILE}. "
-        + (f"{', '.join(pickles)}: jobs alone open pickles, which they convert." if pickles else _AGAIN)
+        + (f"It has {', '.join(pickles)}, and only jobs open and convert pickles." if pickles else _AGAIN)
     )
 
 

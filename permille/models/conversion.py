@@ -40,7 +40,7 @@ def modern_folder(folder: Path, root: Path) -> Path:
         return folder
     weights = pickles or sorted(path.name for path in folder.glob("*.safetensors"))
     texts = [name for name in TEXT_FILES if (folder / name).exists()]
-    # The texts decide the tokenizer, so a change of them needs another conversion.
+    # The texts decide the tokenizer, so a change in them needs another conversion.
     contents = {name: digest_of_file(inside(folder, name)) for name in (*weights, *texts)}
     digest = digest_of(b"permille-converted-1\0" + canonical_json(contents)).removeprefix("sha256:")
 
@@ -48,7 +48,7 @@ def modern_folder(folder: Path, root: Path) -> Path:
         for name in (*texts, *(() if pickles else weights)):
             shutil.copyfile(inside(folder, name), temporary / name)
         _convert(folder, temporary, pickles)
-        # Checked before the folder gets its name, so that no invalid model is kept.
+        # Check the model before the folder gets its name, so that no invalid model is kept.
         Checkpoint(temporary)
 
     return made_once(root / FOLDERS / digest, convert)
@@ -67,8 +67,8 @@ def _convert(folder: Path, made: Path, pickles: list[str]) -> None:
     size = sum(path.stat().st_size for path in paths)
     if size > MAX_PICKLE_BYTES:
         raise InputError(
-            f"{folder.name} has {size} bytes of pickled weights, more than {MAX_PICKLE_BYTES} are not "
-            "converted here. Save the model with `save_pretrained(..., safe_serialization=True)`."
+            f"{folder.name} has {size} bytes of pickled weights, and at most {MAX_PICKLE_BYTES} are "
+            "converted. Save the model with `save_pretrained(..., safe_serialization=True)`."
         )
     # -P keeps the current folder off the import path, so no file there can pose as a module.
     command = [sys.executable, "-P", "-m", "permille.sandbox.conversion", str(made), *map(str, paths)]

@@ -160,7 +160,7 @@ class Description:
     windows: Windows = Windows.NONE
     window_pattern: int = 0
     rotation: Rotation = Rotation.WHOLE
-    # By the square root of the hidden size.
+    # Whether the embedding is multiplied by the square root of the hidden size.
     embedding_scaled: bool = False
     query_scalar: int | None = None
     attention_softcap: float | None = None

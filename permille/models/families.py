@@ -146,7 +146,7 @@ def family_of(config: Config) -> Family:
                 f"Models of type {model_type} bring code of their own (auto_map), which is not run. {_OTHERS}"
             )
         what = "Models without a model_type" if model_type is None else f"Models of type {model_type!r:.60}"
-        raise InputError(f"{what} are not supported; supported are {', '.join(Family)}. {_OTHERS}")
+        raise InputError(f"{what} are not supported, only {', '.join(Family)}. {_OTHERS}")
     return Family(str(model_type))
 
 
@@ -158,7 +158,7 @@ class ModelShape:
         head: the width of an attention head.
         embedded: the width of the embedding. OPT projects it to the hidden size.
         positions: the rows of the table of learned positions, or 0 without one.
-        normed: whether norms have weights. OPT can do without.
+        normed: whether norms have weights. Those of some OPT models have none.
         normed_last: whether there is a norm before the head.
         tied: whether the output head shares the embedding.
         biased: the roles of the linear layers with a bias.

@@ -83,9 +83,9 @@ class LayerStream:
             _empty(module)
 
     def _run(self, tokens_BT: Tensor, replaced: Tensor | None = None) -> Tensor:
-        """Run the model without its layers, on tokens, or on `replaced` as the output of the first layer.
+        """Run the model with recorders in place of its layers. The first one returns `replaced` if it is set.
 
-        If nothing is replaced, only logits of the last token are computed, because nobody uses them.
+        Without `replaced`, nobody uses the logits, so only those of the last token are computed.
         """
         self._recorders[0].replaced = replaced
         # 0 keeps the logits of all tokens.
@@ -175,7 +175,7 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
 
     if config.get("use_bidirectional_attention"):
         raise InputError(
-            "The model reads in both directions (use_bidirectional_attention), so it cannot write."
+            "The model reads in both directions (use_bidirectional_attention), so it cannot generate text."
         )
     entries = {key: value for key, value in config.items() if key not in ("model_type", "dtype")}
     return AutoConfig.for_model(family_of(config).value, **entries)

@@ -1,4 +1,4 @@
-"""A checked model folder as a torch model or a tokenizer. No code of the folder is run."""
+"""Load a checked model folder as a torch model or a tokenizer. No code of the folder is run."""
 
 from array import array
 from base64 import b64decode
@@ -20,7 +20,7 @@ from permille.tokenizer_files import MAX_TEMPLATE_CHARACTERS, TokenizerFiles
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What a package may carry (FORMAT 3.4).
+# FORMAT 3.4: the largest size of a file in a package.
 MAX_TOKENIZER_BYTES = 64 << 20
 
 
@@ -36,7 +36,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         config=AutoConfig.for_model(**config),
-        # The text model of one with vision, by the names of older and newer checkpoints.
+        # Names of the text model in a model with vision, by newer and older checkpoints.
         key_mapping={
             r"^(model\.language_model|language_model\.model)\.": "model.",
             r"^language_model\.lm_head\.": "lm_head.",

@@ -99,7 +99,7 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
     theta = positive("rope_theta", given.get("rope_theta"))
     part = positive("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     # As in transformers, a fraction is cut off.
-    width = int(head * min(part, 2.0))  # more than all is refused below
+    width = int(head * min(part, 2.0))  # a width above `head` is refused below
     if width % 2 or not 2 <= width <= head:
         raise unsupported(f"an even number from 2 to {head} of rotated numbers in a head", width)
     exponent_E = np.arange(0, width, 2, dtype=np.float64) / width

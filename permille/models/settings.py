@@ -56,7 +56,7 @@ class Settings:
         hidden = settings.size("hidden_size")
 
     Attributes:
-        keys: those that were read.
+        keys: the keys that were read so far.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ class Settings:
         return [bool(item) for item in value]
 
     def require(self, key: str, *allowed: object) -> None:
-        """Check that the key is absent, null or has a value that changes nothing here."""
+        """Check that the key is absent, null or has one of the values that change nothing here."""
         value = self._value(key, None)
         # Types are compared, too, because True == 1.
         if value is not None and not any(value == item and type(value) is type(item) for item in allowed):

@@ -2,8 +2,8 @@
 
 This module does not need torch.
 
-The hub is asked for files of an allow-list only, at a full commit, so that neither code nor a moved branch
-can come in.
+Only files of an allow-list are downloaded from the hub, and only at a full commit. So neither code nor a
+moved branch can come in.
 """
 
 import re
@@ -51,7 +51,7 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
             weights that are read here.
         OperatorError: the disk has less space than the files need. Nothing was downloaded.
         RetryableError: the hub cannot be reached.
-        OSError: as the file system reports it.
+        OSError: the file system failed.
     """
     # The name becomes a folder below the root.
     if not _REPOSITORY.fullmatch(repository) or ".." in repository:
@@ -60,8 +60,8 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
         )
     if not _COMMIT.fullmatch(commit):
         raise InputError(
-            f"Name a commit by 40 hexadecimal digits, so that it cannot change; got {commit!r:.60}. The "
-            "hub's page of commits has it."
+            f"The commit must be 40 hexadecimal digits, so that it cannot change, not {commit!r:.60}. The "
+            "hub's page of commits lists it."
         )
     relative = f"hub/{repository.replace('/', '--')}/{commit}"
     folder = follow_inside(root, relative)
@@ -69,7 +69,7 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
         raise InputError(
             f"{relative} below the root is a link that leads out of it. Put the folder itself there."
         )
-    # Written last: a folder without it is a download that was cut off, and is continued.
+    # This file is written last. Without it, the download of the folder was cut off, and is continued.
     finished = folder / ".complete"
     if not finished.exists():
         from filelock import FileLock
@@ -88,9 +88,9 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
     from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
 
     for left in folder.glob(".cache/huggingface/download/*.incomplete"):
-        left.unlink()  # of a killed download; the library never continues it
+        left.unlink()  # a killed download left it, and the library never continues it
     try:
-        for weights in (["*.safetensors"], [*PICKLES, PICKLE_INDEX]):  # pickles where nothing else is there
+        for weights in (["*.safetensors"], [*PICKLES, PICKLE_INDEX]):  # pickles if there is nothing else
             chosen: dict[str, Any] = {
                 "revision": commit,
                 "local_dir": folder,
@@ -103,8 +103,8 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
                 break
         else:
             raise InputError(
-                f"{repository} holds no weights that are read here: *.safetensors or pytorch_model.bin. Of a "
-                "repository of GGUF files, download one file and name it with --gguf."
+                f"{repository} holds no weights that are read here: *.safetensors or pytorch_model.bin. From "
+                "a repository of GGUF files, download one file and name it with --gguf."
             )
         _check_room(repository, listed, folder)
         snapshot_download(repository, **chosen)
@@ -133,10 +133,10 @@ def _refusal(found: BaseException | None, repository: str, commit: str) -> Input
             )
         case RepositoryNotFoundError():
             return InputError(
-                f"The hub knows no repository {repository}. Check the name; for a private one, set HF_TOKEN."
+                f"The hub knows no repository {repository}. Check the name, or set HF_TOKEN if it is private."
             )
         case RevisionNotFoundError():
-            return InputError(f"{repository} has no commit {commit}. Copy it from its history.")
+            return InputError(f"{repository} has no commit {commit}. Copy one from its history.")
         # The hub does not tell a private repository from one that is missing.
         case HfHubHTTPError() if (status := found.response.status_code) in (401, 403, 404):
             return InputError(

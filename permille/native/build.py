@@ -45,12 +45,12 @@ class BuildError(Exception):
 
 
 def source_number() -> int:
-    """Return 31 bits of a checksum over sources, flags and targets. A library stores that of its sources."""
-    # Flags and targets count like sources: other flags could give other bits.
+    """Return 31 bits of a checksum over sources, flags and targets. A library stores its number."""
+    # Flags and targets count like sources, because other flags could give other bits.
     number = zlib.crc32(repr((_FLAGS, _TARGETS)).encode())
     for source in sorted(SOURCES.glob("*.[chi]*")):
         number = zlib.crc32(source.name.encode() + b"\0" + source.read_bytes(), number)
-    # 31 bits, since the library returns it as a C `int`.
+    # Keep 31 bits, since the library returns the number as a C `int`.
     return number & 0x7FFFFFFF
 
 
@@ -100,7 +100,7 @@ def _build(
         error = _run([*command, *have, "-shared", *sources, "-o", str(linked)])
         if error:
             raise BuildError(error)
-        # Renamed when it is whole: another process may have the old library mapped.
+        # Rename the finished file, because another process may have the old library mapped.
         part = library.with_name(f"{library.name}.{os.getpid()}.part")
         try:
             shutil.copyfile(linked, part)

@@ -1,4 +1,4 @@
-"""Products of 8-bit inputs and 4-bit codes. An instruction computes several times as many as of floats.
+"""Products of 8-bit inputs and 4-bit codes. One instruction computes several times as many as with floats.
 
 The features of a token are rounded to 8 bits with one scale for the token, `max|x| / 127`. The codes of
 an int4 weight are used as integers. Sums within a run of 32 features are exact. The sum of a run is
@@ -73,7 +73,7 @@ class Int8Rows:
 
     Attributes:
         panels: int8, the codes of eight rows side by side.
-        scales: float32, one a row and run.
+        scales: float32, one for each row and run.
         offset: float32 [R rounded up to 8], 128 times the sum of a row's weights.
         rows: R.
         columns: K.
@@ -93,7 +93,7 @@ def scratch_floats(rows: int, columns: int) -> int:
 
 
 def int8_rows(weight: PackedRows, first: int, last: int, scratch: NDArray[np.float32]) -> Int8Rows:
-    """Convert rows of an int4 weight in the memory `scratch`. They are valid until it is used again.
+    """Convert rows of an int4 weight in the memory `scratch`. They are valid until that memory is reused.
 
     Raises:
         InputError: the range is outside of the weight, the scheme is not int4, or the memory is too small.
@@ -170,7 +170,7 @@ def _numpy_rows(weight: PackedRows, first: int, last: int, out: Int8Rows) -> Non
     out.scales[:] = scale_NR.reshape(whole // _PANEL, _PANEL, -1).transpose(0, 2, 1).reshape(-1)
     sum_NR = code_NP.reshape(whole, -1, RUN).sum(axis=2, dtype=np.int32)
     out.offset[:] = 0
-    # x = scale (q - 128), so a product with q is too large by 128 times the row's sum. Summed run by run, in
+    # x = scale (q - 128), so a product with q is too large by 128 times the row's sum. Sum run by run, in
     # the order of the kernel, so that the bits agree.
     for run in range(wide // RUN):
         out.offset[:] += (128 * sum_NR[:, run]).astype(np.float32) * scale_NR[:, run]

@@ -27,7 +27,7 @@ _WIDEST_FIRST = ("avx512", "avx2", "neon", "scalar")
 
 
 class Held:
-    """An array with its address. numpy takes 2.6 us to get it, thousands of times for a token."""
+    """An array with its address. numpy takes 2.6 us for an address, and a token needs thousands of them."""
 
     def __init__(self, array: NDArray[np.generic]) -> None:
         """Keep the array, which the caller has checked as for `Library.call`."""
@@ -64,7 +64,7 @@ class Library:
         )
 
     def _find(self, name: str, arguments: tuple[Argument, ...]) -> Callable[..., int]:
-        """Look a kernel up. Its arguments always have the same kinds, so the first call tells them."""
+        """Look a kernel up. The first call decides the kinds of its arguments, which are always the same."""
         try:
             function = self._dll[f"{name}_{self.path}"]
         except AttributeError as exc:
@@ -83,7 +83,7 @@ def _address(argument: NDArray[np.generic] | Held) -> int:
     if isinstance(argument, Held):
         return argument.address
     if argument.flags.writeable and argument.flags.c_contiguous and argument.size:
-        # Takes a quarter of the time of `array.ctypes`, but read-only arrays lend no buffer.
+        # This takes a quarter of the time of `array.ctypes`, but does not work for read-only arrays.
         return ctypes.addressof(ctypes.c_char.from_buffer(argument))  # type: ignore[arg-type]
     return argument.ctypes.data
 
@@ -136,7 +136,7 @@ def _open() -> ctypes.CDLL | None:
         abi = dll.permille_abi()
     except (OSError, AttributeError) as exc:  # built for another system, or no library of ours
         warnings.warn(
-            f"{file.name} cannot be loaded, numpy does its work: {exc}", RuntimeWarning, stacklevel=2
+            f"{file.name} cannot be loaded, so numpy does its work: {exc}", RuntimeWarning, stacklevel=2
         )
         return None
     if abi != source_number():

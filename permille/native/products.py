@@ -1,8 +1,8 @@
 """Products that never write an unpacked weight to memory.
 
-`sparse_product` adds what sparse values change of a layer. `TokenProduct` multiplies one token by a whole
-layer, straight from its codes. For several tokens it is faster to dequantize a tile of the weight and to
-call BLAS, as `permille.engines.light.linear` does.
+`sparse_product` adds the change of a layer's output by sparse values. `TokenProduct` multiplies one token by
+a whole layer, straight from its codes. For several tokens it is faster to dequantize a tile of the weight and
+to call BLAS, as `permille.engines.light.linear` does.
 
 Shapes: M = tokens, N, K = out and in features, C = entries of the sparse matrix, Q = its variants, R = rows
 of a range.
@@ -55,7 +55,7 @@ def sparse_product(
     if library is None:
         _numpy_sparse_product(x_MK, row_start_N1, column_C, z_QC, out_QMN)
         return
-    # Eight tokens side by side, so the kernel reads a column of all of them as one vector.
+    # The kernel puts eight tokens side by side there, so that it reads a column of them as one vector.
     scratch = np.empty(columns * _BLOCK, np.float32)
     library.call(
         "sparse_product", x_MK, tokens, columns, row_start_N1, rows, column_C, z_QC, queries, out_QMN, scratch
@@ -142,7 +142,7 @@ class TokenProduct:
         if library is None or library.path == "scalar" or self._arguments is None:
             self._run_numpy(x_1K, out_1N, first, last)
             return
-        # The token in the order of the kernel, and the sums of its groups.
+        # The kernel stores the token in its own order there, and the sums of its groups.
         scratch = np.empty(-(-columns // _WIDE) * _WIDE + columns // _RUN, np.float32)
         library.call("token_product", *self._arguments, first, last, x_1K, out_1N, scratch)
 
@@ -186,7 +186,7 @@ def _numpy_sparse_product(
     z_QC: NDArray[np.float32],
     out_QMN: NDArray[np.float32],
 ) -> None:
-    # All first entries of the rows, then all second ones: the order in which the kernel adds them.
+    # Add the first entries of all rows, then the second ones. The kernel adds in the same order.
     lengths = np.diff(row_start_N1)
     for depth in range(int(lengths.max(initial=0))):
         row = np.nonzero(lengths > depth)[0]

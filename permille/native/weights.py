@@ -47,7 +47,7 @@ def set_values(
 
     Raises:
         InputError: an array has another type or shape, or an index is outside of the tile. Nothing is
-        written.
+            written then.
     """
     check_output("the tile", out, np.float32, out.shape)
     check_array("indices", flat_index, np.uint32, (None,))

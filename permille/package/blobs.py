@@ -68,7 +68,7 @@ class BlobWriter:
         if expected is not None and digest != expected:
             raise _damaged(expected, digest)
         self._file.flush()
-        # Durable first, then visible: a name never stands for bytes that a crash could lose.
+        # Make the bytes durable before they get a name, so that no name stands for bytes that a crash loses.
         _make_durable(self._file)
         self._folder._install(self._temporary, digest)
         self.digest = digest
@@ -271,7 +271,7 @@ class BlobFolder:
         """Return a separate store inside this one, with its own listing and deletion.
 
         Args:
-            private: keep no copies of its blobs elsewhere. In a bucket, such blobs have no path.
+            private: keep no local copies of its blobs. A bucket then refuses `path`.
         """
         return BlobFolder(self.root.joinpath(*map(_checked, names)))
 
@@ -312,7 +312,8 @@ class BlobFolder:
             target.parent.mkdir(parents=True, exist_ok=True)
             # The new folder must survive a crash, too, or the blob in it would be lost.
             fsync_folder(target.parent.parent)
-        os.utime(temporary)  # collections spare young blobs, and this one is new, however old the file is
+        # Garbage collection spares young blobs, and this one is new, however old the file is.
+        os.utime(temporary)
         temporary.replace(target)
         fsync_folder(target.parent)
 
@@ -324,7 +325,7 @@ def _checked(name: str) -> str:
 
 
 def _make_durable(file: BinaryIO) -> None:
-    # Read-only, so that no program changes the bytes under a digest by mistake.
+    # Make the file read-only, so that no program changes the bytes under a digest by mistake.
     os.fchmod(file.fileno(), 0o444)
     os.fsync(file.fileno())
 

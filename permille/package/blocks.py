@@ -113,7 +113,7 @@ def mend_block(blobs: BlobFolder, block: Block, data: bytes) -> None:
         OSError: from the file system.
     """
     if hashlib.sha256(data).digest() != block.sha256:
-        raise PackageError("block-digest", f"The copy that came for {block} is damaged, too. Fetch it again.")
+        raise PackageError("block-digest", f"The fetched copy of {block} is damaged, too. Fetch it again.")
     path = blobs.path(block.layer.digest)
     # Blobs are read-only, to protect them from mistakes.
     path.chmod(0o644)

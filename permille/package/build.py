@@ -131,7 +131,7 @@ def pack_model(
             return codes(name)
         return code(model.raw(name).float32(), how, name=name)
 
-    # A generator, so that one weight is in memory at a time.
+    # Use a generator, so that one weight is in memory at a time.
     quantized = ((name, coded(name)) for name in scoped)
     layers = (write_dense(blobs, quantized, how), write_plain(blobs, plain_tensors(model, embeddings)))
     return write_package(blobs, model, chosen, layers, how, provenance=provenance).digest

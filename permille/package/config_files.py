@@ -43,7 +43,7 @@ def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family_of(config)
     cleaned = {key: config[key] for key in sorted(config) if key in CONFIG_KEYS}
-    # It raises if a needed key is missing, so the writer of a package learns it before the reader.
+    # This raises if a needed key is missing, so the writer of a package learns it before the reader.
     expected_tensors(cleaned)
     return cleaned
 
@@ -86,7 +86,7 @@ def check_config_family(config: Mapping[str, Any], family: str) -> Family:
     found = family_of(config)
     if found != family:
         raise PackageError(
-            "config-model", f"config.json is of family {found}, the manifest of {family!r:.60}"
+            "config-model", f"config.json is of family {found}, and the manifest of {family!r:.60}"
         )
     return found
 

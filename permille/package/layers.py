@@ -56,7 +56,7 @@ def write_plain(blobs: BlobFolder, tensors: Iterable[RawTensor]) -> Layer:
     """Write all other tensors, in the model's own dtype or as a Q8_0 table (FORMAT 4.3)."""
     with SafetensorsWriter(blobs) as writer:
         for tensor in tensors:
-            # safetensors has no dtype for it, so a table is stored as bytes (FORMAT 4.3).
+            # safetensors has no dtype for Q8_0, so a table is stored as bytes (FORMAT 4.3).
             if tensor.dtype == Q8_0:
                 _add_table(writer, tensor)
                 continue
@@ -127,7 +127,7 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
             masked.
 
     Raises:
-        InputError: other names, another order, or a tensor that is not 1-D.
+        InputError: the tensors have other names or another order, or one is not 1-D.
     """
     names = iter(order)
     with SafetensorsWriter(blobs) as writer:
@@ -173,8 +173,8 @@ def dense_layout(
     """Return dtype and shape of the tensors of one weight, by the suffix of its name (FORMAT 4.2).
 
     Args:
-        bits: of a code. For SOURCE the layer decides.
-        has_minima: for SOURCE in four bits.
+        bits: the bits of a code. They may differ between the tensors of SOURCE.
+        has_minima: whether the groups have minima, which only four-bit tensors of SOURCE can have.
 
     Example:
         >>> dense_layout(Scheme.INT4, (2, 32), 32, bits=4, has_minima=False)

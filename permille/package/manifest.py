@@ -110,7 +110,7 @@ class MaskInfo:
     def __post_init__(self) -> None:
         _check_word(self.method)
         _check_word(self.scope)
-        # Text without an exponent or a sign, so that one density has few spellings.
+        # Allow neither an exponent nor a sign, so that one density has few spellings.
         if not re.fullmatch(r"[0-9]\.[0-9]{1,20}|0|1", self.density, re.ASCII):
             raise PackageError("manifest-schema", f"expected a decimal density, got {self.density!r:.40}")
 
@@ -383,7 +383,7 @@ class Manifest:
             found = sum(layer.role is role for layer in self.layers)
             if role is not Role.FILE and (found > 1 or (role in required and found == 0)):
                 raise PackageError(
-                    "manifest-layers", f"A package has one {role} layer, this one has {found}."
+                    "manifest-layers", f"A package has one {role} layer, and this one has {found}."
                 )
             if role in excluded and found:
                 raise PackageError(
@@ -393,7 +393,7 @@ class Manifest:
         files = [layer.path for layer in self.layers if layer.role is Role.FILE]
         if len(set(files)) != len(files):
             raise PackageError("manifest-layers", f"A file is listed twice: {files}")
-        # One order, so that equal packages have equal manifests and digests.
+        # Require one order, so that equal packages have equal manifests and digests.
         if sort_layers(self.layers) != self.layers:
             raise PackageError("manifest-layers", "The layers are not sorted by role, then by path.")
         config = self.files().get("config.json")

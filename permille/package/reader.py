@@ -3,7 +3,7 @@
 `Package.open` does this, in order:
 
 1. It checks the digest of the manifest, and parses it.
-2. It hashes the small layers: files, blocks, mask, adapter, values and reference.
+2. It hashes the small layers: files, blocks, mask, adapter, values, reference and pooled state.
 3. It compares the structure of all layers with the manifest and the config.
 
 The big layers (dense and plain) are mapped. All their blocks are hashed when the first of their

@@ -192,7 +192,7 @@ class SafetensorsWriter(ExitStack):
             raise InputError(f"The tensor {name!r} comes twice. Add each tensor once.")
         if dtype not in ITEM_BYTES:
             raise InputError(f"expected dtype of {name!r} to be one of {sorted(ITEM_BYTES)}, got {dtype!r}")
-        # Bytes, not numbers: numpy has no bfloat16, so callers pass it as raw data.
+        # Take the bytes, not the numbers, because numpy has no bfloat16, and callers pass it as raw data.
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         width = ITEM_BYTES[dtype]
         if flat.size != math.prod(shape) * width:

@@ -16,8 +16,8 @@ class PruningMethod(StrEnum):
     """Method of choosing the weights to remove.
 
     MAGNITUDE removes the smallest weights. WANDA removes the smallest products of a weight's size and its
-    input's norm (Sun et al., 2023). SPARSEGPT removes the weights whose removal costs least after the others
-    of their row are adjusted, and adjusts them (Frantar and Alistarh, 2023).
+    input's norm (Sun et al., 2023). SPARSEGPT adjusts the other weights of a row after each removal, and
+    removes those weights that cost least after that (Frantar and Alistarh, 2023).
     """
 
     MAGNITUDE = "magnitude"
@@ -79,8 +79,8 @@ class PruningPlan:
     Attributes:
         method: the method.
         rates: the share of zeros in every linear of a decoder layer: one for all layers, or one by layer.
-        pattern: the pattern of zeros, or None for any places. With a rate below the pattern's own, zeros are
-            a part of some choice that fills it, so a group may keep more than `kept`.
+        pattern: the pattern of zeros, or None for any places. With a rate below the pattern's own, only some
+            of the zeros of the full pattern are made, so a group may keep more than `kept`.
         device: the device of torch. Another one may round in another way.
     """
 
@@ -102,7 +102,9 @@ class PruningPlan:
         """
         layers = shape_of(config).layers
         if isinstance(self.rates, Mapping) and self.rates.keys() != set(range(layers)):
-            raise InputError(f"The model has {layers} decoder layers, the plan rates for {len(self.rates)}.")
+            raise InputError(
+                f"The model has {layers} decoder layers, and the plan has rates for {len(self.rates)}."
+            )
         largest = 1.0 if self.pattern is None else self.pattern.rate
         for layer in range(layers):
             rate = self.rate(layer)

@@ -142,9 +142,10 @@ def recover(
     check_sequences(model, rows_NT)
     if len(rows_NT) < plan.rows:
         raise InputError(
-            f"A step takes {plan.rows} rows of text; there are {len(rows_NT)}. Add text, or take fewer rows."
+            f"A step takes {plan.rows} rows of text, and there are {len(rows_NT)}. Add text, or take fewer "
+            "rows."
         )
-    # `foreach` needs temporaries as large as all parameters.
+    # `foreach=True` would need temporaries as large as all parameters.
     optimizer = torch.optim.Adam(trained, lr=plan.rate, foreach=False)
     losses = _load(checkpoint, trained, optimizer)
     at_once = max(1, TOKENS_A_PASS // rows_NT.shape[1])
@@ -199,7 +200,7 @@ def _bytes(trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam, losses:
 def _load(
     checkpoint: Path | None, trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam
 ) -> list[float]:
-    """Restore a checkpoint, and return the losses of its steps. Without a whole file, return none."""
+    """Restore a checkpoint, and return the losses of its steps, or none if it is missing or damaged."""
     if checkpoint is None or not checkpoint.exists():
         return []
     try:

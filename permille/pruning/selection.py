@@ -10,7 +10,7 @@ from torch import Tensor
 from permille.errors import InputError
 from permille.pruning.plan import Pattern, PruningMethod
 
-_BLOCK = 128  # columns of one choice of SparseGPT
+_BLOCK = 128  # columns from which SparseGPT chooses together
 _DAMPING = 0.01  # share of the mean of the Gram matrix's diagonal
 _MOST_DAMPING = 10.0
 
@@ -57,7 +57,7 @@ def prune_mask(
         candidate_NK = _smallest_of_groups(score_NK, pattern) | zero_NK
         if count >= int(rows.shape[1] * pattern.rate):
             return candidate_NK
-        # Fewer zeros than the pattern: take them from a choice that would fill it.
+        # Fewer zeros are wanted than the full pattern has, so choose them among those of the full pattern.
         rows = rows.masked_fill(~candidate_NK.reshape(rows.shape), torch.inf)
     order = rows.sort(dim=1, stable=True).indices[:, :count]
     found = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order, value=True)
@@ -76,10 +76,10 @@ def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern
 
         error = w_j / [H^-1]_jj,    w_k -= error * [H^-1]_jk  for k > j
 
-    The inverse is that of the remaining columns, as rows of an upper Cholesky factor. Scores are
-    `(w / [H^-1]_jj)^2` with the factor's diagonal. Without a pattern, the choice is made once for a block of
-    columns, with one weight more than its share, as in the authors' program. With a pattern, it is made when
-    a group is reached.
+    The inverse is that of the remaining columns. Its rows are those of an upper Cholesky factor. Scores are
+    `(w / [H^-1]_jj)^2` with the factor's diagonal. Without a pattern, the weights of a block of columns are
+    chosen at once, one more than its share, as in the authors' program. With a full pattern, the weights of
+    a group are chosen when the group is reached.
     """
     weight_NK, columns = weight_NK.clone(), weight_NK.shape[1]
     zero_NK = weight_NK == 0

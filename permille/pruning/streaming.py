@@ -2,11 +2,11 @@
 
     report = prune_model(Checkpoint(source), target, PruningText(calibration_NT=rows), plan, resume=folder)
 
-A linear layer is pruned on the inputs that it gets when all layers before it are pruned, but not itself,
-as in the papers. Everything else in the target is the source's, bit for bit: the same files with the
+A linear layer is pruned on the inputs that it gets when all earlier decoder layers are pruned, but not its
+own, as in the papers. Everything else in the target is the source's, bit for bit: the same files with the
 same headers.
 
-After each layer, `resume` keeps the hidden states behind it and the results in JSON. After a kill, a
+After each decoder layer, `resume` keeps its output and the results in JSON. After a kill, a
 call repeats the unfinished layer from the source, and ends with the same bits.
 """
 
@@ -47,7 +47,7 @@ class PruningText:
     evaluation_ET: NDArray[np.int64] | None = None
 
     def rows(self) -> NDArray[np.int64]:
-        """Return all rows that go through the pruned layers, the deciding ones first."""
+        """Return all rows that go through the pruned layers, those for calibration first."""
         if self.evaluation_ET is None:
             return self.calibration_NT
         return np.concatenate((self.calibration_NT, self.evaluation_ET))
@@ -124,14 +124,15 @@ def check_not_pruned(source: Checkpoint, plan: PruningPlan) -> None:
             groups = zero_NK.reshape(-1, pattern.of).sum(axis=1)
             if bool((groups < pattern.of - pattern.kept).any()):
                 return
-    raise InputError("The model is as sparse already: ask for more zeros.")
+    raise InputError("The model has these zeros already. Choose a higher rate or another pattern.")
 
 
 class _Walk:
     """State of `prune_model`: hidden states of all rows, and results of the finished layers.
 
-    The first rows are those of the text, behind the pruned layers. Then the evaluation rows follow again,
-    behind the source's own layers, for the loss before pruning. A layer reads one buffer and fills the other.
+    The first rows are those of the text, and go through the pruned layers. The evaluation rows follow once
+    more, and go through the source's own layers, for the loss before pruning. A layer reads one buffer and
+    fills the other.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class _Walk:
                 after[row] = layer(before[row][None])[0]
             grams = _Grams(layer, self._linears(layer))
             with grams.recording():
-                # Calibration rows alone: rows that measure must not decide.
+                # Record calibration rows alone, because rows that measure the loss must not decide.
                 for row in range(len(self.text.calibration_NT)):
                     layer(before[row][None])
             # One recording serves all linears, so they are pruned on the inputs of the unpruned layer.
@@ -210,7 +211,7 @@ class _Walk:
         pruned_NK = write_weight(
             self.source, self.target, full_name, pruned_NK, updated=plan.method is PruningMethod.SPARSEGPT
         )
-        # What was written, so that later layers see the rounding of the model's dtype.
+        # Take what was written, so that later layers see the rounding to the model's dtype.
         parameter.data.copy_(pruned_NK)
         return LinearReport(
             name=full_name,
@@ -254,7 +255,7 @@ class _Walk:
     def _save(self, buffer: int) -> None:
         if self.folder is None:
             return
-        # Hidden states and weights first: the state must not name results that a crash has lost.
+        # Flush hidden states and weights first, since the state must not name results that a crash has lost.
         flush(_buffer_path(self.folder, buffer))
         for file in {self.source.place(row.name).file for row in self.linears}:
             flush(self.target / file)
@@ -335,7 +336,7 @@ def write_weight(source: Checkpoint, target: Path, name: str, weight_NK: Tensor,
         data = own.view(torch.uint8).numpy().reshape(-1)
     else:
         data = raw.data.copy()
-        # As words of bits, because numpy has no bfloat16. Zero has no bits set in any of the three types.
+        # View the data as integers, because numpy has no bfloat16. In all three types, zero has no bits set.
         words = data.view("<u4" if raw.dtype == "F32" else "<u2")
         # Only zeros are written, so kept weights keep their bits.
         words[(weight_NK == 0).cpu().numpy().reshape(-1)] = 0
@@ -368,7 +369,7 @@ def _buffer(folder: Path | None, number: int, shape: tuple[int, ...]) -> Tensor:
     size = int(np.prod(shape))
     if folder is None:
         return torch.empty(shape)
-    # A shared map, so the states outlive the process.
+    # Use a shared map, so that the states outlive the process.
     return torch.from_file(str(_buffer_path(folder, number)), shared=True, size=size).reshape(shape)
 
 

@@ -1,9 +1,9 @@
-"""Schemes of 4 and 8 bits, by which weights are quantized and decoded. numpy only.
+"""Quantization of weights to 4 and 8 bits, and its inverse. numpy only.
 
     coded = quantize(w_NK, "nf4", 64)
     decoded_NK = dequantize(coded)
 
-A quantized layer knows no mask: at a masked position it computes with the sparse value, whatever the
+Quantization ignores masks. At a masked position, a layer computes with the sparse value, whatever the
 code is. All schemes give the same codes on every machine, with bounded memory beside input and output.
 Also:
 
@@ -40,7 +40,7 @@ def quantize(
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
             if group_size != nf4.BLOCK_SIZE:
-                raise InputError(f"nf4 takes groups of {nf4.BLOCK_SIZE} alone, not {group_size}.")
+                raise InputError(f"nf4 takes only groups of {nf4.BLOCK_SIZE}, not {group_size}.")
             return nf4.quantize(w_NK, name=name)
         case Scheme.INT4 | Scheme.INT8:
             return integers.quantize(w_NK, Scheme(scheme), group_size, name=name)

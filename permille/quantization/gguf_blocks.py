@@ -56,7 +56,7 @@ def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
         raise InputError("The blocks have scales that are not finite.")
     code_BP = np.ascontiguousarray(block_BP[:, 2 * heads :])
     if kind != "Q8_0":
-        # From the order of the file (16 apart) to that of packages (neighbours in a byte).
+        # Two codes in a byte are 16 apart in the file, and neighbours in a package.
         code_BP = pack(np.concatenate([code_BP & 15, code_BP >> 4], axis=1).reshape(-1))
     shape = (rows, columns // GROUP_SIZE)
     return QuantizedTensor(

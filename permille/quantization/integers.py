@@ -43,7 +43,7 @@ def quantize(
     rows, columns = w_NK.shape
     scale_NG = np.empty((rows, -(-columns // group_size)), np.float32)
 
-    # Row by row in chunks: a float32 copy of the largest weight would not fit beside the model.
+    # Work in chunks of rows, because temporaries as large as the largest weight may not fit into memory.
     def code(chunk: slice) -> NDArray[np.uint8]:
         scale_NG[chunk] = _scales(w_NK[chunk], _MOST[scheme], group_size)
         codes = _codes(w_NK[chunk], scale_NG[chunk], _MOST[scheme], group_size)

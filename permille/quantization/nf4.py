@@ -38,14 +38,14 @@ NF4_CODES: NDArray[np.float32] = np.array(
     ],
     dtype=np.float32,
 )
-# In float32, as in the reference: a weight exactly between two codes takes the lower one.
+# Computed in float32, as in the reference. A weight exactly between two codes takes the lower one.
 _BOUNDS: NDArray[np.float32] = (NF4_CODES[:-1] + NF4_CODES[1:]) / np.float32(2)
 # The reference's guard against a division by zero.
 _SMALLEST_ABSMAX = np.float32(1e-38)
 
 
 def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTensor:
-    """Quantize to the nearest of NF4_CODES to w / absmax(block), the lower one of two equally near.
+    """Quantize each `w / absmax(block)` to the nearest of NF4_CODES. A tie goes to the lower one.
 
     Raises:
         InputError: a weight is not finite, or the array is no float32 matrix.

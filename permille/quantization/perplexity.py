@@ -137,7 +137,7 @@ def _ids(tokens_T: NDArray[np.int64]) -> torch.Tensor:
 def _loss(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, sequence: int) -> float:
     """Sum over the predictions of one sequence."""
     logits_TV, wanted_T = logits_BTV[0, :-1].float(), ids_BT[0, 1:].to(logits_BTV.device)
-    # float64 before the sum, so that losses of long texts add up without rounding errors that matter.
+    # Convert to float64 before the sum, so that losses of long texts add up without large errors.
     loss = float(functional.cross_entropy(logits_TV, wanted_T, reduction="none").double().sum())
     if not math.isfinite(loss):
         raise InputError(f"The loss of sequence {sequence} is not finite: {loss}.")

@@ -84,10 +84,10 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
     )
     if scale_NG.shape != scales_shape(Scheme.INT4, found.shape, GROUP_SIZE) or scale_NG.min() < 0:
         raise InputError(
-            f"auto-round gave {name} scales {scale_NG.shape}, the least {scale_NG.min()}. Each group needs "
-            "one that is not negative."
+            f"auto-round gave {name} scales of shape {scale_NG.shape}, and the least is {scale_NG.min()}. "
+            "Each group needs one scale that is not negative."
         )
-    # Codes are recovered from decoded weights, so the way back must give the same bits.
+    # Codes are recovered from decoded weights, so decoding them must give the same bits.
     if not np.array_equal(dequantize(found), w_NK):
         raise InputError(f"auto-round made weights in {name} that are not codes times scales.")
     return found
@@ -106,7 +106,7 @@ def _tuned(
 ) -> torch.nn.Module:
     """Return the model with rounded weights. Each linear has its scales in the attribute `scale`."""
     auto_round, tokenizer = _library()
-    # Copies, because the library changes the weights in place.
+    # Keep copies, because the library changes the weights in place.
     before = {name: model.get_parameter(name).detach().clone() for name in names}
     dataset = [{"input_ids": torch.from_numpy(tokens_T[None].copy())} for tokens_T in sequences_QT]
     with _quiet():
@@ -117,8 +117,8 @@ def _tuned(
             bits=4,
             group_size=GROUP_SIZE,
             sym=True,
-            # Scales that are positive; and under "int" it would leave every matrix out whose sides are no
-            # multiples of 32.
+            # This type has positive scales. With "int", auto-round would leave out every matrix whose sides
+            # are no multiples of 32.
             data_type="int_sym_gptq",
             scale_dtype="fp16",
             dataset=dataset,

@@ -44,7 +44,7 @@ def code_table(table: RawTensor) -> RawTensor:
             )
         with np.errstate(all="ignore"):
             scale_B1 = np.abs(w_BS).max(axis=1, keepdims=True) / np.float32(127)
-            # FORMAT 4.3: times the reciprocal, as in llama.cpp. A division would give some other codes.
+            # FORMAT 4.3: multiply by the reciprocal, as llama.cpp does. A division gives some other codes.
             inverse_B1 = np.where(scale_B1 == 0, np.float32(0), np.float32(1) / scale_B1)
             # A decoder multiplies by this rounded scale. llama.cpp accepts the difference, and so do we.
             half_B1 = scale_B1.astype("<f2")
@@ -55,7 +55,7 @@ def code_table(table: RawTensor) -> RawTensor:
             scaled_BS = w_BS * inverse_B1
             size_BS = np.abs(scaled_BS)
             whole_BS = np.floor(size_BS)
-            # Halves away from zero, as C's `roundf` does; numpy's `rint` rounds halves to even.
+            # Round halves away from zero, as C's `roundf` does. numpy's `rint` rounds them to even.
             code_BS = np.sign(scaled_BS) * (whole_BS + np.floor(2 * (size_BS - whole_BS)))
         block_BR = np.concatenate([half_B1.view(np.uint8), code_BS.astype(np.int8).view(np.uint8)], axis=1)
         out_NR[first : first + count] = block_BR.reshape(count, -1)

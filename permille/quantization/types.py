@@ -49,7 +49,7 @@ class QuantizedTensor:
 
     @property
     def bits(self) -> int:
-        """Return the bits of a code. For SOURCE, the number of bytes tells them."""
+        """Return the bits of a code. For SOURCE, the number of bytes decides."""
         # A GGUF file mixes types, so tensors of one package may differ.
         own = self.scheme is Scheme.SOURCE and self.packed.size == self.shape[0] * self.shape[1]
         return 8 if own else bits_of(self.scheme)

@@ -2,11 +2,11 @@
 
 It reads one request per line, as JSON, and answers each by one line of JSON.
 
-Both come with the package, so they are code and data of a stranger. The rules of a tokenizer can
-double a text thirty times, its patterns can search for ever, and a template can loop. The immutable
-sandbox of jinja2 limits what a template may access. It does not limit time and memory. So this
-process has limits (`confinement.py`), and its parent limits the time and the size of answers
-(`process.py`).
+The tokenizer and the template come with the package, so they are code and data of a stranger. The
+rules of a tokenizer can double a text thirty times, its patterns can search for ever, and a template
+can loop. The immutable sandbox of jinja2 limits what a template may access. It does not limit time
+and memory. So this process has limits (`confinement.py`), and its parent limits the time and the size
+of answers (`process.py`).
 
 A user's documents may also come from strangers. They are read in another child (`documents.py`).
 """
@@ -37,7 +37,7 @@ Answer = Mapping[str, object]
 
 
 class _RefusedError(Exception):
-    """A request that cannot be done. The message is the answer."""
+    """A request that is refused. The message is the answer."""
 
 
 class _Child:
@@ -53,7 +53,7 @@ class _Child:
         self._compiled: tuple[str, Template] | None = None
 
     def answer(self, request: dict[str, Any]) -> Answer:
-        """Do one request."""
+        """Answer one request."""
         requests: dict[str, Callable[..., Answer]] = {
             "load": self.load,
             "encode": self.encode,
@@ -265,8 +265,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson` of transformers, with its arguments in its order. That of jinja2 escapes
-    HTML.
+    """Filter `tojson` of transformers, with the same order of arguments.
+
+    The filter of jinja2 would escape HTML.
     """
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

@@ -85,7 +85,7 @@ def _convert_tokenizer(folder: Path) -> None:
         document = tokenizer.backend_tokenizer.to_str()
     except Exception as exc:  # a foreign file can raise anything
         raise _UnreadableError(
-            f"There is no tokenizer.json, and none can be made of the other files: {exc}"[:400]
+            f"There is no tokenizer.json, and none can be made from the other files: {exc}"[:400]
         ) from exc
     (folder / "tokenizer.json").write_text(document, encoding="utf-8")
 

@@ -59,7 +59,7 @@ def sequence_loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequenc
         InputError: the loss is not finite.
     """
     ids_BT = torch.from_numpy(np.ascontiguousarray(tokens_T))[None].to(model.device)
-    # In float32 for any type of the model: a softmax in bfloat16 loses small probabilities.
+    # Use float32 for any dtype of the model, because a softmax in bfloat16 loses small probabilities.
     logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, :-1].float()
     loss = functional.cross_entropy(logits_TV, ids_BT[0, 1:])
     if not torch.isfinite(loss):
@@ -97,9 +97,9 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Keep only the input of a block, and recompute the block in the reverse pass.
 
-    The switch of transformers works in training mode only, where dropout is on.
+    transformers can do this itself, but only in training mode, where dropout is on.
     """
-    # From the instance alone, since `block.forward` would also find the class's method.
+    # Look in the instance alone, since `block.forward` would also find the class's method.
     own = [vars(block).get("forward") for block in blocks]
     try:
         for block in blocks:

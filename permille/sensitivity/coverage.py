@@ -2,7 +2,7 @@
 
 - `curve`: the share of the whole score that the best fraction of the weights holds (sensitive-sparse-zo,
   figure 2).
-- `coverage`: the share of a score that a mask holds, in all and by tensor. With scores of another text, it
+- `coverage`: the share of a score that a mask holds, in total and by tensor. With scores of another text, it
   says whether a mask of one corpus still covers the gradients of a task (figure 3).
 
 If the whole score is 0, the share is the fraction of the weights, because nothing is known. Sums are

@@ -258,7 +258,7 @@ def _square_hook(name: str, sum_NK: Tensor, sequence: int) -> Callable[[Tensor],
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             raise RuntimeError(f"{name}: autograd called the hook without a gradient")
-        # float32 before the square, which bfloat16 would round to eight bits.
+        # Convert to float32 before squaring, because bfloat16 would round the square to eight bits.
         square_NK = gradient.detach().float().square_()
         # A NaN would stay in the sum, and the mask would refuse the scores only after all sequences.
         if not torch.isfinite(square_NK).all():

@@ -152,7 +152,7 @@ def _threshold(ranked: _Ranked, wanted: int) -> tuple[int, int]:
 
 def _bin_of(histogram: NDArray[np.int64], wanted: int) -> tuple[int, int]:
     """Return the bin that holds the `wanted`-th largest, and how many of that bin are wanted."""
-    # From the top, as the largest scores are wanted.
+    # Count from the top, because the largest scores are wanted.
     at_least = np.cumsum(histogram[::-1])
     position = int(np.searchsorted(at_least, wanted))
     above = int(at_least[position - 1]) if position else 0

@@ -30,10 +30,10 @@ Shapes = Sequence[tuple[str, tuple[int, int]]]
 
 _CHUNK = 1 << 22
 IN_MEMORY_BYTES = 4 << 30
-# Part of the result, because float32 sums depend on how their terms are grouped.
+# This number affects the result, because float32 sums depend on how their terms are grouped.
 SHARD_SEQUENCES = 16
-_MOST_SHARDS = 64  # each leaves an array as large as the scores until all are added
-_FLOPS = 8  # for a token and weight: forward 2, backward 4, recomputed forward 2
+_MOST_SHARDS = 64  # a shard leaves an array as large as the scores until all are added
+_FLOPS = 8  # per token and weight: forward 2, backward 4, recomputed forward 2
 
 
 class Scores(Mapping[str, NDArray[np.float32]]):
@@ -42,7 +42,8 @@ class Scores(Mapping[str, NDArray[np.float32]]):
     def __init__(self, shapes: Shapes, flat: NDArray[np.float32], file: BinaryIO | None = None) -> None:
         """
         Args:
-            file: an open file without a name that `flat` maps, header included: `put_scores` stores it.
+            file: the open file without a name that `flat` maps. It has the header, too, so `put_scores` can
+                store it as it is.
 
         Raises:
             InputError: `flat` is not float32 of the size that the shapes add up to.
@@ -60,7 +61,7 @@ class Scores(Mapping[str, NDArray[np.float32]]):
             start += math.prod(shape)
 
     def __getitem__(self, name: str) -> NDArray[np.float32]:
-        release(self.flat)  # a caller that goes from tensor to tensor holds one in memory
+        release(self.flat)  # so a caller that goes from tensor to tensor holds only one in memory
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -103,7 +104,7 @@ def _unnamed_file(folder: Path) -> BinaryIO:
 
 def save_scores(path: Path, scores: Scores) -> None:
     """Write the scores to a file at once: a temporary file in the same folder, fsync, rename."""
-    # In the same folder, because a rename is atomic only within a file system.
+    # Write to the same folder, because a rename is atomic only within a file system.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)
     try:
@@ -239,7 +240,12 @@ def shard_ranges(sequences: int) -> list[range]:
 
 
 def join_shards(paths: Sequence[Path], sequences: int, *, spill_dir: Path | None = None) -> Scores:
-    """Return the scores of the shards' sums in files, in order: the same bits as `fisher_scores`.
+    """Add up the sums of all shards, and return the scores. They have the same bits as in `fisher_scores`.
+
+    Args:
+        paths: the files with the sums, in the order of the shards.
+        sequences: the number of sequences of all shards.
+        spill_dir: as `zero_scores`.
 
     Raises:
         PackageError, InputError: a file holds no such sums, or sums of other tensors.

@@ -5,8 +5,8 @@ loads each layer again, computes it once more, and hands the gradient of its inp
 Checkpointing in a whole model (`permille.sensitivity.backward`) does the same operations on the same
 numbers, so the gradients have the same bits.
 
-A pass reads the model twice, so it takes as many sequences as their hidden states may have bytes. That number
-changes no sum: a weight sees the sequences one by one, in their order.
+A pass reads the model twice, so it takes as many sequences as `hidden_bytes` of hidden states allow. Their
+number changes no sum, because a weight sees the sequences one by one, in their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class StreamedModel:
     def sequences_a_pass(self, length: int) -> int:
         """Return the number of sequences that go through the layers together."""
         hidden = shape_of(self.stream.checkpoint.config).hidden
-        # All layers' inputs are kept, one more after the last, and one gradient.
+        # A sequence keeps the input of each layer, the output of the last one, and a gradient.
         return max(1, self.hidden_bytes // (4 * length * hidden * (self.stream.layers + 2)))
 
 
@@ -54,7 +54,7 @@ def backward_by_layer(
 
     Args:
         watched: a context around each layer and sequence, from the last layer down, sequences in order.
-        progress: called with the number of sequences done. A pass counts by its layers.
+        progress: called with the number of sequences done. Within a pass, the number grows with the layers.
 
     Raises:
         InputError: a loss is not finite.

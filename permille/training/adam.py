@@ -27,12 +27,14 @@ from permille.package.reader import Package
 from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
 
-# On a real model of 135 million weights, 15 times this diverges, and reaches a higher loss before.
+# On a real model of 135 million weights, 15 times the rate diverges, and its loss is never as low before.
 RATE = 0.3
 FULL_RATE_WEIGHTS = 6000
 ADAPTER_RATE = 0.12
-UNITS = 256  # units of the lattice in a step of the largest rate, or a few more
-# Those of ADR 9.
+# Units of the lattice in a step of the largest rate. There are up to twice as many, because a unit is a power
+# of two.
+UNITS = 256
+# The values of ADR 9.
 _BETAS = (0.9, 0.99)
 _TINY = 1e-8
 
@@ -45,7 +47,8 @@ class Moments:
         step: the number of the next step.
         taken: the number of earlier steps that were not rejected.
         s_K: the state, for runs without a log.
-        coefficients: those of the previous step, for runs with a log. With `loss` and `flags`, its record.
+        coefficients: the coefficients of the previous step, for runs with a log. Together with `loss` and
+            `flags`, they form its record.
     """
 
     step: int
@@ -86,7 +89,7 @@ class Moments:
             c=self.coefficients,
         )
         data = file.getvalue()
-        # A damaged file must not be continued from: the run would go on with other weights.
+        # A run must not continue from a damaged file, because it would go on with other weights.
         return data + hashlib.sha256(data).digest()
 
     def store(self, path: Path) -> None:
@@ -121,7 +124,7 @@ class Moments:
         if hashlib.sha256(data).digest() != checksum:
             raise ValueError("its checksum differs")
         try:
-            # Without pickle, because a pickle in the file could run code.
+            # Allow no pickle, because a pickle in the file could run code.
             with np.load(io.BytesIO(data), allow_pickle=False) as found:
                 step, taken, flags = (int(number) for number in found["numbers"])
                 loss = float(found["loss"])
@@ -143,8 +146,8 @@ def learning_rate(package: Package) -> float:
     For an adapter, a step of B changes a linear layer's output by up to `alpha rate` of its input, for
     any size. So the rate is 0.12 over alpha. If A is trained, its step changes `A x` by up to `K rate`,
     and the output by that times B, which has moved by `rate`. So `alpha K rate^2` is at most 0.25, where
-    K is the mean width of the inputs. "LoRA+" (Hayou et al., 2024) has the same root of the width for
-    one rate of both.
+    K is the mean width of the inputs. "LoRA+" (Hayou et al., 2024) has the same root of the width if A
+    and B share one rate.
     """
     adapter = package.manifest.adapter
     if adapter is not None:

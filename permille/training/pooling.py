@@ -5,8 +5,8 @@
     manifest = write_pooled(blobs, package.manifest, judged, {"corpus": "c4"})
 
 The steps are those of a device (`permille.training.adam`). The last tenth of the rows is not trained on
-and judges the result. As on a device, the package's reference pulls each step, and bounds the loss on
-general text. A call with the same arguments and checkpoint continues after a kill, to the same bits.
+and judges the result. As on a device, the package's reference adds its gradient to each step, and bounds the
+loss on general text. A call with the same arguments and checkpoint continues after a kill, to the same bits.
 
 Shapes: N = rows of the corpus, B = rows of a batch, T = tokens, K = masked weights.
 """
@@ -123,7 +123,7 @@ def pool(
             gradient_K = gradient_K + engine.gradient(values_K, reference.pull(step))[1]
         step_rate = rate * (1 - step / plan.steps)
         moments = adam_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
-        # Stored before `progress`, which may stop the work.
+        # Store them before `progress`, which may stop the work.
         if moments.step % STEPS_A_CHECKPOINT == 0 or moments.step == plan.steps:
             moments.store(checkpoint)
         progress(moments.step, plan.steps)
@@ -132,7 +132,7 @@ def pool(
         s_K = _kept_general(engine, w_base_K, s_K, exponent, reference)
     base_N = _losses(engine, w_base_K, held_NT, plan.batch_rows)
     pooled_N = _losses(engine, values(w_base_K, s_K, exponent), held_NT, plan.batch_rows)
-    # By pairs: the gains of the rows vary less than their losses.
+    # Compare row by row, because the gains of the rows vary less than their losses.
     gain_N = base_N - pooled_N
     return Pooled(
         s_K=s_K,
@@ -161,7 +161,7 @@ def _kept_general(
     if not strength.eighths:
         raise InputError(
             f"The pooled state raises the loss on general text by {strength.rise:.3f} nats per token at an"
-            f" eighth of its strength; {KEEP_GENERAL} are allowed. Take fewer steps, or more general text."
+            f" eighth of its strength, and {KEEP_GENERAL} are allowed. Take fewer steps or more general text."
         )
     return scaled(s_K, strength.eighths)
 
@@ -191,14 +191,14 @@ def write_pooled(
     data = encode_state(header, found.s_K)
     layer = Layer(role=Role.POOLED, digest=blobs.put_bytes(data), size_bytes=len(data))
     made = manifest.with_addition(layer, pooling)
-    # Read back before the manifest is written, so no package names a state that it cannot open.
+    # Read the state back before the manifest is written, so no package names a state that it cannot open.
     pooled_state(Package(blobs, made))
     write_manifest(blobs, made)
     return made
 
 
 def _kept(checkpoint: Path) -> Moments | None:
-    """Return the moments of an earlier call. Without a whole file, return None, to repeat the steps."""
+    """Return the moments of an earlier call. If their file is missing or damaged, return None."""
     with suppress(OperatorError):
         return Moments.load(checkpoint)
     return None

@@ -179,7 +179,7 @@ def _answered(package: Package, engine: LightEngine, chat: Chat, question: str, 
     prompt_T = chat.prompt(question)
     if len(prompt_T) > min(MOST_CHAT_TOKENS, positions) - ANSWER_TOKENS:
         return None
-    # Without sampling, so that the same base gives the same answers.
+    # Do not sample, so that the same base gives the same answers.
     sampling = TokenSampling(max_new_tokens=ANSWER_TOKENS, stop_ids=chat.stop_ids())
     answer = list(engine.generate(package.values(), prompt_T, sampling))
     if not answer:
@@ -192,7 +192,7 @@ def _rows_of(rows: Sequence[_Row], top: SoftTargets | None = None) -> ReferenceR
     if top is None:
         top = SoftTargets(ids_RN=np.zeros((0, 1), np.int64), probability_RN=np.zeros((0, 1), np.float32))
     return ReferenceRows(
-        # Padded with 0, which is a token of every vocabulary. `end_N` tells where a row ends.
+        # Pad with 0, which is a token of every vocabulary. `end_N` has the ends of the rows.
         ids_NT=np.stack([np.pad(row.ids_T, (0, length - len(row.ids_T))) for row in rows]),
         begin_N=np.array([row.begin for row in rows]),
         end_N=np.array([len(row.ids_T) for row in rows]),

@@ -55,7 +55,7 @@ def scaled(s_K: NDArray[np.int64], eighths: int) -> NDArray[np.int64]:
     product_K = s_K * np.int64(eighths)
     # The shift rounds down also below 0, so the rest is 0 to 7.
     floor_K, rest_K = product_K >> 3, product_K & 7
-    # Half to even: of two equally near integers, an odd floor is not the even one.
+    # Round ties to even: if the floor is odd, the integer above it is the even one.
     up_K = (rest_K > 4) | ((rest_K == 4) & (floor_K & 1 == 1))
     result_K: NDArray[np.int64] = floor_K + up_K
     return result_K

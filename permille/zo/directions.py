@@ -54,7 +54,7 @@ def direction(*, seed: int, step: int, query: int, counts: Sequence[int]) -> NDA
         library.call("direction", seed, step, query, np.array(counts, dtype=np.int64), len(counts), z_K)
         return z_K
     bits_P = _bits(philox4x32_10((layout.block_B, layout.tensor_B, step, query), seed))
-    # In place, as there are as many signs as weights: 0 becomes -1, 1 stays 1.
+    # Convert in place, because the array is as large as the mask. 0 becomes -1, and 1 stays 1.
     z_P = bits_P.view(np.int8)
     z_P *= 2
     z_P -= 1
@@ -92,7 +92,7 @@ class Combination:
         layout = block_layout(counts)
         first, stop = layout.starts[tensors.start], layout.starts[tensors.stop]
         block_B, tensor_B = layout.block_B[first:stop], layout.tensor_B[first:stop]
-        # Spans of blocks, not of directions: each thread writes its own part, so there is nothing to merge.
+        # The threads divide the blocks, not the directions, so their results are joined without another sum.
         edges = [len(block_B) * index // threads for index in range(threads + 1)]
         spans = [slice(start, end) for start, end in pairwise(edges) if start < end]
         with ThreadPoolExecutor(max_workers=threads) as pool:
@@ -100,7 +100,7 @@ class Combination:
         return layout.without_padding(np.concatenate([self.c_D[:0], *sums]), tensors)
 
     def _sums(self, block_B: Words, tensor_B: Words) -> NDArray[np.int64]:
-        """Return the sum at each bit position of some blocks, int64 [P]: twice the sum of bits less all c."""
+        """Return the sum of the signs at each bit position of some blocks, int64 [P]."""
         sums_P = np.zeros(len(block_B) * BLOCK_BITS, dtype=np.int64)
         library = load()
         directions = (self.step_D, self.query_D, self.c_D)
@@ -114,7 +114,7 @@ class Combination:
                 # The bits of eight directions at one position form a byte, the index of one of 256 sums.
                 chosen_P = np.packbits(_bits(philox4x32_10(counter, self.seed)), axis=0)[0]
                 sums_P += _subset_sums(c_G)[chosen_P]
-        # A sign is twice a bit less one. The sums of bits are converted once, at the end.
+        # A sign is `2 * bit - 1`, so the sums of bits become sums of signs here, once for all directions.
         sums_P *= 2
         sums_P -= self.c_D.sum()
         return sums_P
@@ -137,7 +137,7 @@ class BlockLayout:
         """`width` is the number of elements that a block gives."""
         if any(not 0 <= count < _WORD_LIMIT for count in counts):
             raise InputError(f"expected counts from 0 to 2**32 - 1, got {min(counts)} to {max(counts)}")
-        # Rounded up, so each tensor begins with a new block and does not depend on the ones before it.
+        # Round up, so that each tensor begins with a new block and does not depend on earlier tensors.
         blocks_T = np.array([-(-count // width) for count in counts], dtype=np.int64)
         self._width = width
         self.counts = counts

@@ -5,11 +5,17 @@ direction has unit variance. For each block, a step averages `projected_grad * z
 of the block, and moves by minus the learning rate times that average. The expectation of the average is the
 gradient, up to terms of the order of epsilon squared (none for exact derivatives).
 
-Costs in forward passes of the batch, with q directions: SPSA 2 q, one-sided q, exact derivatives (`forward`)
-about 3 for any q. Split, with P_1 directions of the lower block and P_2 of the upper, makes 2 P_1 passes of
-the lower block's layers, and 2 P_2 of the others. The light and the torch engine compute shared work of
-variants once (`permille.engines.variants`). An exported program cannot share work, so a split step costs 2
-P_2 whole passes there. `layer_passes` of an engine counts its work.
+The cost of a step, in forward passes of the batch, with q directions:
+
+- SPSA: 2 q.
+- One-sided: q.
+- Exact derivatives (`forward`): about 3, for any q.
+- Split, with P_1 directions of the lower block and P_2 of the upper one: 2 P_1 passes through the layers of
+  the lower block, and 2 P_2 passes through the others.
+
+The light and the torch engine compute shared work of variants once (`permille.engines.variants`). An
+exported program cannot share work, so it makes 2 P_2 whole passes for a split step. `layer_passes` of an
+engine counts its work.
 
 Estimators know nothing of models, and engines nothing of optimizers. `LossEngine` is the interface between
 them.
@@ -163,7 +169,7 @@ Estimate = Callable[
 def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
     """Return all directions of a step, [q, k], with elements -1, 0 and 1.
 
-    Divided by `header.sigma` they have unit variance. A direction of one block is 0 outside of it
+    Divided by `header.sigma` they have unit variance. A direction of one block is 0 outside that block
     (FORMAT 6.3, 6.5 and 6.6).
 
     Raises:
@@ -186,8 +192,8 @@ def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
 def estimate(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
 ) -> tuple[float, NDArray[np.float64]]:
-    """Return the loss of `step` and its q projected gradients. They may be NaN or infinite."""
-    # No entry for `EstimatorKind.GRADIENT`: `change_step` makes such records, and measures no directions.
+    """Return the loss of `step` and its q projected gradients. All of these may be NaN or infinite."""
+    # `EstimatorKind.GRADIENT` has no entry, because `change_step` makes its records without measurements.
     found = _ESTIMATES.get(descent.header.estimator)
     if found is None:
         raise InputError(
@@ -207,13 +213,13 @@ def _spsa(
     +z_0, -z_0, +z_1, -z_1, ...
 
     Returns:
-        Mean of the 2q losses, and the q scalars in float64.
+        Mean of the 2q losses, and the q projected gradients in float64.
     """
     header = descent.header
     # Compute each variant from the state. Adding and subtracting in place, as MeZO does, would accumulate
     # rounding errors.
     values_VK = perturbed_pairs(descent.w_base_K, s_K, header.step_unit_exponent, z_QK, descent.scale)
-    losses_V = _scalars(engine.losses(values_VK, batch), 2 * header.queries)
+    losses_V = _checked(engine.losses(values_VK, batch), 2 * header.queries)
     with np.errstate(invalid="ignore", over="ignore"):
         # NaN and infinity pass through here. `rounded_step` turns them into a rejected record.
         projected_grad_Q = (losses_V[0::2] - losses_V[1::2]) / (2 * header.epsilon)
@@ -232,11 +238,11 @@ def _one_sided(
     turns the result into the difference to the mean of the others.
 
     Returns:
-        Mean of the q losses, and the q scalars in float64.
+        Mean of the q losses, and the q projected gradients in float64.
     """
     queries = len(z_QK)
     values_VK = np.stack([descent.perturbed(s_K, z_K) for z_K in z_QK])
-    losses_V = _scalars(engine.losses(values_VK, batch), queries)
+    losses_V = _checked(engine.losses(values_VK, batch), queries)
     with np.errstate(invalid="ignore", over="ignore"):
         mean = losses_V.mean()
         # The header guarantees at least two queries for this estimator.
@@ -252,14 +258,14 @@ def _split(
     Each lower direction is used with both signs, and each time with J = P_2 / (2 P_1) pairs of upper
     directions.
 
-    FedSPZO, equations 6 and 8, with one scalar per direction. The scalar of an upper direction is the
-    difference of its two losses divided by `2*epsilon`, while its lower direction is held at one sign. The
-    scalar of a lower direction is the mean of all its losses at + minus the mean at -, divided by
-    `2*epsilon`. Equation 7's double sum reduces to this. All 2 P_2 variants go to the engine in one call, in
-    groups that agree in the lower block.
+    FedSPZO, equations 6 and 8, with one projected gradient per direction. That of an upper direction is the
+    difference of its two losses divided by `2*epsilon`, while its lower direction is held at one sign. That
+    of a lower direction is the mean of all its losses at + minus the mean at -, divided by `2*epsilon`.
+    Equation 7's double sum reduces to this. All 2 P_2 variants go to the engine in one call, in groups that
+    agree in the lower block.
 
     Returns:
-        Mean of the 2 P_2 losses, and the P_1 + P_2 scalars in float64, the lower block's first.
+        Mean of the 2 P_2 losses, and the P_1 + P_2 projected gradients in float64, the lower block's first.
     """
     (lower_queries, _), (upper_queries, _) = descent.header.blocks()
     lower, upper = lower_queries.stop, upper_queries.stop - upper_queries.start
@@ -273,7 +279,7 @@ def _split(
         z_upper_K = z_QK[lower + variant // 2] * z_QK.dtype.type(1 - 2 * opposite)
         # The blocks do not overlap, so each element of the sum is one of the two.
         values_VK[variant] = descent.perturbed(s_K, z_lower_K + z_upper_K)
-    losses_V = _scalars(engine.losses(values_VK, batch), 2 * upper)
+    losses_V = _checked(engine.losses(values_VK, batch), 2 * upper)
     losses_PSJD = losses_V.reshape(shape_PSJD)
     epsilon = descent.header.epsilon
     with np.errstate(invalid="ignore", over="ignore"):
@@ -292,14 +298,14 @@ def _forward(
     differentiation, which gives the same numbers with one pass for each direction.
 
     Returns:
-        The loss at the state, and the q scalars in float64.
+        The loss at the state, and the q projected gradients in float64.
     """
     header = descent.header
     values_K = values(descent.w_base_K, s_K, header.step_unit_exponent)
     loss, gradient_K = differentiable(engine).gradient(values_K, batch)
-    # In float64, so that the order of the sum hardly matters for the rounded coefficient.
+    # Compute in float64, so that the order of the sum hardly matters for the rounded coefficient.
     wide_K = gradient_K.astype(np.float64) / header.sigma
-    # One direction at a time: all directions in float64 would be gigabytes.
+    # Convert one direction at a time, because all directions in float64 would take gigabytes.
     return loss, np.array([z_K @ wide_K for z_K in z_QK])
 
 
@@ -311,8 +317,8 @@ _ESTIMATES: dict[EstimatorKind, Estimate] = {
 }
 
 
-def _scalars(scalars: NDArray[np.floating], expected: int) -> NDArray[np.float64]:
-    if scalars.shape != (expected,):
-        raise InputError(f"expected {expected} scalars from the engine, got shape {scalars.shape}")
-    # float32 losses that differ by a few units in the last place are subtracted, so go on in float64.
-    return scalars.astype(np.float64)
+def _checked(losses: NDArray[np.floating], expected: int) -> NDArray[np.float64]:
+    if losses.shape != (expected,):
+        raise InputError(f"expected {expected} losses from the engine, got shape {losses.shape}")
+    # The losses may differ by a few units in the last place of float32, so subtract them in float64.
+    return losses.astype(np.float64)

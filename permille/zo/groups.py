@@ -2,8 +2,8 @@
 
 Direction i has the signs of group i and is 0 elsewhere, so the directions of a step are orthogonal.
 Projecting on all of them, or adding all of them to a state, is one pass over the weights for any Q. They
-are used for steps whose change is known, such as a gradient's: the log stores the part that Q integers
-can express.
+are used for steps whose change is known, such as a gradient step. The log then stores the part of the
+change that Q integers can express.
 
 Each weight takes one word of the generator. The numpy code here is the definition; the native kernels
 are tested against the same golden vectors.
@@ -28,8 +28,8 @@ QUERY_WORD = (1 << 32) - 1
 """Counter word 3 of the generator. No query of a log has this number."""
 
 _SPAN = 1 << 16  # weights of a task
-_COEFFICIENTS = 1 << 15  # of some steps together, so that they fit the second cache
-# Of a word: the top bit is the sign, the other 31 choose the group.
+_COEFFICIENTS = 1 << 15  # of the steps that share a pass over the weights, few enough for the L2 cache
+# The top bit of a word is the sign. The other 31 bits choose the group.
 _GROUP_BITS = np.uint64(31)
 
 
@@ -72,7 +72,7 @@ def grouping(header: LogHeader, step: int) -> Grouping:
     words = philox4x32_10((layout.block_B, layout.tensor_B, step, QUERY_WORD), header.seed)
     word_K = layout.without_padding(np.stack(words, axis=1).reshape(-1))
     low_K = word_K & np.uint64((1 << 31) - 1)
-    # A product and a shift in place of a remainder. The bias is below Q / 2**31.
+    # A product and a shift replace a remainder, which is slower. The bias is below Q / 2**31.
     group_K = ((low_K * np.uint64(header.queries)) >> _GROUP_BITS).astype(np.int32)
     sign_K = (2 * (word_K >> _GROUP_BITS).astype(np.int8) - 1).astype(np.int8)
     return Grouping(group_K=group_K, sign_K=sign_K, queries=header.queries)
@@ -94,7 +94,7 @@ def group_sums(
             found = grouping(header, step)
             sums_K += c_Q[found.group_K] * found.sign_K
         return sums_K
-    # Several steps in one pass over the weights, which are read from memory once for all of them.
+    # Add several steps in one pass, so that the sums are read from memory once for all of them.
     abreast = max(2, _COEFFICIENTS // header.queries)
 
     def add(span: tuple[int, int, slice]) -> None:

@@ -104,11 +104,11 @@ class LogHeader:
     """Header of a log: its bindings, and the constants that turn its integers into weights.
 
     Attributes:
-        queries: the coefficients of a step, of both blocks together if there are two.
+        queries: the number of coefficients of a step, those of both blocks if there are two.
         total_steps: the largest number of steps in the log. The linear schedule ends there.
-        counts: the masked weights of each tensor, in tensor order.
+        counts: the number of masked weights of each tensor, in tensor order.
         split: the two blocks of `EstimatorKind.SPLIT`, else None.
-        first_tensor: masked weights of earlier tensors do not move.
+        first_tensor: the first tensor that is trained. Masked weights of earlier tensors do not move.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 8.1.
@@ -165,7 +165,10 @@ class LogHeader:
             if not (math.isfinite(number) and number > 0):
                 raise InputError(f"{name} must be positive and finite, not {number}.")
         if (self.split is not None) != (self.estimator is EstimatorKind.SPLIT):
-            raise InputError(f"expected two blocks for split and only there, got {self.estimator.value}")
+            raise InputError(
+                "A split needs two blocks, and other estimators take none. "
+                f"The estimator is {self.estimator.value}."
+            )
         if self.split is not None:
             self.split.check(counts=self.counts, queries=self.queries)
         last = (len(self.counts) if self.split is None else self.split.first_upper_tensor) - 1
@@ -223,7 +226,7 @@ class LogHeader:
         fields = asdict(self) | {
             "format": FORMAT,
             "version": VERSION,
-            # The format names the generator of the directions: another one would be another run.
+            # Name the generator of the directions, because another one would make another run.
             "generator": GENERATOR,
             "generator_version": GENERATOR_VERSION,
             "seed": f"{self.seed:016x}",
@@ -239,7 +242,7 @@ class LogHeader:
         Raises:
             PackageError: `log-header`. The message says what is wrong.
         """
-        # Before parsing: a log comes from a device that the service does not trust.
+        # Check the size before parsing, because the service does not trust the device that sends the log.
         if len(data) > MAX_HEADER_BYTES:
             raise PackageError(
                 "log-header",

@@ -38,7 +38,13 @@ _MAX_PAYLOAD = _FIXED.size + MAX_GROUPS * MAX_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalContents:
-    """Contents of a journal file: header, whole records, and the end of the last one."""
+    """Contents of a journal file.
+
+    Attributes:
+        records: the whole records.
+        end: the offset behind the last whole record.
+        torn_bytes: the bytes behind it, which are an unfinished record.
+    """
 
     header: LogHeader
     records: tuple[StepRecord, ...]
@@ -60,7 +66,7 @@ def read_journal(path: Path) -> JournalContents:
 
 
 class Journal:
-    """An open journal and its only writer. Use `create` or `open`. Close it, or use it as a context."""
+    """An open journal and its only writer. Use `create` or `open`. Close it, or use it in `with`."""
 
     def __init__(self, descriptor: int, path: Path, contents: JournalContents) -> None:
         self.header = contents.header
@@ -100,7 +106,7 @@ class Journal:
         except FileNotFoundError as exc:
             raise InputError(f"There is no journal at {path}.") from exc
         try:
-            # The lock comes before the cut: another process could be in the middle of its record.
+            # Lock before cutting, because another process could be in the middle of its record.
             _lock(descriptor, path)
             contents = parse_journal(_read_all(descriptor), path)
             if contents.torn_bytes:
@@ -140,7 +146,7 @@ class Journal:
         except OSError as exc:
             self._broken = True
             raise OperatorError(f"Cannot append step {record.step} to {self.path}: {exc}") from exc
-        # Only after a successful write. After a failed one, the next `open` cuts off the bytes behind it.
+        # Move the end only after a successful write. After a failed one, `open` cuts off the bytes behind it.
         self._end += len(entry)
         self._weight = weight
         self._records.append(record)
@@ -169,7 +175,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _read_all(descriptor: int) -> bytes:
-    # A duplicate, because closing the file object would close the journal's own descriptor.
+    # Read from a duplicate, because closing the file object would close the journal's own descriptor.
     with os.fdopen(os.dup(descriptor), "rb") as file:
         return file.read()
 

@@ -18,7 +18,7 @@ from permille.native.arrays import check_array, check_output
 from permille.native.library import load
 
 STATE_LIMIT = 1 << 53
-"""Bound on sum |c| of a log, and so on |s|. Below it, float64(s) is exact."""
+"""Bound on sum |c| of a log, and therefore on |s|. Within it, float64(s) is exact."""
 
 # The limit of a coefficient in a log (FORMAT 8.2).
 MAX_COEFFICIENT = (1 << 31) - 1
@@ -27,7 +27,7 @@ MIN_STEP_UNIT_EXPONENT = -149
 MAX_STEP_UNIT_EXPONENT = 64
 
 _STATE_DOMAIN = b"permille-state-1\0"
-# Ten bits for the scalars: finer rounding only makes logs longer, coarser rounding adds noise.
+# Some ten bits for projected gradients. Finer rounding would only make logs longer. Coarser adds noise.
 _COEFFICIENT_RMS = 1024
 
 
@@ -65,7 +65,7 @@ def perturbed(
         numbers = (_unit(step_unit_exponent), np.array(scale, dtype=np.float64))
         library.call("perturbed", w_K, state_K, *numbers, z_K, len(z_K), out_K)
         return out_K
-    # Without the kernels, the same operations in numpy. Both give the same bits, which tests compare.
+    # Without the kernels, numpy does the same operations. Tests check that both give the same bits.
     moved_K = _exact(w_K, state_K, step_unit_exponent)
     moved_K += scale * z_K.astype(np.float64)
     return moved_K.astype(np.float32)
@@ -121,7 +121,7 @@ def coefficient(
 ) -> int:
     """Return the integer factor of `z`: `c = rint(-lr * projected_grad / (q * sigma * 2**e))`.
 
-    Computed in float64, half to even. For example, with a unit of 2**-10:
+    The quotient is computed in float64 and rounded half to even. For example, with a unit of 2**-10:
 
         >>> coefficient(
         ...     learning_rate=0.5, projected_grad=-1.0, queries=1, sigma=1.0, step_unit_exponent=-10
@@ -137,7 +137,7 @@ def coefficient(
         raise InputError(
             f"expected a finite coefficient, got {quotient} from projected_grad {projected_grad}"
         )
-    # Python's `round` is half to even, as the format asks.
+    # Python's `round` is half to even, as the format requires.
     return round(quotient)
 
 
@@ -189,7 +189,7 @@ def _exact(
 ) -> NDArray[np.float64]:
     if w_base_K.shape != s_K.shape:
         raise InputError(f"expected a state of shape {w_base_K.shape}, got {s_K.shape}")
-    # In this order of operations: FORMAT 7.2 fixes the bits.
+    # Keep this order of operations, because FORMAT 7.2 fixes the bits.
     exact_K: NDArray[np.float64] = s_K.astype(np.float64)
     exact_K *= math.ldexp(1.0, step_unit_exponent)
     exact_K += w_base_K

@@ -32,7 +32,7 @@ from permille.zo.varints import decode_varints, encode_varints, unzigzag, zigzag
 
 MAGIC = b"PMLLOG1\n"
 CHUNK_STEPS = 1024
-# FORMAT 9.1: besides the header three `u32`, which are its size, the number of steps and the checksum.
+# FORMAT 9.1: magic and header, and three `u32` for the header's size, the number of steps and the checksum.
 MAX_HEAD_BYTES = len(MAGIC) + MAX_HEADER_BYTES + 12
 """The largest size of the part before the first chunk."""
 
@@ -152,7 +152,10 @@ class _Reader:
         return number
 
     def checksum(self) -> None:
-        """Compare the next word with the checksum of all bytes since the last one, chained to that one."""
+        """Read a checksum, and compare it with that of the bytes since the previous checksum.
+
+        Each checksum continues from the previous one.
+        """
         self._crc = zlib.crc32(self._data[self._summed : self._position], self._crc)
         stored = self.u32()
         if stored != self._crc:
@@ -165,7 +168,7 @@ class _Reader:
 
 
 def _check_limits(header: LogHeader, steps: int, *, max_steps: int, max_k: int, left: int) -> None:
-    # Before any array is allocated: the numbers come from the device.
+    # Check before any array is allocated, because the numbers come from the device.
     if steps > min(max_steps, header.total_steps):
         raise PackageError(
             "log-limit",
@@ -185,7 +188,7 @@ def _check_limits(header: LogHeader, steps: int, *, max_steps: int, max_k: int, 
 def _encode(header: LogHeader, coefficients_TQ: NDArray[np.int64], flags_T: NDArray[np.uint8]) -> bytes:
     header_bytes = header.to_bytes()
     head = MAGIC + _U32.pack(len(header_bytes)) + header_bytes + _U32.pack(len(coefficients_TQ))
-    # FORMAT 9.1: each checksum continues the one before, so chunks cannot be exchanged or moved.
+    # FORMAT 9.1: each checksum continues from the previous one, so chunks cannot be exchanged or moved.
     crc = zlib.crc32(head)
     parts = [head, _U32.pack(crc)]
     for payload in _payloads(coefficients_TQ, flags_T):
@@ -215,7 +218,7 @@ def _decode_chunk(payload: bytes, out_TQ: NDArray[np.int64], out_flags_T: NDArra
         )
     pairs_F2 = numbers_V[1 : 1 + 2 * flagged].reshape(-1, 2).astype(np.int64)
     steps_F, flags_F = pairs_F2[:, 0], pairs_F2[:, 1]
-    # Increasing steps and known flags only: a log has exactly one byte string.
+    # Accept increasing steps and known flags only, so that a log has exactly one byte string.
     if flagged and (
         np.any(np.diff(steps_F) <= 0)
         or steps_F[-1] >= len(out_flags_T)

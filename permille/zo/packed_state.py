@@ -1,8 +1,8 @@
 """The packed state: the trained integers without the steps that made them, to keep or share (FORMAT 11).
 
-It is shorter than a log of many steps of a small mask. Log and packed state of one run have the same
-state digest. Reading trusts nothing: the digest at the end is compared first, then each limit is checked
-before memory is allocated, so `encode(decode(data)) == data`.
+For a small mask and many steps, it is shorter than the log. Log and packed state of one run have the same
+state digest. Reading trusts nothing. It compares the digest at the end first, then checks each limit before
+it allocates memory. It accepts canonical bytes only, so `encode(decode(data)) == data`.
 
 Shapes: K = masked weights, N = weights of one block.
 """
@@ -145,7 +145,7 @@ def pooled_state(package: Package) -> PackedState | None:
     if data is None:
         return None
     state = decode_state(data, max_bytes=len(data), max_k=package.k)
-    # FORMAT 4.9: bound to the parent, since the manifest that lists this blob cannot be named in it.
+    # FORMAT 4.9: a pooled state names the parent, because it cannot name the manifest that lists it.
     parent = package.manifest.parent().digest
     state.check_binding(package_digest=parent, mask_digest=package.mask_digest, k=package.k)
     if state.header.origin is not StateOrigin.POOLED:
@@ -168,7 +168,7 @@ def encode_state(header: StateHeader, s_K: NDArray[np.int64]) -> bytes:
     header_bytes = header.to_bytes()
     parts = [_HEAD.pack(MAGIC, len(header_bytes)), header_bytes]
     parts += [
-        # FORMAT 11.2: a bit width for each block, so one large integer makes only its block longer.
+        # FORMAT 11.2: each block has its own bit width, so a large integer makes only its block longer.
         _pack(zigzag(s_K[first : first + BLOCK_WEIGHTS]))
         for first in range(0, header.k, BLOCK_WEIGHTS)
     ]
@@ -186,7 +186,7 @@ def decode_state(data: bytes, *, max_bytes: int, max_k: int) -> PackedState:
         raise PackageError(
             "state-limit", f"The state has {len(data)} bytes, and at most {max_bytes} are accepted."
         )
-    # The digest comes first, so that everything below reads bytes as they were written.
+    # Check the digest first, so that everything below reads the bytes as they were written.
     end = len(data) - _DIGEST_BYTES
     if end < _HEAD.size or hashlib.sha256(data[:end]).digest() != data[end:]:
         raise PackageError(
@@ -224,7 +224,7 @@ def _pack(numbers_N: NDArray[np.uint64]) -> bytes:
 
 def _unpack(data: memoryview, out_N: NDArray[np.int64]) -> int:
     """Read one block from the start of the bytes. Return its size in bytes."""
-    # A width that no block has makes the check below refuse missing bytes.
+    # Without bytes, take a width that no block has, which the check below refuses.
     width = data[0] if data else _MAX_WIDTH + 1
     size = 1 + -(-len(out_N) * width // 8)
     if width > _MAX_WIDTH or size > len(data):
@@ -235,9 +235,9 @@ def _unpack(data: memoryview, out_N: NDArray[np.int64]) -> int:
     used = len(out_N) * width
     bits_NW = bits[:used].reshape(len(out_N), width).astype(np.uint64)
     numbers_N = (bits_NW << np.arange(width, dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
-    # A state has one byte string, so that its digest names it. So padding bits must be zero, too.
+    # A state has exactly one byte string, so the width must be the smallest, and padding bits must be zero.
     shortest = int(numbers_N.max()).bit_length() == width
     out_N[...] = unzigzag(numbers_N)
     if not shortest or bits[used:].any() or int(np.abs(out_N).max()) > STATE_LIMIT:
-        raise PackageError("state-content", "expected the only bytes of a block, got others")
+        raise PackageError("state-content", "expected the canonical bytes of a block, got others")
     return size

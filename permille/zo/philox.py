@@ -1,7 +1,7 @@
 """Philox4x32-10, the counter-based generator of all directions.
 
-Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011). Tested against the
-known-answer vectors of Random123. NumPy's own Philox is 4x64 and gives another stream.
+Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011). Tests compare it
+with the known-answer vectors of Random123. NumPy's own Philox is 4x64 and gives another stream.
 
 Words are uint64 arrays with values below 2**32, because the products need 64 bits.
 """
@@ -67,6 +67,6 @@ def encrypt(words: tuple[Words, Words, Words, Words], scratch: tuple[Words, Word
         np.bitwise_xor(x2, np.uint64(key_1), out=x2)
         np.bitwise_and(p1, _LOW, out=x1)
         np.bitwise_and(p0, _LOW, out=x3)
-        # Python integers, so the sum does not wrap by itself.
+        # Python integers do not wrap, so cut the sums to 32 bits.
         key_0 = (key_0 + _WEYL_0) & 0xFFFFFFFF
         key_1 = (key_1 + _WEYL_1) & 0xFFFFFFFF

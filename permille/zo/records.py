@@ -58,7 +58,7 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
     Raises:
         InputError: the message names the broken rule.
     """
-    # FORMAT 8.2: numbers of steps have no gap.
+    # FORMAT 8.2: step numbers have no gaps.
     if record.step != expected_step:
         raise InputError(f"expected step {expected_step}, got {record.step}")
     if record.step >= header.total_steps:
@@ -74,16 +74,16 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
 
 
 def weight_of(record: StepRecord) -> int:
-    """Return what a step adds to the bound on |s|: `sum |c|` (FORMAT 7.3)."""
+    """Return `sum |c|` of a step, which it adds to the bound on |s| (FORMAT 7.3)."""
     return sum(abs(c) for c in record.coefficients)
 
 
 def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
-    """Return the same for many steps: exact within the limit of FORMAT 7.3, beyond it a larger number."""
+    """Return `sum |c|` over many steps, or some number above the limit of FORMAT 7.3 if it exceeds that."""
     total = 0
     for first in range(0, len(coefficients_TQ), _ROWS):
         rows_TQ = coefficients_TQ[first : first + _ROWS]
-        # First in float64, because the int64 sum of hostile coefficients may wrap.
+        # Sum in float64 first, because the int64 sum of hostile coefficients may wrap.
         if np.abs(rows_TQ.astype(np.float64)).sum() > STATE_LIMIT:
             return 2 * STATE_LIMIT
         total += int(np.abs(rows_TQ).sum())

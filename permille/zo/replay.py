@@ -20,7 +20,7 @@ from permille.zo.records import check_weight, weight_of_rows
 
 MAX_REPLAY_WORK: Final = 10**13
 """The largest work of a replay, in additions. It takes some three minutes of a core."""
-_GROUPS_COST = 100  # measured: 6e8 weights a second against 6e10
+_GROUPS_COST = 100  # additions per weight (measured: 6e8 weights a second against 6e10 additions)
 
 
 def replay(
@@ -49,7 +49,7 @@ def replay(
         raise InputError(f"expected coefficients [T, {header.queries}], got {coefficients_TQ.shape}")
     if not 0 <= start <= MAX_STEPS - len(coefficients_TQ):
         raise InputError(f"expected steps below {MAX_STEPS}, got {len(coefficients_TQ)} from {start}")
-    # Checked before the sum: below this bound, no order of additions can overflow.
+    # Check before the sum. Within this bound, no order of additions can overflow.
     check_weight(weight_of_rows(coefficients_TQ))
     if header.directions is DirectionKind.GROUPS:
         s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
@@ -62,7 +62,8 @@ def replay(
 def work_of(header: LogHeader, steps: int) -> int:
     """Return the cost of a replay in additions of signs. A core does 6e10 a second with the native kernels.
 
-    A step of groups costs one pass over the weights for any number of groups, as much as a hundred of these.
+    A step of groups is one pass over the weights for any number of groups. For each weight, it takes as long
+    as a hundred additions of signs.
     """
     a_step = _GROUPS_COST if header.directions is DirectionKind.GROUPS else header.queries
     return steps * a_step * header.k
@@ -71,7 +72,7 @@ def work_of(header: LogHeader, steps: int) -> int:
 def check_replay_work(head: bytes) -> None:
     """Refuse a log whose replay would cost more than `MAX_REPLAY_WORK`, by its first bytes alone.
 
-    Only the replay checks whether the bytes are right. A head that cannot be read costs nothing and passes.
+    A head that cannot be read passes, because decoding the log refuses it without a replay.
 
     Raises:
         PackageError: `log-limit`.

@@ -33,12 +33,12 @@ def take_step(
     """Estimate one step at state `s_K`, without changing the state.
 
     Args:
-        normalised: divide the scalars by their root mean square, so that the learning rate alone sets the
-            length of a step (as FZOO divides by the deviation of the losses).
+        normalised: divide the projected gradients by their root mean square, so that the learning rate alone
+            sets the length of a step (as FZOO divides by the deviation of the losses).
 
     Returns:
-        The record. If a loss or scalar is not finite, or a coefficient is beyond the format, the record has
-        zeros and is REJECTED.
+        The record. If a loss or projected gradient is not finite, or a coefficient is beyond the format, the
+        record has zeros and is REJECTED.
     """
     loss, projected_grad_Q = estimate(engine, batch, descent, s_K, step)
     return rounded_step(loss, projected_grad_Q, descent.header, step, normalised=normalised)
@@ -47,12 +47,12 @@ def take_step(
 def rounded_step(
     loss: float, projected_grad_Q: NDArray[np.float64], header: LogHeader, step: int, *, normalised: bool
 ) -> StepRecord:
-    """Make the record of one step from its scalars, as `take_step` does."""
+    """Make the record of one step from its projected gradients, as `take_step` does."""
     rejected = StepRecord(step=step, coefficients=(0,) * header.queries, loss=loss, flags=StepFlag.REJECTED)
     # A rejected step keeps its number, so the directions of later steps stay the same.
     if not (math.isfinite(loss) and np.isfinite(projected_grad_Q).all()):
         return rejected
-    # All scalars are zero on a flat loss. There is no length to divide by, and the step is zero anyway.
+    # On a flat loss, all projected gradients are zero, so there is no length to divide by.
     if normalised and projected_grad_Q.any():
         largest = np.abs(projected_grad_Q).max()  # divide by it first, because squares may overflow
         projected_grad_Q = projected_grad_Q / largest
@@ -89,7 +89,7 @@ def apply_record(s_K: NDArray[np.int64], record: StepRecord, header: LogHeader) 
     """Move a state by one record, in place: `s += sum_i c_i * z_i`.
 
     Raises:
-        InputError: the state would leave the exact range (FORMAT 7.3); it is then unchanged.
+        InputError: the state would leave the exact range (FORMAT 7.3). It is then unchanged.
     """
     if len(s_K) != header.k or len(record.coefficients) != header.queries:
         raise InputError(
@@ -132,7 +132,8 @@ class JournaledSteps:
         Args:
             journal: the open journal.
             descent: the settings of the log.
-            first_step: the number that the journal's first step has in the log of the directions.
+            first_step: the number of the journal's first step in the whole history, which decides its
+                directions. A journal counts its own steps from zero.
         """
         self._journal, self._descent, self._first_step = journal, descent, first_step
         self.s_K = self.before(journal.next_step)
@@ -144,13 +145,12 @@ class JournaledSteps:
 
     @property
     def step(self) -> int:
-        """Return the number of the next step in the log of the directions."""
+        """Return the number of the next step in the whole history."""
         return self._first_step + self.done
 
     def append(self, record: StepRecord) -> None:
         """Make the record of step `step` durable, and move the state by it."""
-        # The journal first: a state ahead of its journal could not be replayed after a kill.
-        # The journal counts its own steps from zero, whatever their number in the log of directions.
+        # Append first, because a state ahead of its journal could not be replayed after a kill.
         self._journal.append(replace(record, step=self.done))
         apply_record(self.s_K, record, self._descent.header)
 
@@ -162,7 +162,7 @@ class JournaledSteps:
 
 
 def _coefficients(header: LogHeader, step: int, projected_grad_Q: NDArray[np.float64]) -> tuple[int, ...]:
-    """Round the scalars (FORMAT 7.4). A block's step is the mean over its own directions."""
+    """Round the projected gradients (FORMAT 7.4). A block's step is the mean over its own directions."""
     learning_rate = header.learning_rate_at(step)
     return tuple(
         coefficient(

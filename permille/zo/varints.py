@@ -1,6 +1,7 @@
-"""Variable-length integers: 7 bits a byte, low bits first, the top bit for "more". Signed ones use zigzag.
+"""Variable-length integers with 7 bits in a byte, low bits first.
 
-A number takes at most 5 bytes, in its shortest form only. So it has exactly one byte string (FORMAT 9.2).
+The top bit of a byte means that more bytes follow. Signed integers use zigzag. A number takes at most 5
+bytes, and only its shortest form is valid. So it has exactly one byte string (FORMAT 9.2).
 """
 
 import numpy as np

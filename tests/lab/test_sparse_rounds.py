@@ -120,7 +120,7 @@ def test_bad_plans_are_refused(source: Checkpoint, tmp_path: Path) -> None:
         iterate(source, tmp_path, TEXT, replace(PLAN, rounds=0))
     folder, _ = iterate(source, tmp_path / "once", TEXT, replace(PLAN, rounds=1))
     shutil.copytree(folder, tmp_path / "sparse")
-    with pytest.raises(InputError, match="as sparse already"):
+    with pytest.raises(InputError, match="has these zeros already"):
         iterate(Checkpoint(tmp_path / "sparse"), tmp_path / "twice", TEXT, replace(PLAN, rate=0.3))
 
 

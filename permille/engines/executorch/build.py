@@ -31,12 +31,12 @@ def runtime_folder() -> Path:
     spec = importlib.util.find_spec("executorch")
     places = list(spec.submodule_search_locations or ()) if spec else []
     if not places:
-        raise InputError('engine "executorch" needs its runtime: pip install --no-deps executorch==1.5.1')
+        raise InputError('The engine "executorch" needs its runtime: pip install --no-deps executorch==1.5.1')
     return Path(places[0])
 
 
 def programs_run_here() -> bool:
-    """Return whether the runtime is installed on this machine and connected to this package."""
+    """Return whether this machine has the runtime, and the library that connects to it."""
     return LIBRARY.is_file() and importlib.util.find_spec("executorch") is not None
 
 
@@ -52,7 +52,7 @@ def build(library: Path = LIBRARY) -> Path:
     if compiler is None:
         raise OperatorError("There is no C++ compiler. Install one (c++, g++ or clang++), or name it in CXX.")
     portable = wheel / "include/executorch/runtime/core/portable_type/c10"
-    # Renamed when it is whole: another process may have the old library mapped.
+    # Rename the finished file, because another process may have the old library mapped.
     part = library.with_name(f"{library.name}.{os.getpid()}.part")
     command = [compiler, *_FLAGS, *_DEFINES, f"-I{wheel / 'include'}", f"-I{portable}", "-w", str(SOURCE)]
     # Some of these libraries only register kernels or a backend, so no symbol refers to them.

@@ -1,7 +1,7 @@
 """The engine of an exported program: losses of variants by ExecuTorch's runtime, without torch.
 
-An export fixes the shape of a program. A call is cut into pairs of a variant and a sequence, as many as
-the program has rows. Unused rows of the last pass are computed and ignored. Attention is causal, so
+An export fixes the shape of a program. So a call is cut into passes. Each row of a pass is a pair of a
+variant and a sequence. Unused rows are computed and ignored. Attention is causal, so
 padding changes no loss.
 
 This engine computes neither gradients nor text. Train with an estimator of losses, and use another engine to
@@ -53,7 +53,7 @@ class ExecutorchEngine:
         if path is None:
             raise InputError("The package has no program. Make one: `permille exports create`.")
         self._program = Program(path, threads=self._threads)
-        # A program stores the package that it was made of, without later additions.
+        # A program stores the digest of the package that it was made from, without later additions.
         digest, parent = np.zeros(32, np.uint8), package.manifest.parent().digest
         self._program.run("package", (), digest)
         if (found := f"sha256:{digest.tobytes().hex()}") != parent:
@@ -131,7 +131,7 @@ class ExecutorchEngine:
         Raises:
             InputError: always.
         """
-        raise InputError('"executorch" writes no text. Choose the engine "auto".')
+        raise InputError('The engine "executorch" writes no text. Choose the engine "auto".')
 
     def _losses(self, values_VK: Array, batch: Batch) -> Array:
         """Return the losses [V, B, T - 1] of a checked batch."""

@@ -40,7 +40,7 @@ from permille.package.manifest import Layer
 from permille.package.reader import Package
 from permille.quantization.types import QuantizedTensor, Scheme
 
-# The variant that a runtime calls. It writes to planned memory.
+# The form of the operator that a runtime calls. It writes to planned memory.
 _LIBRARY = torch.library.Library("permille", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "sparse_add.out(Tensor y_RTN, Tensor x_RTK, Tensor values_VC, Tensor variant_R, Tensor row_C, "
@@ -61,12 +61,13 @@ def export_program(
 
     Raises:
         InputError: no exporter is installed, the family is unknown, or 4-bit weights are requested of a
-        package
-            that is not int4.
+            package that is not int4.
     """
     weights = choice_of(ProgramWeights, weights, "weights of a program")
     if weights is ProgramWeights.INT4 and package.manifest.scheme.name is not Scheme.INT4:
-        raise InputError(f"4-bit weights need an int4 package, this one is {package.manifest.scheme.name}.")
+        raise InputError(
+            f"4-bit weights need an int4 package, and this one is {package.manifest.scheme.name}."
+        )
     _check_exporter()
     module = dual_model(package)
     if weights is ProgramWeights.INT4:
@@ -79,7 +80,7 @@ def export_program(
     with torch.no_grad():
         exported = torch.export.export(module, inputs)
     constants = {
-        # The engine compares it, so a program never runs with the values of another package.
+        # The engine compares this digest, so a program never runs with the values of another package.
         "package": torch.frombuffer(_digest(package), dtype=torch.uint8),
         "activation_bits": torch.tensor([BITS[weights]], dtype=torch.uint8),
     }
@@ -91,9 +92,9 @@ def export_program(
 def export_executorch(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> int:
     """Write a folder with `model.pte` and the tokenizer's files, for any ExecuTorch runtime with XNNPACK.
 
-    The values are float32 constants of the program. An adapter is merged into the weights. Its `forward`
-    takes token ids I64 [1, T] and returns logits F32 [1, T, vocabulary], with T from 2 to `MAX_TOKENS`
-    or to the model's positions.
+    The values are float32 constants of the program. An adapter is merged into the weights. The method
+    `forward` takes token ids I64 [1, T] and returns logits F32 [1, T, vocabulary], with T from 2 to
+    `MAX_TOKENS` or to the model's positions.
 
     Returns:
         The size of `model.pte`.

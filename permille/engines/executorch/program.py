@@ -21,8 +21,8 @@ class ProgramShape:
 
     Attributes:
         variants: the number of variants of the sparse values.
-        rows: the sequences of all variants together.
-        tokens: the tokens of each row.
+        rows: the number of sequences of all variants together.
+        tokens: the number of tokens of each row.
     """
 
     variants: int
@@ -77,7 +77,7 @@ class Program:
         Raises:
             InputError: the runtime refuses the call.
         """
-        # Named, so that the memory behind the pointers lives until the call has ended.
+        # Give the arrays a name, so that the memory behind the pointers lives until the call has ended.
         arrays = [np.ascontiguousarray(array) for array in inputs]
         sizes = np.array([size for array in arrays for size in array.shape], np.int32)
         code = self._library.program_run(
@@ -102,7 +102,10 @@ class Program:
 def _library() -> ctypes.CDLL:
     runtime_folder()
     if not LIBRARY.is_file():
-        raise InputError('engine "executorch" is not built here: python -m permille.engines.executorch.build')
+        raise InputError(
+            'The library of the engine "executorch" is not built here: '
+            "python -m permille.engines.executorch.build"
+        )
     library = ctypes.CDLL(str(LIBRARY))
     library.program_message.restype = ctypes.c_char_p
     return library

@@ -16,7 +16,7 @@
 #include <executorch/runtime/platform/platform.h>
 #include <executorch/runtime/platform/runtime.h>
 
-// The wheel has this library and not its header.
+// The wheel has this library, but not its header.
 namespace executorch::extension::threadpool {
 class ThreadPool {
   public:
@@ -34,7 +34,7 @@ using executorch::runtime::EValue;
 
 constexpr int64_t TILE = 16;  // tokens that one pass over a mask serves
 
-// out[r, t] = y[r, t] + S x[r, t], S being zero but for the values of the row's variant at (row, column).
+// out[r, t] = y[r, t] + S x[r, t]. S has the values of the row's variant at (row, column), and is zero elsewhere.
 // Columns of x are gathered from a transposed tile, so that each masked weight is one vector operation. Masks are
 // in row-major order, so a row's sum is complete before the next one begins.
 void add_tile(const float *x, const float *values, const int64_t *row, const int64_t *column, int64_t masked,
@@ -81,7 +81,7 @@ int code(Error error) { return static_cast<int>(error); }
 
 thread_local std::string last_message;
 
-// The runtime speaks on standard error, which is the caller's: keep what is wrong, drop the rest.
+// The runtime would write to standard error, which belongs to the caller. Keep its last error, and drop the rest.
 void keep_message(et_timestamp_t, et_pal_log_level_t level, const char *, const char *, size_t, const char *message,
                   size_t length) {
     if (level == kError || level == kFatal) last_message.assign(message, length);
@@ -92,10 +92,10 @@ const bool quiet = executorch::runtime::register_pal(
 
 #pragma GCC visibility push(default)
 extern "C" {
-// What the runtime said last about an error of this thread.
+// Return the last error message of the runtime in this thread.
 const char *program_message() { return last_message.c_str(); }
 
-// Map a program. `*opened` is to be closed by program_close.
+// Map a program. The caller closes `*opened` with program_close.
 int program_open(const char *path, int threads, void **opened) {
     (void)quiet;
     executorch::runtime::runtime_init();
@@ -108,7 +108,7 @@ int program_open(const char *path, int threads, void **opened) {
 
 void program_close(void *opened) { delete static_cast<Module *>(opened); }
 
-// Sizes of an input of a method, at most 4 of them; `*rank` says how many.
+// Return the sizes of an input of a method, at most 4 of them. `*rank` is their number.
 int program_input(void *opened, const char *method, int index, int64_t *sizes, int *rank) {
     const auto meta = static_cast<Module *>(opened)->method_meta(method);
     if (!meta.ok()) return code(meta.error());
@@ -120,8 +120,8 @@ int program_input(void *opened, const char *method, int index, int64_t *sizes, i
     return 0;
 }
 
-// Run a method on dense tensors (`types`: ExecuTorch's ScalarType; `sizes`: one after the other) and copy its
-// only output, which must have exactly `out_bytes`.
+// Run a method on dense tensors, and copy its only output, which must have exactly `out_bytes`. `types` are
+// ExecuTorch's ScalarType. `sizes` has the sizes of all tensors, one after the other.
 int program_run(void *opened, const char *method, int inputs, void **data, const int *types, const int *ranks,
                 const int32_t *sizes, void *out, size_t out_bytes) {
     std::vector<executorch::extension::TensorPtr> tensors;

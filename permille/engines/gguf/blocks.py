@@ -45,7 +45,7 @@ _CHUNK_BLOCKS = 1 << 13
 # The largest finite float16.
 _LARGEST_HALF = 65504.0
 _MASKED = 4
-"""Number of a block's largest masked values that candidates aim at. All count in the error."""
+"""Number of a block's largest masked values that candidates aim at. All masked values count in the error."""
 
 
 class BlockType(StrEnum):
@@ -106,7 +106,7 @@ def encode(
 
     Raises:
         InputError: a weight is beyond float16, which all types but F32 need, or the codes have another
-        scheme.
+            scheme.
     """
     rows, columns = weight_NK.shape
     if kind is BlockType.F32:
@@ -200,7 +200,7 @@ def _as_coded(
         raise InputError(f"expected {OWN_CODES[kind]} codes for {kind}, got {codes.scheme}")
     columns = codes.shape[1]
     if codes.scheme is Scheme.INT8:
-        # A copy, because blocks with masked values get other codes, and the package's are read-only.
+        # Copy the codes, because blocks with masked values get others, and the package's are read-only.
         code_BS = codes.packed.view(np.int8).reshape(weight_BS.shape).copy()
     else:
         code_BS = unpack(codes.packed, weight_BS.size).astype(np.int8).reshape(weight_BS.shape) - 8
@@ -247,7 +247,7 @@ def _best(
         scale_B1, above_BS = grid[:, :1], weight_BS - grid[:, 1:]
         code_BS = _codes(kind, above_BS, scale_B1)
         error_B = (importance_BS * (above_BS - code_BS * scale_B1) ** 2).sum(axis=1)
-        # Strictly, so that the block's own grid, which comes first, wins against equal ones.
+        # Compare strictly, so that the block's own grid, which comes first, wins against equal ones.
         better = error_B < least_B
         least_B[better], best_B2[better], best_BS[better] = error_B[better], grid[better], code_BS[better]
     return best_B2, best_BS

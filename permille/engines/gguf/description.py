@@ -20,7 +20,10 @@ from permille.models.gguf.config import ARCHITECTURES, PATTERNS, UNROTATED, adds
 
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 _SCALED_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
-"""The 27B models, which llama.cpp recognises by their layers: scores are scaled by hidden size / heads."""
+"""The 27B models, by family and number of layers. llama.cpp recognises them in this way, too.
+
+Their scores are scaled by `(hidden size / heads) ** -0.5`.
+"""
 # Families whose biases llama.cpp reads.
 _BIASED = (Family.LLAMA, Family.QWEN2, Family.GPT_NEOX, Family.GRANITE)
 
@@ -30,8 +33,8 @@ class Description:
     """A decoder in the terms of llama.cpp.
 
     Attributes:
-        positions: the longest sequence. If all layers with a window share it, positions end at the window,
-            because llama.cpp then computes the same.
+        positions: the longest sequence. For a family whose windows llama.cpp ignores, it ends at the smallest
+            window, up to which llama.cpp computes the same.
         rope_factor_E: float32 [rotated / 2] for `ROPE_FACTORS`, or None.
     """
 
@@ -134,8 +137,7 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
     family = decoder.family
     by_width = (family, len(decoder.layers)) in _SCALED_BY_WIDTH
     width = shape_of(config).hidden // decoder.heads if by_width else decoder.head
-    # The file of a Granite stores the scale.
-    # llama.cpp scales scores by the width, whatever the config says.
+    # llama.cpp scales scores by this width, whatever the config says. Only a Granite's file has the scale.
     if family is not Family.GRANITE and not np.isclose(decoder.attention_scale, width**-0.5):
         raise _unknown(f"scores scaled by {width} ** -0.5", decoder.attention_scale)
     expected = (
@@ -164,7 +166,7 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
 def _rope(
     decoder: Architecture, config: Mapping[str, Any]
 ) -> tuple[float, float, NDArray[np.float32] | None]:
-    """Return theta, the factor of linear scaling, and divisors of frequencies if these do not suffice."""
+    """Return theta, the factor of linear scaling, and divisors of frequencies if those two do not suffice."""
     ropes = {bool(each.window): each.rope for each in decoder.layers if each.rope is not None}
     rope = ropes.get(False) or ropes.get(True)
     if rope is None or rope.scaling != 1.0:
@@ -174,8 +176,8 @@ def _rope(
         raise _unknown("rope_theta 10000 in layers with a window", "another")
     # The first frequency is 1, unless linear scaling divides all of them.
     linear = float(f"{1 / rope.frequency_E[0]:.6g}")
-    # The last frequency is `theta ** -((rotated - 2) / rotated)`, divided by the factor. Six digits, since
-    # frequencies are float32: 9999.998 stands for 10000.
+    # The last frequency is `theta ** -((rotated - 2) / rotated)`, divided by the factor. Round to six digits,
+    # because frequencies are float32: 9999.998 stands for 10000.
     theta = float(rope.frequency_E[-1] * linear) ** (-rope.rotated / max(rope.rotated - 2, 1))
     theta = float(f"{theta:.6g}")
     if np.allclose(rope.frequency_E * linear, _plain(theta, rope.rotated), rtol=1e-5):

@@ -58,10 +58,10 @@ class GgufExport:
     Attributes:
         kind: the type of the linear layers.
         size_bytes: the size of the file.
-        kept: the share of the squared distance between values and package that the file has. It is 1 for the
-            package's own values.
+        kept: the share of the personal change that the file keeps, in squares: 1 less the squared error of
+            the stored values over the squared change. It is 1 for the package's own values.
         as_float16: the number of linear layers stored in float16, because blocks of 32 do not fill their
-        rows.
+            rows.
     """
 
     kind: BlockType
@@ -80,8 +80,8 @@ def export_gguf(
     """Write a folder that unmodified llama.cpp loads. The model has the name of the folder.
 
     Linear layers, embedding and head have the type `kind`, but with Q4_0 embedding and head have Q8_0.
-    All else is float32. With `source`, they keep the bytes of the package, except blocks of 32 weights
-    with a personal value.
+    Everything else is float32. With `source`, linear layers keep the bytes of the package, except in blocks
+    of 32 weights that have a changed value. Embedding and head stay Q8_0, or become float32.
 
     Args:
         package: a package with a mask.
@@ -102,17 +102,17 @@ def export_gguf(
     adapter = package.manifest.adapter
     if adapter is not None:
         raise InputError(
-            f"GGUF is written of packages with a mask, and this one has an adapter ({adapter.kind}). Export "
-            "peft, of which llama.cpp's convert_lora_to_gguf.py makes its own adapter, or transformers."
+            f"GGUF needs a package with a mask, and this one has an adapter ({adapter.kind}). Export peft, "
+            "which llama.cpp's convert_lora_to_gguf.py converts to an adapter of its own, or transformers."
         )
     values_K = checked_values(package, values_K)
     if kind is BlockType.SOURCE and scheme is not Scheme.SOURCE:
         raise InputError(f"The package is {scheme} and keeps no codes of a GGUF file. Export q8_0.")
     if kind is BlockType.Q4_1:
-        raise InputError("Q4_1 is written of packages of scheme source alone (--type source). Export q8_0.")
+        raise InputError("Q4_1 needs a package of scheme source (--type source). Export q8_0.")
     if kind is BlockType.Q4_0 and scheme is not Scheme.INT4:
         raise InputError(
-            f"Q4_0 is written of int4 packages, and lacks the levels of {scheme}. Export "
+            f"Q4_0 needs an int4 package, because it lacks the levels of {scheme}. Export "
             + ("source." if scheme is Scheme.SOURCE else "q8_0.")
         )
     description, vocabulary = describe(package.config), None
@@ -224,7 +224,7 @@ class _Weights:
             weight_NK = dequantize(codes)
             weight_NK.reshape(-1)[mask_k] = value_k
             data_NR = self._bytes_of(info, codes, weight_NK, mask_k)
-            # What a reader of the file will see: the types round most personal values.
+            # Decode what a reader of the file will see, because the types round most personal values.
             written_NK = dequantize_gguf(data_NR, _TYPES[self._linear_type(info)][0])
             error_k = written_NK.reshape(-1)[mask_k] - value_k
             self._lost += float((error_k**2).sum(dtype=np.float64))

@@ -147,7 +147,7 @@ def chat_parts(template: str, variables: Mapping[str, str]) -> ChatParts | None:
 
 
 def _taken_apart(render: Render) -> ChatParts | None:
-    # Marks. `_around` refuses a template whose own text contains one.
+    # These contents mark the places of the messages. `_around` refuses a template that contains one itself.
     said = ("SAID-1", "SAID-2", "SAID-3")
     talk = tuple(zip(("user", "assistant", "user"), said, strict=True))
     whole = _around(render(talk, True), said)
@@ -155,7 +155,7 @@ def _taken_apart(render: Render) -> ChatParts | None:
     if whole is None or answered is None or not whole[2].startswith(answered[2]):
         return None
     first, between, following, last = whole
-    # `between` and `last` both start with the end of a user's message. All that they share counts as that.
+    # The longest text that both `between` and `last` start with counts as the end of a user's message.
     shared = next((n for n in range(len(last), 0, -1) if between.startswith(last[:n])), 0)
     before = _around(render((("system", "SAID-0"), *talk[:1]), True), ("SAID-0", said[0]))
     return ChatParts(

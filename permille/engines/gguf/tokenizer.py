@@ -1,9 +1,9 @@
 """Translation of a `tokenizer.json` to llama.cpp's two kinds of byte pair encoding.
 
 - `gpt2` writes bytes as letters and merges by rank. A name tells llama.cpp how to cut a text before that.
-- `llama` is that of sentencepiece. Spaces become `▁`, and unknown characters become bytes. llama.cpp has no
-  list of merges here. It merges any two neighbours that make a token, the token with the best score first. A
-  tokenizer whose list of merges would give other tokens is refused.
+- `llama` is the encoding of sentencepiece. Spaces become `▁`, and unknown characters become bytes. llama.cpp
+  has no list of merges here. It merges any two neighbours that make a token, the token with the best score
+  first. A tokenizer whose list of merges would give other tokens is refused.
 
 Normalization (NFC) is dropped. llama.cpp has no such step, and most text is NFC already.
 """
@@ -106,7 +106,7 @@ def _read(package: Package, rows: int) -> Vocabulary:
             f"{max(ids.values(), default=None)}. Use the model's own tokenizer."
         )
     pairs = [tuple(pair.split(" ", 1) if isinstance(pair, str) else pair) for pair in model["merges"]]
-    cut = None if model.get("byte_fallback") else _cut(document)  # sentencepiece cuts by scores
+    cut = None if model.get("byte_fallback") else _cut(document)  # sentencepiece has no patterns
     # llama.cpp needs a token for each row of the embedding.
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [TokenType.UNUSED] * rows
@@ -155,7 +155,7 @@ def _space_first(document: Mapping[str, Any]) -> bool:
             first = first or step.get("prepend_scheme", "always") != "never"
         elif not (
             (kind == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE)
-            or (kind == "Split" and step["pattern"] == {"String": " "})  # none is left after Replace
+            or (kind == "Split" and step["pattern"] == {"String": " "})  # no space is left after Replace
         ):
             raise InputError(
                 f"llama.cpp lacks the tokenizer's step {kind!r:.60}. With bytes for unknown characters, it "
@@ -243,7 +243,10 @@ def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _end_of_turn(generation: Mapping[str, Any], eos: int | None, known: list[int]) -> dict[str, int]:
-    """Return the token other than `eos` that ends an answer: from the files, else one with a known name."""
+    """Return the token other than `eos` that ends an answer, if there is one.
+
+    `generation_config.json` names it. If it does not, the chat template decides.
+    """
     value = generation.get("eos_token_id")
     named = [one for one in value if isinstance(one, int)] if isinstance(value, list) else []
     others = [one for one in named or known if one != eos]

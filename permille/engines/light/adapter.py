@@ -44,17 +44,17 @@ class LightAdapter:
         """Find the adapter's numbers.
 
         Args:
-            rows: the rows of the stored matrix that this layer has.
+            rows: the rows of the stored matrix that belong to this layer.
             columns: K.
             rank: R.
             scale: the factor of the adapter.
             start: the offset of the adapter in the values of the package.
-            frozen_RK: A if it is not trained.
+            frozen_RK: A if it is frozen, else None.
         """
         self._rows, self._columns = rows.stop - rows.start, columns
         self._rank, self._scale = rank, np.float32(scale)
         self._frozen_RK = frozen_RK
-        # FORMAT 4.10: A, then B. A frozen A is not among the values.
+        # FORMAT 4.10: the values are A, then B. A frozen A is not among them.
         middle = start + (0 if frozen_RK is not None else rank * self._columns)
         self._span_a = slice(start, middle)
         self._span_b = slice(middle + rank * rows.start, middle + rank * rows.stop)
@@ -69,7 +69,7 @@ class LightAdapter:
 
         groups, tokens = x_GMK.shape[:2]
         threads.each(part, [(group, rows) for group in range(groups) for rows in blocks(tokens, _PART)])
-        # On R columns, which are fewer than the outputs of the layer.
+        # Scale here, because R columns are fewer than the outputs of the layer.
         low_GMR *= self._scale
         return LowRank(low_GMR=low_GMR, b_GNR=self._b(values_GK))
 

@@ -79,7 +79,7 @@ class TextPass(LossPass):
             ],
         )
         for layer, out_1MN in zip(layers, outs, strict=True):
-            # The kernel knows codes and sparse values only.
+            # The kernel takes only codes and sparse values, so the adapter is added here.
             if layer.adapter is not None:
                 low_rank = layer.adapter.of_variants(self._tools.blas, threads, x_GMK, self._values_GK)
                 low_rank.add(self._tools.blas, 0, slice(None), out_1MN[0])
@@ -106,7 +106,7 @@ class TextPass(LossPass):
         stop = self.length + k.shape[1]
         key_SBD[self.length : stop], value_SBD[self.length : stop] = k[0], v[0]
         window = layer.settings.window
-        # Leave out the tokens before the window of all new tokens.
+        # Leave out the tokens that no new token sees: those before the window of the first one.
         first = 0 if window is None else max(0, self.length + 1 - window)
         with np.errstate(all="ignore"):
             numbers.attention(q[0], key_SBD[first:stop], value_SBD[first:stop], layer.scores, out[0])

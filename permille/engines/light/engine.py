@@ -159,7 +159,7 @@ class LightEngine:
                 ((_, states_1RH),) = self._states(np.ascontiguousarray(values_K)[None], joined)
                 for state_H in states_1RH[0]:
                     logit_D = self._model.head.logits(state_H[None])[0].astype(np.float64)
-                    # Stable: of equally likely tokens, the lowest id comes first.
+                    # Sort stably, so that of equally likely tokens the lowest id comes first.
                     id_S = np.argsort(-logit_D, kind="stable")[:number]
                     total = np.logaddexp.reduce(logit_D)
                     found.append((id_S, np.exp(logit_D[id_S] - total)))
@@ -167,7 +167,7 @@ class LightEngine:
         return SoftTargets(ids_RN=ids_RS, probability_RN=probability_RS.astype(np.float32))
 
     def gradient(self, values_K: Array, batch: Batch) -> tuple[float, Array]:
-        """Return the mean loss and its gradient, at some three times the work of a loss, for any k."""
+        """Return the mean loss and its gradient. It takes some three times the work of a loss, for any k."""
         check_values(values_K[None], self._model.limits)
         values_K = np.ascontiguousarray(values_K)
         batch = check_batch(batch, self._model.limits, soft=True)
@@ -181,7 +181,7 @@ class LightEngine:
                 self._layer_passes += REVERSE_PASSES * above * len(joined.sequences)
                 loss_sum += loss
                 gradient_K += part_K
-                del part_K, x_1MH  # else they would exist beside those of the next part
+                del part_K, x_1MH  # else they would stay in memory during the next part
             self._workspace.clear()  # the optimizer needs memory next
         return loss_sum / targets, gradient_K / np.float32(targets)
 
@@ -192,7 +192,7 @@ class LightEngine:
         check_values(values_K[None], self._model.limits)
         check_prompt(prompt_ids, self._model.limits)
         room = new_tokens(sampling, len(prompt_ids), self._model.limits.positions)
-        # Copies, because the generator runs later, when the caller may have changed the arrays.
+        # Copy the arrays, because the generator runs later, when the caller may have changed them.
         run = TextPass(self._exact, self._model, values_K.copy(), len(prompt_ids) + room)
 
         def next_logits(ids: NDArray[np.int64]) -> Array:
@@ -284,7 +284,7 @@ class _VariantsPass(LossPass):
         return state.copy()
 
     def fork(self, state: Array, source_G: list[int], values_GK: Array) -> Array:
-        # From the last place to the first: a source is at or before its place, so it is not yet overwritten.
+        # Copy to the last place first. A source is at or before its place, so it is not overwritten yet.
         for place in range(len(source_G) - 1, -1, -1):
             self._room_GMH[place] = state[source_G[place]]
         self.set_values(values_GK)

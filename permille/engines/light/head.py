@@ -37,7 +37,7 @@ _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", Q8_0: "u1"}
 # Weights of a block of the vocabulary, 4 MB in float32, and rows of a task.
 _BLOCK_WEIGHTS = 1 << 20
 _BLOCK_ROWS = 256
-# A smaller share of the tokens without a name is only rounding.
+# The least probability of all tokens that a soft target does not name. A smaller one is only rounding.
 _LEAST_REST = 1e-6
 
 
@@ -120,7 +120,7 @@ class LightHead:
         self._blocks = blocks(table.rows, max(64, _BLOCK_WEIGHTS // table.width))
 
     def losses(self, hidden_RH: Array, target_R: NDArray[np.int64], soft: SoftTargets | None = None) -> Array:
-        """Return each row's loss: of its target, or the divergence from its soft target. float32 [R]."""
+        """Return each row's loss, float32 [R]: that of its target, or its divergence from a soft target."""
         return _losses(self._run(hidden_RH, target_R, soft, gradients=False))
 
     def gradients(
@@ -143,7 +143,7 @@ class LightHead:
             # The named tokens' own term goes through the soft cap, too.
             named_RN *= part.chosen_slope_RN
             chosen_RH = np.empty_like(part.hidden_RH)
-            # Column by column: the rows of all named tokens at once would be N times the hidden states.
+            # Go column by column, because the rows of all named tokens are N times the hidden states.
             for column in range(named_RN.shape[1]):
                 self._table.look_up(part.named_RN[:, column], chosen_RH)
                 chosen_RH *= named_RN[:, column, None]
@@ -253,7 +253,7 @@ def _begin(
         hidden_RH=hidden_RH,
         named_RN=named_RN,
         probability_RN=None if soft is None else soft.probability_RN,
-        # Below every logit, so the first block becomes the maximum and shrinks only zeros.
+        # Start below every logit, so that the first block sets the maximum and rescales only zeros.
         top_R=np.full(rows, -np.inf, np.float32),
         sum_R=np.zeros(rows, np.float32),
         chosen_RN=np.zeros(named_RN.shape, np.float32),
@@ -283,7 +283,7 @@ def _part_losses(part: _Running) -> Array:
 def _pulls(part: _Running) -> tuple[Array, Array]:
     """Return the derivative of a row's loss by its logits, as a factor of q and a term for named tokens.
 
-    `d loss / d logit_j = whole q_j + named_j`, where `named_j` is 0 for tokens without a name. P is the
+    `d loss / d logit_j = whole q_j + named_j`, where `named_j` is 0 for tokens that are not named. P is the
     probability of the named tokens, `rest` that of all others, and `r = rest / q_rest`. Then
     `whole = P + rest - r` and `named_j = r q_j - p_j`. A hard target has P = 1.
     """
@@ -299,6 +299,6 @@ def _pulls(part: _Running) -> tuple[Array, Array]:
 
 
 def _rest(share_RN: Array) -> Array:
-    """Return the probability of all tokens without a name, [R]."""
+    """Return the probability of all tokens that are not named, [R]."""
     rest_R: Array = np.maximum(1 - share_RN.sum(axis=1), np.float32(_LEAST_REST))
     return rest_R

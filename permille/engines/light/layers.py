@@ -89,7 +89,7 @@ def erf(x: Array) -> Array:
     >>> [round(float(y), 4) for y in erf(np.array([0.0, 1.0], np.float32))]
     [0.0, 0.8427]
     """
-    # float64, or the polynomial would lose the digits that 7.1.26 promises.
+    # Compute in float64, or the polynomial would lose the digits that 7.1.26 promises.
     t = 1 / (1 + _ERF_P * np.abs(x).astype(np.float64))
     series = np.zeros_like(t)
     for factor in reversed(_ERF_A):
@@ -110,7 +110,7 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
     half = cosine_ME.shape[1]
     cosine, sine = cosine_ME[:, None], sine_ME[:, None]
     first, second = x_MAD[..., :half], x_MAD[..., half : 2 * half]
-    # Kept aside, because the second half still needs the first one unrotated.
+    # Keep the new first half aside, because the second half still needs the old one.
     turned = first * cosine - second * sine
     second *= cosine
     second += first * sine
@@ -162,7 +162,7 @@ def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tup
         np.tanh(score_GTS, out=score_GTS)
         slope_GTS = 1 - score_GTS * score_GTS
         score_GTS *= np.float32(cap)
-    # exp(-inf) is 0. A token always sees itself, so no row has -inf alone.
+    # exp(-inf) is 0. A token always sees itself, so no row is -inf throughout.
     np.copyto(score_GTS, -np.inf, where=~visible(q_GTD.shape[1], len(k_SD), window))
     score_GTS -= score_GTS.max(axis=2, keepdims=True)
     np.exp(score_GTS, out=score_GTS)

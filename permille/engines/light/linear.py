@@ -34,7 +34,7 @@ Array = NDArray[np.float32]
 # A tile of about this many weights fits the caches. Products of fewer rows are slow.
 _TILE_WEIGHTS = 3 << 19
 _TILE_ROWS = (128, 512)
-# A small layer is split into fewer parts than there are threads: smaller ones are not worth waking a thread.
+# A small layer is cut into fewer tiles than threads, because fewer rows are not worth waking a thread.
 _LEAST_ROWS = 16
 
 
@@ -114,10 +114,13 @@ class LightLinear:
         return TokenProduct(self.weight, entries, difference_C, self.bias_N)
 
     def tiles(self, threads: int) -> list[slice]:
-        """Return ranges of output rows of one size (the last may be smaller), as many for each thread."""
+        """Return ranges of output rows. In a large layer, there are equally many for each thread.
+
+        They have one size, but the last may be smaller.
+        """
         fewest, most = _TILE_ROWS
         count = -(-self.rows // min(max(_TILE_WEIGHTS // self.columns, fewest), most))
-        # A multiple of the threads, or most of them would wait for the last tiles.
+        # Round up to a multiple of the threads, or most of them would wait for the last tiles.
         count = -(-count // threads) * threads
         return blocks(self.rows, max(-(-self.rows // count), _LEAST_ROWS))
 
@@ -161,7 +164,7 @@ class LightLinear:
     ) -> Iterator[tuple[int, Array]]:
         """Yield each group and columns `rows` of its output, [M, R].
 
-        The output is in scratch memory of this name, so use it before the next one.
+        The output is in scratch memory of this name, so use it before you take the next group.
         """
         threads = tools.threads
         tokens, width = inputs.x_GMK.shape[1], rows.stop - rows.start
@@ -173,7 +176,7 @@ class LightLinear:
                     values.low_rank.add(tools.blas, group, rows, part_MR)
                 yield group, part_MR
             return
-        # Once for all groups: the codes do not depend on the values.
+        # Convert the codes once for all groups, because they do not depend on the values.
         codes = int8_rows(
             self.int8_weight(),
             rows.start,
@@ -203,19 +206,22 @@ class LightLinear:
         return Correction(
             row_start_N1=self.row_start_N1[rows.start : rows.stop + 1] - np.int32(first),
             column_C=(indices % np.uint32(self.columns)).astype(np.int32),
-            # The product with the codes has the decoded weight already.
+            # The product with the codes includes the decoded weight already.
             difference_GC=values_GC[:, first:last] - decoded_at(self.weight, indices),
         )
 
     def _multiplied(
         self, tools: Tools, x_GMK: Array, values_GC: Array, rows: slice
     ) -> Iterator[tuple[int, Callable[[Array], None]]]:
-        """Yield each group and a function that writes `x W^T + b` for these rows. Call it before the next."""
+        """Yield each group and a function that writes `x W^T + b` for these rows.
+
+        Call the function before you take the next group, which reuses its memory.
+        """
         for group, weight_RK in self.weights(tools.threads, rows, values_GC):
             yield group, partial(self.multiply, tools.blas, x_GMK[group], weight_RK, rows)
 
     def weights(self, threads: Threads, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:
-        """Yield each group and the tile [R, K] with its values. The memory is reused for the next one."""
+        """Yield each group and the tile [R, K] with its values. The next group reuses the memory."""
         width = rows.stop - rows.start
         tile_RK = threads.scratch("weight", width * self.columns).reshape(width, self.columns)
         dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)

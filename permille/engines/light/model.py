@@ -158,7 +158,7 @@ def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
     fused, query, key, value = (optional(name) for name in (names.fused, names.query, names.key, names.value))
     gate, up = optional(names.gate), parts.linear(prefix + names.up)
     if about.stacked:
-        # One matrix has queries, keys and values, another one gate and up: cut into views.
+        # One matrix has queries, keys and values, and another one has gate and up. Cut them into views.
         query, key, value = parts.stacked(f"{prefix}{names.fused}", (about.heads, *[about.kv_heads] * 2))
         gate, up = parts.stacked(prefix + names.up, (1, 1))
         fused = None
@@ -254,7 +254,7 @@ class _Parts:
         kind = self.architecture.norm
         weight_H = self._vector(f"{prefix}{leaf}.weight")
         if weight_H is None:
-            # One number, which broadcasts over any width.
+            # A single number broadcasts to any width.
             weight_H = np.ones(1, np.float32)
         elif kind is NormKind.RMS_PLUS_ONE:
             # Gemma's norms multiply by 1 + w.

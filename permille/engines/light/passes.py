@@ -43,7 +43,7 @@ class Workspace:
         size = math.prod(shape)
         kept = self._kept.get(name)
         if kept is None or len(kept) < size:
-            # Dropped first, else both arrays would be resident.
+            # Drop the old array first, else both would be resident.
             self._kept.pop(name, None)
             kept = self._kept[name] = np.empty(size, np.float32)
         return kept[:size].reshape(shape)
@@ -93,7 +93,7 @@ class LossPass:
         self._each_row(x_GMAD, rows)
 
     def _rotation(self, rope: Rope) -> tuple[Array, Array]:
-        # By identity: layers of one kind share their `Rope`, so cosines and sines are computed once a pass.
+        # Layers of one kind share their `Rope` object, so cosines and sines are computed once a pass.
         if id(rope) not in self._tables:
             self._tables[id(rope)] = rope.tables(self._joined.position_M)
         return self._tables[id(rope)]
@@ -126,7 +126,7 @@ class LossPass:
             layer.variants_tile(self._tools, inputs, values[id(layer)], rows, out_GMN)
 
         threads = self._tools.threads
-        # One list for all layers of this input, so that threads wait once rather than once a layer.
+        # Make one list for all layers of this input, so that threads wait once rather than once a layer.
         tasks = [
             (layer, out, rows)
             for layer, out in zip(layers, outs, strict=True)
@@ -196,7 +196,7 @@ def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GM
     attended_GMH = _attention(run, architecture, layer, x_GMH)
     if kind is BlockKind.PARALLEL:
         (added_GMH,) = run.buffers("kept", x_GMH, x_GMH.shape[2])
-        # Saved first, because the feed-forward part reuses the buffer of the attention.
+        # Save this sum first, because the feed-forward part reuses the buffer of the attention.
         np.add(attended_GMH, x_GMH, out=added_GMH)
         np.add(_mlp(run, layer, x_GMH), added_GMH, out=x_GMH)
         return

@@ -109,7 +109,7 @@ class ReversePass:
         run.norm_back(model.final_norm, states_RH, d_RH, d_RH)
         x_MH[...] = 0
         x_MH[joined.state_R] = d_RH  # a token is before at most one target
-        # In float64, so that the cut of a batch into parts hardly shows.
+        # Sum in float64, so that the division of a batch into parts hardly changes the loss.
         return float(loss_R.sum(dtype=np.float64))
 
 
@@ -182,7 +182,7 @@ class LayerReverse(LossPass):
         fed = self._feed(layer, middle_MH)
         d_out_MH = self._after_feed_forward(layer, fed, middle_MH, d_MH)
         d_MH += self._feed_forward_back(layer, middle_MH, fed, d_out_MH)
-        # POST: the gradient of the normed sum goes to the residual as it goes to the attention.
+        # With POST, the norm covers the sum, so one gradient goes to the residual and to the attention.
         d_out_MH = d_MH if post else moved_MH
         self.norm_back(layer.norm_attention if post else layer.norm_attention_out, moved_MH, d_MH, d_out_MH)
         scale_residual(self._architecture, d_out_MH)
@@ -361,7 +361,7 @@ class Heads:
 def norm_back(norm: Norm, x_MH: Array, d_out_MH: Array, d_x_MH: Array) -> None:
     """Set `d_x = r (g - n mean(n g))`, with `g = w d_out`, and n and r of `standardized`."""
     scaled_MH, r_M1 = standardized(norm.kind, x_MH, norm.epsilon)
-    # A new array, since `d_x` may share memory with x or with `d_out`.
+    # Make a new array, since `d_x` may share memory with x or with `d_out`.
     g_MH = d_out_MH * norm.weight_H
     if norm.kind is NormKind.LAYER:
         g_MH -= g_MH.mean(axis=1, keepdims=True)
@@ -417,7 +417,7 @@ def linear_back(tools: Tools, layer: LightLinear, value_K: Array, d_out_MN: Arra
     """Add `d_out W` to `d_x`. Each tile of W is made by all threads, then read by all."""
     pool, value_C = tools.threads, value_K[layer.span]
     parts = blocks(len(d_x_MK), -(-len(d_x_MK) // pool.count))
-    # One thread's tiles: here all threads share each tile.
+    # Take the tiles of one thread, because all threads share each tile here.
     for rows in layer.tiles(1):
         height = rows.stop - rows.start
         tile_RK = pool.scratch("weight", height * layer.columns).reshape(height, -1)

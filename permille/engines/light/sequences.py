@@ -49,7 +49,7 @@ class JoinedSequences:
 
 
 class LowerLayerStates:
-    """Hidden states [T, H] below the first masked layer, kept in memory by the tokens of their sequence.
+    """Memory for the hidden states [T, H] below the first masked layer, by the tokens of their sequence.
 
     A mask of upper layers (`--scope layers:11-`) has no value below them. So a sequence has the same hidden
     states there for all variants, queries and epochs. With them, a step of a half-masked model takes 0.44 of
@@ -66,7 +66,7 @@ class LowerLayerStates:
         self._states: dict[tuple[bytes, bool], Array] = {}
 
     def of(self, id_T: NDArray[np.int64], int8: bool, compute: Callable[[], Array]) -> Array:
-        """Return the states of a sequence, kept or computed. `int8`: computed with 8-bit inputs."""
+        """Return the states of a sequence, kept or computed. With `int8`, they are those of 8-bit inputs."""
         # 8-bit inputs give other states, so both kinds may be kept for a sequence.
         key = (id_T.tobytes(), int8)
         found = self._states.get(key)
@@ -81,7 +81,7 @@ class LowerLayerStates:
 def join_sequences(batch: Batch, most_tokens: int) -> Iterator[JoinedSequences]:
     """Yield parts of a batch of at most `most_tokens` tokens, or of one sequence that is longer."""
     length_B = _needed(batch.target_BT)
-    stop_B = np.cumsum(batch.target_BT.sum(axis=1))  # of the targets up to a row
+    stop_B = np.cumsum(batch.target_BT.sum(axis=1))  # the number of targets up to and with each row
     rows: list[int] = []
     tokens = 0
     for row in np.flatnonzero(length_B).tolist():

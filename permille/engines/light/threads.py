@@ -20,7 +20,7 @@ class Threads:
     """A pool of threads. Each thread has scratch memory of its own."""
 
     def __init__(self, count: int | None) -> None:
-        """None starts as many threads as the process has processors."""
+        """Start `count` threads, or as many as the process has processors if it is None."""
         self.count = count or available_processors()
         self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="permille") if self.count > 1 else None
         self._own = threading.local()
@@ -42,7 +42,7 @@ class Threads:
             pass
 
     def scratch(self, name: str, size: int) -> NDArray[np.float32]:
-        """Return `size` float32 of the calling thread, valid until it asks for this name again."""
+        """Return `size` float32 of the calling thread, valid until the thread takes this name again."""
         buffer: NDArray[np.float32] | None = getattr(self._own, name, None)
         if buffer is None or len(buffer) < size:
             buffer = np.empty(size, np.float32)

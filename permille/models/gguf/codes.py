@@ -26,7 +26,7 @@ class KeptModel:
         """Read the file.
 
         Args:
-            checkpoint: the folder that was made of the file.
+            checkpoint: the folder that was made from the file.
             path: the file.
 
         Raises:
@@ -77,6 +77,6 @@ def check_kept(model: GgufModel) -> None:
         kind = model.type(name).name
         if kind not in TYPES:
             raise model.file.refused(
-                f"has {model.names[name]!r} as {kind}. Scheme source keeps {', '.join(TYPES)} alone: choose "
+                f"has {model.names[name]!r} as {kind}. Scheme source keeps only {', '.join(TYPES)}. Choose "
                 "--scheme nf4"
             )

@@ -1,7 +1,7 @@
 """The `config.json` and the tensors of a GGUF file's model, by our names.
 
-This is the inverse of `permille.engines.gguf.description`, which writes such files. A test sends every family
-there and back. Metadata is foreign. Settings that a config cannot express are refused by name.
+This is the inverse of `permille.engines.gguf.description`, which writes such files. A test converts every
+family there and back. Metadata is foreign. Settings that a config cannot express are refused by name.
 """
 
 from collections.abc import Mapping
@@ -46,13 +46,13 @@ UNROTATED = 4
 """llama.cpp's rule: every n-th layer of a SmolLM3 has no rotation."""
 
 _NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)  # rotated in pairs, not in halves
-# Reversed, so that `llama` stands for the first family that has it, which is Llama.
+# The order is reversed, so that `llama` stands for the first family that has it, which is Llama.
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
-# The 27B models, by their number of layers. They scale scores by hidden size / heads.
+# The 27B models, by their number of layers. They scale scores by `(hidden size / heads) ** -0.5`.
 _BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
 MOST_LAYERS = 4096
-# Of Llama 3.1 and of Llama 3.2.
+# The factors of Llama 3.1 and of Llama 3.2.
 _LLAMA3_FACTORS = (8.0, 32.0)
 
 
@@ -72,7 +72,7 @@ class GgufModel:
     def float32(self, name: str) -> NDArray[np.float32]:
         """Return a tensor by its canonical name, with rows and norms as in transformers."""
         found = self._restored(name, self.file.float32(self.names[name]))
-        with np.errstate(invalid="ignore"):  # of NaN, which is not checked here
+        with np.errstate(invalid="ignore"):  # NaN is not checked here
             return found - np.float32(1) if adds_one(self.family, name) else found
 
     def type(self, name: str) -> GGMLQuantizationType:
@@ -90,7 +90,7 @@ class GgufModel:
         order_N = row_order(self.family, self.config, name, len(found))
         if order_N is None:
             return found
-        # The writer takes rows in this order, so they go back by the inverse.
+        # The writer takes rows in this order, so the inverse order restores them.
         restored = np.empty_like(found)
         restored[order_N] = found
         return restored
@@ -100,8 +100,8 @@ def read_model(file: GgufFile) -> GgufModel:
     """Find the config and the tensors of a file.
 
     Raises:
-        InputError: an architecture or a setting that is not supported, or tensors of other names or shapes
-            than the config asks for.
+        InputError: the architecture or a setting is not supported, or tensors have other names or shapes than
+            the config needs.
     """
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise file.refused("is a part of a split model. Join the parts first (llama-gguf-split --merge)")
@@ -200,7 +200,9 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
     shared = whole("attention.head_count_kv", heads)
     # `shape_of` would refuse this, too, but would name a config.json that the user does not have.
     if heads % shared:
-        raise file.refused(f"has {heads} attention heads for {shared} of keys, which do not divide them")
+        raise file.refused(
+            f"has {heads} attention heads, which are no multiple of its {shared} key-value heads"
+        )
     config |= {
         "num_key_value_heads": shared,
         "head_dim": head,
@@ -213,7 +215,7 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         config |= {"mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
     if family is Family.SMOLLM3:
         config |= {"no_rope_layers": [int((layer + 1) % UNROTATED != 0) for layer in range(layers)]}
-        # Without it, transformers takes that of the published model, which may be outside of the vocabulary.
+        # Without the key, transformers takes the published model's id, which the vocabulary may not have.
         config |= {"pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id")}
     if family is Family.GRANITE:
         if not file.metadata.get(f"{arch}.rope.scaling.finetuned", True):
@@ -266,7 +268,7 @@ def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) 
 def _llama3(file: GgufFile, theta: float, head: int, positions: int) -> dict[str, Any]:
     """Find the `llama3` scaling whose divisors the file has, because the file stores divisors only."""
     place = file.tensors[ROPE_FACTORS]
-    if place.shape != (len(range(0, head, 2)),):  # before its numbers are in memory
+    if place.shape != (len(range(0, head, 2)),):  # checked before its numbers are read
         raise file.refused(f"has {ROPE_FACTORS!r} of shape {list(place.shape)}, for heads of {head}")
     divisor_E = file.float32(ROPE_FACTORS)
     plain_E = theta ** -(np.arange(0, head, 2) / head)

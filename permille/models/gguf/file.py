@@ -77,7 +77,7 @@ class GgufFile:
         reader = _Reader(self._map, path.name)
         if reader.take(4) != _MAGIC:
             raise InputError(
-                f"{path.name} is no GGUF file: it does not begin with GGUF. Of a model that transformers "
+                f"{path.name} is no GGUF file: it does not begin with GGUF. For a model that transformers "
                 "saved, name the folder."
             )
         version = reader.number("I")
@@ -140,7 +140,7 @@ class GgufFile:
             placed[name] = TensorPlace(
                 type=place.type, shape=place.shape, begin=start + place.begin, size=place.size
             )
-        # Else a small file could name many tensors over the same bytes, and fill the disk when converted.
+        # A small file could name many tensors over the same bytes, and fill the disk when it is converted.
         in_order = sorted(placed.items(), key=lambda item: item[1].begin)
         for (_, before), (name, after) in pairwise(in_order):
             if after.begin < before.begin + before.size:

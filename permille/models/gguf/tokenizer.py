@@ -1,9 +1,9 @@
 """The `tokenizer.json` of a GGUF file, for the two kinds of byte pair encoding that both sides support.
 
 This is the inverse of `permille.engines.gguf.tokenizer`. `gpt2` writes bytes as letters, merges by rank,
-and names the rule that splits a text. `llama` is sentencepiece's: the best token is merged first, so the
-list of merges is made of the scores, as transformers does. Other kinds and unknown split rules are
-refused, because wrong token ids would silently train and answer nonsense.
+and names the rule that splits a text. `llama` is the encoding of sentencepiece, which merges the best token
+first. So the list of merges is made from the scores, as transformers does. Other kinds and unknown split
+rules are refused, because wrong token ids would give nonsense without an error.
 """
 
 import math
@@ -43,7 +43,7 @@ SPLITS = {
 _NORMALIZED = frozenset({"qwen2"})
 _MOST_MERGES = 1 << 20  # Gemma has some 580,000
 _MOST_LETTERS = 256
-"""The largest token of sentencepiece's, in letters. All its splits are tried, and the file is foreign."""
+"""The most letters in a token of `llama`. All splits of a token are tried, and the file is foreign."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     kind = file.text("tokenizer.ggml.model", "none")
     if kind not in ("gpt2", "llama"):
         raise file.refused(
-            f"holds a tokenizer of kind {kind!r:.60}; supported are gpt2 and llama. {OTHERWISE}"
+            f"holds a tokenizer of kind {kind!r:.60}, and only gpt2 and llama are supported. {OTHERWISE}"
         )
     tokens = _texts(file, "tokens")
     rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
@@ -183,7 +183,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     name = file.text("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise file.refused(
-            f"cuts text by the rules {name!r:.60}; supported are {', '.join(SPLITS)}. {OTHERWISE}"
+            f"cuts text by the rules {name!r:.60}, and only {', '.join(SPLITS)} are supported. {OTHERWISE}"
         )
     patterns, whole_words = SPLITS[name]
     merges = [pair.split(" ") for pair in _texts(file, "merges")]

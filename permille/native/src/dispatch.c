@@ -1,10 +1,10 @@
-/* Which of the compiled targets this machine can run. */
+/* Selection of the targets that were compiled and that this machine can run. */
 #include "permille.h"
 
 EXPORT int permille_abi(void) { return PERMILLE_ABI; }
 
-/* 1: compiled and supported by this processor. Paths: 0 scalar, 1 avx2, 2 avx512, 3 neon.
- * Every processor with AVX2 has F16C, a name that not every compiler knows. */
+/* Return 1 if the path was compiled and this processor supports it, else 0. Paths: 0 scalar, 1 avx2, 2 avx512, 3 neon.
+ * F16C is not asked for, because every processor with AVX2 has it, and not every compiler knows the name. */
 EXPORT int permille_has(int path) {
     if (path == 0) return 1;
 #if defined(__x86_64__) || defined(__i386__)

@@ -1,4 +1,4 @@
-/* All kernels, for the one target that build.py names: -DTARGET=avx2 -DPATH_AVX2, ... */
+/* All kernels for one target, which build.py names, for example by -DTARGET=avx2 -DPATH_AVX2. */
 #include "permille.h"
 
 #include "vector.h"

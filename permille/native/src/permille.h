@@ -1,8 +1,9 @@
-/* What all kernels share. Each .inc is compiled once for every target (build.py); FN(name) is name_<target>.
+/* Definitions that all kernels share. Each .inc is compiled once for every target (build.py). FN(name) is
+ * name_<target>.
  *
- * No kernel allocates, keeps state or reads the clock; all arguments are checked by the Python module beside this
- * folder. Nothing may be contracted or reassociated where a comment says exact: build.py passes -ffp-contract=off
- * and never -ffast-math.
+ * No kernel allocates memory, keeps state or reads the clock. The Python modules beside this folder check all
+ * arguments. Where a comment says exact, the compiler must not contract or reassociate operations, so build.py
+ * passes -ffp-contract=off and never -ffast-math.
  */
 #ifndef PERMILLE_H
 #define PERMILLE_H

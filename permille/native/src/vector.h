@@ -1,4 +1,4 @@
-/* One vocabulary for AVX-512, AVX2 and NEON: V is a register of VB bytes. Shuffles and zips stay within 16 bytes. */
+/* Common names for AVX-512, AVX2 and NEON. V is a register of VB bytes. Shuffles and zips stay within 16 bytes. */
 #ifndef PERMILLE_VECTOR_H
 #define PERMILLE_VECTOR_H
 

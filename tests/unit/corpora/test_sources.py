@@ -195,7 +195,7 @@ def test_an_unlisted_dataset_is_never_asked_for_and_a_silent_host_may_be_asked_a
     monkeypatch.setattr(datasets, "load_dataset", fail)
     other: Any = "someone/else"
     for dataset, split in ((other, "train"), (StreamedDataset.C4, "test")):
-        with pytest.raises(InputError, match="Only c4 can be streamed"):
+        with pytest.raises(InputError, match="Only the splits train and validation of c4"):
             list(streamed_texts(dataset, split, ReadReport()))
     assert asked == []
     with pytest.raises(RetryableError, match="host of c4"):

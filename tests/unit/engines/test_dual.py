@@ -53,7 +53,7 @@ def test_all_variants_in_one_pass_have_the_losses_of_the_reference(family: str, 
 @pytest.mark.parametrize(("family", "scheme"), [("llama", Scheme.INT8), ("gemma3_text", Scheme.NF4)])
 def test_the_exported_program_is_the_module(family: str, scheme: Scheme, tmp_path: Path) -> None:
     package = tiny_package(tmp_path, family, scheme).package
-    with pytest.raises(InputError, match=f"need an int4 package, this one is {scheme}"):
+    with pytest.raises(InputError, match=f"need an int4 package, and this one is {scheme}"):
         export_program(package, ProgramShape(variants=1, rows=1, tokens=TOKENS), weights="int4")
     module: DualModel = dual_model(package)
     inputs = _dual_inputs(package)

@@ -124,7 +124,7 @@ def test_tensors_that_the_config_does_not_ask_for_are_refused(folder: Path, tmp_
 def test_files_that_make_no_tokenizer_are_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "merges.txt").unlink()
     (folder / "vocab.json").write_text("[]")
-    with pytest.raises(InputError, match=r"no tokenizer\.json, and none can be made of the other files"):
+    with pytest.raises(InputError, match=r"no tokenizer\.json, and none can be made from the other files"):
         modern_folder(folder, tmp_path / "root")
 
 

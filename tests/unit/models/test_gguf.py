@@ -236,7 +236,11 @@ def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path
         ("llama.block_count", 3, "lacks the tensor"),
         ("llama.embedding_length", 128, "of shape"),
         ("llama.attention.head_count", 0, "head_count as 0, which is no whole number from 1"),
-        ("llama.attention.head_count_kv", 3, "4 attention heads for 3 of keys"),
+        (
+            "llama.attention.head_count_kv",
+            3,
+            "4 attention heads, which are no multiple of its 3 key",
+        ),
         ("llama.attention.head_count_kv", 0, "head_count_kv as 0"),
         ("llama.rope.freq_base", 0.0, "freq_base as 0.0, which must be above 0"),
         ("llama.rope.freq_base", 1.5e-45, "unsupported settings: .*frequencies"),

@@ -103,7 +103,7 @@ def test_engines_compute_what_the_converted_folder_computes(mixed: tuple[Path, P
 def test_codes_are_refused_by_name_where_they_are_not_kept(tmp_path: Path) -> None:
     path = coded_file(tmp_path, ("Q4_1", "Q5_0"))
     model = KeptModel(converted(path, tmp_path / "model"), path)
-    with pytest.raises(InputError, match=r"as Q5_0. Scheme source keeps Q8_0, Q4_0, Q4_1 alone"):
+    with pytest.raises(InputError, match=r"as Q5_0. Scheme source keeps only Q8_0, Q4_0, Q4_1"):
         model.check_codes()
 
 

@@ -144,7 +144,7 @@ def test_a_file_that_is_no_library_is_not_used(content: bytes, fresh: Path) -> N
     assert library.load() is None  # one that was never built is no news
     fresh.write_bytes(content)
     forget()
-    with pytest.warns(RuntimeWarning, match="cannot be loaded, numpy does its work"):
+    with pytest.warns(RuntimeWarning, match="cannot be loaded, so numpy does its work"):
         assert library.cpu_path() == "numpy"
 
 

@@ -114,7 +114,7 @@ def test_an_input_that_never_came_is_pruned_first(weight_NK: NDArray[np.float32]
         (-0.1, None, "at least 0 and below 1, not -0.1"),
         (float("nan"), None, "below 1, not nan"),
         (0.0, None, "nothing would be removed"),
-        ({0: 0.5}, None, "2 decoder layers, the plan rates for 1"),
+        ({0: 0.5}, None, "2 decoder layers, and the plan has rates for 1"),
         (0.6, "2:4", "at most 0.5 with 2:4"),
         (0.5, "12:24", "groups of 24 do not divide its rows of 32"),
     ],

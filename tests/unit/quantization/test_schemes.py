@@ -148,7 +148,7 @@ def test_odd_number_of_codes_leaves_the_last_low_nibble_zero_for_int4() -> None:
 
 def test_wrong_inputs_are_refused() -> None:
     w_NK = weight(2, 64)
-    with pytest.raises(InputError, match="nf4 takes groups of 64 alone, not 32"):
+    with pytest.raises(InputError, match="nf4 takes only groups of 64, not 32"):
         quantize(w_NK, Scheme.NF4, 32)
     with pytest.raises(InputError, match="32 or 128 for int4, got 64"):
         quantize(w_NK, Scheme.INT4, 64)

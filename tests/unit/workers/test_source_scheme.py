@@ -44,7 +44,7 @@ def test_a_build_keeps_the_codes_of_the_file(bench: Bench, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("kinds", "words"),
-    [(("Q5_0",), "as Q5_0. Scheme source keeps Q8_0, Q4_0, Q4_1 alone"), (None, "this model has none")],
+    [(("Q5_0",), "as Q5_0. Scheme source keeps only Q8_0, Q4_0, Q4_1"), (None, "this model has none")],
 )
 def test_models_without_such_codes_are_refused(
     bench: Bench, tmp_path: Path, kinds: tuple[str, ...] | None, words: str

@@ -108,8 +108,8 @@ def test_a_package_of_a_sparse_model_says_what_it_is_made_of(bench: Bench) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rate": 0.5}, "as sparse already"),
-        ({"rate": 0.4, "method": "magnitude"}, "as sparse already"),
+        ({"rate": 0.5}, "has these zeros already"),
+        ({"rate": 0.4, "method": "magnitude"}, "has these zeros already"),
         ({"length": 8000, "sequences": 4096}, "The corpus has"),
         ({"corpus_id": "corpus_" + "0" * 26}, "no corpus"),
     ],

@@ -170,7 +170,7 @@ def test_the_step_of_a_block_is_the_mean_over_its_own_directions() -> None:
 
 
 def test_an_engine_that_returns_another_number_of_losses_is_an_error() -> None:
-    with pytest.raises(InputError, match="expected 4 scalars"):
+    with pytest.raises(InputError, match="expected 4 losses"):
         step_of([1.0])
 
 
