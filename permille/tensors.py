@@ -86,7 +86,7 @@ def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> by
         safetensors_header({"ids": ("U32", (4, 16)), "kinds": ("U8", (4, 2))})
 
     Args:
-        tensors: dtype and shape by name, in the order of their bytes.
+        tensors: dtype and shape by name, in the order of their data in the file.
     """
     entries: dict[str, JSON] = {"__metadata__": {"format": "pt"}}
     position = 0

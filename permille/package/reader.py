@@ -139,7 +139,7 @@ class Package:
         return self._layers[Role.PLAIN].names
 
     def layer_names(self, role: Role) -> tuple[str, ...]:
-        """Return the names of the tensors in a layer, in the order of their bytes."""
+        """Return the names of the tensors in a layer, in the order of their data in the file."""
         return self._layers[role].names
 
     def plain_shape(self, name: str) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ class SafetensorsFile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the tensors, in the order of their bytes."""
+        """The names of the tensors, in the order of their data in the file."""
         return tuple(self.specs)
 
     def tensor(self, name: str) -> RawTensor:

@@ -23,8 +23,8 @@ Mask = dict[str, NDArray[np.uint32]]
 
 _CHUNK = 1 << 20
 _LARGEST_TENSOR = 1 << 32
-# Directions put step and query, counted from 0, into these two counter words. Their largest values are
-# reserved for masks, so no direction uses this stream.
+# Counter words 2 and 3. Directions put the step and the query there. They never use the largest value for
+# both, so no direction uses this stream.
 _MASK_STREAM = (0xFFFFFFFF, 0xFFFFFFFF)
 
 
@@ -203,7 +203,10 @@ def _first_distinct(numel: int, wanted: int, seed: int, tensor_id: int) -> NDArr
 
 
 def _draws(numel: int, block: int, blocks: int, seed: int, tensor_id: int) -> NDArray[np.uint64]:
-    """Draw two indices a Philox block: floor(u * numel / 2**64) of a 64-bit u, without a 128-bit product."""
+    """Draw two indices from each Philox block.
+
+    An index is floor(u * numel / 2**64) for a random 64-bit u, computed without a 128-bit product.
+    """
     counter = np.arange(block, block + blocks, dtype=np.uint64)
     words = np.stack(philox4x32_10((counter, tensor_id, *_MASK_STREAM), seed), axis=1).reshape(-1, 2)
     size, half = np.uint64(numel), np.uint64(32)

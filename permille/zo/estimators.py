@@ -1,9 +1,10 @@
 """Estimators: the loss and one projected gradient for each direction of a step, from a state and a batch.
 
 A direction is `z / sigma`. The elements of z are -1, 0 and 1, and sigma is their root mean square, so a
-direction has unit variance. For each block, a step averages `projected_grad * z / sigma` over the directions
-of the block, and moves by minus the learning rate times that average. The expectation of the average is the
-gradient, up to terms of the order of epsilon squared (none for exact derivatives).
+direction has unit variance. A block is a range of tensors with directions of its own. `split` has two blocks,
+and all other estimators have one. For each block, a step averages `projected_grad * z / sigma` over the
+directions of the block, and moves by minus the learning rate times that average. The expectation of the
+average is the gradient, up to terms of the order of epsilon squared (none for exact derivatives).
 
 The cost of a step, in forward passes of the batch, with q directions:
 
@@ -21,8 +22,8 @@ Estimators know nothing of models, and engines nothing of optimizers. `LossEngin
 them.
 
 Shapes: K = masked weights, V = variants of the values, Q = queries, B = sequences, T = tokens of a sequence,
-P = lower queries, S = sign of the lower direction (2), J = upper directions for each lower one and sign,
-D = sign of the upper direction (2).
+P = lower queries, S = sign of the lower direction (2), J = upper directions for each sign of each lower
+direction, D = sign of the upper direction (2).
 """
 
 from collections.abc import Callable
@@ -90,7 +91,7 @@ class LossEngine(Protocol):
 
     @property
     def k(self) -> int:
-        """Number of masked weights."""
+        """Number of trained values: masked weights, or an adapter's numbers."""
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         """Return the mean loss over the batch's target tokens, one for each variant of the sparse values.
@@ -255,12 +256,13 @@ def _split(
 ) -> tuple[float, NDArray[np.float64]]:
     """Estimate two blocks together.
 
-    Each lower direction is used with both signs, and each time with J = P_2 / (2 P_1) pairs of upper
-    directions.
+    Each lower direction is used with both signs. Each of these 2 P_1 cases has J = P_2 / (2 P_1) upper
+    directions of its own, and each of these is used with both signs.
 
     FedSPZO, equations 6 and 8, with one projected gradient per direction. That of an upper direction is the
     difference of its two losses divided by `2*epsilon`, while its lower direction is held at one sign. That
-    of a lower direction is the mean of all its losses at + minus the mean at -, divided by `2*epsilon`.
+    of a lower direction is a difference of two means, divided by `2*epsilon`: the mean of its losses with the
+    sign +, minus the mean of those with the sign -.
     Equation 7's double sum reduces to this. All 2 P_2 variants go to the engine in one call, in groups that
     agree in the lower block.
 

@@ -11,8 +11,9 @@ need stronger evidence. This bounds the probability of any false adoption on a d
 - If the active model cannot be opened, the comparison with the base decides.
 - If it belongs to another package, each model reads the same documents with its own tokenizer, and the losses
   are compared per byte.
-- A short text is judged in parts (`preparation.py`), but all of it trains the final state. If that state is
-  adopted, later comparisons with it leave out the text that it was trained on.
+- A short text is split into parts (`preparation.py`). Each part after the first tests a state that was
+  trained on the parts before it. The final state is trained on the whole text. If it is adopted, later
+  comparisons with it leave out this text.
 """
 
 import math
@@ -48,7 +49,7 @@ from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_n
 from permille_agent.training.steps import SelectedState, Stop
 
 PIECE_TOKENS = 64
-"""Targets per piece of a long row. 2,000 tokens make about 30 pieces, and 20 are needed."""
+"""Targets per piece of a long row. A test needs 20 pieces, and 2,000 tokens make about 30."""
 _LOWER_RATE = "lower the rate with --rate-scale 0.1, or add more text"
 
 
@@ -204,7 +205,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         return replace(decision, reason=_too_costly(run, general))
     if strength < EIGHTHS:
         decision = replace(decision, scaled_digest=digest_of(scaled(selected.s_K, strength)))
-    # A short text is judged in parts, each by a state that did not train on it.
+    # A short text has one state for each tested part. No state was trained on the part that tests it.
     trained = [scaled(s_K, strength) for s_K in selected.judges or (selected.s_K,)]
     judges = [values(run.w_base_K, s_K, exponent) for s_K in trained]
     personal = _losses(run, "personal", judges.__getitem__)

@@ -13,8 +13,8 @@ With `int8`, losses use 8-bit inputs of linear layers: a step of a 1.1B model ta
 time on a processor with AVX2 (`docs/results/engine.md`). Sparse values, attention, norms and head stay
 float32, and so do gradients and generated text.
 
-# Legend: V variants, G groups of them, K masked weights, B sequences, T and M tokens, H hidden size, R target
-tokens.
+# Legend: V variants, G groups of them, K masked weights, B sequences, T tokens of a sequence, M tokens of all
+joined sequences, H hidden size, R target tokens.
 """
 
 import threading
@@ -48,9 +48,9 @@ from permille.zo.estimators import Batch, SoftTargets
 
 Array = NDArray[np.float32]
 
-# Tokens of all variants in one forward pass, which bound the activations. For a 1.1B model, 1024 tokens add
-# about 120 MB to the package at the peak, libraries included. 2048 add about 160 MB and are a few percent
-# faster.
+# The most tokens of all variants in one forward pass. This bounds the activations. For a 1.1B model, 1024
+# tokens need at the peak about 120 MB more than the package, with the libraries. 2048 need about 160 MB more,
+# and are a few percent faster.
 DEFAULT_MAX_TOKENS = 1024
 # Products of fewer tokens than this are slow. To avoid them, the engine runs fewer variants at a time.
 _FEW_TOKENS = 256
@@ -107,7 +107,7 @@ class LightEngine:
 
     @property
     def k(self) -> int:
-        """Number of masked weights of the package."""
+        """Number of trained values of the package: masked weights, or an adapter's numbers."""
         return self._model.limits.k
 
     def info(self) -> EngineInfo:
@@ -264,7 +264,7 @@ class LightEngine:
         return states_MH
 
     def _before_targets(self, x_GMH: Array, joined: JoinedSequences) -> Array:
-        """Return the hidden states [g, R, H] before the targets, in work memory that is free by then."""
+        """Return the hidden states [g, R, H] before the targets, in the buffer "normed" of the layers."""
         # By default `take` checks the indices, and buffers the output for that. Our indices are valid.
         shape = (len(x_GMH), len(joined.state_R), x_GMH.shape[2])
         return np.take(x_GMH, joined.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
