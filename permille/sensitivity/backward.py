@@ -1,7 +1,7 @@
 """The loss of a sequence in a form that can be differentiated with little memory.
 
-Only the selected weights require a gradient, the activations of a block are recomputed in the reverse
-pass, and dropout is off.
+Only the selected weights require a gradient, the activations of a decoder layer are recomputed in the
+reverse pass, and dropout is off.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ def check_tokens(vocabulary: int, sequences_NT: NDArray[np.int64]) -> None:
 
 @contextlib.contextmanager
 def differentiable(model: "PreTrainedModel", names: Sequence[str]) -> Iterator[None]:
-    """Give gradients to `names` only, recompute blocks in the reverse pass, and use eval mode.
+    """Give gradients to `names` only, recompute layers in the reverse pass, and use eval mode.
 
-    The model is as before after the block.
+    At the end of the context, the model is as before.
     """
-    with _only_trainable(model, names), _recomputed(_blocks(model, names)), _in_eval_mode(model):
+    with _only_trainable(model, names), _recomputed(_layers(model, names)), _in_eval_mode(model):
         yield
 
 
@@ -94,22 +94,22 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep only the input of a block, and recompute the block in the reverse pass.
+def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep only the input of a decoder layer, and recompute the layer in the reverse pass.
 
     transformers can do this itself, but only in training mode, where dropout is on.
     """
-    # Look in the instance alone, since `block.forward` would also find the class's method.
-    own = [vars(block).get("forward") for block in blocks]
+    # Look in the instance alone, since `layer.forward` would also find the class's method.
+    own = [vars(layer).get("forward") for layer in layers]
     try:
-        for block in blocks:
-            block.forward = _checkpointed(block.forward)
+        for layer in layers:
+            layer.forward = _checkpointed(layer.forward)
         yield
     finally:
-        for block, forward in zip(blocks, own, strict=True):
-            del block.forward  # the class's own method is visible again
+        for layer, forward in zip(layers, own, strict=True):
+            del layer.forward  # the class's own method is visible again
             if forward is not None:  # somebody had replaced it before
-                block.forward = forward
+                layer.forward = forward
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,12 +120,12 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the decoder blocks from the lowest in scope upwards: those that the reverse pass visits."""
-    # Blocks below the lowest trainable weight have no reverse pass, so nothing is recomputed there.
+def _layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the decoder layers from the lowest in scope upwards: those that the reverse pass visits."""
+    # Layers below the lowest trainable weight have no reverse pass, so nothing is recomputed there.
     lowest = min(index for index in map(layer_of, names) if index is not None)
     prefix = names[0].split(".layers.", 1)[0] + ".layers"
-    blocks = model.get_submodule(prefix)
-    if not isinstance(blocks, nn.ModuleList):
-        raise InputError(f"expected a list of blocks at {prefix}, got {type(blocks).__name__}")
-    return list(blocks)[lowest:]
+    layers = model.get_submodule(prefix)
+    if not isinstance(layers, nn.ModuleList):
+        raise InputError(f"expected a list of layers at {prefix}, got {type(layers).__name__}")
+    return list(layers)[lowest:]

@@ -7,8 +7,8 @@ float32 for any dtype of the model: a sum in bfloat16 stops growing at 2^8 equal
 batch's mean gradient is another quantity, and is not offered.
 
 Memory holds the weights (one decoder layer of a `StreamedModel`), the scores in scope (or a mapped file
-of them), the gradient of one tensor, and the activations of one block. Each gradient is squared and
-freed as soon as autograd has made it. Activations of other blocks are recomputed.
+of them), the gradient of one tensor, and the activations of one decoder layer. Each gradient is squared
+and freed as soon as autograd has made it. Activations of other layers are recomputed.
 
 Sequences are summed in shards (`shard_ranges`), and the sums of the shards are added in their order. So
 one process and sixteen workers get the same bits from the same gradients, and a stopped job continues

@@ -1,8 +1,8 @@
 """Pooled states: the masked weights of a package, trained on a public corpus (FORMAT 4.9).
 
     rows = token sequences of the corpus
-    judged = pool(engine, package, rows, PoolingPlan(steps=400), checkpoint=folder / "moments")
-    manifest = write_pooled(blobs, package.manifest, judged, {"corpus": "c4"})
+    pooled = pool(engine, package, rows, PoolingPlan(steps=400), checkpoint=folder / "moments")
+    manifest = write_pooled(blobs, package.manifest, pooled, {"corpus": "c4"})
 
 The steps are those of a device (`permille.training.adam`). The last tenth of the rows is not trained on
 and judges the result. As on a device, the package's reference adds its gradient to each step, and bounds the

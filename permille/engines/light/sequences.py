@@ -81,7 +81,7 @@ class LowerLayerStates:
 def join_sequences(batch: Batch, most_tokens: int) -> Iterator[JoinedSequences]:
     """Yield parts of a batch of at most `most_tokens` tokens, or of one sequence that is longer."""
     length_B = _needed(batch.target_BT)
-    stop_B = np.cumsum(batch.target_BT.sum(axis=1))  # the number of targets up to and with each row
+    stop_B = np.cumsum(batch.target_BT.sum(axis=1))  # the number of targets up to and including each row
     rows: list[int] = []
     tokens = 0
     for row in np.flatnonzero(length_B).tolist():

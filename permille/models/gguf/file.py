@@ -200,7 +200,7 @@ class _Reader:
         for _ in range(keys):
             key = self.text(1 << 10)
             if not key:
-                raise self._refused("is damaged: a key of its metadata has no name. Fetch the file again")
+                raise self._refused("is damaged: a key of its metadata has no name. Download it again")
             # A repeated key has no defined meaning.
             if key in found:
                 raise self._refused(f"has the key {key!r:.80} twice")
