@@ -84,7 +84,8 @@ class Package:
         self.config: dict[str, Any] = parse_config(self.file("config.json"))
         check_config_family(self.config, manifest.model.family)
         blocks = package_blocks(blobs, manifest)
-        check_blocks(blobs, [block for block in blocks if block.begin == 0])  # they hold the headers
+        # They hold the headers. The rest of a header above 1 MiB is hashed before the first tensor is read.
+        check_blocks(blobs, [block for block in blocks if block.begin == 0])
         self._unchecked = blocks
         self._checking = threading.Lock()
         self._layers = {
