@@ -13,11 +13,12 @@ All transactions take locks in one order, so that PostgreSQL finds no deadlock:
 5. upload;
 6. tenant, for the audit log.
 
-A request of a device locks the device's row before its runs. Locks are `key_share` locks, so that
-rows which only refer to a locked row need not wait. Code that cannot keep this order takes only
-rows that are free (`skip_locked`): claims, dispatch, and the record of whose turn it was.
+A request of a device locks the device's row before its runs. Most locks are FOR NO KEY UPDATE (SQLAlchemy's
+`key_share=True`), so that a transaction which only adds a reference to a locked row need not wait. Code that
+cannot keep this order takes only rows that are free (`skip_locked`): claims, dispatch, and updates of
+`served_at`.
 
-All times come from the database, since the clocks of several workers may differ. Tests pass a clock
+All stored times come from the database, since the clocks of several workers may differ. Tests pass a clock
 instead.
 """
 

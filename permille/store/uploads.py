@@ -2,7 +2,7 @@
 
 The row of an upload exists before its bytes and outlives them. Each upload has a folder of its own,
 which no other upload shares. So a device cannot delete bytes that another device or a job needs,
-and it cannot learn which bytes the service has. The sweep removes files without a living row.
+and it cannot learn which bytes the service has. The sweep erases the files of doomed uploads.
 
     coming -> held (attached to its run) -> doomed (to be deleted) -> erased (the bytes are gone)
 """
@@ -29,7 +29,7 @@ from permille.store.tables import Device, Job, Run, Upload
 DAY = timedelta(days=1)
 # An upload is given up if its bytes have not arrived within this time.
 ARRIVAL = timedelta(hours=1)
-# It keeps a sweep short. The next one erases the rest.
+# The most uploads that one sweep erases, which keeps it short. The next sweep erases the rest.
 _MOST_SWEPT = 1000
 
 
@@ -46,7 +46,7 @@ def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quot
     """Add the row of an upload before its bytes are read.
 
     Raises:
-        QuotaSpentError: the service keeps as much of this device as it may.
+        QuotaSpentError: the uploads that the service stores for this device have reached their limit.
         QuotaError: the device has sent too much today, or too many of its uploads wait for their
             check.
     """
@@ -67,7 +67,7 @@ def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quot
     # Checks cost workers' time, so one device may not fill the queue with them.
     if _outstanding(session, device_id, at) >= quota.outstanding:
         raise QuotaError(
-            f"{quota.outstanding} logs or states of the device wait for their check already. Send it later.",
+            f"{quota.outstanding} logs or states of this device wait for their check. Send this one later.",
             retry_after_s=600,
         )
     return rows.add(
@@ -237,9 +237,9 @@ def _check_kept(session: Session, device_id: str, run_id: str, quota: Quota) -> 
     kept = kept_of(session, [device_id])[device_id]
     if (kept.uploads < quota.uploads_kept and kept.bytes < quota.bytes_kept) or session.scalar(here):
         return
-    most = f"{quota.uploads_kept} logs or states with {quota.bytes_kept} bytes"
-    there = f"{kept.uploads} with {kept.bytes} bytes"
-    raise QuotaSpentError(f"The service keeps {there} of this device already; at most {most} are allowed.")
+    most = f"{quota.uploads_kept} ({quota.bytes_kept} bytes)"
+    there = f"{kept.uploads} logs or states of this device ({kept.bytes} bytes)"
+    raise QuotaSpentError(f"The service already stores {there}. At most {most} are allowed.")
 
 
 def _too_late() -> ConflictError:

@@ -79,7 +79,8 @@ from permille.trust.roles import (
     target_path,
 )
 
-# The largest file, with some 3,000 versions. The client of python-tuf accepts no larger root.
+# The largest size of a metadata file. A list of some 3,000 versions reaches it. The client of python-tuf
+# accepts no larger root.
 MAX_BYTES = 500_000
 KEYS_AT_START = 5
 
@@ -152,7 +153,7 @@ class Repository:
 
     @property
     def root_digest(self) -> str:
-        """The digits of the newest root that an invitation contains."""
+        """The first hex digits of the SHA-256 of the newest root. Invitations contain them."""
         return root_digest(self.newest[ROOT])
 
     @property
@@ -225,7 +226,7 @@ class Repository:
         aliases: Iterable[str] = (),
         training: Training = Training(),
     ) -> None:
-        """List a version under these aliases, which other versions of the name lose.
+        """List a version under these aliases. Other versions of the same name lose them.
 
         Args:
             training: options for the devices.
@@ -244,7 +245,7 @@ class Repository:
         self.drop(target_path(name, version))
 
     def move_alias(self, name: str, alias: str, version: int | None) -> None:
-        """Let devices install only this version under an alias, or no version for None.
+        """Point an alias at one version, so that devices install only this one. None removes the alias.
 
         Without the team's key, only a version that is already signed for the alias can be chosen.
 
@@ -323,9 +324,9 @@ class Repository:
         """Give roles to other keys, and sign everything again that these keys sign. Devices need not
         enrol again.
 
-        New keys of snapshot and timestamp also repair a repository after a thief raised a version,
-        or after an old database was restored: clients forget the versions of both that they saw
-        before.
+        After a thief raised a version number, or after an old database was restored, clients refuse the
+        metadata. New keys of snapshot and timestamp repair this, because clients then forget the versions
+        of these two roles that they have seen.
 
         Returns:
             An empty list if everything is signed and in `changed`. Otherwise nothing has changed,

@@ -9,8 +9,9 @@ Rules:
 - A connection counts from `accept` until its descriptor is closed. This includes a TLS handshake.
 - One limit applies to all connections together and stays below the limit of open files. A second limit
   applies to each address. Trusted proxies have no limit of their own.
-- At a limit, the longest stalled connection is evicted to admit a new one. A connection is stalled while
-  the service waits for its head, for its body, or for the client to read the answer.
+- At a limit, a stalled connection is evicted to admit a new one. A connection is stalled while the service
+  waits for its head, for its body, or for the client to read the answer. Those that wait for a head go
+  first, and among equals the one that has waited longest.
 - If an address is at its limit, one of its own connections is evicted. At the total limit, the victim
   comes from the address with the most stalled connections.
 - If no connection is stalled, the new one is refused: 429 at the limit of its address, 503 at the total
@@ -87,7 +88,8 @@ class Connections:
     """All open connections, by address and by waiting time."""
 
     def __init__(self, settings: Settings, *, files: int) -> None:
-        room = max(16, (files - OWN_FILES) // 2)  # one for the connection, one for a blob that it is sent
+        # Two descriptors for each connection: its socket, and the file of a blob that is sent over it.
+        room = max(16, (files - OWN_FILES) // 2)
         self.header_s, self.body_s = settings.header_s, settings.body_s
         self._most = min(settings.max_connections, room)
         self._most_of_one = settings.max_connections_per_address
@@ -109,7 +111,7 @@ class Connections:
         """Count an accepted socket, and evict another one if needed. Return None if it was closed."""
         key = address_key(host)
         refusal = longest = None
-        # A crowd at one address pays for itself, so this limit is tried first.
+        # This limit is tried first, so that a crowd at one address evicts only its own connections.
         if self._count_of[key] >= self._most_of_one and not self._is_proxy(host):
             refusal, longest = ProblemType.TOO_MANY_REQUESTS, self._longest(key)
         elif len(self._open) >= self._most:
@@ -192,9 +194,9 @@ class Connections:
             del self._count_of[connection.key]
 
     def _longest(self, key: str | None = None) -> Connection | None:
-        """Return the connection that has stalled longest.
+        """Return the stalled connection to evict, or None.
 
-        It is of this address, or of the address with the most stalled connections.
+        With a key, it is of that address. Otherwise it is of the address with the most stalled connections.
         """
         if key is None:
             keys = Counter(connection.key for crowd in (self._waiting, self._owing) for connection in crowd)
@@ -256,7 +258,8 @@ class LimitedProtocol(H11Protocol):
         if self._connection is None:
             transport.abort()
         elif self._connection.refusal is not None:
-            # The head is still read: a client that gets a reset before its answer reports no reason.
+            # The head is read before the refusal. To close with unread bytes would reset the connection, and
+            # the client would not see the reason.
             self.app = _refusing(self.app, self._connection.refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""Private keys: made at the first start, stored below the data folder, readable by their owner only."""
+"""Private keys, made at their first use, stored below the data folder, readable by their owner only."""
 
 import logging
 import os

@@ -1,29 +1,30 @@
 """Collection of unreferenced blobs, and of unused folders of sparse models, for all tenants.
 
-A job stores its blobs first and names them in the transaction that ends it. So a collection spares
-blobs that are younger than `collection_grace_s` or than the start of the oldest running attempt.
+A job first stores its blobs. The transaction that ends the job then writes rows that refer to them: it
+*names* the blobs. So a collection spares blobs that are younger than `collection_grace_s` or than the start
+of the oldest running attempt.
 
 A job may also name an old blob, if the same bytes were stored before. Three rules protect that
 blob:
 
 1. Storing bytes makes a blob young, even if it exists already.
-2. A collection deletes in short transactions. Each excludes all transactions that name blobs, and
-  reads rows and ages again.
+2. A collection deletes in short transactions. Each of these excludes all transactions that name blobs,
+  and reads the rows and the ages of blobs again before it deletes.
 3. A transaction that names blobs calls `hold`. If a blob was deleted meanwhile, the job is tried
   again and stores it again.
 
-PostgreSQL releases the exclusive lock when a session breaks. So a collection asks the session once
-more after its last look at a blob, and deletes nothing without an answer. One gap remains: the
-collector may stop between this answer and the deletion while the session breaks and a job names the
-same old blob.
+PostgreSQL releases the exclusive lock when a session breaks. So after its last look at a blob, a collection
+runs one more query in the session, and deletes the blob only if the query succeeds. One gap remains. The
+collector may be paused after this query. If the session breaks meanwhile and a job names the same old blob,
+the collector still deletes it when it goes on.
 
-Nothing is written before bytes are deleted. So a killed collection leaves nothing to repair, and a
-collection works on a full disk. Its result is written at the end, for monitoring.
+A collection writes no rows before it deletes bytes. So a killed collection leaves nothing to repair, and
+a collection works on a full disk. Its result is written at the end, for monitoring.
 
 Only the columns in `NAMING` decide whether a blob is needed. Uploads and the shared files of a
 split job lie in separate stores, named by their own rows (`permille.store.uploads`,
 `permille_workers.runtime.work_folders`). Rounds and checkpoints are in the database. Releases,
-aliases and federations refer to packages, whose rows stay as long.
+aliases and federations refer to packages. The row of a package stays as long as one of them refers to it.
 """
 
 import logging

@@ -36,12 +36,13 @@ from permille_service.problems import ApiError
 logger = logging.getLogger(__name__)
 RANK = {Role.WATCHER: 0, Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
 _SEEN_EVERY = timedelta(minutes=1)
-"""Times are this exact. A write for each request would make every read wait for the database's writer."""
+"""Precision of the time at which a token or device was last seen. A write for each request would make every
+read wait for the database's writer."""
 
 bearer = HTTPBearer(
     auto_error=False,
     scheme_name="bearer",
-    description="An operator token (`pmo_...`), or on a device's own routes its access token (`pmd_...`).",
+    description="An operator's token (`pmo_...`). Device routes take a device's access token (`pmd_...`).",
 )
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 

@@ -119,7 +119,8 @@ def run(
                     Supervised(name="worker", start=lambda: _start("permille_workers", environment))
                 )
             with _asked_to_end() as asked:
-                # Before the port file: a program that waits for that file then prints lines of its own.
+                # Before the port file is written: a program that waits for this file prints as soon as it
+                # appears, and its lines would mix with ours.
                 announce(url)
                 if port_file is not None:
                     write_atomic(port_file, f"{port}\n".encode())

@@ -1,8 +1,8 @@
 """The Celery worker, which gets messages about jobs from a broker.
 
 A message only says that a job exists, and is acknowledged on arrival. The rows decide which job runs next.
-This may be another job than the message names, since a client can fill the queue in any order. Jobs run in
-child processes, so Celery's own pool has threads, one for each job.
+This may be another job than the message names, because claims take turns between tenants and devices. Jobs
+run in child processes, so Celery's own pool has threads, one for each job.
 
 A worker that gets no message for a while looks into the database itself. The broker may be down. If it
 goes down during an acknowledgement, Celery's consumer waits for ever on a closed connection.
@@ -47,7 +47,7 @@ class _Slots:
         self._message_at = time.monotonic()
         with self._free:
             if not self.supervisor.run_next(self.name):
-                _log.info("nothing to do, told of %s", job_id)
+                _log.info("no job is due, although a message announced %s", job_id)
 
     def watch_queue(self) -> None:
         """Look for jobs whenever no message has come for a while, until the shutdown."""
@@ -57,7 +57,7 @@ class _Slots:
                 continue
             try:
                 while not shutdown.asked.is_set() and self.supervisor.run_next(self.name):
-                    _log.warning("was told of no job for %.0f s, and found one", silence_s)
+                    _log.warning("no message came for %.0f s, but a job was due", silence_s)
             except (DBAPIError, OSError, OperatorError) as exc:
                 _log.warning("database or machine cannot serve, will try again: %s", exc)
             finally:

@@ -157,7 +157,8 @@ def die_with_parent() -> None:
 
 
 def _die_at_end(pipe: BinaryIO) -> None:
-    # By the descriptor: a thread inside the buffered reader would hold its lock when the process ends.
+    # Read from the descriptor: a thread that blocks in the buffered reader holds the reader's lock, also when
+    # the process ends.
     while os.read(pipe.fileno(), 4096):
         pass
     # Not `sys.exit`: it would end only this thread.

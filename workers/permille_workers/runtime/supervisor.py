@@ -34,7 +34,7 @@ CHILD_COMMAND = (sys.executable, "-P", "-m", "permille_workers.runtime.child")
 CANCEL_GRACE_S = 10.0  # a job that was asked to stop is killed after this
 _TAIL_LINES = 40
 _LAST_WORDS_S = 5.0
-_TOLD_BY_CHILD = (JobState.SUCCEEDED, JobState.FAILED)  # only the child's attempt ends a job in these states
+_TOLD_BY_CHILD = (JobState.SUCCEEDED, JobState.FAILED)  # only the child ends its job in one of these states
 # Libraries must not write progress bars into the log, nor send telemetry.
 _QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Shutdown:
-    """A request to stop a worker: no new jobs at once, and no running jobs after the drain time."""
+    """A request to stop a worker. It takes no more jobs, and gives back jobs that outlast the drain time."""
 
     asked: threading.Event = field(default_factory=threading.Event)
     deadline: float | None = None  # of time.monotonic
