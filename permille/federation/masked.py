@@ -98,6 +98,11 @@ def vector_size(definition: Definition) -> int:
     return definition.steps * definition.log.queries + 1
 
 
+def masked_bytes(definition: Definition) -> int:
+    """Return the size of a device's masked contribution, in bytes."""
+    return _HEAD.size + 4 * vector_size(definition) + SIGNATURE_BYTES
+
+
 def encode_masked(
     definition: Definition,
     round_number: int,
@@ -141,7 +146,7 @@ def decode_masked(data: bytes, definition: Definition, key: Ed25519PublicKey) ->
     Raises:
         PackageError: `round-content`, `round-binding` or `round-signature` (FORMAT 13.7).
     """
-    expected = _HEAD.size + 4 * vector_size(definition) + SIGNATURE_BYTES
+    expected = masked_bytes(definition)
     if len(data) != expected or not data.startswith(MAGIC):
         raise PackageError(
             "round-content", f"expected {expected} bytes of a masked vector, got {len(data)}: {data[:8]!r}"

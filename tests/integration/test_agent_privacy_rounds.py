@@ -86,6 +86,9 @@ def test_32_agents_and_a_keeper_make_a_round_of_parts_that_nobody_saw(
             joined = agent.command("federations", "join", "readers", "--yes")
             assert "collude" in joined["seen_by"]
         assert [agent.take_part().sent for agent in agents] == [1] * 32
+        with service.api.service.database.read() as session:
+            sent = session.scalars(select(tables.Participation.data)).all()
+        assert {str(len(content or b"")) for content in sent} == {joined["bytes_each_round"]}
         assert site.work() == 1
         assert (site.round(0)["state"], site.round(0)["counted"]) == ("published", 32)
         assert agents[0].take_part().sent == 1

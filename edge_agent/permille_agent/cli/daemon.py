@@ -118,8 +118,7 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
     home = home_of(context)
     current = read_policy(home)
     state, now = read_daemon_state(home), datetime.now().astimezone()
-    # The daemon resets the count only when it next writes its state.
-    used = state.seconds_used / 60.0 if state.day == now.date().isoformat() else 0.0
+    used = state.minutes_used(now.date())
     decision = decide(current, read_machine(), now=now, minutes_used=used)
     document = {
         **current.model_dump(),

@@ -240,6 +240,9 @@ def what_leaves(definition: Definition, target: int) -> dict[str, object]:
     epsilon = privacy.dp_epsilon(privacy.participations)
     seen = "The service sees this device's integers until the round is closed"
     if privacy.keeper is not None:
+        from permille.federation.masked import masked_bytes
+
+        document["bytes_each_round"] = str(masked_bytes(definition))
         # The service gets the integers masked. Only the keeper can open the seed of the mask.
         seen = f"Nobody sees this device's integers unless the service and {privacy.keeper.url} collude"
     return document | {

@@ -1,6 +1,7 @@
 """Output of `permille-agent status`, read from the home folder without network access."""
 
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -133,7 +134,7 @@ class Status:
             },
             "daemon": {
                 "last_poll": daemon.last_poll or None,
-                "minutes_used_today": round(daemon.seconds_used / 60.0, 1),
+                "minutes_used_today": round(daemon.minutes_used(datetime.now().astimezone().date()), 1),
                 "waiting_for": list(daemon.waiting_for),
                 "last_outcome": daemon.last_outcome or None,
                 "poll_error": daemon.poll_error or None,

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from permille_agent.state.home import Home, read_record
@@ -38,6 +39,10 @@ class DaemonState:
     last_outcome: str = ""
     poll_error: str = ""
     training_error: str = ""
+
+    def minutes_used(self, day: date) -> float:
+        """Return the minutes of training on a local day. Only the last day of use is remembered."""
+        return self.seconds_used / 60.0 if self.day == day.isoformat() else 0.0
 
 
 def read_daemon_state(home: Home) -> DaemonState:

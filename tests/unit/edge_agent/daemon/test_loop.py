@@ -5,7 +5,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from permille.package.reader import Package
 from permille_agent.daemon import loop
 from permille_agent.daemon.loop import POLL_LIMIT_S, POLL_S, Daemon, World
 from permille_agent.daemon.policy import PowerAndLoad
-from permille_agent.daemon.state import data_fingerprint, read_daemon_state
+from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import READY, RoundRequest, TrainingRequest
 from permille_agent.federation.exchange import Exchanged
 from permille_agent.federation.membership import join, leave
@@ -165,6 +165,12 @@ def test_the_policy_holds_training_back_and_status_says_why(
     daemon.run_once()
     assert len(outside.requests) == 1
     assert read_daemon_state(home).waiting_for == ()
+
+
+def test_minutes_of_an_earlier_day_do_not_count_today() -> None:
+    state = DaemonState(day="2026-11-23", seconds_used=600.0)
+    assert state.minutes_used(date(2026, 11, 23)) == 10.0
+    assert state.minutes_used(date(2026, 11, 24)) == 0.0
 
 
 def test_one_pass_that_trains_nothing_says_why(
