@@ -125,7 +125,7 @@ def test_an_export_makes_a_package_that_carries_a_program(
     pooled = made_by(bench, JobKind.POOLING, pooling_request(bench, package))
     request = {"package_digest": pooled.digest, "weights": "float32", "variants": 2, "rows": 4, "tokens": 16}
     refused = bench.finish(JobKind.EXPORT, {**request, "weights": "int4"})
-    assert "need an int4 package, this one is nf4" in str(refused.error)
+    assert "need an int4 package, and this one is nf4" in str(refused.error)
     monkeypatch.setitem(sys.modules, "executorch", None)
     failed = bench.finish(JobKind.EXPORT, request)
     assert failed.state == "failed"
