@@ -203,10 +203,10 @@ def _erasable(home: Home) -> Iterator[Path]:
         home.consent,
         home.ledger,
         home.consent.with_suffix(".lock"),
-        home.lock,
-        home.daemon_lock,
     }
-    kept |= {path.with_name(path.name + ".holder") for path in (home.lock, home.daemon_lock)}
+    # If a lock's file were removed while a process holds it, a second process could take the lock anew.
+    for lock in (home.lock, home.daemon_lock, home.rounds_lock):
+        kept |= {lock, lock.with_name(lock.name + ".holder")}
     for folder, folders, names in os.walk(home.root, followlinks=False):
         if Path(folder) == home.root:
             kept_folders = (home.blobs, home.partial, home.trust)

@@ -148,7 +148,7 @@ def decide_adoption(
         run: the run.
         selected: the state that the run has selected.
         incumbent: the active model.
-        open_incumbent: opens the active model. Not called for a base.
+        open_incumbent: opens the active model. Not called if that is the base without a pooled state.
     """
 
     def decide() -> Decision:

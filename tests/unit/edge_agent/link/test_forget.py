@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from permille.errors import OperatorError
 from permille.package.blobs import BlobFolder
@@ -16,6 +17,7 @@ from permille_agent.link.pull import pull
 from permille_agent.link.report import deliver, enqueue, read_reports
 from permille_agent.state.choices import add_references, read_consent, read_references, set_sharing
 from permille_agent.state.home import Home
+from permille_agent.state.lock import hold_lock
 from permille_agent.state.models import active_model, installed_release
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.samples import OTHER_RUN_ID, RUN_ID, metrics
@@ -73,6 +75,15 @@ def test_everything_of_the_user_is_gone_and_the_rest_stays(
     assert active is not None and active.run is None
     assert forget(home).files == 0
     assert all(word in PROMISE for word in ("snapshots", "backups", "swap", "not touched"))
+
+
+@pytest.mark.parametrize("name", ["lock", "daemon_lock", "rounds_lock"])
+def test_a_lock_that_is_held_stays_held(home: Home, name: str) -> None:
+    path: Path = getattr(home, name)
+    with hold_lock(home, "another command", of=path):
+        forget(home)
+        with pytest.raises(Timeout):
+            FileLock(path).acquire(timeout=0)
 
 
 def test_a_link_is_removed_and_its_target_is_not(home: Home, tmp_path: Path) -> None:
