@@ -1,4 +1,6 @@
-"""Sharing of work between variants: a layer runs once for all that agree in it and in all layers below.
+"""Sharing of work between variants.
+
+A layer runs once for all variants that have the same values in this layer and in all layers below it.
 
 For example, layers below the first perturbed one are computed once per batch. The light and the torch engine
 both follow this rule, so they report the same layer passes.

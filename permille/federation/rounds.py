@@ -1,7 +1,7 @@
 """Rounds: the rule that combines many devices into one step, and the history (FORMAT 13.3, 13.4).
 
-A round is a sum of integers over its devices, so order, machine and threads do not matter. The only
-rounding comes after the sum, half to even. The rounded numbers are published, so anyone can replay
+A round is a sum of integers over its devices, so order, machine and threads do not matter. The sum
+is rounded half to even. (A clip also cuts the integers of a device toward zero before the sum.) The rounded numbers are published, so anyone can replay
 the history like a log.
 
 Shapes: M = devices, K = steps of a round, J = directions of a step of the history, W = masked
@@ -109,7 +109,9 @@ def divided(
     divisor_K: NDArray[np.int64],
     weight_K: NDArray[np.int64],
 ) -> Round:
-    """Return the round of a sum: `u = rne(2**(F + g) A / N)`, and zero for steps that no device did.
+    """Return the round of a sum: `u = 2**(guard_bits + rate_shift) * sum / divisor`, rounded half to even.
+
+    Steps that no device did have zeros (FORMAT 13.3).
 
     Raises:
         PackageError: `round-limit`: a coefficient exceeds the range of a log.
@@ -294,7 +296,7 @@ class History:
 
 
 def decode_segment(data: bytes, definition: Definition, *, max_bytes: int) -> list[Round]:
-    """Parse consecutive rounds, which a returning device lacks. Only `check_head` verifies them.
+    """Parse the consecutive rounds that a returning device has missed. Only `check_head` verifies them.
 
     Raises:
         PackageError: `round-limit` or `round-content` (FORMAT 13.3).
@@ -359,7 +361,7 @@ def check_together(
 def _trimmed(
     definition: Definition, contributions: Sequence[Contribution]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return sums without the extremes [K, J], and the numbers of summed and of all devices [K]."""
+    """Return the sums without the extremes, [K, J], and the numbers of summed and of all devices, [K]."""
     shape = (definition.steps, definition.log.queries)
     sum_KJ, divisor_K = np.zeros(shape, dtype=np.int64), np.zeros(definition.steps, dtype=np.int64)
     all_K = np.zeros(definition.steps, dtype=np.int64)

@@ -4,9 +4,10 @@
     pooled = pool(engine, package, rows, PoolingPlan(steps=400), checkpoint=folder / "moments")
     manifest = write_pooled(blobs, package.manifest, pooled, {"corpus": "c4"})
 
-The steps are those of a device (`permille.training.adam`). The last tenth of the rows is not trained on
-and judges the result. As on a device, the package's reference adds its gradient to each step, and bounds the
-loss on general text. A call with the same arguments and checkpoint continues after a kill, to the same bits.
+The steps are those of a device (`permille.training.adam`). The last tenth of the rows is not trained on and
+judges the result. As on a device, each step adds a gradient on the package's reference (rows of general
+text). Other rows of the reference measure the loss on general text. If it rises too much, the state is scaled
+down. A call with the same arguments and checkpoint continues after a kill, to the same bits.
 
 Shapes: N = rows of the corpus, B = rows of a batch, T = tokens, K = masked weights.
 """
@@ -100,8 +101,8 @@ def pool(
         progress: called after each step. An exception stops the work.
 
     Raises:
-        InputError: there are too few rows for a batch and for measuring, the masked weights are all 0, or the
-            state raises the loss on general text too much at any strength.
+        InputError: there are too few rows for a batch and for measuring, the masked weights are all 0
+            or too large, or even an eighth of the change raises the loss on general text too much.
     """
     # Two rows are the fewest that have a standard error.
     held_out = max(2, len(rows_NT) // HELD_OUT_SHARE)

@@ -28,7 +28,8 @@ QUERY_WORD = (1 << 32) - 1
 """Counter word 3 of the generator. No query of a log has this number."""
 
 _SPAN = 1 << 16  # weights of a task
-_COEFFICIENTS = 1 << 15  # of the steps that share a pass over the weights, few enough for the L2 cache
+# Steps that share a pass over the weights have about so many coefficients, which fit into the L2 cache.
+_COEFFICIENTS = 1 << 15
 # The top bit of a word is the sign. The other 31 bits choose the group.
 _GROUP_BITS = np.uint64(31)
 

@@ -132,8 +132,8 @@ class JournaledSteps:
         Args:
             journal: the open journal.
             descent: the settings of the log.
-            first_step: the number of the journal's first step in the whole history, which decides its
-                directions. A journal counts its own steps from zero.
+            first_step: the number that the journal's first step has in the whole history. The directions of a
+                step depend on this number. A journal counts its own steps from zero.
         """
         self._journal, self._descent, self._first_step = journal, descent, first_step
         self.s_K = self.before(journal.next_step)
@@ -162,7 +162,10 @@ class JournaledSteps:
 
 
 def _coefficients(header: LogHeader, step: int, projected_grad_Q: NDArray[np.float64]) -> tuple[int, ...]:
-    """Round the projected gradients (FORMAT 7.4). A block's step is the mean over its own directions."""
+    """Round the projected gradients (FORMAT 7.4).
+
+    With two blocks (`split`), the step of each block is the mean over the directions of that block.
+    """
     learning_rate = header.learning_rate_at(step)
     return tuple(
         coefficient(

@@ -60,6 +60,7 @@ class Download:
 
         Raises:
             ServiceUnavailableError: all attempts failed without enough progress.
+            AccessRefusedError, RequestRefusedError: the service refuses the device, or the request.
             PackageError: the server sent wrong bytes twice, `blob-digest` or `blob-size`.
             OperatorError: the disk is full or read-only. The downloaded bytes are kept.
         """

@@ -6,13 +6,14 @@ Groups of documents are sorted by a hash, so the order is the same in every run:
 
 - The test split is taken from the front, the select split from the back. The rest trains.
 - The order of files has no effect, and added text moves only documents near a boundary.
-- Text that judges one run does not train another run.
+- Text that judges one run does not train another run, except for short texts and groups near a boundary.
 
 With a small test split, a comparison of two models is random. So the test split must have `MIN_TEST_TOKENS`
 target tokens in `MIN_TEST_GROUPS` groups.
 
-A text of fewer than `NEEDED_TOKENS` tokens is cut into `PARTS` parts of passages, in the same order. Each
-part after the first is judged by a state that the earlier parts trained. All parts train the final state.
+If a text is too short for that, it is cut into passages. These are sorted by the same hash and divided into
+`PARTS` parts. Each part after the first judges a state that was trained on the earlier parts only. All parts
+train the final state.
 """
 
 import hashlib
@@ -64,7 +65,7 @@ class SplitCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Training for the judgement of one part of a short text.
+    """One part of a short text that judges a state, and the rows that train this state.
 
     Attributes:
         train: packed rows of all earlier parts.
@@ -164,8 +165,8 @@ def _prepare_little(
     part_of = _parts([unit_of[id(piece)] for piece in known], [t.targets for t in tokenized])
     places = [[i for i, part in enumerate(part_of) if part == number] for number in range(PARTS)]
     least = (
-        f"{too_little}; less text is judged part by part, which needs {MIN_LITTLE_GROUPS} groups of "
-        f"{LITTLE_GROUP_TOKENS} tokens in {PARTS} documents or more"
+        f"{too_little} A shorter text is tested in parts. This needs at least {MIN_LITTLE_GROUPS} pieces of "
+        f"{LITTLE_GROUP_TOKENS} tokens in the last {PARTS - 1} of {PARTS} parts, and text in each part."
     )
     if not all(places):
         raise InputError(least)
@@ -260,7 +261,7 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
     tokens: dict[str, int] = defaultdict(int)
     for group, number in zip(groups, target_tokens, strict=True):
         tokens[group] += number
-    # Sorted by a hash of the group, not by its place, so text that is added later moves no group.
+    # Sorted by a hash of the group, not by its place, so text that is added later keeps the order.
     order = sorted(tokens, key=lambda group: (position(group), group))
     total = sum(tokens.values())
     test = _taken(
@@ -268,7 +269,7 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
     )
     rest = order[len(test) :]
     wanted = _wanted(SELECT_SHARE, total, MIN_SELECT_TOKENS, MAX_SELECT_TOKENS)
-    # From the other end of the order, so that the two held-out splits grow away from each other.
+    # From the other end of the order, so that the two held-out splits stay apart when they grow.
     select = _taken(reversed(rest), tokens, wanted, 1)
     split_of = dict.fromkeys(rest, Split.TRAIN) | dict.fromkeys(test, Split.TEST)
     split_of |= dict.fromkeys(select, Split.SELECT)
@@ -359,9 +360,9 @@ def _guarded(
 
 def _too_little(counts: dict[Split, SplitCount], total: int, groups: int) -> str:
     return (
-        f"There is too little text. Training needs {NEEDED_TOKENS} tokens ({MIN_TEST_TOKENS} held-out ones "
-        f"in {MIN_TEST_GROUPS} or more documents to judge the result, {MIN_SELECT_TOKENS} to select the "
-        f"state, {MIN_TRAIN_TOKENS} to train; conversations and rows of one group are not divided), got "
-        f"{total} tokens in {groups} documents, which leaves {counts[Split.TEST].tokens}, "
-        f"{counts[Split.SELECT].tokens} and {counts[Split.TRAIN].tokens}"
+        f"There is too little text: {total} tokens in {groups} documents. Training needs {NEEDED_TOKENS} "
+        f"tokens: {MIN_TEST_TOKENS} in {MIN_TEST_GROUPS} or more documents for the test, {MIN_SELECT_TOKENS} "
+        f"to select the state, and {MIN_TRAIN_TOKENS} to train. This text gives {counts[Split.TEST].tokens} "
+        f"for the test, {counts[Split.SELECT].tokens} to select and {counts[Split.TRAIN].tokens} to train. "
+        "Conversations and rows of one group are not divided."
     )

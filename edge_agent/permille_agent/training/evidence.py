@@ -7,13 +7,13 @@ bounded random variables by betting"). With the gains of groups of neighbouring 
     W = mean over bets b of  product over groups of  max(0, 1 + b (gain_g - margin))
 
 and under the hypothesis, `W >= 1 / alpha` has a probability of at most alpha. This holds for any skew of the
-gains, if groups are independent and no gain is below `-1 / b`, which is -2/3 nats per token.
+gains, if groups are independent and no gain is below `MARGIN - 1 / b`, about -0.66 nats per token.
 
 A bootstrap would not be safe, because it knows only the observed groups. If one group in twenty becomes much
 worse, a bootstrap adopts two to four of ten useless models.
 
-If later groups are judged by another state that has not seen them, their factors may be multiplied, too. So a
-short text can be judged in parts.
+Later groups may judge another state, if it was trained without them (earlier groups may have trained it). The
+product still runs over all groups. So a short text can be tested in parts.
 
 Deviation from the paper: the bets are fixed and equally mixed, so the order of the groups does not matter.
 
@@ -136,7 +136,7 @@ def _surely_above(gain_G: NDArray[np.float64], wanted: float) -> float:
 
 
 def merged(tokens_D: NDArray[np.int64], least: int = GROUP_TOKENS) -> NDArray[np.int64]:
-    """Return the group of each document, int64 [D]. Each group has at least `least` targets.
+    """Return the group of each document, int64 [D]. Each has at least `least` targets, if there are so many.
 
     Neighbours are merged. The remainder at the end joins the last group.
 

@@ -2,8 +2,8 @@
 
     y = x W^T + b,    W = dequantize(codes),    W[mask] = values
 
-A tile of rows of the weight exists at a time, in the scratch memory of a thread. The tile is dequantized
-once. For each variant, its values are set and its tokens multiplied.
+Each thread decodes only one tile (some rows of the weight) at a time, into its scratch memory. For each
+variant, its values are set and its tokens multiplied.
 
 With 8-bit inputs, the tile stays integers and is the same for all variants. The change by a variant's
 values is a separate sparse product with float32 inputs (ADR 20):

@@ -138,13 +138,13 @@ def test_refuses_too_little_with_what_is_needed_and_what_came() -> None:
         assign(_groups(30), [40] * 30)
     message = str(refusal.value)
     assert "needs 5400 tokens" in message
-    assert "2000 held-out ones" in message
-    assert "got 1200 tokens in 30 documents" in message
+    assert "2000 in 5 or more documents for the test" in message
+    assert "There is too little text: 1200 tokens in 30 documents." in message
 
 
 @pytest.mark.parametrize(("number", "tokens"), [(0, 0), (6, 5000), (9, 600), (1, 100_000)])
 def test_refuses_parts_that_are_too_small(number: int, tokens: int) -> None:
-    with pytest.raises(InputError, match=f"got {number * tokens} tokens in {number} documents"):
+    with pytest.raises(InputError, match=f"too little text: {number * tokens} tokens in {number} documents"):
         assign(_groups(number), [tokens] * number)
 
 

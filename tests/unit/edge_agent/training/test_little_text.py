@@ -217,5 +217,5 @@ def test_few_long_conversations_are_refused_with_what_both_ways_need(device: Dev
     rows = [f'{{"prompt": "{n}", "completion": "{long}{n}"}}' for n in range(3)]
     (tmp_path / "few.jsonl").write_text("\n".join(rows))
     documents, _ = read_documents([tmp_path / "few.jsonl"])
-    with pytest.raises(InputError, match=r"5400 tokens .* 20 groups of 24 tokens in 4 documents or more"):
+    with pytest.raises(InputError, match=r"5400 tokens: .* 20 pieces of 24 tokens in the last 3 of 4 parts"):
         prepare(documents, package_tokenizer(device.package), row_tokens=32)
