@@ -1,8 +1,8 @@
 """Rounds: the rule that combines many devices into one step, and the history (FORMAT 13.3, 13.4).
 
 A round is a sum of integers over its devices, so order, machine and threads do not matter. The sum
-is rounded half to even. (A clip also cuts the integers of a device toward zero before the sum.) The rounded numbers are published, so anyone can replay
-the history like a log.
+is rounded half to even. (A clip also cuts the integers of a device toward zero before the sum.) The
+rounded numbers are published, so anyone can replay the history like a log.
 
 Shapes: M = devices, K = steps of a round, J = directions of a step of the history, W = masked
 weights.
