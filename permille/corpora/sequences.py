@@ -44,7 +44,7 @@ def token_sequences(
     """Return `n` sequences of exactly `length` tokens, int64 [n, length].
 
     Args:
-        skip: the number of windows to pass over first, so that two calls can avoid common tokens.
+        skip: the number of windows to pass over first, so that two calls can share no token.
 
     Raises:
         InputError: the corpus holds fewer than `skip + n` windows, or a number is out of range.

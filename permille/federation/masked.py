@@ -1,4 +1,4 @@
-"""Masked contributions for a round with a keeper, and the request to the keeper (FORMAT 13.7).
+"""Masked contributions for a round with a keeper, and the request to the keeper (FORMAT 13.7: question).
 
 The service sees uniformly random integers. The keeper sees seals and never the integers. Neither
 alone learns the vector of a device, and the sum that they compute together contains the keeper's

@@ -47,8 +47,8 @@ class Reason(StrEnum):
         INTEGRITY: four devices found the same damage.
         WORSE: the share of devices that became worse is significantly above its limit.
         LOSS: the mean loss after training rose by significantly more than 0.01 nats per token.
-        GENERAL: training raises the loss on general text by more than with the old version, significantly
-            above 0.02 nats per token.
+        GENERAL: training raises the loss on general text by more than with the old version: in the mean, by
+            significantly more than 0.02 nats per token.
         SUCCESS: a wave ended with a success rate below its limit.
         SILENCE: too few devices of a wave reported in time.
         YANKED: the version was withdrawn.

@@ -52,7 +52,8 @@ def check_shapes(
     for name in (name for name, spec in layers[Role.PLAIN].specs.items() if spec.dtype == "U8"):
         if name not in table_names(config) or plain.get(name, (0, 1))[-1] % Q8_0_WEIGHTS:
             raise PackageError(
-                "header-dtype", f"{name} must not be U8, because it is no table with rows of multiples of 32."
+                "header-dtype",
+                f"{name} must not be U8: it is no table with a multiple of 32 weights in a row.",
             )
         plain[name] = table_shape(plain[name])
     counts: dict[str, tuple[int, ...]] = {tensor.name: (tensor.count,) for tensor in manifest.tensors}

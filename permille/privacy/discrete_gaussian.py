@@ -54,7 +54,7 @@ def _laplace(scale: int, randbelow: RandBelow) -> int:
 
 
 def _flip_exp(numerator: int, denominator: int, randbelow: RandBelow) -> bool:
-    """Return True with probability `exp(-numerator / denominator)` (algorithm 1)."""
+    """Return True with probability `exp(-numerator / denominator)` (algorithm 1), for a fraction from 0."""
     while numerator > denominator:
         if not _flip_exp(1, 1, randbelow):
             return False

@@ -16,8 +16,8 @@ class PruningMethod(StrEnum):
     """Method of choosing the weights to remove.
 
     MAGNITUDE removes the smallest weights. WANDA removes the smallest products of a weight's size and its
-    input's norm (Sun et al., 2023). SPARSEGPT adjusts the other weights of a row after each removal, and
-    removes those weights that cost least after that (Frantar and Alistarh, 2023).
+    input's norm (Sun et al., 2023). SPARSEGPT removes the weights whose removal costs least if the later
+    weights of their row are adjusted, and adjusts those (Frantar and Alistarh, 2023).
     """
 
     MAGNITUDE = "magnitude"

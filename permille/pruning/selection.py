@@ -76,9 +76,10 @@ def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern
 
         error = w_j / [H^-1]_jj,    w_k -= error * [H^-1]_jk  for k > j
 
-    The inverse is that of the remaining columns. Its rows are those of an upper Cholesky factor. Scores are
-    `(w / [H^-1]_jj)^2` with the factor's diagonal. Without a pattern, the weights of a block of columns are
-    chosen at once, one more than its share, as in the authors' program. With a full pattern, the weights of
+    The inverse is that of the remaining columns. Its row j is row j of an upper Cholesky factor, times a
+    number that cancels out. Scores are `(w / [H^-1]_jj)^2` with the factor's diagonal. Without a full
+    pattern, the weights of a block of columns are chosen at once. Without any pattern, they are one more than
+    the block's share, as in the authors' program. With a full pattern, the weights of
     a group are chosen when the group is reached.
     """
     weight_NK, columns = weight_NK.clone(), weight_NK.shape[1]

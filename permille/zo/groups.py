@@ -73,7 +73,7 @@ def grouping(header: LogHeader, step: int) -> Grouping:
     words = philox4x32_10((layout.block_B, layout.tensor_B, step, QUERY_WORD), header.seed)
     word_K = layout.without_padding(np.stack(words, axis=1).reshape(-1))
     low_K = word_K & np.uint64((1 << 31) - 1)
-    # A product and a shift replace a remainder, which is slower. The bias is below Q / 2**31.
+    # FORMAT 6.6: a product and a shift, not a remainder. The bias is below Q / 2**31.
     group_K = ((low_K * np.uint64(header.queries)) >> _GROUP_BITS).astype(np.int32)
     sign_K = (2 * (word_K >> _GROUP_BITS).astype(np.int8) - 1).astype(np.int8)
     return Grouping(group_K=group_K, sign_K=sign_K, queries=header.queries)

@@ -264,9 +264,7 @@ def document_of(membership: Membership) -> dict[str, object]:
         "last_round": standing.last_round,
         "last": standing.last,
         "adopted_round": standing.adopted_round,
-        "waiting_for": standing.waiting_for
-        if choice.joined
-        else "the service must still be told that you left",
+        "waiting_for": standing.waiting_for if choice.joined else "the service to learn that you left",
     }
 
 

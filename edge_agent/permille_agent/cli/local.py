@@ -39,7 +39,10 @@ ThreadsOption = Annotated[
     typer.Option(min=1, help="Threads of the engine. Default: all cores.", rich_help_panel=COMPUTING),
 ]
 TokensOption = Annotated[
-    int, typer.Option("--max-tokens", min=1, help="Most tokens to generate.", rich_help_panel=SAMPLING)
+    int,
+    typer.Option(
+        "--max-tokens", min=1, help="Largest number of tokens to generate.", rich_help_panel=SAMPLING
+    ),
 ]
 TemperatureOption = Annotated[
     float | None,

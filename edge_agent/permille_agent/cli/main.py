@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command, and return its exit code. For example, `main(["status", "--json"])`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        # For writes to a full disk that raise no error of their own.
+        # An OSError that no command has converted, such as that of a full disk.
         with telling_disk():
             app(args=arguments, prog_name="permille-agent")
     except PermilleError as exc:

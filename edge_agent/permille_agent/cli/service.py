@@ -234,7 +234,7 @@ def share_log_delete(
     home = home_of(context)
     with open_api(home) as api, hold_lock(home, "share-log"):
         with contextlib.suppress(InputError):
-            # `forget --run` may have erased the folder. The report still has the run's id.
+            # The folder may be gone (`prune_runs`, `forget --run`). The report still has the run's id.
             run = run and named_run(home, run).run_id
         # Stored before the request, so that the next report repeats a request that failed.
         wanted = want_deletion(home, run)

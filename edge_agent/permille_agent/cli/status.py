@@ -202,7 +202,7 @@ class Status:
             return "none yet"
         metrics = self.outcome.metrics if self.outcome else None
         if metrics is None:
-            # `progress` exists only while a process works on the run.
+            # `progress` exists only while a process trains: a run, or a round.
             return "unfinished" if self.progress else "unfinished: the same `train` command resumes it"
         words = outcome_words(metrics.outcome, self.decision)
         if metrics.loss_base is None or metrics.loss_personal is None:

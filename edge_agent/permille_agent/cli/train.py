@@ -116,8 +116,8 @@ def train(
         str,
         typer.Option(
             "--from",
-            help="Model to begin from. active is the model in use, or the pooled state of a new package. "
-            "pooled and base are the package's own states. Zeroth order always begins at the base.",
+            help="Model to begin from. active: the model in use if it fits the package, else the pooled "
+            "state, else the base. pooled or base: begin again there. Zeroth order begins at the base.",
         ),
     ] = "active",
     learn: Annotated[
@@ -259,7 +259,7 @@ def _train(
             "No text to train on. Name files or folders, or add some with `permille-agent data add`."
         )
     # Read before the training. If the user withdraws consent meanwhile, the count of withdrawals differs, and
-    # nothing is sent.
+    # neither log nor state is sent.
     consent = read_consent(home)
     with hold_lock(home, "train"), _stopped_by_signals() as stop, live as progress:
         context = RunContext(

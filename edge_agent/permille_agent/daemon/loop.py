@@ -165,7 +165,7 @@ class Daemon:
         # A `not_before` more than a day ahead was stored while the clock was wrong, so ignore it.
         if 0 < state.not_before - now.timestamp() <= LONGEST_PAUSE_S:
             reasons += ("the last training failed and is tried again later",)
-        # Written only when the reasons change, not at each check.
+        # The check runs once a minute, and each write is an fsync.
         if reasons != state.waiting_for:
             self._note(waiting_for=reasons)
         if reasons:

@@ -107,7 +107,8 @@ def launchd_agent(command: Sequence[str], agent_home: Path) -> str:
         "Label": LABEL,
         "ProgramArguments": list(command),
         "RunAtLoad": True,
-        # As in the systemd unit, only a failure starts the daemon again.
+        # A clean end does not start the daemon again. launchd cannot leave out exit codes 2 and 3, as systemd
+        # does.
         "KeepAlive": {"SuccessfulExit": False},
         "ProcessType": "Background",
         "LowPriorityIO": True,

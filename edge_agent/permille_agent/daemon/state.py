@@ -17,7 +17,8 @@ class DaemonState:
     Attributes:
         day: local date of `seconds_used`.
         seconds_used: seconds of training on that day.
-        trained: fingerprint of the package and the data of the last finished training.
+        trained: fingerprint of the package, the data and the adopted round of the last training that
+            finished, or that failed and is not tried again.
         failures: number of failed trainings in a row.
         not_before: Unix time of the next attempt after a failure.
         waiting_for: reasons against training now.

@@ -90,16 +90,17 @@ def train_in_child(
 ) -> str:
     """Train in a child process and return the outcome of the run.
 
-    The outcome is a value of `permille.schemas.runs.Outcome`, or `READY` for a round.
+        The outcome is a value of `permille.schemas.runs.Outcome`, or `READY` for a round whose
+    contribution is complete. An unfinished round gives `interrupted`.
 
-    Args:
-        home: the home folder.
-        request: the training to do.
-        keep_going: called about once a second. The child stops after this returns False.
+        Args:
+            home: the home folder.
+            request: the training to do.
+            keep_going: called about once a second. The child stops after this returns False.
 
-    Raises:
-        PermilleError: the error that the child raised.
-        ChildDiedError: the child died without an answer.
+        Raises:
+            PermilleError: the error that the child raised.
+            ChildDiedError: the child died without an answer.
     """
     # `-P` keeps modules in the current folder from shadowing ours.
     command = [sys.executable, "-P", "-m", "permille_agent.daemon.training_child"]

@@ -100,14 +100,17 @@ def load_identity(home: Home) -> Identity | None:
         key = load_pem_private_key(path.read_bytes(), password=None)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as exc:
+    except OSError as exc:
+        raise OperatorError(f"Cannot read {path}: {exc}") from exc
+    except (ValueError, TypeError, UnsupportedAlgorithm) as exc:
         raise OperatorError(
-            f"{path} holds no Ed25519 private key: {exc}. Move it away, and enroll again."
+            f"{path} holds no Ed25519 private key: {exc}. Move it away, and run `permille-agent enroll` with "
+            "a new invitation."
         ) from exc
     if not isinstance(key, Ed25519PrivateKey):
         raise OperatorError(
-            f"{path} holds no Ed25519 private key, but a {type(key).__name__}. Move it away, and enroll "
-            "again."
+            f"{path} holds no Ed25519 private key, but a {type(key).__name__}. Move it away, and run "
+            "`permille-agent enroll` with a new invitation."
         )
     return Identity(key)
 

@@ -254,7 +254,7 @@ class Connection:
         if not safe or not url.host or url.userinfo:
             raise OperatorError(
                 f"The service redirected to {url.scheme[:20]}://{url.host[:100]}. Only https to another "
-                "machine is allowed."
+                "machine is allowed, without a user name."
             )
         return url
 

@@ -126,7 +126,7 @@ def _pull(
     except PackageError as exc:
         if part is not None or exc.code not in _MOVED:
             raise
-        # The metadata was read before the alias moved, so read both again.
+        # Perhaps the alias moved after the metadata was read, so read both once more.
         trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
         release, target = _choose(api, trusted, enrolment, part)
     try:

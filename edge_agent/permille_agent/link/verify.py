@@ -106,7 +106,8 @@ class _Package:
     def damages(self) -> Iterator[_Damage]:
         """Yield all damage in the order of repair.
 
-        The caller repairs each item before it takes the next one, because later checks read repaired files.
+        A caller that repairs must repair each item before it takes the next one, because later checks read
+        the repaired files.
         """
         if not self._is_whole(self._digest):
             yield _Damage(what=f"manifest {self._digest}", mend=self._fetch_manifest)

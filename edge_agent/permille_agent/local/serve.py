@@ -248,7 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length") or ""
         if not length.isascii() or not length.isdigit() or "Transfer-Encoding" in self.headers:
             raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "The request needs a Content-Length.")
-        # The length of the number is checked first, because `int` of very many digits is slow.
+        # The number of digits is checked first, because `int` raises ValueError for more than 4,300.
         if len(length) > 10 or int(length) > MAX_BODY_BYTES:
             raise _RequestError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is larger than {MAX_BODY_BYTES} bytes."

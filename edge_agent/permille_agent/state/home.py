@@ -70,9 +70,7 @@ class Home:
     blobs = _Below("blobs")  # content-addressed files of packages; manifests are blobs, too
     partial = _Below("partial")  # downloads that are not complete yet
     runs = _Below("runs")  # one folder per training run
-    federations = _Below(
-        "federations"
-    )  # one folder per federation, with the user's choice, history and rounds
+    federations = _Below("federations")  # one folder per federation: choice, history and rounds
     current = _Below("current.json")  # the active model, and what was active before
     data = _Below("data.json")  # references to the user's files; the files stay where they are
     decisions = _Below("decisions.json")  # how many decisions this device has made

@@ -210,7 +210,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     judges = [values(run.w_base_K, s_K, exponent) for s_K in trained]
     personal = _losses(run, "personal", judges.__getitem__)
     least = LITTLE_GROUP_TOKENS if run.prepared.stages else GROUP_TOKENS
-    where = "on text that it had not yet learned from" if run.prepared.stages else "on held-out text"
+    where = "on parts of the text, before training on them" if run.prepared.stages else "on held-out text"
     against_base = _compared(base, personal, number, least)
     decision = replace(
         decision,
@@ -239,7 +239,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     if not against_active.better:
         reason = f"better than the base, but not surely better than {active} {where}"
         if incumbent.learned:
-            reason += " that it has not learned from"
+            reason += ", without the text that the active model has learned from"
     return replace(
         decision, against_active=_finite(against_active), adopted=against_active.better, reason=reason
     )

@@ -176,7 +176,7 @@ def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
 
 
 def lay_out_log(run: Run, selected: SelectedState, decision: Decision, context: RunContext) -> LogFacts:
-    """Return the metrics of a run's log or state. Write the log or state that the user shares."""
+    """Return the metrics of a run's log or state. Write what the user shares to `shared.log`."""
     data, shared = b"", False
     if selected.step:
         form = LogForm.LOG if run.options.has_log else LogForm.STATE

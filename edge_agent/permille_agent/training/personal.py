@@ -226,7 +226,7 @@ def shareable(folder: RunFolder, form: LogForm) -> bytes:
 
 
 def store_state(folder: RunFolder, s_K: NDArray[np.int64]) -> None:
-    """Store a state as the cache of the journal's replay."""
+    """Store a state as a cache, so that the journal is not replayed for each use."""
     write_atomic(folder.path / "state.i64", s_K.astype("<i8").tobytes(), mode=0o600)
 
 

@@ -269,7 +269,7 @@ def find_run(home: Home, name: str) -> RunFolder:
     # A name from a damaged file must not lead out of the folder of runs.
     if "/" in name or name.startswith(".") or not folder.path.is_dir():
         raise OperatorError(
-            f"There is no run {name} in {home.runs}. `permille-agent status` names the newest run."
+            f"There is no run {name} in {home.runs}. `permille-agent status --json` names the newest run."
         )
     return folder
 

@@ -259,7 +259,7 @@ class _DescentLoop:
             run.progress.step(step + 1, total_steps, loss)
 
     def _is_last(self) -> bool:
-        """Return whether this descent continues when its loss is level, because no other would help."""
+        """Return whether this descent continues when its loss is level: no other one can follow or help."""
         if self._run.prepared.stages:
             return True  # nothing is selected
         # A gradient descent that has improved and is level has learned the text. Shorter steps do not help.

@@ -227,7 +227,7 @@ def _check_exporter() -> None:
         import executorch.exir  # noqa: F401
     except ModuleNotFoundError as exc:
         name = str(exc.name).partition(".")[0]
-        raise InputError(f"exporting needs {name}: pip install 'permille[executorch]'") from exc
+        raise InputError(f"Exporting needs {name}. Run `pip install 'permille[executorch]'`.") from exc
 
 
 def _lower(exported: torch.export.ExportedProgram, constants: Mapping[str, Tensor]) -> Any:

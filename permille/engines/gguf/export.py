@@ -109,7 +109,9 @@ def export_gguf(
     if kind is BlockType.SOURCE and scheme is not Scheme.SOURCE:
         raise InputError(f"The package is {scheme} and keeps no codes of a GGUF file. Export q8_0.")
     if kind is BlockType.Q4_1:
-        raise InputError("Q4_1 needs a package of scheme source (--type source). Export q8_0.")
+        raise InputError(
+            "Q4_1 cannot be chosen. Only --type source writes it, for packages of scheme source. Use q8_0."
+        )
     if kind is BlockType.Q4_0 and scheme is not Scheme.INT4:
         raise InputError(
             f"Q4_0 needs an int4 package, because it lacks the levels of {scheme}. Export "

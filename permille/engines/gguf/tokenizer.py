@@ -245,7 +245,8 @@ def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
 def _end_of_turn(generation: Mapping[str, Any], eos: int | None, known: list[int]) -> dict[str, int]:
     """Return the token other than `eos` that ends an answer, if there is one.
 
-    `generation_config.json` names it. If it does not, the chat template decides.
+    `generation_config.json` names it. If it does not, the last
+    known end of a turn in the chat template is taken.
     """
     value = generation.get("eos_token_id")
     named = [one for one in value if isinstance(one, int)] if isinstance(value, list) else []

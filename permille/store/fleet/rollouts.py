@@ -146,10 +146,11 @@ def approve(row: Rollout, wave: int) -> None:
 
     Args:
         wave: the number of the next wave, from 2. The number ensures that a repeated request cannot
-            approve another wave. An earlier wave from 2 is accepted, and changes nothing.
+            approve another wave. An earlier wave from 2 is accepted, and opens nothing.
 
     Raises:
-        ConflictError: the rollout has ended or needs no approval, or the wave comes after the next one.
+        ConflictError: the rollout has ended or needs no approval, or the wave is below 2 or after the next
+            one.
     """
     _require(row, *UNENDED)
     rules = _rules(row)

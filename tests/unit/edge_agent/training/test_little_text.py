@@ -59,7 +59,7 @@ def test_a_person_with_a_thousand_tokens_is_served(tmp_path: Path) -> None:
     device = device_at(tmp_path / "home", user_text(tmp_path, 42))
     result = device.train(**OPTIONS)
     assert result.outcome is Outcome.ADOPTED
-    assert result.message == "better than the base on text that it had not yet learned from"
+    assert result.message == "better than the base on parts of the text, before training on them"
     assert result.metrics is not None and result.decision is not None
     assert 1000 <= result.metrics.train_tokens < 1150
     assert result.metrics.select_tokens == 0
@@ -116,7 +116,7 @@ def test_status_and_the_page_say_how_it_was_judged(device: Device) -> None:
     page = show_run(device.home, None, bigram_engine).read_text()
     assert "of them judged the model before it trained on them" in page
     assert "your text that training did not use" not in page
-    assert "on text that it had not yet learned from" in page
+    assert "on parts of the text, before training on them" in page
 
 
 def test_what_is_shared_is_of_the_adopted_state(device: Device) -> None:
