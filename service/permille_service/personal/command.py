@@ -195,8 +195,8 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
         if not is_new:
             loss = answer["loss_personal"]
             say(
-                f"   This training ({loss:.3f}) was not surely better than your model in use, which is "
-                "exported."
+                f"   This training ({loss:.3f}) was not surely better than your model in use. The result "
+                "is that earlier model: it has learned nothing new. For another text, name another --work."
             )
         say(f"3. Writing {request.out}")
         _export(request, programs, say)
