@@ -1,9 +1,10 @@
-"""The main job once, as an operator and a user would type it: `make demo`.
+"""The whole product once, as an operator and a user would type it: `make demo`.
 
-Everything is a command of the two command lines, run as processes against a real service on loopback; this
-script only passes one command's answer to the next and checks the end. It works in `.demo`, stops what it
-started and removes what it wrote, also when it fails or is interrupted; only the page about the run and the
-exported model stay.
+Every step is a command of `permille` or `permille-agent`, run against a real service on loopback. This script
+passes the answer of a command to the next one, and checks the result.
+
+It works in `.demo`. At the end it stops its processes and removes its files, even if it fails or is
+interrupted. Only the page about the run and the exported model stay.
 """
 
 import os
@@ -30,14 +31,14 @@ ADOPTED, KEPT_BASE = 0, 7  # exit codes of `permille-agent train`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What the demo does with a model.
+    """Options of the demo's commands for a model.
 
     Attributes:
         root: folder below which the model lies.
         add: options of `models add`.
         build: options of `builds create`.
-        zeroth_order: how long to train by forward passes alone.
-        gradient: how long to train along the gradient.
+        zeroth_order: options of `train`, for forward passes only.
+        gradient: options of `train`, along the gradient.
         ask: options of `generate`.
         questions: one about the notes, one of general knowledge.
     """
@@ -62,7 +63,7 @@ MODELS = {
         ask=("--chat", "--temperature", "0", "--max-tokens", "48"),
         questions=("Tell me about your garden today.", "What is the capital of France?"),
     ),
-    # Five in a thousand: one in a thousand of so small a model is some 700 weights, too few to show much.
+    # Five in a thousand, because one in a thousand of this small model is only some 700 weights.
     "example": Model(
         root=EXAMPLES,
         add=("--folder", "model"),
@@ -89,12 +90,15 @@ print(state_digest(s_K, mask_digest=header.mask_digest, step_unit_exponent=heade
 
 
 class DemoError(Exception):
-    """A step of the demo did not do what it must."""
+    """A step of the demo had a wrong result."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo with the model, in the folder, that `arguments` name; the last line of its output is the
-    result."""
+    """Run the demo. The last line of its output is the result.
+
+    Args:
+        arguments: name of the model, and the folder to work in. Both have defaults.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     name, work = arguments[0] if arguments else "smollm2", Path(arguments[1]) if arguments[1:] else WORK
     if name not in MODELS:
@@ -113,11 +117,11 @@ def main(arguments: list[str]) -> int:
 
 
 def run(model: Model, work: Path) -> str:
-    """Do all of it in an empty folder; the last line.
+    """Run all steps in an empty folder, and return the summary.
 
     Raises:
         CommandError: a command failed.
-        DemoError: one did not do what it must.
+        DemoError: a step had a wrong result.
     """
     shutil.rmtree(work, ignore_errors=True)
     programs = Programs(work=work / "run", tell=lambda line: print(f"   $ {line}", flush=True))
@@ -137,11 +141,14 @@ def run(model: Model, work: Path) -> str:
 
 
 def build(programs: Programs, model: Model) -> Any:
-    """Register, build, publish; the package as the service lists it."""
+    """Register, build and publish a model. Return its package as the service describes it."""
     title("2. The operator: from a pre-trained model to a signed release")
     added = programs.permille("models", "add", "example", *model.add)
     programs.permille("corpora", "add", "example", "--file", "corpus.jsonl.gz")
-    job = programs.permille("builds", "create", "--model", "example", "--corpus", "example", *model.build)
+    inputs = ("--model", "example", "--corpus", "example")
+    job = programs.permille("builds", "create", *inputs, *model.build, "--no-wait")
+    print("   scores each weight on public text, then packs the model: some minutes for SmolLM2", flush=True)
+    programs.follow(job["id"])
     made = programs.permille("builds", "show", job["id"])
     package = programs.permille("packages", "show", made["package_digest"])
     k, size = package["k"], package["size_bytes"]
@@ -164,17 +171,21 @@ def install(programs: Programs, url: str) -> None:
 
 
 def zeroth_order(programs: Programs, model: Model) -> int:
-    """Train by forward passes alone, share that log, hold its replays against each other; the log's bytes."""
-    title(
-        "4. The user: a little training by forward passes alone; its log is a seed and some integers a step"
-    )
+    """Train with forward passes only, share the log, and compare its replays. Return the log's size.
+
+    Raises:
+        DemoError: two replays differ, or the service did not verify the log.
+    """
+    title("4. The user: a few steps with forward passes only. Its log is a seed and some integers per step")
     run = train(programs, "--estimator", "one-sided", *model.zeroth_order, "--share-log")
     programs.agent("report")
     decision = run["decision"]
-    print(f"   the log has {decision['step']} steps")
+    if run["outcome"] != "adopted":
+        print("   So few steps are not adopted. They show the log and its replay; step 5 trains longer.")
     if not decision["step"]:
         print("   no step lowered the loss, so there is nothing to share")
         return 0
+    print(f"   the log has {decision['step']} steps. Their result, as three programs compute it:")
     journal = programs.device / "runs" / run["run"] / f"descent-{decision['descent']}.journal"
     fresh = [sys.executable, "-c", REPLAY, str(journal), str(decision["step"])]
     digests = {
@@ -190,7 +201,7 @@ def zeroth_order(programs: Programs, model: Model) -> int:
 
 
 def verified(programs: Programs) -> str:
-    """Wait until the service has replayed the log that was shared; the digest that it found."""
+    """Wait until the service has replayed the shared log. Return the digest that it computed."""
     (reported,) = programs.permille("runs", "list")
     deadline = time.monotonic() + VERIFY_S
     while reported["log"]["state"] == "pending" and time.monotonic() < deadline:
@@ -202,8 +213,8 @@ def verified(programs: Programs) -> str:
 
 
 def gradient(programs: Programs, model: Model) -> dict[str, Any]:
-    """Train along the gradient, from the base. Raises DemoError where the result is not adopted."""
-    title("5. The user: training along the gradient, judged on notes that it never saw")
+    """Train along the gradient, from the base. Raises DemoError if the result is not adopted."""
+    title("5. The user: training along the gradient, tested on notes that training never saw")
     run = train(programs, "--from", "base", *model.gradient)
     if run["outcome"] != "adopted":
         raise DemoError(f"the personal model was not adopted: {run['message']}")
@@ -211,15 +222,16 @@ def gradient(programs: Programs, model: Model) -> dict[str, Any]:
 
 
 def train(programs: Programs, *options: str) -> dict[str, Any]:
-    """Train on the gardener's notes; what the run came to, whether it is adopted or not."""
+    """Train on the gardener's notes, and return the run, adopted or not."""
     start = time.monotonic()
+    print("   this takes some minutes", flush=True)
     run: dict[str, Any] = programs.agent("train", str(NOTES), *options, may_end_with=(ADOPTED, KEPT_BASE))
-    print(f"     {run['outcome']}, {time.monotonic() - start:.0f} s", flush=True)
+    print(f"   done in {time.monotonic() - start:.0f} s", flush=True)
     return run
 
 
 def answers(programs: Programs, model: Model) -> list[str]:
-    """Ask the questions of the model in use."""
+    """Return the answers of the model in use to the questions."""
     return [
         str(programs.agent("generate", question, *model.ask)["text"]).strip() for question in model.questions
     ]
@@ -232,7 +244,7 @@ def compare_answers(model: Model, before: list[str], after: list[str]) -> None:
 
 
 def export(programs: Programs, work: Path) -> None:
-    """Write the personal model and the page about it to places that stay."""
+    """Write the personal model, and the page about it, to files that stay."""
     title("6. The result: a page, a model for other programs")
     shutil.copyfile(programs.agent("show")["page"], work / PAGE)
     programs.agent("export", str(work / EXPORT), "--format", "gguf")
@@ -241,7 +253,7 @@ def export(programs: Programs, work: Path) -> None:
 
 
 def summary(package: dict[str, Any], trained: dict[str, Any], log_bytes: int) -> str:
-    """The last line."""
+    """Return the last line of the output."""
     metrics = trained["metrics"]
     base, personal = metrics["loss_base"], metrics["loss_personal"]
     general, after = metrics["general_loss_base"], metrics["general_loss_personal"]

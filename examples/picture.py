@@ -1,7 +1,7 @@
-"""The picture in the README: what a user sees, from a real run (`python -m examples.picture`).
+"""Make the picture of the README from a real run: `python -m examples.picture`.
 
-A service is started and a package built as in `examples.demo`; then a device's commands run for human eyes,
-and what they print becomes an SVG, `docs/images/demo.svg`.
+The script starts a service and builds a package, as `examples.demo` does. Then it runs the commands of a
+device, and writes their output as an SVG, `docs/images/demo.svg`.
 """
 
 import io
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def user(programs: Programs, *arguments: str) -> str:
-    """One command of the device and what a person sees of it, colours included."""
+    """Run one command of the device. Return the command and its output, colours included."""
     shown = shlex.join(("permille-agent", *arguments))
     print(f"$ {shown}", flush=True)
     environment = os.environ | {
@@ -69,7 +69,7 @@ def user(programs: Programs, *arguments: str) -> str:
 
 
 def draw(screen: str) -> None:
-    """Write `screen` as an SVG that asks no other host for a font."""
+    """Write `screen` as an SVG without a font from another host."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text.from_ansi(screen), soft_wrap=False)
     svg = console.export_svg(title="a device", theme=MONOKAI, unique_id="demo")

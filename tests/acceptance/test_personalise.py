@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 NOTES = EXAMPLES / "gardener" / "notes.txt"
 CORPUS = EXAMPLES / "corpus.jsonl.gz"
 COMMAND = (sys.executable, "-m", "permille_service.cli.main", "personalise")
-USAGE, REFUSED, INTERRUPTED = 2, 3, 130
+FAILED, USAGE, REFUSED, INTERRUPTED = 1, 2, 3, 130
 WAIT_S = 300.0
 
 
@@ -87,8 +88,8 @@ def test_a_killed_command_goes_on_to_the_same_model(
     work = tmp_path / "killed"
     stages = (
         ("cloud/operator.token", signal.SIGKILL),
-        ("device/runs/*/descent-0.jsonl", signal.SIGINT),
-        ("device/runs/*/outcome.json", signal.SIGKILL),
+        ("device-*/runs/*/descent-0.jsonl", signal.SIGINT),
+        ("device-*/runs/*/outcome.json", signal.SIGKILL),
     )
     for pattern, number in stages:
         process = subprocess.Popen(
@@ -110,7 +111,22 @@ def test_a_killed_command_goes_on_to_the_same_model(
     assert {name: again[name] for name in same} == {name: once[name] for name in same}
     assert (tmp_path / "killed.gguf").read_bytes() == (there / "whole.gguf").read_bytes()
     assert Path(again["page"]).is_file()
+    assert stat.S_IMODE((tmp_path / "killed.gguf").stat().st_mode) == 0o600
     assert not _living(tmp_path)
+
+
+@pytest.mark.timeout(600)
+def test_another_text_begins_from_the_base_model(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    shutil.copytree(whole[0] / "whole", tmp_path / "other")
+    options = _options(tmp_path, "other")
+    options[options.index(str(NOTES))] = str(ROOT / "docs" / "explanation")
+    options[options.index("40")] = "1"
+    done = _run(options)
+    assert done.returncode == FAILED, done.stdout + done.stderr
+    assert "nothing is exported" in " ".join(done.stderr.split())
+    assert "sensitive weights" not in done.stdout  # the package is used again
+    assert not (tmp_path / "other.gguf").exists()
+    assert len(list((tmp_path / "other").glob("device-*"))) == 2
 
 
 def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:

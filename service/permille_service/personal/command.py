@@ -6,6 +6,9 @@ interrupted command therefore resumes when it is run again:
     package   an embedded service on loopback builds a package, and the device pulls it
     train     the agent trains, and resumes an interrupted run by itself
     export    the agent writes a GGUF file or a folder, and a page that shows what changed
+
+All texts of a model share its package. Each set of texts has a device of its own, so that a model never
+learns from the text of another command.
 """
 
 import hashlib
@@ -182,21 +185,21 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
     Raises:
         CommandError: a stage failed, or training did not improve on the base model.
     """
-    programs = Programs(work=request.work)
+    programs = Programs(work=request.work, home=_home_of(request.texts))
     with _alone(request), _terminated_as_exit():
+        say(f"1. A package of the model, in {request.work}")
         if _has_package(programs):
-            say(f"1. The package is there already, in {request.work}")
+            say("   It is installed already.")
         else:
-            say(f"1. Building a package in {request.work}")
-            _build(request, programs, say, quiet=quiet)
+            _install(request, programs, say, quiet=quiet)
         say("2. Training on your text. Ctrl-C stops. The same command continues.")
         is_new = _train(request, programs, quiet=quiet)
         answer = _last_result(programs.agent("status"))
         if not is_new:
             loss = answer["loss_personal"]
             say(
-                f"   This training ({loss:.3f}) was not surely better than your model in use. The result "
-                "is that earlier model: it has learned nothing new. For another text, name another --work."
+                f"   This training ({loss:.3f}) was not surely better than the model that an earlier "
+                "training on this text made. The result is that earlier model."
             )
         say(f"3. Writing {request.out}")
         _export(request, programs, say)
@@ -205,7 +208,8 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
         say(line)
     say(f"   what changed, as a page for any browser: {page}")
     say(f"   the model is personal data: {request.out}")
-    say(f"   to talk to it: {agent_line(programs.device, 'chat')}")
+    use = "chat" if _can_chat(request.model) else "generate 'Once upon a time'"
+    say(f"   to talk to it: {agent_line(programs.device, use)}")
     say(f"   to serve it as OpenAI and Ollama do: {agent_line(programs.device, 'serve')}")
     return {**answer, "page": page, "out": str(request.out), "work": str(request.work)}
 
@@ -349,6 +353,12 @@ def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -
     return digest.hexdigest()
 
 
+def _home_of(texts: tuple[Path, ...]) -> str:
+    """Return the name of the device for these texts. Their paths decide, so that notes may grow."""
+    paths = "\0".join(sorted({str(path) for path in texts}))
+    return f"device-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
+
+
 @contextmanager
 def _alone(request: Request) -> Iterator[None]:
     """Lock the work folder, and check that it belongs to these inputs. Raises CommandError."""
@@ -388,8 +398,8 @@ def _has_package(programs: Programs) -> bool:
     return programs.device.exists() and programs.agent("status")["active"] is not None
 
 
-def _build(request: Request, programs: Programs, say: Callable[[str], None], *, quiet: bool) -> None:
-    """Build the package, publish it, and let the device pull it.
+def _install(request: Request, programs: Programs, say: Callable[[str], None], *, quiet: bool) -> None:
+    """Build and publish the package unless that is done, and let the device pull it.
 
     A device without a package holds no data, so it is removed and enrols again.
     """
@@ -400,23 +410,28 @@ def _build(request: Request, programs: Programs, say: Callable[[str], None], *, 
         # Idempotency keys, so that a second run of a killed command gets the same objects.
         programs.permille("models", "add", "model", flag, source.name, "--idempotency-key", "model")
         corpus = _add_corpus(request, programs, texts)
-        say(f"   sensitive weights are found with {corpus}; this takes some minutes")
-        job = programs.permille(
-            *("builds", "create", "--model", "model", "--corpus", "corpus", *MASK, "--no-wait"),
-            *("--density", str(request.density), "--scheme", request.scheme.value),
-            *("--idempotency-key", "build"),
-        )
-        if job["state"] in ("failed", "dead", "cancelled"):
-            # The key returns the failed job of last time.
-            programs.permille("jobs", "retry", job["id"])
-        programs.follow(job["id"], quiet=quiet)
-        package = programs.permille("builds", "show", job["id"])["package_digest"]
-        programs.permille("releases", "publish", NAME, "--package", package, "--alias", "stable")
+        if not programs.permille("releases", "list"):
+            say(f"   Finding its sensitive weights with {corpus}. This takes some minutes.")
+            _build(request, programs, quiet=quiet)
         invitation = programs.permille("invitations", "create", "--release", NAME)["invitation"]
         shutil.rmtree(programs.device, ignore_errors=True)
         programs.agent("enroll", url, invitation)
         pulled = programs.agent("pull")
         say(f"   package of {pulled['package_bytes'] / 1e6:.1f} MB")
+
+
+def _build(request: Request, programs: Programs, *, quiet: bool) -> None:
+    job = programs.permille(
+        *("builds", "create", "--model", "model", "--corpus", "corpus", *MASK, "--no-wait"),
+        *("--density", str(request.density), "--scheme", request.scheme.value),
+        *("--idempotency-key", "build"),
+    )
+    if job["state"] in ("failed", "dead", "cancelled"):
+        # The key returns the failed job of last time.
+        programs.permille("jobs", "retry", job["id"])
+    programs.follow(job["id"], quiet=quiet)
+    package = programs.permille("builds", "show", job["id"])["package_digest"]
+    programs.permille("releases", "publish", NAME, "--package", package, "--alias", "stable")
 
 
 def _add_corpus(request: Request, programs: Programs, texts: Path) -> str:
@@ -523,8 +538,22 @@ def _export(request: Request, programs: Programs, say: Callable[[str], None]) ->
     # In the folder of the result: a rename across file systems would not be atomic.
     partial = request.out.with_name(f".{request.out.name}.partial")
     shutil.move(file, partial)
+    partial.chmod(0o600)  # it can tell what the person wrote
     partial.replace(request.out)
     shutil.rmtree(folder)
+
+
+def _can_chat(model: Path) -> bool:
+    """Return whether the model has a chat template. Raises InputError or PackageError if it is damaged."""
+    from permille.models.gguf.file import GgufFile
+    from permille.models.gguf.tokenizer import chat_template
+    from permille.tokenizer_files import TokenizerFiles
+
+    if model.is_file():
+        return chat_template(GgufFile(model)) is not None
+    files = {path.name: path for path in model.iterdir() if path.is_file()}
+    read = TokenizerFiles.read(lambda name: files[name].read_bytes() if name in files else None)
+    return read.template is not None
 
 
 def _last_result(status: dict[str, Any]) -> dict[str, Any]:

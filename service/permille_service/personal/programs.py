@@ -1,8 +1,9 @@
 """Service, operator's commands and device's commands as child processes.
 
-All programs work below one folder: `cloud` holds the data of the service, `device` is the home of the
-agent. Each child runs in its own session and ends with its parent. Ctrl-C therefore reaches this
-process alone, which stops the children in order. Programs are run by their command lines, never imported.
+All programs work below one folder: `cloud` holds the data of the service, and `device` (or another name)
+is the home of the agent. Each child runs in its own session and ends with its parent. Ctrl-C therefore
+reaches this process alone, which stops the children in order. Programs are run by their command lines,
+never imported.
 """
 
 import json
@@ -38,7 +39,8 @@ class Programs:
     """The command lines of operator and device, both on the data below one folder.
 
     Attributes:
-        work: holds `cloud` and `device`.
+        work: holds the folder `cloud` and the home of the agent.
+        home: name of the agent's home folder.
         tell: receives each command, as a person would type it.
 
     Example:
@@ -48,6 +50,7 @@ class Programs:
     """
 
     work: Path
+    home: str = "device"
     tell: Callable[[str], None] = _silent
 
     @property
@@ -58,7 +61,7 @@ class Programs:
     @property
     def device(self) -> Path:
         """The home folder of the agent."""
-        return self.work / "device"
+        return self.work / self.home
 
     @contextmanager
     def service(self, *, models: Path, corpora: Path) -> Iterator[str]:
