@@ -147,7 +147,7 @@ def build(programs: Programs, model: Model) -> Any:
     programs.permille("corpora", "add", "example", "--file", "corpus.jsonl.gz")
     inputs = ("--model", "example", "--corpus", "example")
     job = programs.permille("builds", "create", *inputs, *model.build, "--no-wait")
-    print("   scores each weight on public text, then packs the model: some minutes for SmolLM2", flush=True)
+    print("   scores each weight on public text, then packs the model: up to five minutes", flush=True)
     programs.follow(job["id"])
     made = programs.permille("builds", "show", job["id"])
     package = programs.permille("packages", "show", made["package_digest"])
@@ -185,7 +185,7 @@ def zeroth_order(programs: Programs, model: Model) -> int:
     if not decision["step"]:
         print("   no step lowered the loss, so there is nothing to share")
         return 0
-    print(f"   the log has {decision['step']} steps. Their result, as three programs compute it:")
+    print(f"   steps in the log: {decision['step']}. Their result, as three programs compute it:")
     journal = programs.device / "runs" / run["run"] / f"descent-{decision['descent']}.journal"
     fresh = [sys.executable, "-c", REPLAY, str(journal), str(decision["step"])]
     digests = {
@@ -224,7 +224,7 @@ def gradient(programs: Programs, model: Model) -> dict[str, Any]:
 def train(programs: Programs, *options: str) -> dict[str, Any]:
     """Train on the gardener's notes, and return the run, adopted or not."""
     start = time.monotonic()
-    print("   this takes some minutes", flush=True)
+    print("   this takes up to four minutes", flush=True)
     run: dict[str, Any] = programs.agent("train", str(NOTES), *options, may_end_with=(ADOPTED, KEPT_BASE))
     print(f"   done in {time.monotonic() - start:.0f} s", flush=True)
     return run

@@ -6,6 +6,7 @@ or through `permille.plain_console`.
 """
 
 import logging
+import re
 import sys
 import unicodedata
 from typing import Final
@@ -29,6 +30,16 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if _is_shown(letter) else PLACEHOLDER for letter in text)
+
+
+def reason(error: Exception) -> str:
+    """Return the message of an error without its number, or the error's type if it has no message.
+
+    Example:
+        >>> reason(ConnectionRefusedError(111, "Connection refused"))
+        'Connection refused'
+    """
+    return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
 
 
 def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:

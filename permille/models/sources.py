@@ -35,8 +35,8 @@ def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
         found = {"folder": "file", "file": "folder"}[what]
         other = path is not None and path.exists()
         raise InputError(
-            f"There is no {what} at {relative!r:.200} below the root"
-            + (f": it is a {found}." if other else ". Put it there first.")
+            f"There is no {what} at {relative!r:.200} below the root (`permille up` prints this folder)"
+            + (f": it is a {found}." if other else ". Put it there, and name it by its path below the root.")
         )
     return path
 

@@ -96,13 +96,24 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 
 
 def listen(settings: Settings, connections: Connections) -> Listener:
-    """Open the listening socket before uvicorn starts, so that the port is known."""
+    """Open the listening socket before uvicorn starts, so that the port is known.
+
+    Raises:
+        OperatorError: the address is in use, or belongs to another machine.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # The protocol is named, else asyncio leaves Nagle on and every answer waits for a delayed ACK (40 ms).
     listening = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.connections = connections
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((settings.host, settings.port))
+    try:
+        listening.bind((settings.host, settings.port))
+    except OSError as exc:
+        listening.close()
+        raise OperatorError(
+            f"Cannot listen at port {settings.port} of {settings.host}: {exc.strerror}. Stop the program "
+            "that uses it, or choose another port with `permille up --port` (0 takes a free one)."
+        ) from exc
     listening.listen(128)
     return listening
 

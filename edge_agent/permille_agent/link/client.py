@@ -30,7 +30,7 @@ import httpx
 
 from permille.addresses import is_loopback
 from permille.errors import InputError, OperatorError, RetryableError
-from permille.plain_text import printable
+from permille.plain_text import printable, reason
 from permille.version import __version__
 from permille_agent.link.transport import LimitedTransport
 
@@ -303,7 +303,7 @@ def _network_errors(server: str) -> Iterator[None]:
             raise OperatorError(f"{message}. Name a private authority with `enroll --ca-file`.") from exc
         if "WRONG_VERSION_NUMBER" in str(exc):
             raise OperatorError(f"{server} answers without TLS. Write its address with http://.") from exc
-        raise ServiceUnavailableError(f"{server} does not answer: {str(exc) or type(exc).__name__}") from exc
+        raise ServiceUnavailableError(f"{server} does not answer: {reason(exc)}") from exc
 
 
 def _is_certificate_error(error: BaseException | None) -> bool:

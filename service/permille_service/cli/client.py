@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import httpx
 
+from permille.plain_text import reason
 from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, PATH_PATTERN, TEXT_PATTERN
 from permille.schemas.inputs import COMMIT_PATTERN, REPOSITORY_PATTERN
 from permille.schemas.jobs import ENDED
@@ -221,5 +222,7 @@ def _unreachable(http: httpx.Client, exc: httpx.TransportError) -> CommandError:
     if "WRONG_VERSION_NUMBER" in str(exc):
         return CommandError(f"{http.base_url} answers without TLS. Write it with http://.", Exit.USAGE)
     return CommandError(
-        f"No service answers at {http.base_url}: {str(exc) or type(exc).__name__}", Exit.RETRY
+        f"No service answers at {http.base_url}: {reason(exc)}. Start it with `permille up`, or name another "
+        "one with --url.",
+        Exit.RETRY,
     )

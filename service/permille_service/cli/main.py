@@ -182,7 +182,7 @@ def start(
         output.say(f"console  {url}/docs")
         output.say(f"token    {settings.token_path}")
         for what, root, command in (
-            ("models ", settings.model_root, "models add NAME --folder FOLDER"),
+            ("models ", settings.model_root, "models add NAME --gguf FILE"),
             ("texts  ", settings.corpus_root, "corpora add NAME --file FILE"),
         ):  # a mistyped root is created like any other, so say that it is new
             output.say(f"{what}  below {root}{' (a new folder)' if root in new else ''}: permille {command}")

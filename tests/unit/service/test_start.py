@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from permille.errors import OperatorError
 from permille_service.__main__ import listen
 from permille_service.connections import Connections
 from permille_service.settings import Settings
@@ -43,3 +46,11 @@ def test_answers_wait_for_no_delayed_acknowledgement(tmp_path: Path) -> None:
         return nodelay
 
     assert asyncio.run(nodelay_of_an_accepted_connection()) != 0
+
+
+def test_a_port_in_use_is_named_with_the_option_that_changes_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        settings = Settings.model_validate({"data_dir": tmp_path, "port": port})
+        with pytest.raises(OperatorError, match=rf"port {port} of 127.0.0.1: Address already.*--port"):
+            listen(settings, Connections(settings, files=1024))
