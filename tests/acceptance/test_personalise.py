@@ -112,6 +112,7 @@ def test_a_killed_command_goes_on_to_the_same_model(
     assert (tmp_path / "killed.gguf").read_bytes() == (there / "whole.gguf").read_bytes()
     assert Path(again["page"]).is_file()
     assert stat.S_IMODE((tmp_path / "killed.gguf").stat().st_mode) == 0o600
+    assert "FROM ./killed.gguf" in (tmp_path / "killed.Modelfile").read_text()
     assert not _living(tmp_path)
 
 

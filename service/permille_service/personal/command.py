@@ -210,6 +210,9 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
     say(f"   the model is personal data: {request.out}")
     use = "chat" if _can_chat(request.model) else "generate 'Once upon a time'"
     say(f"   to talk to it: {agent_line(programs.device, use)}")
+    if request.out.suffix == ".gguf":
+        file = _modelfile(request.out)
+        say(f"   to load it into Ollama: ollama create {file.stem} --file {shlex.quote(str(file))}")
     say(f"   to serve it as OpenAI and Ollama do: {agent_line(programs.device, 'serve')}")
     return {**answer, "page": page, "out": str(request.out), "work": str(request.work)}
 
@@ -538,9 +541,19 @@ def _export(request: Request, programs: Programs, say: Callable[[str], None]) ->
     # In the folder of the result: a rename across file systems would not be atomic.
     partial = request.out.with_name(f".{request.out.name}.partial")
     shutil.move(file, partial)
-    partial.chmod(0o600)  # it can tell what the person wrote
+    partial.chmod(0o600)  # it can reveal what the person wrote
+    modelfile = _modelfile(request.out)
+    if not modelfile.exists():  # a person may have changed the one of an earlier export
+        text = (folder / "Modelfile").read_text(encoding="utf-8")
+        text = text.replace(f"FROM ./{file.name}\n", f"FROM ./{request.out.name}\n", 1)
+        write_atomic(modelfile, text.encode(), mode=0o600)
     partial.replace(request.out)
     shutil.rmtree(folder)
+
+
+def _modelfile(out: Path) -> Path:
+    """Return the path of the file that Ollama imports a GGUF file with."""
+    return out.with_suffix(".Modelfile")
 
 
 def _can_chat(model: Path) -> bool:

@@ -28,6 +28,7 @@ class Device:
         folder = Path(arguments[0])
         folder.mkdir()
         (folder / "model.gguf").write_bytes(b"GGUF")
+        (folder / "Modelfile").write_text("FROM ./model.gguf\nTEMPLATE {{ .Prompt }}\n")
         return {}
 
 
@@ -48,6 +49,7 @@ def test_a_change_that_four_bits_lose_is_written_in_eight(tmp_path: Path) -> Non
     said: list[str] = []
     command._export(request(tmp_path), cast(Programs, Device(types=("q8_0",))), said.append)
     assert (tmp_path / "mine.gguf").read_bytes() == b"GGUF"
+    assert (tmp_path / "mine.Modelfile").read_text().startswith("FROM ./mine.gguf\n")
     assert "Q8_0" in said[0]
     with pytest.raises(CommandError, match="personal change"):
         command._export(request(tmp_path), cast(Programs, Device()), said.append)
