@@ -1,7 +1,7 @@
 """Decision whether a run's state is adopted.
 
-1. The state is scaled down by eighths, to the largest strength that keeps the loss on general text within its
-   bound (`evaluation.py`).
+1. The state is multiplied by the largest factor of 8/8, 7/8, ..., 1/8 that keeps the loss on general text
+   within its bound (`evaluation.py`). This factor is the strength of the state.
 2. The state at that strength is compared with the base on the test split (`evidence.py`).
 3. If a personal or pooled model is active, the state is also compared with that model.
 
@@ -9,11 +9,11 @@ The state is adopted if it is significantly better in each comparison. Decisions
 need stronger evidence. This bounds the probability of any false adoption on a device.
 
 - If the active model cannot be opened, the comparison with the base decides.
-- If it belongs to another package, each model reads the same documents with its own tokenizer, and the losses
-  are compared per byte.
+- If the active model belongs to another package, each model reads the same documents with its own tokenizer,
+  and the losses are compared per byte.
 - A short text is split into parts (`preparation.py`). Each part after the first tests a state that was
-  trained on the parts before it. The final state is trained on the whole text. If it is adopted, later
-  comparisons with it leave out this text.
+  trained on the parts before it. The final state is trained on the whole text. If the final state is adopted,
+  later comparisons with it leave out this text.
 """
 
 import math
@@ -49,7 +49,7 @@ from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_n
 from permille_agent.training.steps import SelectedState, Stop
 
 PIECE_TOKENS = 64
-"""Targets per piece of a long row. A test needs 20 pieces, and 2,000 tokens make about 30."""
+"""Targets per piece of a long row. A test needs 20 pieces, and 2,000 tokens of text give about 30."""
 _LOWER_RATE = "lower the rate with --rate-scale 0.1, or add more text"
 
 
@@ -73,8 +73,9 @@ class Decision:
         steps: the number of all steps of that descent.
         stopped: why the last descent stopped.
         state_digest: the digest of the state at full strength. Replaying the log gives this state.
-        scaled_digest: the digest of the state that was judged, if its strength was not full.
-        strength: the strength that was judged, in eighths. 0: no strength keeps the general loss low.
+        scaled_digest: the digest of the scaled state that was judged. None at full strength.
+        strength: the strength that was judged, in eighths. 0 means that even one eighth raises the loss on
+            general text too much.
         general: the losses on general text. None if the package has no reference text.
         incumbent: the model that was active at the time of the decision.
         adopted: whether the state replaces the incumbent.
@@ -121,7 +122,7 @@ class StoredLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionCount:
-    """The count of decisions on this device. In the folder of a run, this is the number of its decision."""
+    """The count of decisions on this device. In the folder of a run, the number of the run's decision."""
 
     decisions: int
 
@@ -148,7 +149,7 @@ def decide_adoption(
         run: the run.
         selected: the state that the run has selected.
         incumbent: the active model.
-        open_incumbent: opens the active model. Not called if that is the base without a pooled state.
+        open_incumbent: opens the active model. Not called if no personal or pooled model is active.
     """
 
     def decide() -> Decision:
@@ -195,7 +196,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         bits_per_byte_base=finite_or_none(base.bits_per_byte),
         pooled=incumbent.model.run is None and run.package.manifest.has_layer(Role.POOLED),
     )
-    # Nothing was learned, so judging would only use up test text.
+    # No step has improved the start, so there is nothing to judge.
     if selected.step == 0 and not run.judges_start:
         return decision
     general = keep_general(run, selected.s_K, exponent)
@@ -250,13 +251,13 @@ def _losses_beside_active(
 ) -> tuple[DocumentLosses, DocumentLosses]:
     """Return the losses of the active model and of the run's model.
 
-    Models of one package are compared on the same rows, others on passages. Text that the active model has
-    learned from is left out.
+    Two models of one package are compared on the same rows of tokens. Models of two packages are compared on
+    the same passages of text. Text that the active model has learned from is left out.
     """
     documents = run.prepared.test_documents
     if incumbent.model.package == run.package.digest:
         personal = _losses(run, "personal", judges.__getitem__)
-        # Opened once for all parts, and not at all if its losses are stored.
+        # The model is opened once for all parts, and not at all if its losses are already stored.
         active_K = cache(lambda: incumbent.open().values_K)
         active = _losses(run, "active", lambda _: active_K())
         new_D = np.concatenate([part.unlearned(documents, incumbent.learned) for part in _parts(run)])
@@ -272,16 +273,16 @@ def _losses_beside_active(
     personal = _measured_once(
         run.folder, "personal-passages", lambda: joined(map(_passage_losses, parts, own))
     )
-    # The active model has seen these groups, so its losses on them say nothing of new text.
+    # Leave out what the active model has learned from. Its losses there say nothing about new text.
     new_D = np.array([document.group not in incumbent.learned for document in whole])
-    # A passage that one of the two tokenizers refuses has no tokens there, and cannot be compared.
+    # A passage has 0 tokens if a tokenizer refused it. Compare only passages that both tokenizers accepted.
     both_D = new_D & (active.tokens_D > 0) & (personal.tokens_D > 0)
     return active.of(both_D), personal.of(both_D)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows that judge a state. In `grouped`, `document_T` holds the compared group, not the document."""
+    """Rows that judge a state. In `grouped`, `document_T` holds the index of the compared group instead."""
 
     rows: list[Row]
     grouped: list[Row]
@@ -328,7 +329,7 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
     known, tokenized = tokenize(documents, model.tokenizer, row_tokens=model.row_tokens)
     rows = document_rows(tokenized, model.row_tokens)
     found = document_losses(model.engine, model.values_K, rows, len(known))
-    # By identity, because two passages may be equal.
+    # Look passages up by identity, because two of them may have the same text.
     place_of = {id(document): place for place, document in enumerate(documents)}
     nats_D = np.zeros(len(documents))
     tokens_D, bytes_D = (np.zeros(len(documents), np.int64) for _ in range(2))
@@ -340,7 +341,10 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
 
 
 def _losses(run: Run, name: str, values_of: Callable[[int], NDArray[np.float32]]) -> DocumentLosses:
-    """Return the loss of each piece of the test split. `values_of(n)` returns the values for part n."""
+    """Return the loss of each piece of the test split.
+
+    `values_of(n)` returns the sparse values of the model that part n judges.
+    """
 
     def measure() -> DocumentLosses:
         return joined(
@@ -363,7 +367,7 @@ def _measured_once(folder: RunFolder, name: str, measure: Callable[[], DocumentL
 
 
 def known_losses(folder: RunFolder, name: str) -> DocumentLosses | None:
-    """Return the losses that a decision measured, or None."""
+    """Return the losses that a decision has stored under `name`, or None if it has stored none."""
     known = folder.load(f"losses-{name}", StoredLosses)
     return None if known is None else _unpacked(known)
 
@@ -385,8 +389,8 @@ def _too_costly(run: Run, general: GeneralLoss | None) -> str:
     by = "by too many" if rise is None else f"by {rise:.2f}"
     return (
         "it would lose general knowledge: even an eighth of what was trained raises the loss on general "
-        f"text {by} nats per token, and {run.options.keep_general:g} are allowed; {_LOWER_RATE}, or allow "
-        "more with --keep-general"
+        f"text {by} nats per token, and at most {run.options.keep_general:g} are allowed; {_LOWER_RATE}, or "
+        "allow more with --keep-general"
     )
 
 
@@ -396,4 +400,4 @@ def _no_step(stopped: Stop) -> str:
             return f"too many steps had no finite loss, with every rate that was tried; {_LOWER_RATE}"
         case Stop.DIVERGED:
             return f"training diverged with every rate that was tried; {_LOWER_RATE}"
-    return "training found no state that is better than its start, on the text that selects the result"
+    return "no step of the training lowered the loss on the text that selects the result"

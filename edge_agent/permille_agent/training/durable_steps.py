@@ -1,6 +1,6 @@
 """Durable steps of a descent: a journal for zeroth order, a file of Adam's state for the gradient.
 
-Each step is durable before the next one, so a resumed descent makes the same bits. Adam itself is in
+Each step is durable before the next one, so a resumed descent computes the same bits. Adam itself is in
 `permille.training.adam`.
 
 Shapes: K masked weights.
@@ -48,7 +48,7 @@ class Steps(Protocol):
         """Store the current state durably as the best one so far."""
 
     def best(self, step: int) -> NDArray[np.int64]:
-        """Return the state before `step`, which is the last kept state or the first one."""
+        """Return the state before `step`. `step` must be 0, or the step of the last call of `keep`."""
 
 
 class LoggedSteps:
@@ -87,7 +87,10 @@ class LoggedSteps:
 
 
 class GradientSteps:
-    """Gradient steps. Each step changes every weight by its own integer, so there is a state but no log."""
+    """Gradient steps. A step changes each weight by a different integer, so it has no short log.
+
+    Instead of a log, the current state and the best state are stored.
+    """
 
     def __init__(self, run: Run, descent: Descent, number: int) -> None:
         self._run = run
@@ -147,7 +150,7 @@ def first_state(run: Run, exponent: int) -> NDArray[np.int64]:
     if run.start is None:
         return np.zeros(run.package.k, np.int64)
     s_K, finer = run.start.s_K, run.start.step_unit_exponent - exponent
-    # Python's integers, because the shift could overflow 64 bits.
+    # Shift integers of Python, because the result could overflow 64 bits.
     if max(int(s_K.max()), -int(s_K.min())) << finer > STATE_LIMIT:
         raise PackageError("state-limit", f"expected a state within 2^53 on a unit of 2^{exponent}")
     return s_K << finer
@@ -177,7 +180,7 @@ def store_best_state(run: Run, header: LogHeader, number: int, s_K: NDArray[np.i
 
 
 def packed_state(header: LogHeader, s_K: NDArray[np.int64]) -> bytes:
-    """Encode a personal state with the binding of a log's header (FORMAT 11)."""
+    """Encode a personal state, bound to the package and the mask of a log's header (FORMAT 11)."""
     of_state = StateHeader(
         package_digest=header.package_digest,
         mask_digest=header.mask_digest,

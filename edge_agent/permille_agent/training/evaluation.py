@@ -3,9 +3,10 @@
 Losses are sums in nats. Packages with different tokenizers are compared by nats per byte of the same text.
 
 The loss on general text is measured on the package's reference text (`permille.training.reference`). It
-decides the strength of a state. Without a reference text, a state keeps its full strength.
+decides the strength of a state: the number of eighths of the state that are kept. Without a reference text, a
+state keeps its full strength.
 
-Shapes: D documents, N targets, K masked weights.
+Shapes: D documents, G groups of documents, N targets, K masked weights.
 """
 
 import math
@@ -27,7 +28,7 @@ EVALUATION_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class DocumentLosses:
-    """Sums for each document: its loss in nats, its targets, and the bytes that these encode."""
+    """Sums for each document: its loss in nats, its target tokens, and the bytes that these tokens encode."""
 
     nats_D: NDArray[np.float64]
     tokens_D: NDArray[np.int64]
@@ -67,7 +68,7 @@ def document_losses(
 
 
 def mean_loss(engine: Engine, values_K: NDArray[np.float32], rows: Sequence[Row]) -> float:
-    """Return the mean loss per target token. It is not finite if a loss is not finite."""
+    """Return the mean loss per target token. It is not finite if the loss of any token is not finite."""
     total = 0.0
     tokens = 0
     for part in evaluation_batches(rows, tokens=EVALUATION_TOKENS):
@@ -88,7 +89,7 @@ def joined(parts: Iterable[DocumentLosses]) -> DocumentLosses:
 
 
 def summed(losses: DocumentLosses, group_D: NDArray[np.int64]) -> DocumentLosses:
-    """Sum the losses of the documents of each group 0, 1, 2, ..."""
+    """Sum the losses of the documents of each group. `group_D` holds the group of each document, from 0."""
     count = int(group_D.max()) + 1
     nats_G = np.zeros(count, dtype=np.float64)
     tokens_G, bytes_G = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -100,12 +101,12 @@ def summed(losses: DocumentLosses, group_D: NDArray[np.int64]) -> DocumentLosses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneralLoss:
-    """Losses on the package's general text, in nats per token. None replaces a loss that is not finite.
+    """Losses on the package's reference text, in nats per token. None replaces a loss that is not finite.
 
     Attributes:
         strength: eighths of the trained state that are kept. 0 means that even one eighth costs too much.
-        loss_base: loss of the base.
-        loss: loss of the state at this strength, or at one eighth if the strength is 0.
+        loss_base: loss of the base model.
+        loss: loss of the base with the state at this strength, or at one eighth if the strength is 0.
     """
 
     strength: int
@@ -114,7 +115,7 @@ class GeneralLoss:
 
     @property
     def rise(self) -> float | None:
-        """Rise of the loss by the state, in nats per token."""
+        """Rise of the loss that the state causes, in nats per token."""
         return None if self.loss is None or self.loss_base is None else self.loss - self.loss_base
 
     def __str__(self) -> str:

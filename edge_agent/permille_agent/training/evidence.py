@@ -1,8 +1,9 @@
 """Statistical test of whether one model is better than another on a person's text.
 
-The test uses an e-value: the wealth of a bet against the hypothesis "the mean gain is at most the margin". If
-the hypothesis is true, the expected wealth does not grow (Waudby-Smith and Ramdas 2024, "Estimating means of
-bounded random variables by betting"). With the gains of groups of neighbouring passages in nats per token,
+The gain of a group of neighbouring passages is the reduction of its loss by the second model, in nats per
+token. The test uses an e-value: the wealth of a bet against the hypothesis "the mean gain is at most the
+margin". If the hypothesis is true, the expected wealth does not grow (Waudby-Smith and Ramdas 2024,
+"Estimating means of bounded random variables by betting"). The wealth is
 
     W = mean over bets b of  product over groups of  max(0, 1 + b (gain_g - margin))
 
@@ -12,8 +13,9 @@ gains, if groups are independent and no gain is below `MARGIN - 1 / b`, about -0
 A bootstrap would not be safe, because it knows only the observed groups. If one group in twenty becomes much
 worse, a bootstrap adopts two to four of ten useless models.
 
-Later groups may judge another state, if it was trained without them (earlier groups may have trained it). The
-product still runs over all groups. So a short text can be tested in parts.
+Different groups may judge different states. A state may be trained on earlier groups, but not on the groups
+that judge it or on later ones. The product still runs over all groups. So a short text can be tested in
+parts.
 
 Deviation from the paper: the bets are fixed and equally mixed, so the order of the groups does not matter.
 
@@ -36,7 +38,7 @@ MIN_GROUPS = 20
 GROUP_TOKENS = 32
 """Smallest number of targets of a group. Smaller documents are merged."""
 _WIDEST = 20.0  # range of the bisection for bounds, in nats per token
-# The largest bet sets the harm that the test allows for: no gain may be below -1 / 1.5.
+# The largest bet limits the harm for which the test is valid: no gain may be below MARGIN - 1 / 1.5.
 _BETS_B1 = np.array([0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5])[:, None]
 
 
@@ -63,7 +65,7 @@ class Comparison:
 
 
 def alpha_of(decision: int) -> float:
-    """Return the part of `ALPHA` for decision number j, `ALPHA * 6 / (pi j)^2`. All parts add up to `ALPHA`.
+    """Return the share of `ALPHA` for decision number j, `ALPHA * 6 / (pi j)^2`. The sum of all is `ALPHA`.
 
     Example:
         >>> round(alpha_of(1), 4), round(alpha_of(2), 4)
@@ -89,7 +91,7 @@ def compare_losses(
         compare_losses(gain_G, base.tokens_D).better
 
     Args:
-        gain_G: gain of each group, in nats per token. Not finite if a loss is not finite.
+        gain_G: gain of each group, in nats per token. If one is not finite, the second model is not better.
         tokens_G: number of targets of each group.
         decision: number of this decision on this person's data, from 1.
 
@@ -136,9 +138,12 @@ def _surely_above(gain_G: NDArray[np.float64], wanted: float) -> float:
 
 
 def merged(tokens_D: NDArray[np.int64], least: int = GROUP_TOKENS) -> NDArray[np.int64]:
-    """Return the group of each document, int64 [D]. Each has at least `least` targets, if there are so many.
+    """Merge neighbouring documents into groups of at least `least` targets.
 
-    Neighbours are merged. The remainder at the end joins the last group.
+    The remainder joins the last group. If all documents together have fewer targets, they form one group.
+
+    Returns:
+        The group of each document, int64 [D].
 
     Example:
         >>> merged(np.array([20, 20, 40, 5]), least=32).tolist()

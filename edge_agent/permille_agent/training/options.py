@@ -21,7 +21,7 @@ from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
 DEFAULT_ESTIMATOR = EstimatorKind.GRADIENT
-# Directions per step. Each estimator costs about as many forward passes as SPSA with eight (docs/adr/0009).
+# Directions per step. With these, a step of every zeroth-order estimator takes about as long (docs/adr/0009).
 DEFAULT_QUERIES = {
     EstimatorKind.GRADIENT: 0,
     EstimatorKind.SPSA: 8,
@@ -29,10 +29,11 @@ DEFAULT_QUERIES = {
     EstimatorKind.ONE_SIDED: 16,
     EstimatorKind.SPLIT: 15,
 }
-# Rows per step. For zeroth order, more directions are worth more than more rows.
+# Rows per step. In zeroth order, additional directions help more than additional rows.
 DEFAULT_ROWS = {kind: 4 if kind is EstimatorKind.GRADIENT else 2 for kind in DEFAULT_QUERIES}
 _ESTIMATORS = {kind.value: kind for kind in DEFAULT_QUERIES if kind is not EstimatorKind.GRADIENT}
-# FedSPZO uses 2 directions for the lower block and 8 for the upper one, so 1 in 5 is the lower block's.
+# FedSPZO uses 2 directions for the lower block of layers and 8 for the upper one. So 1 direction in 5 belongs
+# to the lower block.
 SPLIT_QUERIES = 5
 # Smallest and largest value of each numeric option.
 _RANGES = {
@@ -68,11 +69,11 @@ class TrainOptions:
 
     Attributes:
         seed: seed of the batches and the directions.
-        steps: number of steps. With the same machine and threads, such a run is reproducible to the bit.
-        minutes: duration of the run, including the search and the judgement.
+        steps: number of steps. On the same machine with the same number of threads, a run of a fixed number
+            of steps is reproducible to the bit.
+        minutes: duration of the run, including the search for its settings and the judgement.
         estimator: `GRADIENT` uses a reverse pass. All other estimators are zeroth order.
-        queries: directions per zeroth-order step. With two blocks, this is their sum. The gradient has no
-            directions, so its number is 0.
+        queries: directions per zeroth-order step. For `SPLIT`, the sum over both blocks. 0 for `GRADIENT`.
         start: model to start from. Zeroth-order runs always start at the base.
         batch_rows: rows per step.
         row_tokens: length of the longest row.
@@ -129,7 +130,7 @@ class TrainOptions:
     def of(
         cls, estimator: EstimatorKind, *, queries: int | None = None, rows: int | None = None, **others: Any
     ) -> Self:
-        """Return the options of an estimator. Its defaults replace `queries` and `rows` of None.
+        """Return the options of an estimator. Its default replaces `queries` or `rows` if they are None.
 
         Example:
             >>> TrainOptions.of(EstimatorKind.SPSA, steps=100).queries
@@ -157,8 +158,8 @@ class TrainOptions:
         return replace(self, row_tokens=min(self.row_tokens, positions))
 
     def definition(self) -> JSON:
-        """Return the options as JSON for the digest of the run. All of them affect its result."""
-        # Canonical JSON has no fractions, so they become text.
+        """Return the options as JSON for the digest of the run. All options affect the result of a run."""
+        # Canonical JSON has no fractions, so fractions become text.
         fractions = {
             "minutes": None if self.minutes is None else repr(self.minutes),
             "rate_scale": repr(float(self.rate_scale)),
@@ -175,7 +176,7 @@ def utc_now() -> datetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Context of a run. Only the engine can change its result.
+    """Context of a run. Of these attributes, only the engine can change the result of the run.
 
     For example, a run that another thread can stop:
 
@@ -216,7 +217,7 @@ def options_for(
     """Return the options of a run. The user's options come first, then the release's, then the defaults.
 
     Args:
-        training: options that the installed release signs.
+        training: options in the installed release, which is signed.
         engine: name of the engine.
         share_log: whether the user shares logs.
         others: other fields of `TrainOptions.of`.
@@ -286,7 +287,8 @@ def estimator_of(method: Method, name: str | None = None, *, engine: str = AUTO)
             )
         return EstimatorKind.GRADIENT
     if name is None:
-        # An ExecuTorch program computes both signs of a direction in one pass, so SPSA costs it nothing.
+        # An ExecuTorch program computes both signs of a direction in one pass, so SPSA, which needs both, is
+        # cheap.
         return EstimatorKind.SPSA if engine == EXECUTORCH else EstimatorKind.ONE_SIDED
     try:
         return _ESTIMATORS[name.replace("-", "_")]

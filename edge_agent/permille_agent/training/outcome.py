@@ -96,7 +96,7 @@ class LogFacts:
     Attributes:
         personal_bytes: size of the log, or of a gradient run's packed state.
         state_digest: digest of the state at full strength, if the log or state is shared.
-        scaled_digest: digest of the state at its strength, if it is shared and its strength is not full.
+        scaled_digest: digest of the scaled state, if the log or state is shared and the strength is not full.
     """
 
     rejected_steps: int = 0
@@ -127,7 +127,7 @@ class RunFacts:
 
 
 def run_outcome(facts: RunFacts, message: str, report: DataReport) -> RunOutcome:
-    """Return the outcome of a run, without the examples of skipped rows, which name the user's files."""
+    """Return the outcome of a run. Examples of skipped rows are left out, as they name the user's files."""
     return RunOutcome(
         message=message,
         metrics=run_metrics(facts),
@@ -176,7 +176,7 @@ def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
 
 
 def lay_out_log(run: Run, selected: SelectedState, decision: Decision, context: RunContext) -> LogFacts:
-    """Return the metrics of a run's log or state. Write what the user shares to `shared.log`."""
+    """Return the metrics of a run's log or state. If the user shares the log or state, write `shared.log`."""
     data, shared = b"", False
     if selected.step:
         form = LogForm.LOG if run.options.has_log else LogForm.STATE
@@ -229,7 +229,7 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         improvement_low=against_base.low if against_base else None,
         improvement_high=against_base.high if against_base else None,
         learning_rate=log.learning_rate,
-        # The plan of a gradient run has only a placeholder.
+        # The plan of a gradient run has only a placeholder for epsilon.
         epsilon=facts.plan.epsilon if facts.plan and facts.options.has_log else 0.0,
         step_unit_exponent=log.step_unit_exponent,
         k=facts.k,

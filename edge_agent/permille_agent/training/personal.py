@@ -1,7 +1,7 @@
 """The personal model of a run, and the state that a run starts from.
 
 Journal, cache and packed state hold the state at full strength. The model in use has the strength that the
-decision chose.
+decision chose: the number of eighths of the state that are kept.
 
 `state.i64` is a cache of the journal's replay. If its digest is not the one in the decision, the journal is
 replayed. The result must have the digest in the decision. So a flipped bit is found before a model is used.
@@ -124,7 +124,7 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
     """Return the start of a run: the name of a run, `POOLED_START`, or None for the base.
 
     Raises:
-        InputError: the options name the pooled state, but there is none, or the method starts at the base.
+        InputError: the options name the pooled state, but there is none, or the run is zeroth order.
     """
     adopted = adopted_round(home, package.digest)
     pooled = POOLED_START if package.manifest.has_layer(Role.POOLED) else None
@@ -144,7 +144,8 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
         return pooled
     if adopted is not None and _is_untried(home, package, prepared, options, adopted.start):
         return pooled
-    # A model of a short text has learned the text that judges, so another run must not start from it.
+    # A short text both trains and judges. If the new text or the text of the active model is short, the
+    # active model may have learned text that judges the new state. So the run must not start from that model.
     folder = find_run(home, active.run)
     if prepared.stages or folder.load("learned", LearnedText) is not None:
         return pooled
@@ -155,12 +156,12 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
 
 
 def _is_untried(home: Home, package: Package, prepared: Prepared, options: TrainOptions, start: str) -> bool:
-    """Return whether the adopted round `start` was not tried yet.
+    """Return whether no run has tried the adopted round `start` yet.
 
-    It counts as tried if another run that started from it has a decision.
+    The round counts as tried if another run that started from it has a decision.
     """
     same = RunDefinition(package=package.digest, data=prepared.digest, options=options, start=start)
-    # The run of this request itself does not count. It must find the same start when it is resumed.
+    # The run of this request itself does not count. A resumed run must find the same start again.
     if (home.runs / same.name()).is_dir():
         return True
     begun = (run.load("run", BegunRun) for run in list_runs(home) if run.load("decision", Decision))
@@ -234,8 +235,8 @@ def _selected_log(folder: RunFolder, decision: Decision) -> tuple[LogHeader, lis
     """Return the header and the records of the steps that the decision selected."""
     contents = read_journal(folder.journal(decision.descent))
     if len(contents.records) < decision.step:
-        got = f"{len(contents.records)} of the {decision.step} steps that were adopted"
-        raise PackageError("state-log", f"The journal of the run {folder.name} has {got}.")
+        got = f"{len(contents.records)} of the {decision.step} steps that were selected"
+        raise PackageError("state-log", f"The journal of the run {folder.name} is damaged: it has {got}.")
     return contents.header, list(contents.records[: decision.step])
 
 

@@ -1,13 +1,13 @@
 """Plan of a run: epsilon, step size and number of steps.
 
-With a time limit, one step and one evaluation are timed. Then the time is divided:
+With a time limit, a few steps and a short evaluation are timed. Then the time is divided:
 
 - at most a quarter for the search,
 - about a fifth of the training time for evaluations,
 - the expected time of the judgement, within bounds,
 - the rest for steps.
 
-A short text has no select split. Its number of steps is fixed, and a few evaluations detect divergence.
+A short text has no select split. All planned steps are made, and a few evaluations detect divergence.
 """
 
 import math
@@ -31,14 +31,13 @@ TRIAL_STEPS = (5, 40)  # fewest and most steps of a trial
 SEARCH_SHARE = 0.25  # largest part of the time for the search
 EVALUATION_SHARE = 0.2  # largest part of the training time for evaluations
 JUDGEMENT_SHARE = (0.05, 0.4)  # smallest and largest part of the time for the judgement
-# Number of trials in a typical search. Number of judged models: base, selected and often active model.
-TRIALS = 4
-JUDGED = 3
+TRIALS = 4  # trials of a typical search
+JUDGED = 3  # models that are judged: base, selected and often active model
 TIMED_ROWS = 8  # rows that are evaluated to measure the time per token
 # Gradient runs make at most this many passes over the text, but at least `LEAST_STEPS` if time allows.
 PASSES = 8
 LEAST_STEPS = 40
-# Placeholder in the header of a gradient run, which has no log and reads no epsilon.
+# Placeholder for epsilon in the header of a gradient run, which perturbs no weights.
 NO_EPSILON = 1.0
 
 
@@ -50,9 +49,9 @@ class Plan:
         epsilon: scale of the perturbations.
         relative_error: relative error of the projected gradients at this epsilon.
         learning_rate: learning rate of the first descent.
-        losses: loss of each trial of the search, by the power of its learning rate.
+        losses: loss of each trial of the search, by the exponent of its learning rate (`StepSize`).
         base_loss: loss of the start on the select split.
-        total_steps: number of steps over which the learning rate falls.
+        total_steps: number of steps of the first descent, over which the learning rate falls.
         evaluate_every: number of steps between evaluations.
         limit_s: working time after which no step is made, in seconds, or None.
     """
@@ -93,7 +92,7 @@ class Pace:
 
 
 def make_plan(run: Run) -> Plan:
-    """Return the durable plan of a run. The first call makes it, which takes a search.
+    """Return the durable plan of a run. The first call makes the plan, and later calls read it.
 
     Raises:
         SearchFailed: no epsilon or step size works.
@@ -110,7 +109,7 @@ def forecast(run: Run, plan: Plan) -> str | None:
     if pace is None or minutes is None:
         return None
     step, steps = duration(pace.step_s * _trainings(run)), plan.total_steps
-    most = "" if steps < _most_steps(run) else ", because more would overfit this text"
+    most = "" if steps < _most_steps(run) else "; more steps would overfit this text"
     return f"a step takes {step} here: {steps} step{'s' * (steps != 1)} in {minutes:g} minutes{most}"
 
 
@@ -243,7 +242,7 @@ def _pace(run: Run, epsilon: float) -> Pace:
             pulled_gradient(run, start_K, step)
         return run.clock.seconds() - start
 
-    # The first step reads the model from the disk, so the second slowest duration counts.
+    # The first step also reads the model from the disk, so the slowest duration is ignored.
     durations = sorted(map(step_s, range(3 if run.options.has_log else 2)))
     rows = (run.prepared.select or run.prepared.test)[:TIMED_ROWS]
     start = run.clock.seconds()

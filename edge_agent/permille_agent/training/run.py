@@ -2,7 +2,7 @@
 
     run.json             package, data and options of the run, and its random id for reports
     data.json            sources of the text, and examples of skipped rows
-    learned.json         hashes of the groups of a short text, all of which trains
+    learned.json         groups of a short text, which has trained the state as a whole (`Document.group`)
     consent.json         number of withdrawals when the user agreed to share the log
     engine.json          engine of the run
     search-*.json        results of the search
@@ -21,7 +21,7 @@
 
 Each result is a function of the run's definition and of earlier results. It is written once and atomically,
 before other results depend on it. So a killed run that is started again computes only the missing
-results, and ends with the same bits.
+results, and its results are the same to the bit.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ from permille_agent.training.progress import SILENT, RunProgress
 class Evaluation:
     """Loss on the select split before step `step`. None replaces a loss that is not finite.
 
-    `seconds` is the working time of the run so far. It is shown, and has no effect on the run.
+    `seconds` is the working time of the run so far. It is only displayed, and does not affect the run.
     """
 
     step: int
@@ -72,7 +72,7 @@ class Evaluation:
 
 
 POOLED_START = "pooled"
-"""Name of the pooled state as a start. Names of runs are hexadecimal, so no run has it."""
+"""Name of the pooled state as a start. Names of runs are hexadecimal, so no run has this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class RunFolder:
 
     def delete(self) -> None:
         """Delete the run."""
-        # The rename is atomic, so a kill leaves no half of a run. `prune_runs` deletes the rest.
+        # The rename is atomic, so a kill leaves no incomplete run. `prune_runs` deletes the renamed folder.
         path = self.path.rename(self.path.with_name(f".deleted-{self.name}"))
         shutil.rmtree(path)
 
@@ -220,7 +220,7 @@ class RunFolder:
         if not path.exists():
             return []
         data = path.read_bytes()
-        # A kill within an append leaves part of a line.
+        # A kill during an append leaves part of a line.
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             with path.open("r+b") as file:
@@ -300,7 +300,7 @@ def prune_runs(home: Home, *, keep: set[str], newest: int = 5) -> list[str]:
     deleted = [run for run in runs[: max(0, len(runs) - newest)] if run.name not in keep]
     for run in deleted:
         run.delete()
-    for path in home.runs.glob(".deleted-*"):  # left by a kill within `delete`
+    for path in home.runs.glob(".deleted-*"):  # left by a kill during `delete`
         shutil.rmtree(path)
     return [run.name for run in deleted]
 
@@ -367,7 +367,7 @@ class Run:
         prepared: rows of the text.
         w_base_K: sparse values to which the state is added.
         start: state before the first step, or None for the base.
-        reference: general text of the package, for the pull and for measurements.
+        reference: general text of the package. It pulls steps towards the base, and measures forgetting.
     """
 
     folder: RunFolder
@@ -457,7 +457,7 @@ class Run:
             step_unit_exponent=0,
             counts=self.package.counts,
             split=split,
-            # A gradient run has no log. It zeroes the gradient of the layers below (`durable_steps`).
+            # A gradient run has no log. It sets the gradient of the layers below to 0 (`durable_steps`).
             first_tensor=self.first_tensor if options.has_log else 0,
         )
         return Descent(header=header, w_base_K=self.w_base_K)
@@ -473,13 +473,13 @@ class Run:
 
 
 def widest_block(header: LogHeader) -> int:
-    """Return the largest number of directions of a block, which has the smallest coefficients."""
+    """Return the largest number of directions in a block. This block has the smallest coefficients."""
     sizes: list[int] = [queries.stop - queries.start for queries, _ in header.blocks()]
     return max(sizes)
 
 
 def finite_or_none(number: float) -> float | None:
-    """Return `number`, or None if it is not finite, because JSON has no other numbers.
+    """Return `number`, or None if it is not finite, because JSON can store only finite numbers.
 
     Example:
         >>> finite_or_none(1.5), finite_or_none(math.nan)

@@ -1,15 +1,18 @@
 """Search for epsilon and the learning rate of a zeroth-order run.
 
+In the formulas, k is the number of trained weights, q the number of directions of a step, and g the vector of
+projected gradients.
+
 **Epsilon.** The first candidate satisfies `epsilon * sqrt(k) = 0.5`. The projected gradients at epsilon and
 2 epsilon must agree: `|g(epsilon) - g(2 epsilon)| / |g(epsilon)| <= 0.3`. Otherwise smaller and larger values
 are tried. Forward-mode derivatives are exact and need no check.
 
-**Learning rate.** Steps are normalised: the scalars of a step are divided by their root mean square, so the
-learning rate alone decides its length. The first candidate gives a length of 0.5,
+**Learning rate.** Steps are normalised: the projected gradients of a step are divided by their root mean
+square, so the learning rate alone decides the length of a step. The first candidate gives a length of 0.5,
 `learning_rate * sqrt(k / q) = 0.5`, because the mean of q directions is `sqrt(q)` times shorter than one
-direction. Trials compare it with a third and three times its value. A trial makes a few steps from the
-base and measures the loss on the select split. If the best value is at an end of the range, the range is
-extended.
+direction. Trials compare this candidate with a third and three times its value. A trial makes a few steps
+from the base and measures the loss on the select split. If the best value is at an end of the range, the
+range is extended.
 
 The rules are derived in docs/adr/0030. Each result is a function of the package, the data, the seed, the
 options and earlier results.
@@ -34,7 +37,7 @@ from permille_agent.training.run import Run, finite_or_none, widest_block
 
 EPSILON_NORM = 0.5  # length of the first candidate's perturbation
 STEP_NORM = 0.5  # length of the first candidate's step
-MAX_RELATIVE_ERROR = 0.3  # of projected gradients at epsilon against those at 2 epsilon
+MAX_RELATIVE_ERROR = 0.3  # largest relative difference of projected gradients at epsilon and 2 epsilon
 PROBE_STEPS = 4  # batches on which projected gradients are compared
 EPSILON_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)  # candidates, the nearest ones first
 TRIAL_FACTOR = 3.0  # ratio of neighbouring learning rates
@@ -51,7 +54,8 @@ class Probe:
 
     Attributes:
         epsilon: scale of the perturbations.
-        relative_error: relative difference to the projected gradients at 2 epsilon. 0 for exact ones.
+        relative_error: relative difference to the projected gradients at 2 epsilon. 0 for forward-mode
+            derivatives, which are exact.
         g_rms: root mean square of the projected gradients.
     """
 
@@ -167,7 +171,7 @@ def base_loss(run: Run) -> float:
 
 
 def with_step_unit(descent: Descent) -> Descent:
-    """Fit the step unit to the learning rate. Normalised scalars have a root mean square of 1."""
+    """Fit the step unit to the learning rate. Normalised projected gradients have a root mean square of 1."""
     header = descent.header
     exponent = step_unit_exponent_for(header.learning_rate, 1.0, widest_block(header), header.sigma)
     return replace(descent, header=replace(header, step_unit_exponent=exponent))
@@ -184,7 +188,7 @@ def step_spread(header: LogHeader) -> float:
 
 def _probe(run: Run, epsilon: float) -> Probe:
     g_N, error = np.asarray(_projected(run, epsilon)), 0.0
-    # The forward mode is exact, so it has nothing to compare.
+    # The forward mode is exact and needs no second estimate.
     if run.options.estimator is not EstimatorKind.FORWARD:
         g2_N = np.asarray(_projected(run, 2 * epsilon))
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -5,7 +5,7 @@ A descent is a series of steps in one log, with a linearly falling learning rate
 time limit, a later descent has only the remaining steps. The select split selects the best state of all
 descents.
 
-Each step is a function of durable results, so a resumed run makes the same bits.
+Each step is a function of durable results, so a resumed run computes the same bits.
 
 A short text has no select split. An attempt then has one descent for each judged part, and a last one on the
 whole text. Each has a fixed number of steps, and its last state is used. The evaluations use training rows.
@@ -71,15 +71,15 @@ def stop_of(
 
     - `DIVERGED` or `REJECTED`: the loss grows by a tenth, stays above the first loss from the beginning, or
       many steps are rejected. No state of such a descent is kept.
-    - `LEVEL`: the loss has no new minimum for a long time in the first half, or rises above the first loss
-      again. Its best state may still be selected.
+    - `LEVEL`: the loss has no new minimum for a long time in the first half of the descent, or it rises above
+      the first loss again for a long time. The best state of the descent may still be selected.
 
     A long time is `LONG_SHARE` of the steps and at least `LEAST_EVALUATIONS` evaluations, because one loss
     may be high by chance. The last descent may stay above the first loss, or be level. The limits are
     measured in docs/adr/0030.
 
     Args:
-        evaluations: all evaluations by step. The first is that of the start.
+        evaluations: all evaluations by step, beginning with the evaluation of the start.
         step: the next step.
         total_steps: number of steps of the descent.
         rejected: number of rejected steps.
@@ -175,7 +175,7 @@ def _attempt(run: Run, plan: Plan, number: int, total_steps: int) -> SelectedSta
     """Make one descent. For a short text, make one for each judged part and one for the whole text."""
     first, judges, prepared = number * _descents(run), list[SelectedState](), run.prepared
     for place, stage in enumerate(prepared.stages):
-        # A part has less text, so it gets fewer steps. The number of passes over the text is the same.
+        # The earlier parts have less text than the whole, so they get fewer steps, but as many passes.
         run.progress.phase(f"training to judge part {place + 2} of {len(prepared.stages) + 1}")
         part = replace(run, prepared=replace(prepared, train=stage.train))
         steps = math.ceil(total_steps * len(stage.train) / len(prepared.train))
@@ -259,7 +259,10 @@ class _DescentLoop:
             run.progress.step(step + 1, total_steps, loss)
 
     def _is_last(self) -> bool:
-        """Return whether this descent continues when its loss is level: no other one can follow or help."""
+        """Return whether this descent continues when its loss is level.
+
+        It does if no other descent may follow, or if another descent would not help.
+        """
         if self._run.prepared.stages:
             return True  # nothing is selected
         # A gradient descent that has improved and is level has learned the text. Shorter steps do not help.

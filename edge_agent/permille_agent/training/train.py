@@ -66,8 +66,8 @@ from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import FAILED, SelectedState, train
 
 KNOWN_TEXT = (
-    "The model in use has learned from all of this text, so nothing is left to judge it. Add text, or begin "
-    "again with `permille-agent reset`. `permille-agent rollback` brings the model back."
+    "The model in use has learned from all of this text, so none is left to test a new model. Add text, or "
+    "begin again with `permille-agent reset`. `permille-agent rollback` then restores the model in use now."
 )
 
 
@@ -134,7 +134,7 @@ class _Task:
 
     def refuse(self, groups: Sequence[str], message: str) -> RunResult:
         """End a run whose text cannot be used. The same text is reported only once."""
-        # The text has no rows to identify it, so its groups do.
+        # Refused text has no rows, so the hashes of its groups identify it.
         digest = hashlib.sha256("\0".join(groups).encode()).hexdigest()
         with telling_disk():
             folder = self._open_run(f"refused:{digest}", ())
@@ -159,7 +159,10 @@ class _Task:
             raise
 
     def _active_knows(self, prepared: Prepared) -> bool:
-        """Return whether the active model has learned from all of the text, so that none is left to judge."""
+        """Return whether the active model has learned from all of the text.
+
+        Then no text is left to judge a new model.
+        """
         active = active_model(self.home)
         if active is None or active.run is None:
             return False
@@ -285,13 +288,14 @@ class _Task:
             )
         if begun is not None and begun.compute_dtype != used.compute_dtype:
             raise InputError(
-                f"This run began in {begun.compute_dtype}, not {used.compute_dtype}. Give that --dtype again."
+                f"This run began with --dtype {begun.compute_dtype}, not {used.compute_dtype}. Continue with "
+                f"--dtype {begun.compute_dtype}, or begin another run with --seed."
             )
         folder.once("engine", EngineUsed, lambda: used)
         return engine
 
     def _open(self, active: Active, engine: Engine) -> OpenModel:
-        """Open the active model. The engine of this run may not support its package."""
+        """Open the active model. A model of another package gets its own engine."""
         package = self.package
         if active.package != package.digest:
             package = Package.open(BlobFolder(self.home.blobs), active.package)

@@ -109,7 +109,7 @@ def test_a_run_says_how_long_a_step_takes_and_how_many_fit(package: Package, tmp
         2.0,
     )
     told = forecast(along, _plan(10_000))
-    assert told == "a step takes 2 s here: 10000 steps in 30 minutes, because more would overfit this text"
+    assert told == "a step takes 2 s here: 10000 steps in 30 minutes; more steps would overfit this text"
 
 
 def test_a_run_of_so_many_steps_has_no_forecast(package: Package, tmp_path: Path) -> None:
