@@ -74,7 +74,8 @@ class Identity:
     def sign_contribution(self, contribution: Contribution) -> bytes:
         """Return the signed bytes of a contribution to a round.
 
-        If the federation has a keeper, the integers are masked, and each call draws a new mask.
+        If the federation has a keeper (a second server), the integers are masked, so that neither the service
+        nor the keeper alone can read them. Each call draws a new mask.
         """
         rules = contribution.definition
         if rules.privacy is None or rules.privacy.keeper is None:
@@ -173,7 +174,7 @@ class DeviceApi:
         self._token_until = 0.0
 
     def enrol(self, invitation: str, identity: Identity, name: str) -> devices.Enrolment:
-        """Present an invitation and this device's public key, signed by the private one."""
+        """Present an invitation and this device's public key, signed with its private key."""
         body = {
             "invitation": invitation,
             "public_key": identity.public_key,
@@ -184,7 +185,7 @@ class DeviceApi:
         return _parse(devices.Enrolment, self.connection.call("POST", "/v1/enrolments", body=body))
 
     def unenrol(self) -> None:
-        """Remove this device from the service. Its tokens end at once."""
+        """Remove this device from the service. Its tokens become invalid at once."""
         self._call("DELETE", "/v1/device")
 
     def release(self, name: str, alias: str) -> releases.Release:
@@ -225,11 +226,11 @@ class DeviceApi:
         )
 
     def tell_facts(self, facts: FactsPut) -> None:
-        """Send facts about this device. Operators form groups of devices by them."""
+        """Send facts about this device, by which operators group devices."""
         self._call("PUT", "/v1/device/facts", body=facts.model_dump(mode="json"))
 
     def report_rollout(self, rollout_id: str, report: RolloutReport) -> None:
-        """Report this device's progress with the version of a rollout."""
+        """Report this device's progress in a rollout of a version."""
         path = f"/v1/device/rollouts/{rollout_id}/report"
         self._call("PUT", path, body=report.model_dump(mode="json"))
 
@@ -239,7 +240,7 @@ class DeviceApi:
         self._call("POST", "/v1/runs", body=body)
 
     def upload_log(self, run_id: str, log: bytes, *, check: Callable[[], None]) -> None:
-        """Upload the canonical log or the packed state of a run. The caller has the user's consent.
+        """Upload the canonical log or the packed state of a run. The caller must have the user's consent.
 
         Args:
             run_id: id of the run.
@@ -269,11 +270,11 @@ class DeviceApi:
         return self._call("GET", path, limit_bytes=MAX_DEFINITION_BYTES)
 
     def join_federation(self, federation_id: str) -> None:
-        """Tell the service that the user joined. Telling it again has no effect."""
+        """Tell the service that the user joined. Repeating the call has no effect."""
         self._call("PUT", f"/v1/federations/{federation_id}/membership")
 
     def leave_federation(self, federation_id: str) -> None:
-        """Tell the service that the user left. It then drops this device's contribution to the open round."""
+        """Tell the service that the user left. This drops the device's contribution to the open round."""
         self._call("DELETE", f"/v1/federations/{federation_id}/membership")
 
     def federation_history(
@@ -290,7 +291,10 @@ class DeviceApi:
         return _parse(RoundInvitation, answer) if answer else None
 
     def contribute(self, federation_id: str, number: int, contribution: bytes) -> None:
-        """Send a contribution to a round. The caller has the user's consent. Repeating it has no effect."""
+        """Send a contribution to a round. The caller must have the user's consent.
+
+        Repeating the call has no effect.
+        """
         headers = {"content-type": CONTRIBUTION_MEDIA_TYPE}
         path = f"/v1/federations/{federation_id}/rounds/{number}/contribution"
         self._call("PUT", path, body=contribution, headers=headers)
@@ -315,12 +319,12 @@ class DeviceApi:
         return self._signed_in(send)
 
     def _signed_in(self, send: Callable[[], bytes]) -> bytes:
-        """Send a request. If an earlier token is refused, sign in again and repeat it once."""
+        """Send a request. If an earlier token is refused, sign in again and repeat the request once."""
         had_token = bool(self._token)
         try:
             return send()
         except AccessRefusedError:
-            # A token that was just issued would be refused again.
+            # Without an earlier token, `send` has just got a new one. Another new one would be refused, too.
             if not had_token:
                 raise
             self.forget_token()
@@ -344,7 +348,7 @@ class DeviceApi:
         body = {**asked, "nonce": nonce, "signature": signature}
         answer = self.connection.call("POST", "/v1/device-tokens", body=body)
         token = _parse(devices.DeviceToken, answer)
-        # The token becomes a header, in which other characters would be an error or another header.
+        # The token is sent in a header. A line break in it could add another header.
         if not (token.access_token.isascii() and token.access_token.isprintable()):
             raise ServiceUnavailableError("The service sent a malformed token.")
         self._token = token.access_token

@@ -5,11 +5,13 @@ Rules:
 - Only https is allowed, except for a service on this machine.
 - Only the bearer token and `User-Agent: permille-agent/<version>` identify the device. Cookies are not kept.
 - Proxies, `.netrc` and certificate variables of the environment are ignored.
-- Only downloads that the caller hashes follow a redirect, once, with status 307 and without the token.
+- One redirect with status 307 is followed, without the token, and only for a download whose hash the caller
+  checks.
 - Bodies are read up to a limit and never decompressed.
-- Each request has a limit of its total time (`transport.py`).
-- Failed connections, timeouts and the statuses 408, 425, 429 and 5xx are retried with exponential backoff and
-  full jitter, or after `Retry-After`. Other errors are raised at once. All calls are idempotent.
+- The total time of each request is limited (`transport.py`).
+- After a failed connection, a timeout, or a status of 408, 425, 429 or 5xx, a request is sent again with
+  exponential backoff and full jitter, or after `Retry-After`. Other errors are raised at once. All calls are
+  idempotent.
 """
 
 import json
@@ -39,7 +41,7 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 ATTEMPTS = 5
 BACKOFF_FIRST_S = 0.5
 WAIT_LIMIT_S = 60.0  # a command that would wait longer reports the error instead
-LONGEST_RETRY_AFTER_S = 24 * 3600.0  # so a service cannot stop the polls of a device for longer
+LONGEST_RETRY_AFTER_S = 24 * 3600.0  # a service cannot delay the next poll of a device for longer
 _TRANSPORT_ERRORS = (
     httpx.TransportError,
     UnicodeError,  # raised by httpx for a malformed host name in a redirect
@@ -128,7 +130,7 @@ class Connection:
     ) -> None:
         self.server = check_server(server)
         self._sleep = sleep
-        self._rng = rng or random.Random()  # noqa: S311 - spreads retries, guards nothing
+        self._rng = rng or random.Random()  # noqa: S311 - spreads retries, protects no secret
         self._attempts = attempts
         self._http = httpx.Client(
             base_url=self.server,
@@ -205,7 +207,7 @@ class Connection:
     def stream(self, path: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
         """Open a download, following one redirect. The caller retries, and checks the hash of the bytes.
 
-        The ETag of the response is always the service's.
+        The response always has the ETag that the service sent, even if another host sends the body.
 
         Raises:
             As `call`, also while the body is read.
@@ -217,7 +219,7 @@ class Connection:
                 yield response
                 return
         url, etag = self._elsewhere(response), response.headers.get("etag", "")
-        # The other host has other ETags, so the service's own answer decides whether the range still holds.
+        # The other host has other ETags, so the service's answer decides whether the range is still valid.
         kept = "range" in headers and headers.get("if-range", etag) == etag
         # No other header goes to the other host, and above all no token.
         sent = {"range": headers["range"]} if kept else {}

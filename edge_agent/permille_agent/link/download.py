@@ -2,9 +2,10 @@
 
 A download survives a lost connection, a kill, a full disk and wrong bytes:
 
-- The bytes are appended to `partial/<hex>.part`. The ETag of their representation is in `<hex>.etag`.
+- The bytes are appended to `partial/<hex>.part`. The ETag that came with the bytes is in `<hex>.etag`.
 - A later attempt continues with `Range` and `If-Range`.
-- A complete file is hashed, and then moved into the blob folder by one rename. So a blob is absent or right.
+- A complete file is hashed, and then moved into the blob folder by one rename. So the folder never holds an
+  incomplete or wrong blob.
 """
 
 import errno
@@ -96,13 +97,13 @@ class Download:
             except AccessRefusedError:
                 if refused_token:
                     raise
-                # A token lives for an hour, and a download may take longer.
+                # A token is valid for an hour, and a download may take longer.
                 refused_token = True
                 self._api.forget_token()
             except RequestRefusedError as exc:
                 if exc.status != 416:
                     raise
-                raise PackageError("blob-size", self._expected(f"no byte after {stored}")) from exc
+                raise PackageError("blob-size", self._expected(f"only {stored}")) from exc
             except ServiceUnavailableError as exc:
                 # An attempt that was fast enough, including the wait before it, does not count as a failure.
                 grown, now_s = self._stored_bytes() - stored, time.monotonic()
@@ -118,7 +119,7 @@ class Download:
     def _continue(self, stored: int) -> None:
         etag = self._stored_etag()
         with self._api.blob(self._package_digest, self._digest, start=stored, etag=etag) as response:
-            # The whole blob comes if the ETag differs, or if the server has no ranges.
+            # The server sends the whole blob if the ETag differs, or if it does not support ranges.
             if not (response.status_code == 206 and _range_start(response) == stored):
                 self._restart()
                 if response.status_code != 200:
@@ -187,7 +188,7 @@ def _total_bytes(response: httpx.Response) -> int | None:
 
 
 def _number(text: str) -> int | None:
-    # `isdigit` accepts digits of other scripts, and thousands of them.
+    # `isdigit` also accepts digits of other scripts, and texts of any length.
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 
 

@@ -1,8 +1,8 @@
 """Enrolment of this device with a server.
 
 - An invitation contains the first digits of the digest of the operator's root metadata. The server must
-  answer with that root, so an attacker in between cannot replace its keys.
-- Only another enrolment by the user changes the root.
+  answer with that metadata, so an attacker on the network cannot replace the keys in it.
+- Only another enrolment by the user replaces this metadata.
 - The device signs its enrolment, which proves that it holds the key.
 - Enrolling the same key again gives the same device.
 """
@@ -127,7 +127,7 @@ def enroll(
         home: the home folder.
         server: base URL of the server.
         invitation: the whole invitation that the operator sent.
-        name: name that operators see. The default is the current name, or a neutral one.
+        name: name that operators see. The default is the current name, or one made from the public key.
         ca_file: PEM file of a private certificate authority.
         connection: opens the connection.
 
@@ -156,12 +156,12 @@ def enroll(
             ) from exc
         except RequestRefusedError as exc:
             raise InputError(f"The service refuses this device: {exc}") from exc
-    # Checked before anything is stored, because from here on this root decides what may be installed.
+    # Check the root before it is stored, because afterwards it decides what may be installed.
     if (got := _root_digits(answer.root)) != parts[1]:
         raise PackageError(
             "trust-root", f"The service has the root {got}, but the invitation names {parts[1]}"
         )
-    # The enrolment comes last, because its presence says that the device is enrolled.
+    # Write the enrolment last, because this file means that the device is enrolled.
     _keep_ca(home, ca_file)
     enrolment = Enrolment(
         server=server,

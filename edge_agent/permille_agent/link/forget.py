@@ -87,7 +87,7 @@ def forget(home: Home) -> Erased:
 
 
 def _choices_taken_back(home: Home) -> set[Path]:
-    """Leave all federations. Return the records of the choices, which stay until the service knows."""
+    """Leave all federations. Return the files that must stay until the service was told."""
     left = set()
     for membership in memberships(home):
         with suppress(OperatorError):  # a damaged choice is no consent, so its file can be erased
@@ -164,7 +164,7 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
         for path in (home.identity_key, home.enrolment, home.ca_file, home.rollout, *home.reports.iterdir()):
             if path.is_file():
                 _erase(path)
-        # The service removed this device from all federations, and the device no longer trusts these keys.
+        # The service has removed this device from all federations, and the device trusts no service any more.
         shutil.rmtree(home.federations, ignore_errors=True)
         shutil.rmtree(home.trust)
         fsync_folder(home.root)
@@ -235,7 +235,7 @@ def _overwrite(file: FileIO) -> int:
     size_bytes = os.fstat(file.fileno()).st_size
     for start in range(0, size_bytes, CHUNK_BYTES):
         file.write(bytes(min(CHUNK_BYTES, size_bytes - start)))
-    # Without it, the zeros may never reach the disk, because the file is removed at once.
+    # Without this call, the zeros may never reach the disk, because the file is removed at once.
     os.fsync(file.fileno())
     return size_bytes
 
@@ -250,5 +250,5 @@ def _remove_folders(home: Home) -> None:
 
 
 def _leaves(home: Home, path: Path) -> bool:
-    """Return whether a folder belongs to a federation that was left without the service knowing yet."""
+    """Return whether a folder belongs to a left federation, and the service must still be told."""
     return home.federations in (path, *path.parents) and any(path.rglob("joined.json"))

@@ -1,10 +1,10 @@
 """Installation of a downloaded package, after a trial in a confined child process.
 
 The trial verifies the whole package, tokenizes and decodes a sentence, and computes one forward pass. If the
-package has a program whose runtime is installed, the program computes the sentence, too.
+package has an ExecuTorch program and the runtime is installed, the program computes the pass, too.
 
 If the trial fails, the installed package stays. After a success, the old package is kept until the new one
-was used once (`state/models.py`). If the new one does not open, the old package is installed again.
+has been used once (`state/models.py`). If the new one does not open, the old package is installed again.
 
 The child runs this module as a program. It reads one JSON line and writes one.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Memory for libraries, the tokenizer's vocabulary and one pass, besides the mapped bytes of the package.
 TRIAL_MEMORY_BYTES = 3 << 30
-TRIAL_S = 120.0  # processor time of the trial, of a small package
+TRIAL_S = 120.0  # processor time of the trial for a small package
 TRIAL_S_PER_GIB = 120.0  # additional time for hashing and reading a large package
 PROGRAM_TOLERANCE = 0.05  # relative difference of losses that 8-bit activations may cause
 SENTENCE = "the old baker opened the door and said good morning to the children in the street"
@@ -114,7 +114,7 @@ def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
 def run_trial(line: bytes) -> str:
     """Run the child process: read one request, write one answer."""
     order = parse_record(line, _Order, "the parent's line")
-    # Before the first byte of the package is read.
+    # Confine this process before it reads the first byte of the package.
     confine(memory_bytes=order.memory_bytes, cpu_s=order.cpu_s)
     try:
         from permille.package.blobs import BlobFolder
@@ -173,7 +173,7 @@ def _run_program(package: "Package", engine: "Engine", batch: "Batch") -> None:
     """Compare the losses of the package's program with those of another engine.
 
     Raises:
-        PackageError: the losses differ by more than 8-bit activations cause, or the program is refused.
+        PackageError: the losses differ by more than 8-bit activations can cause, or the program is refused.
     """
     from permille.engines.executorch.engine import ExecutorchEngine
     from permille.zo.estimators import Batch

@@ -3,7 +3,7 @@
 Steps:
 
 1. Refresh the signed metadata.
-2. Choose the version. A rollout whose wave is open for this device decides, else the alias.
+2. Choose the version: that of a rollout whose wave is open for this device, else that of the alias.
 3. Fetch the manifest by its signed digest, and compare its size with the free disk space.
 4. Download the missing blobs, verify the package as a whole, and install it.
 
@@ -91,7 +91,7 @@ def pull(
         api: the service.
         enrolment: the device's enrolment.
         now_s: Unix time, for the pauses of a rollout and the age of temporary files.
-        progress: called with the number of downloaded bytes and of all bytes.
+        progress: called with the number of bytes that were downloaded, and of all bytes to download.
 
     Raises:
         PackageError: the release or the package is refused. The installed package stays.
@@ -146,7 +146,7 @@ def _pull(
         _install(home, blobs, release, plan)
     except PackageError as exc:
         if exc.code not in DAMAGED:
-            # The next pull tries only downloaded programs, so a refused one must not stay on the disk.
+            # The next pull tries a program only if it downloads it. So a refused program must not stay.
             for layer in _programs(plan):
                 blobs.delete(layer.digest)
             raise
@@ -353,7 +353,7 @@ def _sweep_temporary(home: Home, *, before_s: float) -> None:
 
 
 def _clear_partial(home: Home) -> int:
-    # Only a pull that has installed its package comes here, so no partial download is needed any more.
+    # This is called only after an installation, so no partial download is needed any more.
     freed = 0
     for path in home.partial.iterdir():
         freed += path.stat().st_size

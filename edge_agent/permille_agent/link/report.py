@@ -1,8 +1,10 @@
 """Queue of reports to the service.
 
 - By default only metrics leave the device: numbers and enums in the closed schema of `permille.schemas.runs`.
-- A log or packed state is queued only with the user's consent. A withdrawal removes all that wait.
-- `reports/<run_id>.json` is the queue entry of a run, and later its receipt. A waiting log is beside it.
+- A log or packed state is queued only with the user's consent. If the user withdraws consent, all logs and
+  states that wait are removed.
+- `reports/<run_id>.json` is the queue entry of a run, and later its receipt. `reports/<run_id>.log` is a log
+  or state that waits.
 - `collect_reports` queues each finished run once. It also finds runs that ended just before a kill.
 """
 
@@ -58,7 +60,8 @@ class RunReport:
     """The report of a run.
 
     Attributes:
-        withdrawals: number of withdrawals of consent when the user agreed to share the log.
+        withdrawals: how often the user had withdrawn consent before agreeing to share this log. If the count
+            has grown since then, the log must not be sent.
         reason: reason of the service's refusal.
     """
 
@@ -107,7 +110,7 @@ def enqueue(
         # A digest of the state would let the service recognise equal states without a shared log.
         metrics = metrics.model_copy(update=_NO_DIGESTS)
     else:
-        # The log is on the disk before the entry that promises it.
+        # Write the log before the queue entry that refers to it.
         _write_log(home, run_id, shared_log)
     report = RunReport(
         run_id=run_id,
@@ -195,7 +198,7 @@ def _collect(home: Home, run: RunFolder) -> int:
             shared_log=log.read_bytes() if shared else None,
             withdrawals=agreed.withdrawals if agreed else 0,
         )
-    # The queue has a copy of the log that it may send.
+    # If the log may be sent, the queue has a copy of it.
     log.unlink(missing_ok=True)
     return int(new)
 
@@ -234,7 +237,7 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
 
 
 def queue_again(home: Home) -> None:
-    """Queue again what exceeded the quota at the service. Only the user's command calls this."""
+    """Queue what exceeded the quota at the service again. Only a command of the user calls this."""
     for report in read_reports(home):
         metrics, log = (
             Delivery.QUEUED if part is Delivery.FULL else part

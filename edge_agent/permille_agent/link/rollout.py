@@ -3,7 +3,8 @@
 Signed metadata says which devices try which version (`permille.fleet.offer`), so the device decides alone:
 
 - It installs the version when its wave is open, and trains on it as usual.
-- It reports one code. If it compared its models, it also reports the difference as one number or one bit.
+- It reports the result as one code. If it has compared the earlier and the new model, it also reports the
+  difference of their losses, as one number or one bit.
 - It keeps the earlier package until the rollout has ended.
 - A failed installation is tried `MAX_ATTEMPTS` times. Then the device returns to the version of its alias.
 
@@ -66,7 +67,7 @@ class Part:
         not_before: Unix time of the next attempt.
         installed: whether the version is installed.
         code: result of the part, or None before its end.
-        damage: code of the package's error, if an error was the result.
+        damage: code of the `PackageError` that ended the part, or None.
         difference: rise of the loss by the new version, in nats per token.
         told: whether the service knows the current state.
     """
@@ -155,7 +156,7 @@ def note_installed(home: Home, api: DeviceApi) -> None:
 
 
 def note_failure(home: Home, error: PermilleError, *, now_s: float, is_crash: bool = False) -> None:
-    """Count a failed attempt. The last one ends the part. Errors of the network do not count."""
+    """Count a failed attempt. Attempt `MAX_ATTEMPTS` ends the part. Errors of the network do not count."""
     part, code = read_standing(home).part, ReportCode.CRASH if is_crash else _code_of(error)
     if part is None or part.code is not None or code is None:
         return
@@ -206,7 +207,7 @@ def own_facts(home: Home) -> Facts:
 
 
 def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
-    """Send the facts to the service if they changed. A service without groups refuses them."""
+    """Send the facts to the service if they changed. Ignore a refusal, as by a service without groups."""
     if facts == read_standing(home).facts:
         return
     engine = facts.engine if facts.engine in set(EngineName) else None
@@ -224,8 +225,8 @@ def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
 def difference_of(run: RunFolder, part: Part) -> float | None:
     """Return the rise of the loss from the earlier model to a run's model, in nats per token.
 
-    If the earlier personal model was still in use, the run's decision compared both on the same text.
-    Otherwise the losses of both runs are compared, if the text has not changed.
+    If the earlier personal model was still in use, the run's decision has compared the two models on the same
+    text. Otherwise the losses of the two runs are compared, if the text has not changed.
 
     Returns:
         The difference, or None if the models cannot be compared.
@@ -254,7 +255,7 @@ def _offer(trusted: TrustedReleases, enrolment: Enrolment) -> Offer | None:
 
 
 def _judged(home: Home) -> Part | None:
-    """Return the part. If a run has used its version, or there is no text for a run, end the part first."""
+    """Return the part. End it first if a run on its version has finished, or if there is no text."""
     part, installed = read_standing(home).part, installed_release(home)
     if part is None or part.code is not None or not part.installed or installed is None:
         return part
@@ -298,7 +299,7 @@ def _code_of(error: PermilleError) -> ReportCode | None:
         if error.code in DAMAGED:
             return ReportCode.INTEGRITY
         return ReportCode.CRASH if error.code == "package-trial" else ReportCode.REFUSED
-    # A device that is revoked says nothing about the version.
+    # The error of a revoked device says nothing about the version.
     is_own = isinstance(error, OperatorError) and not isinstance(error, AccessRefusedError)
     return ReportCode.INSTALL if is_own else None
 

@@ -4,7 +4,8 @@ The timeouts of httpx are those of a socket, and start again with each byte. So 
 now and then could hold a request for ever. This transport wraps the sockets of httpcore's pool instead:
 
 - A request has `GRACE_S` seconds for connection, headers and body.
-- It gets one more second for each `LEAST_RATE` bytes that it sends, or receives of the response's body.
+- It gets one more second for each `LEAST_RATE` bytes that are sent, or are received as part of the response's
+  body.
 - Other bytes earn no time, because interim responses (1xx) and chunk extensions may be endless.
 - A slower request fails like a timeout.
 """
@@ -130,7 +131,7 @@ class LimitedTransport(httpx.BaseTransport):
     """
 
     def __init__(self, context: ssl.SSLContext, *, clock: Clock = time.monotonic) -> None:
-        self._allowance = _Allowance(clock)  # one for all, because requests follow each other
+        self._allowance = _Allowance(clock)  # shared, because only one request is sent at a time
         self._pool = httpcore.ConnectionPool(ssl_context=context, network_backend=_Backend(self._allowance))
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:

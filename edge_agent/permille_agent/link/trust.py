@@ -1,9 +1,9 @@
 """Signed metadata of the service, by The Update Framework (TUF).
 
 Trust begins at one root, whose digest is in the invitation. python-tuf's client follows newer roots, then the
-timestamp, the snapshot and the roles that sign releases. It refuses metadata that is unsigned, expired, older
-than metadata seen before, or of another length or digest. Accepted metadata is kept in a folder, so that
-older metadata is refused even after a restart.
+timestamp, the snapshot and the roles that sign releases. It refuses metadata that is unsigned, expired or
+older than metadata seen before, or whose length or digest is not the signed one. Accepted metadata is kept in
+a folder, so that older metadata is refused even after a restart.
 
 Two behaviours differ from python-tuf:
 
@@ -121,7 +121,7 @@ class _Fetcher(FetcherInterface):
 
     @contextmanager
     def download_file(self, url: str, max_length: int) -> Iterator[BytesIO]:
-        """Yield the content of a file of at most `max_length` bytes."""
+        """Yield the content of a file, which may have at most `max_length` bytes."""
         yield BytesIO(self._read_file(url, max_length))
 
     def _read_file(self, url: str, limit_bytes: int) -> bytes:

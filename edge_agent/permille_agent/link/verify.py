@@ -128,7 +128,7 @@ class _Package:
             yield from self._big(layer, [block for block in blocks if block.layer == layer])
 
     def _big(self, layer: Layer, blocks: list[Block]) -> Iterator[_Damage]:
-        # A file that is too short is repaired by blocks, because it lacks only the last ones.
+        # A file that is too short is repaired by blocks, because only its last blocks are missing.
         if not self._blobs.has(layer.digest) or self._blobs.size(layer.digest) > layer.size_bytes:
             yield self._whole(layer)
             return

@@ -28,7 +28,7 @@ from permille_agent.training.run import BegunRun, RunFolder
 
 GENERATION_CONFIG: Final = "generation_config.json"
 _SAMPLED: Final = (1.0, 1.0, 50)
-"""Defaults of transformers for temperature, top_p and top_k of a model that is sampled."""
+"""Defaults of transformers for temperature, top_p and top_k, if a model's file asks for sampling."""
 
 
 class Variant(StrEnum):
@@ -46,8 +46,8 @@ class Sampling(TokenSampling):
     The defaults are for models without settings of their own.
     """
 
-    # At a temperature of 1, a small model writes nonsense. At a low one, it repeats itself unless there is a
-    # penalty.
+    # At a temperature of 1, a small model writes nonsense. At a low temperature, it repeats itself unless
+    # there is a penalty.
 
     max_new_tokens: int = 128
     temperature: float = 0.2
@@ -186,7 +186,9 @@ class LocalModel:
 
 
 def own_sampling(package: Package) -> Sampling:
-    """Return the settings of text generation in a package, with the defaults of transformers.
+    """Return the settings of text generation in a package, or the defaults of `Sampling` if it has none.
+
+    If a package has only some of the settings, the others have the defaults of transformers.
 
     Raises:
         PackageError: a setting is out of range.
@@ -199,7 +201,7 @@ def own_sampling(package: Package) -> Sampling:
         raise PackageError("generation-config", first_error(exc)) from exc
     named = (found.temperature, found.top_p, found.top_k)
     penalty = found.repetition_penalty
-    # A file that only names token ids says nothing about sampling.
+    # Many files only name token ids, and say nothing about sampling.
     if found.do_sample is None and not any(named):
         return Sampling() if penalty is None else Sampling(repeat_penalty=penalty)
     penalty = penalty or 1.0

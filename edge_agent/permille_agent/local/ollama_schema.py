@@ -82,7 +82,7 @@ class GenerateForm:
         """See `Form`."""
         for number, piece in enumerate(pieces):
             if not number:
-                # The time before the first piece is that of the prompt.
+                # The time until the first piece counts as the time for the prompt.
                 self._first_ns = time.monotonic_ns()
             yield self._head(piece) | {"done": False}
         yield self._last("", generated)

@@ -16,10 +16,10 @@ MOST_TOKENS: Final = 32_768  # also for Ollama's -1, which means no limit
 DEFAULT_TOKENS: Final = 1024  # a small model may never write its end of turn
 _SEEDS: Final = 1 << 63
 _CANNOT: Final = {
-    "content": "content: The model reads text alone. Send a string or a list of text parts, and no images.",
-    "images": "images: The model reads text alone. Send no images.",
-    "format": "format: The model cannot be held to a format. Ask for JSON in the message instead.",
-    "response_format": "response_format: The model cannot be held to a format. Ask for JSON in the message "
+    "content": "content: The model reads only text. Send a string or a list of text parts, and no images.",
+    "images": "images: The model reads only text. Send no images.",
+    "format": "format: The server cannot enforce a format. Ask for JSON in the message instead.",
+    "response_format": "response_format: The server cannot enforce a format. Ask for JSON in the message "
     "instead.",
     "n": "n: A request gets one answer. Leave it out, and send more requests for more answers.",
 }
@@ -124,7 +124,7 @@ class NoEmbeddingsError(PermilleError):
 
 
 class Interface(Protocol):
-    """A module with the paths of one REST interface."""
+    """A module that answers the paths of one REST API."""
 
     def get(self, model: LocalModel, path: str) -> Mapping[str, Any] | None:
         """Answer a GET request. Return None for an unknown path."""

@@ -4,12 +4,12 @@
     server = LocalServer(("127.0.0.1", 8081), model, access)
     server.serve_forever()
 
-Its rules:
+Rules of the server:
 
 - It binds loopback only.
 - Every request needs a token from a file that only the user can read.
 - The `Host` header must be loopback, which stops DNS rebinding by pages in a browser.
-- Pages may use it only if their origin was named at the start and is loopback.
+- Pages in a browser may send requests only if their origin is loopback and was named when the server started.
 - Bodies, waiting times, requests and connections are limited.
 """
 
@@ -145,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing, since a request line may hold private data."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer in JSON what `http.server` refuses by itself, such as an unknown method."""
+        """Answer in JSON if `http.server` itself refuses a request, for example with an unknown method."""
         status = HTTPStatus(code)
         self._send_error(status, message or explain or status.phrase)
 
@@ -207,10 +207,10 @@ class _Handler(BaseHTTPRequestHandler):
         if scheme.lower() != "bearer" or not right:
             raise _RequestError(
                 HTTPStatus.UNAUTHORIZED,
-                f"The token is missing or wrong. Give your program the one in {access.token_file} as its API "
-                "key; it is sent as `Authorization: Bearer <token>`.",
+                "The token is missing or wrong. Give your program the token in "
+                f"{access.token_file} as its API key. Programs send it as `Authorization: Bearer <token>`.",
             )
-        # The token is right, so this connection is no longer closed to admit new ones.
+        # A connection that has sent the right token is never closed to admit new ones.
         self.server.prove(self.client_address)
 
     def _origin_allowed(self) -> bool:
@@ -226,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         self.send_response(HTTPStatus.NO_CONTENT)
         self.send_header("Access-Control-Allow-Methods", "GET, POST")
-        # The wildcard does not cover Authorization.
+        # In CORS, the wildcard does not cover Authorization.
         self.send_header("Access-Control-Allow-Headers", "Authorization, *")
         self.send_header("Access-Control-Max-Age", str(PREFLIGHT_S))
         self.end_headers()

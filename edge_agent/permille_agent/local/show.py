@@ -51,7 +51,7 @@ class Written:
 def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
     """Write the page of a run, and return its path. The default is the newest finished run.
 
-    It needs no lock, because a finished run does not change, and files are replaced atomically.
+    The caller needs no lock, because a finished run does not change, and files are replaced atomically.
 
     Raises:
         InputError: the name fits no run or several.
@@ -120,8 +120,8 @@ def _run(home: Home, name: str | None) -> RunFolder:
 def _gain(decision: Decision | None, *, by_parts: bool) -> Mapping[str, Any] | None:
     """Return the numbers of the judgement for the page.
 
-    `percent` says by how much the probability of the next token grew. With `by_parts`, the states of earlier
-    parts were judged instead of the final one.
+    `percent` is the growth of the probability of the next token, as a geometric mean. With `by_parts`, the
+    losses are those of states that were trained on earlier parts of the text, not those of the final state.
     """
     if decision is None or decision.loss_base is None or decision.loss_personal is None:
         return None
@@ -210,7 +210,7 @@ def _rounds(home: Home) -> str:
         with suppress(OperatorError):
             name, standing = membership.choice().name, membership.standing()
             found.append(
-                f"integers of {standing.sent} rounds of {name}, whose state is at round {standing.number}"
+                f"contributions to rounds of {name}: {standing.sent} (now at round {standing.number})"
             )
     return "; ".join(found)
 

@@ -283,7 +283,7 @@ def test_open_webui_with_a_connection_of_ollama(root: str) -> None:
         assert whole["done_reason"] in ("stop", "length")
         picture = [{"role": "user", "images": ["iVBORw0KGgo="]}]  # a picture without words has no content
         refused = webui.post("/api/chat", json={**chat, "messages": picture})
-        assert (refused.status_code, "reads text alone" in refused.json()["error"]) == (400, True)
+        assert (refused.status_code, "reads only text" in refused.json()["error"]) == (400, True)
 
         unload = {"model": picked, "keep_alive": 0, "prompt": ""}
         assert webui.post("/api/generate", json=unload).json()["done_reason"] == "unload"

@@ -278,7 +278,7 @@ def test_a_host_that_is_not_loopback_is_refused(server: LocalServer, host: str) 
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
             400,
-            "reads text alone",
+            "reads only text",
         ),
         ("/v1/audio", {"prompt": "a"}, 404, "/v1/completions"),
     ],
