@@ -136,7 +136,7 @@ def personalise(
 ) -> Personalised:
     """Train like the agent, but neither judge the result on the test split nor adopt it.
 
-    The result has full strength. For example:
+    The result is not scaled down to protect general knowledge. For example:
 
         result = personalise(package, engine, prepared, TrainOptions(steps=500), folder=Path("run"))
 
@@ -177,7 +177,7 @@ def personalise(
         steps=selected.steps,
         learning_rate=selected.header.learning_rate,
         epsilon=selected.header.epsilon,
-        # The first evaluation follows the search directly.
+        # The first evaluation comes directly after the search.
         search_seconds=run.folder.evaluations(0)[0].seconds,
         curve=tuple(curve),
     )

@@ -66,7 +66,7 @@ class Personalizer:
             threads: the number of threads. None uses all cores.
 
         Raises:
-            InputError: the folder has another package, or `package` is none.
+            InputError: the folder has another package, or `package` is not a package.
             OperatorError: the folder cannot be used.
             PackageError: the package cannot be opened.
         """
@@ -265,7 +265,7 @@ class Personalizer:
         """Return the digest of the package in the folder, or None without one.
 
         Raises:
-            InputError: it is another package.
+            InputError: the folder has another package.
         """
         known = installed_release(self._home)
         if known is not None and known.manifest_digest != self._package:

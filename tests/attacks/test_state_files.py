@@ -192,7 +192,7 @@ def test_damaged_consent_withdraws_all_that_was_agreed_to(
 ) -> None:
     home = _copy(used, tmp_path)
     home.consent.write_bytes(_flip(home.consent.read_bytes(), 20, 2))
-    with pytest.raises(OperatorError, match=r"consent\.json.*share-log off. writes it anew"):
+    with pytest.raises(OperatorError, match=r"consent\.json.*share-log off. to write it again"):
         read_consent(home)
     set_sharing(home, log=False)
     assert not read_consent(home).share_log

@@ -29,7 +29,7 @@ EngineOption = Annotated[
     typer.Option(
         "--engine",
         envvar="PERMILLE_AGENT_ENGINE",
-        help="Engine that computes. Auto takes light, which needs no torch, if light supports the model.",
+        help="Engine that computes. Auto uses light, which needs no torch, if light supports the model.",
         rich_help_panel=COMPUTING,
     ),
 ]

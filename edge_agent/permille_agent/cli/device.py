@@ -72,7 +72,7 @@ def data_add(
 
     home = home_of(context)
     paths = [path.expanduser() for path in paths]
-    # Wait for short holders of the lock. A download or a training may hold it for hours.
+    # Wait a few seconds for other short commands. A download or a training may hold the lock for hours.
     with hold_lock(home, "data", wait_s=10.0):
         known = add_references(home, paths)
     # Outside of the lock, because reading many files takes long.

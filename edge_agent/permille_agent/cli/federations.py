@@ -128,7 +128,7 @@ def join(
             show({"federation": offer.name, **leaves}, as_json=False)
             if not agrees(f"Send this from {home.root} in each round of {offer.name}?"):
                 raise typer.Exit(ExitCode.INTERRUPTED)
-        # Durable here first. If the request below fails, the next exchange of rounds repeats it.
+        # Store the choice first. If the request below fails, the next exchange of rounds repeats it.
         join_here(home, definition, federation_id=offer.id, name=offer.name)
         api.join_federation(offer.id)
     show({"joined": offer.name, "definition": definition.digest, **leaves}, as_json=as_json)
@@ -155,7 +155,7 @@ def leave(
 
     home = home_of(context)
     membership = named(home, name)
-    # Read now, because `tell_service` erases the record as soon as the service knows.
+    # Read the name now, because `tell_service` erases the record as soon as the service knows.
     left = membership.choice().name
     leave_here(membership)
     show({"left": left, "service_told": tell_service(home)}, as_json=as_json)
@@ -243,7 +243,7 @@ def what_leaves(definition: Definition, target: int) -> dict[str, object]:
         from permille.federation.masked import masked_bytes
 
         document["bytes_each_round"] = str(masked_bytes(definition))
-        # The service gets the integers masked. Only the keeper can open the seed of the mask.
+        # The service gets only masked integers, and only the keeper can decrypt the seed of the mask.
         seen = f"Nobody sees this device's integers unless the service and {privacy.keeper.url} collude"
     return document | {
         "seen_by": f"{seen}. Everyone else sees sums with noise.",

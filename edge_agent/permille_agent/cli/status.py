@@ -87,7 +87,7 @@ class Status:
     def document(self) -> dict[str, object]:
         """Return the status as one JSON document."""
         release, active, daemon = self.release, self.active, self.daemon
-        # Every key is always there. What does not exist yet is null.
+        # All keys are always present. A value that does not exist yet is null.
         return {
             "home": str(self.home.root),
             "enrolment": self.enrolment.document() if self.enrolment else None,
@@ -208,7 +208,7 @@ class Status:
         if metrics.loss_base is None or metrics.loss_personal is None:
             return words
         words = f"{words}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
-        # Only a text that is long enough for three parts has tokens to select by.
+        # Only a text that is long enough for three splits has a select split.
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
 
 

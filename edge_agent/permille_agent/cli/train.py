@@ -193,7 +193,7 @@ def train(
 
     home = home_of(context)
     consent = read_consent(home)
-    # Only for the option. The setting `share-log on` gives way to --method.
+    # Only the option --share-log conflicts with --method gradient. It overrides the setting `share-log on`.
     if share_log and method is Method.GRADIENT:
         raise InputError(
             "A gradient run has no log of seeds and scalars. Share its state with --share-state, or leave "
@@ -271,7 +271,7 @@ def _train(
             engine_of=engine,
         )
         result = run_training(home, data_paths, options, context)
-        # First, because `share_run` adds a log only to a report that is queued.
+        # Queue the report first, because `share_run` adds a log only to a report that is queued.
         report.collect_reports(home)
         # A new run has stored this consent, and `collect_reports` has queued its log.
         if result.known and (wanted.log or wanted.state):

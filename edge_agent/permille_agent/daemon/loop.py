@@ -137,7 +137,7 @@ class Daemon:
         try:
             self._poll()
         except PermilleError as exc:
-            # LockedError means that the user runs a command. The service is fine, so the pause does not grow.
+            # LockedError means that another command is running, so the next pause need not be longer.
             self._failed_polls += 0 if isinstance(exc, LockedError) else 1
             log.warning("poll: %s: %s", type(exc).__name__, exc)
             self._note(poll_error=_words(exc))
@@ -165,7 +165,7 @@ class Daemon:
         # A `not_before` more than a day ahead was stored while the clock was wrong, so ignore it.
         if 0 < state.not_before - now.timestamp() <= LONGEST_PAUSE_S:
             reasons += ("the last training failed and is tried again later",)
-        # The check runs once a minute, and each write is an fsync.
+        # Write only if the reasons changed. This check runs once a minute, and each write is an fsync.
         if reasons != state.waiting_for:
             self._note(waiting_for=reasons)
         if reasons:
@@ -202,7 +202,7 @@ class Daemon:
 
     def _exchange(self, api: DeviceApi) -> None:
         """Fetch news of the rounds, send finished contributions, and ask for invitations."""
-        # Set before the attempt, so that a failed exchange is not repeated at once.
+        # Set the time before the attempt, so that a failed exchange is not repeated at once.
         self._next_exchange = self._world.monotonic() + POLL_S
         try:
             with hold_lock(self._home, "federations", of=self._home.rounds_lock):
@@ -284,7 +284,7 @@ class Daemon:
         consent = read_consent(self._home)
         request = TrainingRequest(
             data_paths=read_references(self._home),
-            # Only minutes that the user has set. Otherwise the release decides, not the policy's default.
+            # Pass only minutes that the user has set. Without them, the release decides.
             minutes=policy.minutes_per_run if "minutes_per_run" in policy.model_fields_set else None,
             method=policy.method,
             share_log=consent.share_log,

@@ -5,7 +5,7 @@
     min_battery = 50            # percent, checked where there is a battery
     max_load = 0.5              # load average of one minute per core, before training starts
     minutes_per_day = 60          # of training; an unfinished run continues the next day
-    minutes_per_run = 30          # with search and judgement; default: the release's steps, else 30 minutes
+    minutes_per_run = 30          # including search and judgement; default: the release's steps, else 30 min
     method = "zeroth-order"       # or "gradient"; by default the release or the engine decides
     report_loss = "number"        # report a new version's change of the loss as a number, or as one "bit"
     tags = ["canary"]             # operators may choose devices for a new version by these tags
@@ -38,7 +38,7 @@ LAST_START = 0.95
 class Hours:
     """Hours from `start` up to, but not including, `end`.
 
-    They span midnight if `end` is not later than `start`.
+    The hours span midnight if `end` is not later than `start`.
     """
 
     start: time
@@ -132,7 +132,7 @@ def decide(policy: Policy, machine: PowerAndLoad, *, now: datetime, minutes_used
 
 
 def may_continue(policy: Policy, machine: PowerAndLoad, *, now: datetime) -> Decision:
-    """Decide whether a running training may continue. Its own load is ignored."""
+    """Decide whether a running training may continue. The load is ignored, because the training causes it."""
     return Decision(reasons=tuple(_may_go_on(policy, machine, now)))
 
 

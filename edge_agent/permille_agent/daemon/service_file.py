@@ -107,8 +107,8 @@ def launchd_agent(command: Sequence[str], agent_home: Path) -> str:
         "Label": LABEL,
         "ProgramArguments": list(command),
         "RunAtLoad": True,
-        # A clean end does not start the daemon again. launchd cannot leave out exit codes 2 and 3, as systemd
-        # does.
+        # A clean end does not start the daemon again. Unlike systemd, launchd cannot exclude exit codes 2
+        # and 3.
         "KeepAlive": {"SuccessfulExit": False},
         "ProcessType": "Background",
         "LowPriorityIO": True,

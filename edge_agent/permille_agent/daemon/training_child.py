@@ -24,10 +24,10 @@ from permille_agent.state.home import Home, as_json, open_home, parse_record
 from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.training.engines import AUTO, EngineChoice
 
-STOP_GRACE_S = 300.0  # a step on a slow device may take minutes; then the child is killed
+STOP_GRACE_S = 300.0  # a step on a slow device may take minutes; after this time, the child is killed
 READY = "ready"
 CHECK_EVERY_S = 1.0
-# LockedError is a RetryableError. The first class that fits is sent, so it comes first.
+# The first class that fits is sent. LockedError comes first, because it is also a RetryableError.
 _ERRORS: Mapping[str, type[PermilleError]] = {
     "LockedError": LockedError,
     "RetryableError": RetryableError,
@@ -90,19 +90,19 @@ def train_in_child(
 ) -> str:
     """Train in a child process and return the outcome of the run.
 
-        The outcome is a value of `permille.schemas.runs.Outcome`, or `READY` for a round whose
-    contribution is complete. An unfinished round gives `interrupted`.
+    The outcome is a value of `permille.schemas.runs.Outcome`, or `READY` for a round whose contribution is
+    complete. An unfinished round gives `interrupted`.
 
-        Args:
-            home: the home folder.
-            request: the training to do.
-            keep_going: called about once a second. The child stops after this returns False.
+    Args:
+        home: the home folder.
+        request: the training to do.
+        keep_going: called about once a second. When it returns False, the child is told to stop.
 
-        Raises:
-            PermilleError: the error that the child raised.
-            ChildDiedError: the child died without an answer.
+    Raises:
+        PermilleError: the error that the child raised.
+        ChildDiedError: the child died without an answer.
     """
-    # `-P` keeps modules in the current folder from shadowing ours.
+    # `-P` prevents imports of modules in the current folder.
     command = [sys.executable, "-P", "-m", "permille_agent.daemon.training_child"]
     line = json.dumps(as_json(_Order(home=home.root, request=request))) + "\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -114,12 +114,12 @@ def train_in_child(
 
 def run_child(stdin: TextIO, stdout: TextIO) -> int:
     """Run the child process: read one request, write one answer."""
-    # Ctrl-C reaches the whole process group. The parent decides, and stops this child through its pipe.
+    # Ctrl-C also reaches this child. Ignore it, because the parent stops the child through its pipe.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     order = parse_record(stdin.readline().encode(), _Order, "the parent's line")
     stop = threading.Event()
-    # A thread, because the main thread trains and cannot wait for its input.
+    # Wait for the end of the input in a thread, because the main thread trains.
     threading.Thread(target=_wait_for_end, args=(stdin, stop), daemon=True).start()
     try:
         answer = _Answer(outcome=_train(order, stop))
@@ -188,7 +188,7 @@ def _wait_for_end(stdin: TextIO, stop: threading.Event) -> None:
 def _supervise(child: subprocess.Popen[str], line: str, keep_going: Callable[[], bool]) -> str:
     answers: list[str] = []
     assert child.stdin is not None and child.stdout is not None  # both are pipes
-    # Read in a thread, or a child whose answer fills the pipe would wait for us for ever.
+    # Read in a thread. Otherwise, a child whose answer fills the pipe would wait forever.
     reader = threading.Thread(target=lambda out=child.stdout: answers.append(out.read()), daemon=True)
     reader.start()
     try:
@@ -196,7 +196,7 @@ def _supervise(child: subprocess.Popen[str], line: str, keep_going: Callable[[],
         child.stdin.flush()
         while reader.is_alive() and keep_going():
             reader.join(CHECK_EVERY_S)
-        # The end of its input tells the child to stop.
+        # The child stops when its input ends.
         child.stdin.close()
         reader.join(STOP_GRACE_S)
     # The child died before it read its request. Wait for its exit code.

@@ -15,8 +15,8 @@ An exchange has these steps for each federation:
 An exchange does not need the writers' lock, so it does not wait for a training. Each step is durable or can
 be repeated, so after a kill the next exchange sends the same bytes.
 
-`part.py` calls the device's work for one round a part. A part begins with an invitation and ends with a
-contribution.
+In this package, a part is the device's work for one round (`part.py`). It begins with an invitation and ends
+with a contribution.
 """
 
 import logging
@@ -119,7 +119,7 @@ def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Ex
     # A device that is in no federation makes no request about federations.
     if not known:
         return Exchanged()
-    # By digest: the list is not signed, so a name in it proves nothing.
+    # Offers are found by digest, because the list is not signed, so a name in it proves nothing.
     offers = {offer.definition_digest: offer for offer in api.federations()}
     done = Exchanged()
     for membership in known:
@@ -171,7 +171,7 @@ class _Exchange:
         history = update_history(self._membership, definition, offer.number, partial(self._fetch, None))
         self._adopt(offer, history, definition)
         sent = self._send(history.number)
-        # Only one reason is stored. Where a later one applies, more text would not help.
+        # Only the last reason that applies is stored. With a later reason, more text would not help.
         waiting = "" if self._has_text else "there is no text, so run `permille-agent data add`"
         if is_used_up(self._home, definition):
             waiting = "this device has used all the rounds that its privacy promise allows"
@@ -211,7 +211,7 @@ class _Exchange:
         wanted = offer.adopted_round
         if wanted is None or wanted == kept_round(self._membership.path):
             return
-        # An operator may adopt an older round, and this device keeps only the newest state.
+        # An operator may adopt an older round. Its state must be fetched, because only the newest is kept.
         if history.number != wanted:
             limit = max_bytes(definition)
             begin = History.begin(definition)
@@ -247,7 +247,7 @@ class _Exchange:
         outcome, data = "sent", part.contribution.read_bytes()
         try:
             definition, name = self._membership.definition(), self._choice.name
-            # Before the first byte leaves: a kill in between must not leave a round that is not counted.
+            # Charge the round before its first byte leaves, so that no kill leaves a sent round uncharged.
             charge(self._home, definition, name=name, number=number, digest=digest_of(data))
             self._api.contribute(self._choice.federation_id, number, data)
         except RequestRefusedError as exc:
@@ -271,7 +271,7 @@ class _Exchange:
             self._membership,
             Invited(
                 number=invitation.round,
-                # A duration, so the two clocks need not agree.
+                # The service sends a duration, so its clock and this device's need not agree.
                 deadline=self._now + timedelta(seconds=invitation.seconds_left),
                 start_digest=invitation.start_digest,
                 withdrawals=self._choice.withdrawals,
@@ -312,7 +312,7 @@ def take_part(
         first = exchange(home, api, now=datetime.now(UTC), has_text=bool(data_paths))
         trained = 0
         while (part := waiting_part(home, datetime.now(UTC))) is not None:
-            # The loop ends: a trained part has a contribution, and a part that failed has a result.
+            # The loop ends, because `waiting_part` skips parts that have a contribution or a result.
             try:
                 with hold_lock(home, "federations run"):
                     if not train_part(home, part, data_paths, identity, context):
@@ -338,7 +338,7 @@ def join_federation(home: Home, name: str, *, connection: Connect = connect) -> 
     with open_api(home, connection=connection) as api:
         offer = find_offer(api.federations(), name)
         definition = fetch_definition(home, api, enrolment, offer)
-        # Durable here first. If the request fails, the next exchange repeats it.
+        # Store the choice first. If the request fails, the next exchange repeats it.
         membership = join(home, definition, federation_id=offer.id, name=offer.name)
         api.join_federation(offer.id)
     return membership

@@ -17,9 +17,13 @@ from permille_agent.state.home import Home, read_record, write_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Rounds of a federation that this device has paid for, and the numbers that its epsilon follows from.
+    """Rounds of one federation to which this device has contributed, and the parameters of their privacy.
 
     Attributes:
+        name: name of the federation.
+        noise_hundredths: noise multiplier z of a round, in hundredths.
+        participations: largest number of rounds that this device agreed to.
+        delta_exponent: delta is 10 to the power of minus this number.
         rounds: digests of the contributions, by number of the round.
     """
 
@@ -41,7 +45,7 @@ class Account:
         """
         if not rounds:
             return 0.0
-        # FORMAT 13.6: n rounds of one device are n / (2 z^2)-zCDP.
+        # FORMAT 13.6: n rounds of one device are n / (2 z^2)-zCDP, with the noise multiplier z.
         return dp_epsilon_of(rho_of(self.noise_hundredths / 100, rounds), 10.0**-self.delta_exponent)
 
 
@@ -97,7 +101,7 @@ def charge(home: Home, definition: Definition, *, name: str, number: int, digest
         delta_exponent=definition.privacy.delta_exponent,
         rounds={},
     )
-    # A text, because JSON has no other keys.
+    # The key is a text, because JSON has no other keys.
     charged = account.rounds.get(str(number))
     if charged == digest:
         return

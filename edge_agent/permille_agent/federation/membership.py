@@ -38,7 +38,7 @@ from permille.files import fsync_folder, write_atomic
 from permille_agent.state.home import Home, overwrite_record, read_record, write_record
 
 _ROUNDS_BYTES = 64 << 20  # limit for all rounds of a catch-up
-_WEIGHT_BYTES = 8  # limit for one weight of the state in it
+_WEIGHT_BYTES = 8  # limit for one weight of the state in a catch-up
 
 # Takes the number of a round and a limit of bytes. Returns the history after that round.
 Fetch = Callable[[int, int], bytes]
@@ -153,16 +153,16 @@ class Membership:
 
     def choose(self, change: Callable[[Joined], Joined]) -> Joined:
         """Change the user's choice durably, under its own lock."""
-        # Not the writers' lock: a training holds it for hours, and leaving must take effect at once.
+        # Not the writers' lock, because a training holds it for hours and leaving must take effect at once.
         with FileLock(self.path / "joined.lock", timeout=10.0, mode=0o600):
             chosen = change(self.choice())
-            # In place if the disk is full, because the user must always be able to leave.
+            # Overwrites in place if the disk is full, because the user must always be able to leave.
             overwrite_record(self.path / "joined.json", chosen)
         return chosen
 
 
 def memberships(home: Home) -> list[Membership]:
-    """Return the federations that this device has joined, or has left without the service knowing yet."""
+    """Return the federations that this device has joined, or has left and must still tell the service."""
     return [Membership(path.parent) for path in sorted(home.federations.glob("*/joined.json"))]
 
 
@@ -199,13 +199,13 @@ def join(home: Home, definition: Definition, *, federation_id: str, name: str) -
     fsync_folder(home.federations)
     chosen = Joined(federation_id=federation_id, name=name)
     with FileLock(membership.path / "joined.lock", timeout=10.0, mode=0o600):
-        # The definition comes before the choice, by which `memberships` finds the federation.
+        # Write the definition first, because `memberships` finds a federation as soon as it has a choice.
         write_atomic(membership.path / "definition.json", definition.to_bytes(), mode=0o600)
         try:
             known = read_record(membership.path / "joined.json", Joined)
         except OperatorError:
             known = None
-        # Without a readable count, a random one differs from that of any earlier consent.
+        # If the count cannot be read, a random one differs from the count at any earlier consent.
         withdrawals = secrets.randbits(48) if known is None else known.withdrawals
         write_record(membership.path / "joined.json", replace(chosen, withdrawals=withdrawals))
     return membership
@@ -213,7 +213,7 @@ def join(home: Home, definition: Definition, *, federation_id: str, name: str) -
 
 def leave(membership: Membership) -> None:
     """Leave durably, and erase all files except the choice. The caller tells the service."""
-    # Consent ends first, so that a kill in between leaves nothing that is still sent.
+    # Withdraw consent first, so that nothing is sent after a kill in between.
     take_back(membership)
     _erase_left(membership)
 
@@ -231,7 +231,7 @@ def drop_left(membership: Membership, choice: Joined) -> None:
         if membership.choice() == choice:
             _erase_left(membership)
             (membership.path / "joined.json").unlink()
-    # After the lock, whose file is in this folder.
+    # Delete the folder only after the lock is released, because the lock's file is in the folder.
     if not (membership.path / "joined.json").exists():
         shutil.rmtree(membership.path, ignore_errors=True)
 
@@ -254,7 +254,7 @@ def _is_named(membership: Membership, name: str) -> bool:
 
 
 def max_bytes(definition: Definition) -> int:
-    """Return the largest size of a catch-up, which has a state and rounds."""
+    """Return the largest size of a catch-up, which has a state and the rounds after it."""
     return _ROUNDS_BYTES + _WEIGHT_BYTES * definition.log.k
 
 

@@ -10,6 +10,8 @@ Below `federations/<digits>/rounds/<n>/`:
 
 Each file is a function of earlier files, so a resumed part gives the same bytes. The text is divided as for a
 personal run. Rows that select or judge a personal model do not train a round.
+
+Shapes: T steps of a round, Q directions of a step, W masked weights.
 """
 
 import math
@@ -119,7 +121,7 @@ def begin_part(membership: Membership, invited: Invited) -> RoundPart:
     """Accept an invitation durably, and return the new part."""
     path = membership.path / "rounds" / str(invited.number)
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # A new folder is durable only after its parent is: first `rounds`, then the round's own.
+    # A new folder is durable only after its parent is synced. The first sync is for the folder `rounds`.
     fsync_folder(membership.path)
     fsync_folder(path.parent)
     write_record(path / "round.json", invited)
@@ -135,7 +137,7 @@ def find_part(home: Home, federation: str, number: int) -> RoundPart:
     for part in _all_parts(home):
         if (part.membership.path.name, part.path.name) == (federation, str(number)):
             return part
-    raise InputError(f"Round {number} has no part here: the user left, or the round is over.")
+    raise InputError(f"There is nothing to do for round {number}: the user left, or the round is over.")
 
 
 def waiting_part(home: Home, now: datetime) -> RoundPart | None:
@@ -165,7 +167,7 @@ def train_part(
     identity: Identity,
     context: RunContext = RunContext(),
 ) -> bool:
-    """Train a part and write its contribution. Return False if it was stopped, so that it can be resumed.
+    """Train a part and write its contribution. Return False if the training was stopped and can be resumed.
 
     The caller holds the writers' lock.
 
@@ -214,7 +216,7 @@ def _train(
     engine = interruptible(engine_of(package), context.stop)
     text = Text(rows=prepared.digest, engine=engine.info()["name"])
     if begun != text:
-        # Results are deleted before the new record is written. A kill must not leave them beside it.
+        # Delete old results before the new record is written. A kill must not leave them beside the record.
         part.begin_again()
         write_record(part.path / "text.json", text)
     local = LocalRound(
@@ -277,11 +279,11 @@ def _measured_gain(local: LocalRound, engine: Engine, prepared: Prepared) -> int
     # A state that breaks the model counts as the largest loss that can be reported.
     if not math.isfinite(nats):
         nats = -GAIN_NATS
-    # FORMAT 13.2: clipped, and in units of the contribution.
+    # FORMAT 13.2: the gain is clipped, and in the units of a contribution.
     return round(max(-1.0, min(1.0, nats / GAIN_NATS)) * rules.gain_bound)
 
 
 def _weight(rows: Sequence[Row], definition: Definition) -> int:
     tokens = sum(int(row.target_T.sum()) for row in rows)
-    # Rounded up. FORMAT 13.2: a weight is 1 to `max_weight`.
+    # The division rounds up. FORMAT 13.2: a weight is 1 to `max_weight`.
     return max(1, min(definition.max_weight, -(-tokens // WEIGHT_TOKENS)))

@@ -1,8 +1,8 @@
 """Choices of the user: the files to learn from, and consent to share logs or states.
 
 - Files are stored as references and not copied.
-- A log or a state, together with its package, is the personal model. So nothing is shared without consent,
-  and no message of a server changes it.
+- A log or a state, together with its package, gives the personal model. So nothing is shared without consent,
+  and no message of a server can change the user's consent.
 - A choice takes effect at once, also for a running training. It needs no writers' lock.
 - Each withdrawal of consent is counted. A log is sent only if the count is the same as when the user agreed.
 """
@@ -27,7 +27,7 @@ class DataReferences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consent:
-    """Contents of `consent.json`. `withdrawals` is the number of withdrawals of consent."""
+    """Contents of `consent.json`. `withdrawals` counts how often the user has withdrawn consent."""
 
     share_log: bool = False
     share_state: bool = False

@@ -27,18 +27,19 @@ CHECKSUM = "sha256"
 _REMEDIES = {
     "enrolment.json": "move it away and `permille-agent enroll` again",
     "releases.json": "move it away and `permille-agent pull`",
-    "current.json": "move it away: the base is used then; the same `train` command brings its model back",
+    "current.json": "move it away: the base is used until you repeat your last `train` command",
     "data.json": "move it away and `permille-agent data add` the files again",
-    "decisions.json": "move it away: decisions are counted anew",
-    "consent.json": "`permille-agent share-log off` writes it anew",
+    "decisions.json": "move it away: decisions are counted from 1 again",
+    "consent.json": "run `permille-agent share-log off` to write it again",
     "daemon.json": "move it away: the daemon writes a new one",
-    "ledger.json": "restore it, or no private round is joined; if you move it away, its rounds are forgotten",
-    "rollout.json": "move it away: the service counts this device as silent",
-    "joined.json": "`permille-agent federations join` or `leave` writes it anew",
+    "ledger.json": "restore it from a backup; until then, this device takes part in no private round; if you "
+    "move it away, the privacy cost of earlier rounds is forgotten",
+    "rollout.json": "move it away: the service then gets no report of the current rollout from this device",
+    "joined.json": "run `permille-agent federations join` or `leave` to write it again",
 }
 
 Record = TypeVar("Record")
-_ADAPTERS: dict[Any, Any] = {}  # by type, because making an adapter takes longer than parsing
+_ADAPTERS: dict[Any, Any] = {}  # cached by type, because making an adapter takes longer than parsing
 
 
 class _Below:
@@ -64,7 +65,7 @@ class Home:
 
     identity_key = _Below("identity.key")  # Ed25519 private key of this device; never leaves it
     enrolment = _Below("enrolment.json")  # server, device, release, the root that the invitation named
-    ca_file = _Below("ca.pem")  # certificate authority of the server, where it has its own
+    ca_file = _Below("ca.pem")  # certificate authority of the server, if it is a private one
     releases = _Below("releases.json")  # what is installed
     trust = _Below("trust")  # accepted signed metadata; nothing older is accepted again
     blobs = _Below("blobs")  # content-addressed files of packages; manifests are blobs, too
@@ -155,11 +156,11 @@ def parse_record(data: bytes, kind: type[Record], source: str) -> Record:
         document = json.loads(data)
         if isinstance(document, dict) and (checksum := document.pop(CHECKSUM, None)) is not None:
             if checksum != _checksum(document):
-                raise ValueError("it is damaged, its checksum differs")
+                raise ValueError("its checksum differs")
             data = json.dumps(document).encode()
         return _adapter(kind).validate_json(data, strict=True)
-    except (ValueError, RecursionError) as exc:  # pydantic's ValidationError is one
-        raise OperatorError(f"{source} is damaged, it holds no {kind.__name__}: {_words(exc)}") from exc
+    except (ValueError, RecursionError) as exc:  # pydantic's ValidationError is a ValueError
+        raise OperatorError(f"{source} is damaged and holds no {kind.__name__}: {_words(exc)}") from exc
 
 
 def write_record(path: Path, record: object) -> None:
@@ -175,7 +176,7 @@ def write_record(path: Path, record: object) -> None:
 
 
 def overwrite_record(path: Path, record: object) -> None:
-    """Replace the record at `path`, even on a full disk, where a crash may damage it.
+    """Replace the record at `path`. On a full disk, overwrite it in place, where a crash may damage it.
 
     Raises:
         OperatorError: the file cannot be overwritten in place, either.

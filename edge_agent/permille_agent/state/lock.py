@@ -41,8 +41,8 @@ def hold_lock(home: Home, purpose: str, *, wait_s: float = 0.0, of: Path | None 
         home: the home folder.
         purpose: name of the command, for messages of other processes.
         wait_s: seconds to wait for another process.
-        of: another lock. `daemon_lock` allows one daemon per folder. `rounds_lock` is for exchanging rounds,
-            so that they do not wait for a training.
+        of: another lock. `daemon_lock` allows one daemon per folder. `rounds_lock` is for exchanges of
+            rounds, which must not wait for a training.
 
     Raises:
         LockedError: another process still holds the lock. The message names it.
@@ -71,7 +71,7 @@ def hold_lock(home: Home, purpose: str, *, wait_s: float = 0.0, of: Path | None 
 
 
 def _lock(path: Path) -> FileLock:
-    # Thread-local, because two threads of a program are two writers.
+    # The lock is thread-local, because two threads of a program are two writers.
     return FileLock(path, mode=0o600, thread_local=True, is_singleton=True, fallback_to_soft=False)
 
 

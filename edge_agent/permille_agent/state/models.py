@@ -57,7 +57,7 @@ class Releases:
 
     Attributes:
         installed: the installed release.
-        previous: the release before it, kept until `installed` was used once.
+        previous: the release before `installed`, kept until `installed` has been used once.
         refused: the last package that did not open.
     """
 
@@ -125,8 +125,8 @@ def record_installed(home: Home, release: InstalledRelease) -> None:
 def opening(home: Home, package_digest: str) -> Iterator[None]:
     """Context in which a package is opened for use.
 
-    If the package is newly installed, a success releases the earlier package. A PackageError installs the
-    earlier package again. For example:
+    If a newly installed package opens, the earlier package is no longer kept. If it does not open, the
+    earlier package is installed again. For example:
 
         with opening(home, digest):
             package = Package.open(BlobFolder(home.blobs), digest)
@@ -199,7 +199,7 @@ def require_active(home: Home) -> Active:
 
 
 def carries_pooled(home: Home, package_digest: str) -> bool:
-    """Return whether a package has a pooled state. An unreadable manifest counts as none."""
+    """Return whether a package has a pooled state. Return False if the manifest cannot be read."""
     try:
         return read_manifest(home, package_digest).has_layer(Role.POOLED)
     except PackageError:
@@ -221,7 +221,7 @@ def history(home: Home) -> tuple[Active, ...]:
 
 
 def activate(home: Home, new: Active, *, expected: Active | None) -> None:
-    """Make `new` the active model. Repeating it has no effect.
+    """Make `new` the active model. Repeating the call has no effect.
 
     Args:
         home: the home folder.

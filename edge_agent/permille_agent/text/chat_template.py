@@ -14,8 +14,8 @@ from permille.errors import InputError, PackageError
 from permille.sandbox.process import Sandbox, SandboxError
 
 MAX_RENDERED_CHARACTERS = 8 << 20
-# A longer conversation is rendered in windows. Each turn is rendered with all text before it, which would
-# take hours for 20,000 turns. A training row holds fewer messages than a window.
+# A longer conversation is rendered in windows. Without windows, each turn would be rendered with all text
+# before it, which would take hours for 20,000 turns. A training row holds fewer messages than a window.
 WINDOW_MESSAGES = 32
 TRAINING_DAY = date(2024, 7, 26)
 """Date in the prompts of training conversations, so that a run has the same rows on every day.
@@ -33,7 +33,7 @@ Messages = Sequence[tuple[str, str]]
 
 
 class ChatTemplate:
-    """Renders messages with one template, in the child of its package."""
+    """Renders messages with one template, in the child process of a package."""
 
     def __init__(self, template: str | None, variables: Mapping[str, str], sandbox: Sandbox) -> None:
         """Take a template and its variables (`bos_token`, `eos_token`)."""
@@ -61,9 +61,9 @@ class ChatTemplate:
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Render a conversation, and return its text with the character spans of the turns of `roles`.
 
-        - An assistant's span starts after the generation prompt. Another role's starts at its content.
+        - An assistant's span starts after the generation prompt. Spans of other roles start at the content.
         - A span ends with the rendered turn, so that the model also learns the end of a turn.
-        - Some templates rewrite earlier turns. The turn's content is then searched in the text.
+        - Some templates rewrite earlier turns. The content of such a turn is searched in the text.
         - A long conversation is split into windows, each with the system message before it.
 
         Raises:
@@ -83,7 +83,7 @@ class ChatTemplate:
     def _window(self, messages: Messages, roles: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
         turns = [i for i, (role, said) in enumerate(messages) if role in roles and said.strip()]
         answers = {i for i in turns if messages[i][0] == "assistant"}
-        # For each turn, the rendered length before it and through it.
+        # For each turn, ask for the rendered length before the turn and through the turn.
         asked = [prefix for i in turns for prefix in ((i, i in answers), (i + 1, False))]
         # There is no prompt before the first message, and some templates refuse to render no message.
         answer = self._render(messages, False, [prefix for prefix in asked if prefix[0]])
@@ -104,7 +104,7 @@ class ChatTemplate:
             if i in answers and before is not None and position <= before <= start:
                 start = before
             position = through if through is not None and through > start else 0
-            # The template has rewritten this turn, so the end of its content must do.
+            # If the template has rewritten this turn, the span ends with the content.
             position = position or text.index(content, start) + len(content)
             spans.append((start, position))
         return text, spans

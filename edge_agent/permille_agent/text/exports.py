@@ -16,7 +16,8 @@ from permille_agent.text.documents import Content, parse_row
 
 MAX_CONVERSATION_CHARACTERS = 16 << 20
 MAX_DEPTH = 64
-# Matches whole strings, because brackets inside them do not count. An unfinished string ends with the text.
+# Matches whole strings, because brackets inside them do not count. A string without a closing quote extends
+# to the end of the text.
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 # ChatGPT marks a citation by text between two characters of the private use area.
 _CITATION = re.compile("\ue200[^\ue201]*\ue201")

@@ -1,4 +1,4 @@
-"""Splitting of documents into the rows of a run: to train, to select the state, and to judge.
+"""Splitting of documents into the rows of a run, which train the state, select it or judge it.
 
 The rows are a pure function of the documents, the tokenizer and the row length.
 
@@ -8,8 +8,8 @@ Groups of documents are sorted by a hash, so the order is the same in every run:
 - The order of files has no effect, and added text moves only documents near a boundary.
 - Text that judges one run does not train another run, except for short texts and groups near a boundary.
 
-With a small test split, a comparison of two models is random. So the test split must have `MIN_TEST_TOKENS`
-target tokens in `MIN_TEST_GROUPS` groups.
+With a small test split, the result of a comparison of two models would be random. So the test split must have
+`MIN_TEST_TOKENS` target tokens in `MIN_TEST_GROUPS` groups.
 
 If a text is too short for that, it is cut into passages. These are sorted by the same hash and divided into
 `PARTS` parts. Each part after the first judges a state that was trained on the earlier parts only. All parts
@@ -89,7 +89,7 @@ class Prepared:
         test_documents: the documents of `test`, to judge another package on the same text.
         counts: number of target tokens and documents of each split.
         digest: digest of all rows.
-        stages: one training for each part of a short text after the first. Empty for other text.
+        stages: one stage for each part of a short text after the first. Empty for other text.
         groups: groups of all documents, sorted.
     """
 
@@ -261,7 +261,7 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
     tokens: dict[str, int] = defaultdict(int)
     for group, number in zip(groups, target_tokens, strict=True):
         tokens[group] += number
-    # Sorted by a hash of the group, not by its place, so text that is added later keeps the order.
+    # Sorted by a hash of the group, not by its place, so text that is added later does not change the order.
     order = sorted(tokens, key=lambda group: (position(group), group))
     total = sum(tokens.values())
     test = _taken(

@@ -14,7 +14,7 @@ cannot be read is counted and skipped.
 `preparation.py` divides whole documents between the splits. A long plain text is cut at the ends of
 paragraphs into blocks, and each block is a document. The first block is identified by its own beginning,
 and each later block by the end of the block before it. So text that is appended to a file moves no earlier
-block.
+block to another split.
 
 This module uses no tokenizer, so the same text gives the same documents for every package.
 """
@@ -39,9 +39,9 @@ from permille_agent.text.exports import exported_conversations, parse_conversati
 MAX_TOTAL_BYTES = 256 << 20  # all text is held in memory
 MAX_ROW_BYTES = 4 << 20
 MAX_EXAMPLES = 20
-BLOCK_CHARACTERS = 1500  # of a block of plain text, which is a document of its own
-PASSAGE_CHARACTERS = 300  # of a passage, which is compared between two models
-NAME_CHARACTERS = 256  # of the beginning that identifies a text
+BLOCK_CHARACTERS = 1500  # least size of a block of plain text, which is a document of its own
+PASSAGE_CHARACTERS = 300  # least size of a passage, on which two models are compared
+NAME_CHARACTERS = 256  # length of the beginning that identifies a text
 # A short paragraph ("Yes.") may be repeated by chance. A longer one is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
 # The child process that parses a document has limited memory, and the document must fit into it.
@@ -91,7 +91,7 @@ class DataReport:
         if self.bad_rows:
             line += ": " + ", ".join(f"{count} x {why}" for why, count in self.bad_rows.most_common())
         repeated = self.duplicates + self.repeated_paragraphs
-        return f"{line} ({repeated} x the same again)" if repeated else line
+        return f"{line} (duplicates left out: {repeated})" if repeated else line
 
 
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
@@ -116,7 +116,7 @@ def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     """Read documents like `read_documents`. The result may be empty."""
     report = DataReport()
     rows: list[Row] = []
-    # One child for all documents, because a start takes longer than most documents.
+    # One child process for all documents, because starting it takes longer than parsing most documents.
     with closing(Sandbox()) as sandbox:
         for path in _files(paths, report):
             report.files += 1
@@ -197,7 +197,7 @@ def _read_text(path: Path, report: DataReport) -> Iterator[Row]:
 
 def _decoded(path: Path, report: DataReport) -> str | None:
     try:
-        # Windows editors write a byte order mark, which is no text.
+        # Windows editors write a byte order mark, which is not part of the text.
         return _clean(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError:
         report.bad(str(path), "not UTF-8")
@@ -318,7 +318,7 @@ def _documents(rows: list[Row]) -> list[Document]:
             documents.append(Document(_group("group", group), content))
             continue
         begin = _begin(content)
-        # Texts that are made from one template have the same beginning, so their full text names them.
+        # Texts that are made from one template have the same beginning, so their full text identifies them.
         name = _group("content", begin if begins[begin] == 1 else characters(content))
         if not isinstance(content, PlainText):
             documents.append(Document(name, content))

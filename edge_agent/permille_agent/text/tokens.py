@@ -46,7 +46,7 @@ class TokenizedDocument:
         return int(self.target_T.sum())
 
     def between(self, first: int, last: int | None) -> "TokenizedDocument":
-        """Return the tokens `first:last`. The first of them is not a target."""
+        """Return the tokens `first:last`. The first returned token is not a target."""
         target_T = self.target_T[first:last].copy()
         target_T[:1] = False
         return TokenizedDocument(self.ids_T[first:last], target_T, self.bytes_T[first:last])
@@ -189,7 +189,7 @@ class TextTokenizer:
             )
         if len(whole.ids_T) <= row_tokens:
             return whole
-        # The completion depends most on the end of the prompt, so at least a quarter of a row of it is kept.
+        # The completion depends most on the end of the prompt. Keep at least a quarter of a row of this end.
         first = int(np.argmax(whole.target_T))
         kept = max(row_tokens // 4, row_tokens - (len(whole.ids_T) - first))
         start = max(0, first - kept)

@@ -87,7 +87,7 @@ def test_an_answer_of_somebody_else_is_try_later(home: Home, service: DeviceServ
 
 def test_a_damaged_or_absent_enrolment_is_for_a_person(home: Home, enrolment: Enrolment) -> None:
     home.enrolment.write_text('{"server": "https://x"}')
-    with pytest.raises(OperatorError, match="is damaged, it holds no Enrolment"):
+    with pytest.raises(OperatorError, match="is damaged and holds no Enrolment"):
         load_enrolment(home)
     home.enrolment.unlink()
     with pytest.raises(OperatorError, match="permille-agent enroll"):

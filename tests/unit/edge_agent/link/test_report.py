@@ -291,7 +291,7 @@ def test_metrics_beyond_the_closed_schema_never_enter_the_queue(
     home: Home, change: dict[str, object]
 ) -> None:
     finished_run(home, "a", RUN_ID, **change)  # type: ignore[arg-type]
-    with pytest.raises(OperatorError, match=r"it holds no RunOutcome: metrics\.") as refused:
+    with pytest.raises(OperatorError, match=r"and holds no RunOutcome: metrics\.") as refused:
         collect_reports(home)
     assert "text of the user" not in str(refused.value)
     assert not list(home.reports.iterdir())

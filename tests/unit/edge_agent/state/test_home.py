@@ -40,7 +40,7 @@ def test_a_record_is_private_and_read_back(home: Home) -> None:
 @pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b"\xff", b'{"paths": 3}'])
 def test_a_damaged_record_is_for_a_person(home: Home, damage: bytes) -> None:
     home.data.write_bytes(damage)
-    with pytest.raises(OperatorError, match=r"data\.json is damaged, it holds no DataReferences"):
+    with pytest.raises(OperatorError, match=r"data\.json is damaged and holds no DataReferences"):
         read_record(home.data, DataReferences)
 
 

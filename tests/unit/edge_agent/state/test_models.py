@@ -108,5 +108,5 @@ def test_the_history_is_bounded(home: Home) -> None:
 @pytest.mark.parametrize("entry", ['"text"', '{"run": "x"}', "[1]"])
 def test_a_damaged_file_is_refused(home: Home, entry: str) -> None:
     home.current.write_text(f'{{"active": {entry}, "history": []}}')
-    with pytest.raises(OperatorError, match="it holds no Current"):
+    with pytest.raises(OperatorError, match="and holds no Current"):
         active_model(home)

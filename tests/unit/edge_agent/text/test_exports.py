@@ -66,7 +66,7 @@ def test_an_export_is_read_beside_other_files_and_bad_conversations_are_counted(
     documents, report = read_documents([tmp_path])
     assert [type(document.content).__name__ for document in documents] == ["Conversation", "PlainText"]
     assert report.summary() == (
-        "3 read, 2 skipped: 1 x no assistant message, 1 x not a ChatGPT conversation (1 x the same again)"
+        "3 read, 2 skipped: 1 x no assistant message, 1 x not a ChatGPT conversation (duplicates left out: 1)"
     )
     assert report.ignored_files == 1
     assert report.examples[0].endswith("conversations.json, conversation 2: no assistant message")
