@@ -124,7 +124,7 @@ def join(
             )
         leaves = what_leaves(definition, offer.target)
         if not yes:
-            # Not as JSON, because a person has to answer.
+            # Never print this as JSON, because a person has to answer.
             show({"federation": offer.name, **leaves}, as_json=False)
             if not agrees(f"Send this from {home.root} in each round of {offer.name}?"):
                 raise typer.Exit(ExitCode.INTERRUPTED)
@@ -236,7 +236,7 @@ def what_leaves(definition: Definition, target: int) -> dict[str, object]:
             "promised": "Nothing, because no noise is added. Anyone who knows the integers may guess at the "
             "text.",
         }
-    # For the largest number of rounds, because the user agrees to all of them now.
+    # Show epsilon for the largest number of rounds, because the user agrees to all of them now.
     epsilon = privacy.dp_epsilon(privacy.participations)
     seen = "The service sees this device's integers until the round is closed"
     if privacy.keeper is not None:

@@ -224,7 +224,7 @@ def chat(
         # Fail before the user has typed a message.
         model.tokenizer.require_chat()
         variant = _variant(model, base)
-        # Only for a person who types. Messages may also come from a pipe.
+        # Show the hint only to a person who types. Messages may also come from a pipe.
         if sys.stdin.isatty():
             echo(f"{variant.value} model; /reset, /exit", err=True)
         while (line := _read_line()) is not None:
@@ -278,7 +278,7 @@ def serve(
 
     access = read_or_make_access(home_of(context), allow_origin or ())
     with _open_model(context, threads, engine) as model:
-        # Never another address, because the token and the text travel over plain HTTP.
+        # Listen on loopback only, because the token and the text travel over plain HTTP.
         server = LocalServer(("127.0.0.1", port), model, access)
         root = f"http://127.0.0.1:{server.port}"
         document = {
@@ -287,7 +287,7 @@ def serve(
             "token_file": str(access.token_file),
             "models": [variant.value for variant in model.variants],
         }
-        # Before the first request, because clients need the port and the token.
+        # Print this before the first request, because clients need the port and the token.
         show(document, as_json=as_json)
         try:
             server.serve_forever()

@@ -64,7 +64,7 @@ def _settings(
     # --log-level is for permille's own messages. Libraries log only warnings and errors.
     log_to_stderr(logging.WARNING, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("permille").setLevel(log_level.upper())
-    # Absolute, because a service file and child processes name this folder.
+    # Make the path absolute, because a service file and child processes name this folder.
     context.obj = home.expanduser().absolute()
 
 
@@ -98,11 +98,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command, and return its exit code. For example, `main(["status", "--json"])`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        # An OSError that no command has converted, such as that of a full disk.
+        # This converts an OSError that no command has converted, such as that of a full disk.
         with telling_disk():
             app(args=arguments, prog_name="permille-agent")
     except PermilleError as exc:
-        # From the raw arguments, because the parsed options of the command are gone here.
+        # Look for --json in the raw arguments, because the parsed options of the command are gone here.
         show_error(exc, as_json="--json" in arguments)
         return int(exit_code_of(exc))
     except SystemExit as end:

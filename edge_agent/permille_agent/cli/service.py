@@ -115,7 +115,7 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Download the damaged parts again.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the installed packages for damage on the disk, and repair them.
+    """Check the installed packages for damage on the disk. With --repair, also repair it.
 
     [bold]Examples[/bold]
 
@@ -236,7 +236,7 @@ def share_log_delete(
         with contextlib.suppress(InputError):
             # The folder may be gone (`prune_runs`, `forget --run`). The report still has the run's id.
             run = run and named_run(home, run).run_id
-        # Stored before the request, so that the next report repeats a request that failed.
+        # Store the wish before the request, so that the next report repeats a request that failed.
         wanted = want_deletion(home, run)
         deliver(home, api)
     show({"deleted": wanted}, as_json=as_json)
@@ -277,7 +277,7 @@ def _set_sharing(context: typer.Context, choice: str, *, share: bool, as_json: b
     from permille_agent.link.report import withdraw_logs
 
     home = home_of(context)
-    # Before the lock, because a withdrawal must count at once, even while a training holds the lock.
+    # Store the choice before taking the lock. A withdrawal must count even while a training holds the lock.
     set_sharing(home, **{choice.removeprefix("share_"): share})
     withdrawn = 0
     if not share:

@@ -59,7 +59,7 @@ class Status:
         self.learn = begun.definition.options.learn if begun else None
         self.outcome = self._read(lambda: run.load("outcome", RunOutcome) if run else None, None)
         self.decision = self._read(lambda: run.load("decision", Decision) if run else None, None)
-        # One by one, not by `read_reports`, which stops at the first damaged report.
+        # Read the reports one by one. `read_reports` would stop at the first damaged report.
         names = sorted(path.stem for path in home.reports.glob("*.json") if RUN_ID.fullmatch(path.stem))
         reports = [self._read(partial(read_report, home, name), None) for name in names]
         self.reports = [report for report in reports if report is not None]

@@ -193,7 +193,7 @@ def train(
 
     home = home_of(context)
     consent = read_consent(home)
-    # Only the option --share-log conflicts with --method gradient. It overrides the setting `share-log on`.
+    # Only the option --share-log conflicts with --method gradient. The setting `share-log on` is overridden.
     if share_log and method is Method.GRADIENT:
         raise InputError(
             "A gradient run has no log of seeds and scalars. Share its state with --share-state, or leave "
@@ -212,14 +212,14 @@ def train(
         rows=rows,
         row_tokens=row_tokens,
         seed=seed,
-        # Checked here and not by typer, because `--help` would have to import these types.
+        # Check these options here instead of in typer, because `--help` would have to import their types.
         start=choice_of(Start, start, "a start"),
         learn=choice_of(Learn, learn, "a choice of turns to learn"),
         rate_scale=rate_scale,
         keep_general=keep_general,
     )
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
-    # On standard error, so that standard output has only the result.
+    # Progress goes to standard error, so that standard output has only the result.
     live = LiveProgress(home, None if as_json else PlainConsole(stderr=True))
     wanted = _Shared(log=share_log, state=share_state)
     result, log = _train(home, paths or (), options, chosen, live, wanted)
@@ -273,7 +273,7 @@ def _train(
         result = run_training(home, data_paths, options, context)
         # Queue the report first, because `share_run` adds a log only to a report that is queued.
         report.collect_reports(home)
-        # A new run has stored this consent, and `collect_reports` has queued its log.
+        # Only an earlier run needs this. For a new run, `collect_reports` has already queued the log.
         if result.known and (wanted.log or wanted.state):
             form = LogForm.LOG if wanted.log else LogForm.STATE
             report.share_run(home, result.run, form, withdrawals=consent.withdrawals)

@@ -110,7 +110,7 @@ class Daemon:
             if self.train_if_wanted():
                 next_poll = self._world.monotonic()
                 continue
-            # Not longer than a minute, because the policy may allow a training before the next poll.
+            # Wait at most a minute, because the policy may allow a training before the next poll.
             self._stop.wait(max(0.0, min(POLICY_CHECK_S, next_poll - self._world.monotonic())))
         log.info("stopped")
 

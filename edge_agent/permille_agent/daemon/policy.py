@@ -1,6 +1,6 @@
 """Training policy of the daemon: hours, power, load and minutes a day, from `policy.toml`.
 
-    hours = ["22:00-07:00"]     # local time; a range may pass midnight; [] never
+    hours = ["22:00-07:00"]     # local time; a range may pass midnight; [] means never
     require_ac = true           # only while plugged in (machines without a battery always are)
     min_battery = 50            # percent, checked where there is a battery
     max_load = 0.5              # load average of one minute per core, before training starts

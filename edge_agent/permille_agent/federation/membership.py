@@ -162,7 +162,7 @@ class Membership:
 
 
 def memberships(home: Home) -> list[Membership]:
-    """Return the federations that this device has joined, or has left and must still tell the service."""
+    """Return the joined federations, and those that were left and of which the service must still be told."""
     return [Membership(path.parent) for path in sorted(home.federations.glob("*/joined.json"))]
 
 

@@ -276,7 +276,7 @@ def _measured_gain(local: LocalRound, engine: Engine, prepared: Prepared) -> int
     rows, rules = prepared.select or prepared.test, local.definition
     pooled_W = values(local.w_base_W, local.start_W, rules.log.step_unit_exponent)
     nats = mean_loss(engine, local.w_base_W, rows) - mean_loss(engine, pooled_W, rows)
-    # A state that breaks the model counts as the largest loss that can be reported.
+    # A state that breaks the model is reported with the lowest possible gain.
     if not math.isfinite(nats):
         nats = -GAIN_NATS
     # FORMAT 13.2: the gain is clipped, and in the units of a contribution.

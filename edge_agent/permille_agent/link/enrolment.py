@@ -36,7 +36,8 @@ class Enrolment:
 
     Attributes:
         server: base URL of the server.
-        release: name of the release that the device follows, at `alias`.
+        release: name of the release that the device follows.
+        alias: alias of the release. The device installs the version to which it points.
         root: signed root metadata that the invitation named, as text.
         private_ca: whether `ca.pem` in the home folder verifies the server's certificate.
     """
@@ -178,7 +179,7 @@ def enroll(
 
 
 def _root_digits(root: str) -> str:
-    """Return the digits of a root's digest that invitations contain."""
+    """Return those digits of a root's digest that an invitation contains."""
     return digest_of(root.encode()).removeprefix("sha256:")[:32]
 
 

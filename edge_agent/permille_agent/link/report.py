@@ -204,7 +204,7 @@ def _collect(home: Home, run: RunFolder) -> int:
 
 
 def _is_withdrawn(home: Home, withdrawals: int) -> bool:
-    """Return whether the user has withdrawn consent since it had this count of withdrawals."""
+    """Return whether the user has withdrawn consent since the count of withdrawals was `withdrawals`."""
     return read_consent(home).withdrawals != withdrawals
 
 

@@ -1,6 +1,7 @@
 """Participation of this device in a rollout of a new version.
 
-Signed metadata says which devices try which version (`permille.fleet.offer`), so the device decides alone:
+A rollout gives the version to more and more devices, in waves. Signed metadata says which devices belong to
+an open wave (`permille.fleet.offer`), so the device decides without asking the service:
 
 - It installs the version when its wave is open, and trains on it as usual.
 - It reports the result as one code. If it has compared the earlier and the new model, it also reports the
@@ -106,7 +107,9 @@ def read_standing(home: Home) -> Standing:
 def take_part(
     home: Home, api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, *, now_s: float
 ) -> Part | None:
-    """Begin or continue a part. Return it if its version is to be installed now, or None to follow the alias.
+    """Begin or continue a part. Return the part if its version must be installed now.
+
+    None means that the device follows its alias, or waits.
 
     Raises:
         PackageError: the signed metadata is not consistent.
@@ -194,7 +197,7 @@ def finish(home: Home, code: ReportCode, difference: float | None = None) -> Non
 
 
 def own_facts(home: Home) -> Facts:
-    """Return the facts about this device: memory in GiB, engine of the newest run, and the owner's tags."""
+    """Return the facts about this device: memory in whole GiB, engine of the newest run, and tags."""
     runs = list_runs(home)
     used = runs[-1].load("engine", EngineUsed) if runs else None
     memory = psutil.virtual_memory().total // _GIB * _GIB

@@ -41,7 +41,7 @@ NEEDED_TOKENS = MIN_TEST_TOKENS + MIN_SELECT_TOKENS + MIN_TRAIN_TOKENS
 LITTLE_TOKENS = 1_000
 PARTS = 4
 LITTLE_GROUP_TOKENS = 24
-"""Target tokens per group when a short text is judged. 1,000 tokens then make enough groups."""
+"""Target tokens per group when a short text is judged, so that 1,000 tokens give enough groups."""
 MIN_LITTLE_GROUPS = 20
 GUARD_TOKENS = 24
 """Tokens that are dropped from a training block where it touches a held-out block."""
@@ -174,7 +174,7 @@ def _prepare_little(
     # The first part judges nothing, because there is no earlier text that could train a model for it.
     for number in range(1, PARTS):
         guarded = _guarded(known, tokenized, [part == number for part in part_of])
-        # Earlier parts only, so each state is judged on text that it has not seen.
+        # Train on earlier parts only, so that each state is judged on text that it has not seen.
         before = packed_rows([guarded[i] for i, part in enumerate(part_of) if part < number], row_tokens)
         rows = document_rows([tokenized[i] for i in places[number]], row_tokens, first=len(judged))
         stages.append(
@@ -269,7 +269,7 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
     )
     rest = order[len(test) :]
     wanted = _wanted(SELECT_SHARE, total, MIN_SELECT_TOKENS, MAX_SELECT_TOKENS)
-    # From the other end of the order, so that the two held-out splits stay apart when they grow.
+    # Take the select split from the other end, so that the two held-out splits stay apart when they grow.
     select = _taken(reversed(rest), tokens, wanted, 1)
     split_of = dict.fromkeys(rest, Split.TRAIN) | dict.fromkeys(test, Split.TEST)
     split_of |= dict.fromkeys(select, Split.SELECT)
@@ -337,7 +337,7 @@ def _parts(units: Sequence[str], target_tokens: Sequence[int]) -> list[int]:
         tokens[unit] += number
     total, before, part_of = sum(tokens.values()), 0, {}
     for unit in sorted(tokens, key=lambda unit: (position(unit), unit)):
-        # The middle of the unit decides, in integers: PARTS * (before + tokens / 2) / total.
+        # The middle of a unit decides its part: PARTS * (before + tokens / 2) / total, in integers.
         part_of[unit] = min(PARTS - 1, PARTS * (2 * before + tokens[unit]) // (2 * total))
         before += tokens[unit]
     return [part_of[unit] for unit in units]
@@ -347,7 +347,7 @@ def _guarded(
     documents: Sequence[Document], tokenized: Sequence[TokenizedDocument], held_out: Sequence[bool]
 ) -> list[TokenizedDocument]:
     """Shorten training blocks where they touch a held-out block."""
-    # The model would otherwise learn the words right before or after those that judge it.
+    # Otherwise, the model would learn the words right before or after those that judge it.
     guarded = list(tokenized)
     for place in range(1, len(documents)):
         if documents[place].continues and held_out[place - 1] != held_out[place]:

@@ -42,7 +42,7 @@ MAX_EXAMPLES = 20
 BLOCK_CHARACTERS = 1500  # least size of a block of plain text, which is a document of its own
 PASSAGE_CHARACTERS = 300  # least size of a passage, on which two models are compared
 NAME_CHARACTERS = 256  # length of the beginning that identifies a text
-# A short paragraph ("Yes.") may be repeated by chance. A longer one is a signature or a quoted mail.
+# A short paragraph ("Yes.") may be repeated by chance. A longer repeated one is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
 # The child process that parses a document has limited memory, and the document must fit into it.
 MAX_DOCUMENT_BYTES = 64 << 20

@@ -2,7 +2,7 @@
 
 - A training row packs several short documents together, which avoids padding.
 - An evaluation row has tokens of one document, so that its loss does not depend on other documents.
-- The first token of a document is never a target. It would be predicted from another document.
+- The first token of a document is never a target, because it would be predicted from another document.
 - The batch of a step is a pure function of the rows, the seed and the step. So a resumed run reads the same
   batches.
 
@@ -90,10 +90,10 @@ def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list
     pieces = document_rows(documents, row_tokens)
     bins: list[list[Row]] = []
     bins_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
-    # By decreasing length. The index breaks ties, so the packing is always the same.
+    # Place pieces by decreasing length. The index breaks ties, so the packing is always the same.
     for index in sorted(range(len(pieces)), key=lambda i: (-len(pieces[i].ids_T), i)):
         length = len(pieces[index].ids_T)
-        # The fullest row that still has room.
+        # Choose the fullest row that still has room.
         free = next((free for free in range(length, row_tokens + 1) if bins_by_free[free]), None)
         if free is None:
             place, free = len(bins), row_tokens

@@ -1,4 +1,4 @@
-"""Decision whether a run's state is adopted.
+"""Decision whether the state of a run is adopted. The state is the trained change of the masked weights.
 
 1. The state is multiplied by the largest factor of 8/8, 7/8, ..., 1/8 that keeps the loss on general text
    within its bound (`evaluation.py`). This factor is the strength of the state.
@@ -176,7 +176,7 @@ class _Incumbent:
 
 def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumbent) -> Decision:
     base_K = run.package.values()
-    # Measured first, because every outcome reports the losses of the base.
+    # Measure the base first, because every outcome reports its losses.
     base = _losses(run, "base", lambda _: base_K)
     exponent = selected.header.step_unit_exponent
 
@@ -282,7 +282,10 @@ def _losses_beside_active(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows that judge a state. In `grouped`, `document_T` holds the index of the compared group instead."""
+    """Rows that judge a state.
+
+    In `rows`, `document_T` holds the document of each token. In `grouped`, it holds the compared group.
+    """
 
     rows: list[Row]
     grouped: list[Row]

@@ -150,7 +150,7 @@ def first_state(run: Run, exponent: int) -> NDArray[np.int64]:
     if run.start is None:
         return np.zeros(run.package.k, np.int64)
     s_K, finer = run.start.s_K, run.start.step_unit_exponent - exponent
-    # Shift integers of Python, because the result could overflow 64 bits.
+    # Python's integers have no limit. In NumPy, the shift could overflow 64 bits.
     if max(int(s_K.max()), -int(s_K.min())) << finer > STATE_LIMIT:
         raise PackageError("state-limit", f"expected a state within 2^53 on a unit of 2^{exponent}")
     return s_K << finer

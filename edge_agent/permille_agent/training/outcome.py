@@ -1,6 +1,6 @@
 """End of a run: its durable outcome, the metrics of its report, and the result for the caller.
 
-By default only the metrics leave the device. They are numbers and values of closed sets.
+By default only the metrics leave the device. They are numbers and members of enums.
 """
 
 import platform

@@ -147,7 +147,7 @@ class LiveProgress:
         self._print(now)
 
     def evaluated(self, step: int, loss: float, first_loss: float) -> None:  # noqa: ARG002 - as the interface
-        """Keep the held-out loss beside the first."""
+        """Keep the held-out loss and the first loss for the next line."""
         self._standing = replace(self._standing, held_out=loss, first=first_loss)
 
     def _write(self) -> None:

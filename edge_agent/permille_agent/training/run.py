@@ -2,7 +2,7 @@
 
     run.json             package, data and options of the run, and its random id for reports
     data.json            sources of the text, and examples of skipped rows
-    learned.json         groups of a short text, which has trained the state as a whole (`Document.group`)
+    learned.json         groups of a short text (`Document.group`), all of which have trained the state
     consent.json         number of withdrawals when the user agreed to share the log
     engine.json          engine of the run
     search-*.json        results of the search
@@ -335,7 +335,7 @@ class RunClock:
         self._folder.store("time", TimeSpent(seconds=self.seconds()))
 
     def passed(self, descent: int, step: int, limit_s: float | None) -> bool:
-        """Return whether the time limit is over before this step. None means no limit."""
+        """Return whether the time limit has passed before this step. None means no limit."""
         if limit_s is None:
             return False
         if self._stop is None and self.seconds() >= limit_s:

@@ -1,6 +1,6 @@
 """The steps of a run: one or more descents with evaluations.
 
-A descent is a series of steps in one log, with a linearly falling learning rate. If its steps are too long
+A descent is a series of steps with a linearly falling learning rate. If its steps are too long
 (`stop_of`), another descent starts again with half the learning rate, at most `MAX_DESCENTS` in all. With a
 time limit, a later descent has only the remaining steps. The select split selects the best state of all
 descents.
@@ -83,7 +83,7 @@ def stop_of(
         step: the next step.
         total_steps: number of steps of the descent.
         rejected: number of rejected steps.
-        out_of_time: whether the time limit is over.
+        out_of_time: whether the time limit has passed.
         last: whether no other descent follows.
     """
     if rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * step):
@@ -139,7 +139,8 @@ class SelectedState:
         s_K: the state.
         header: header of the log, also for a descent without a log.
         stopped: why the run's last descent stopped.
-        judges: states that judge the parts of a short text. Each has learned only the earlier parts.
+        judges: for each judging part of a short text, the state that it judges. This state was trained on the
+            earlier parts only.
     """
 
     descent: int
@@ -175,8 +176,8 @@ def _attempt(run: Run, plan: Plan, number: int, total_steps: int) -> SelectedSta
     """Make one descent. For a short text, make one for each judged part and one for the whole text."""
     first, judges, prepared = number * _descents(run), list[SelectedState](), run.prepared
     for place, stage in enumerate(prepared.stages):
-        # The earlier parts have less text than the whole, so they get fewer steps, but as many passes.
-        run.progress.phase(f"training to judge part {place + 2} of {len(prepared.stages) + 1}")
+        # The earlier parts have less text than the whole. They get fewer steps, but as many passes.
+        run.progress.phase(f"training the state that part {place + 2} of {len(prepared.stages) + 1} judges")
         part = replace(run, prepared=replace(prepared, train=stage.train))
         steps = math.ceil(total_steps * len(stage.train) / len(prepared.train))
         judge = _DescentLoop(part, plan, first + place, steps).train()
