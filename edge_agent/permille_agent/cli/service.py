@@ -236,7 +236,7 @@ def share_log_delete(
         with contextlib.suppress(InputError):
             # The folder may be gone (`prune_runs`, `forget --run`). The report still has the run's id.
             run = run and named_run(home, run).run_id
-        # Store the wish before the request, so that the next report repeats a request that failed.
+        # Store first that the logs must be deleted, so that the next report repeats a failed request.
         wanted = want_deletion(home, run)
         deliver(home, api)
     show({"deleted": wanted}, as_json=as_json)

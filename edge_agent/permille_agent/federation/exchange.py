@@ -81,7 +81,9 @@ def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
     ]
     if not name or len(found) != 1:
         known = ", ".join(sorted(each.name for each in offers)) or "none"
-        raise InputError(f"The service offers no federation {name!r:.60}. It offers: {known}.")
+        raise InputError(
+            f"The service offers {len(found)} federations named {name!r:.60}. Choose one of these: {known}."
+        )
     return found[0]
 
 

@@ -162,7 +162,7 @@ class Membership:
 
 
 def memberships(home: Home) -> list[Membership]:
-    """Return the joined federations, and those that were left and of which the service must still be told."""
+    """Return the joined federations. A federation that was left stays in the list until the service knows."""
     return [Membership(path.parent) for path in sorted(home.federations.glob("*/joined.json"))]
 
 

@@ -237,7 +237,7 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
 
 
 def queue_again(home: Home) -> None:
-    """Queue what exceeded the quota at the service again. Only a command of the user calls this."""
+    """Queue the reports and logs again that exceeded the quota. Only a command of the user calls this."""
     for report in read_reports(home):
         metrics, log = (
             Delivery.QUEUED if part is Delivery.FULL else part

@@ -34,7 +34,7 @@ _REMEDIES = {
     "daemon.json": "move it away: the daemon writes a new one",
     "ledger.json": "restore it from a backup; until then, this device takes part in no private round; if you "
     "move it away, the privacy cost of earlier rounds is forgotten",
-    "rollout.json": "move it away: the service then gets no report of the current rollout from this device",
+    "rollout.json": "move it away: the service may then lack this device's report on the current rollout",
     "joined.json": "run `permille-agent federations join` or `leave` to write it again",
 }
 

@@ -130,7 +130,7 @@ class TrainOptions:
     def of(
         cls, estimator: EstimatorKind, *, queries: int | None = None, rows: int | None = None, **others: Any
     ) -> Self:
-        """Return the options of an estimator. Its default replaces `queries` or `rows` if they are None.
+        """Return the options of an estimator. None for `queries` or `rows` means the estimator's default.
 
         Example:
             >>> TrainOptions.of(EstimatorKind.SPSA, steps=100).queries

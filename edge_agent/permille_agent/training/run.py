@@ -21,7 +21,7 @@
 
 Each result is a function of the run's definition and of earlier results. It is written once and atomically,
 before other results depend on it. So a killed run that is started again computes only the missing
-results, and its results are the same to the bit.
+results. All results have the same bits as without the kill.
 """
 
 import hashlib
