@@ -121,7 +121,7 @@ def show(
     table.add_column(overflow="fold")
     for key, value in document.items():
         words = decimal(value) if isinstance(value, int) and key.endswith("bytes") else _words(value)
-        # A `Text`, because rich would read brackets in names and paths as its markup.
+        # Pass a `Text`, because rich would read brackets in a string as markup.
         table.add_row(key.removesuffix("_bytes").replace("_", " "), Text(words))
     console.print(table)
     if then:
@@ -150,7 +150,7 @@ def show_error(error: PermilleError, *, as_json: bool) -> None:
     else:
         kind = "you must act" if code is ExitCode.OPERATOR else code.name.lower().replace("_", " ")
         PlainConsole(stderr=True).print(f"[red]error[/red] ({kind}):", end=" ")
-        # Printed by `echo`, because a message may contain brackets, which rich would read as markup.
+        # Print the message by `echo`, because rich would read brackets in it as markup.
         echo(str(error), err=True)
         if isinstance(error, PackageError):
             from permille_agent.state.models import DAMAGED  # here, so that `--help` does not wait for it

@@ -60,7 +60,7 @@ def run(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _set_from_signal(stop))
-    # Not the writers' lock, which must be free for other commands while the daemon waits.
+    # Hold the daemon's own lock. The writers' lock must be free for other commands while the daemon waits.
     with hold_lock(home, "run", of=home.daemon_lock):
         daemon = Daemon(home, stop, engine=engine)
         if once:
@@ -94,7 +94,7 @@ def install_service(
         sys.platform, user_home=Path.home(), agent_home=home.root, command=agent_command(home.root)
     )
     if print_only:
-        # Without another line break, so that the redirected output is the same file.
+        # Print no additional line break, so that the redirected output is the same file.
         echo(file.text, nl=False)
         return
     write_file(file)

@@ -75,7 +75,7 @@ def data_add(
     # Wait a few seconds for other short commands. A download or a training may hold the lock for hours.
     with hold_lock(home, "data", wait_s=10.0):
         known = add_references(home, paths)
-    # Outside of the lock, because reading many files takes long.
+    # Read the files after the lock is released, because reading many files takes long.
     _, report = survey(paths)
     document = {
         "data": [str(path) for path in known],
@@ -187,7 +187,7 @@ def forget(
     with hold_lock(home, "forget"):
         erased = erase(home)
         waiting = _delete_uploaded(context, erased.deletions_waiting)
-    # Outside the writers' lock, because an exchange of rounds needs only its own lock.
+    # Call this after the writers' lock is released, because an exchange of rounds needs only its own lock.
     left_told = not erased.federations_left or tell_service(home)
     document = {
         "files_erased": erased.files,

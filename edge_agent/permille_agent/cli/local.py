@@ -232,7 +232,7 @@ def chat(
                 messages = list(beginning)
                 continue
             messages.append(("user", line))
-            # A seed for each turn. With one seed, all answers would be drawn with the same random numbers.
+            # Use another seed for each turn. Otherwise, all answers would use the same random numbers.
             sampling = _sampling(model, max_tokens, temperature, top_p, seed + len(messages))
             try:
                 _, pieces = model.reply(messages, variant, sampling)
@@ -362,7 +362,7 @@ def export(
             from permille.engines.gguf.export import MODELFILE, export_gguf
         exported = export_gguf(package, values_K, folder, kind=kind)
         document |= {"type": exported.kind.value, "bytes": exported.size_bytes}
-        # Quoted, because the user copies this command into a shell.
+        # Quote the path, because the user copies this command into a shell.
         use = shlex.quote(str(folder / MODELFILE))
         document["ollama"] = f"ollama create {shlex.quote(folder.name)} --file {use}"
         if personal:

@@ -153,7 +153,7 @@ class Membership:
 
     def choose(self, change: Callable[[Joined], Joined]) -> Joined:
         """Change the user's choice durably, under its own lock."""
-        # Not the writers' lock, because a training holds it for hours and leaving must take effect at once.
+        # A training may hold the writers' lock for hours, but leaving must take effect at once.
         with FileLock(self.path / "joined.lock", timeout=10.0, mode=0o600):
             chosen = change(self.choice())
             # Overwrites in place if the disk is full, because the user must always be able to leave.

@@ -210,7 +210,7 @@ def _erasable(home: Home) -> Iterator[Path]:
     for folder, folders, names in os.walk(home.root, followlinks=False):
         if Path(folder) == home.root:
             kept_folders = (home.blobs, home.partial, home.trust)
-            # Assigned in place, because `os.walk` reads this list to decide which folders to visit.
+            # Assign in place, because `os.walk` reads this list to decide which folders to visit.
             folders[:] = [name for name in folders if home.root / name not in kept_folders]
         for name in [*names, *(name for name in folders if (Path(folder) / name).is_symlink())]:
             if (path := Path(folder) / name) not in kept:

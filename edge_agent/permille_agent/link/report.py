@@ -334,7 +334,7 @@ def _send_log(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
 
     path = _log_path(home, report.run_id)
     try:
-        # Checked before each attempt and after the last one, because the user may withdraw at any moment.
+        # Check consent before each attempt and after the last one. The user may withdraw it at any moment.
         api.upload_log(report.run_id, path.read_bytes(), check=check)
         check()
     except _WithdrawnError:

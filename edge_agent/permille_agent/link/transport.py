@@ -1,7 +1,7 @@
 """HTTP transport with a limit on the total time of each request.
 
 The timeouts of httpx are those of a socket, and start again with each byte. So a server that sends one byte
-now and then could hold a request for ever. This transport wraps the sockets of httpcore's pool instead:
+now and then could hold a request forever. This transport wraps the sockets of httpcore's pool instead:
 
 - A request has `GRACE_S` seconds for connection, headers and body.
 - It gets one more second for each `LEAST_RATE` bytes that are sent, or are received as part of the response's

@@ -129,7 +129,7 @@ def _gain(decision: Decision | None, *, by_parts: bool) -> Mapping[str, Any] | N
     return {
         "loss_base": base,
         "loss": personal,
-        # Bounded, because `exp` of the loss of a broken model would overflow.
+        # Bound the exponent, because `exp` of the loss of a broken model would overflow.
         "percent": 100.0 * math.expm1(min(50.0, base - personal)),
         "perplexity_base": math.exp(min(50.0, base)),
         "perplexity": math.exp(min(50.0, personal)),

@@ -121,7 +121,7 @@ def encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as exc:
-        raise InputError("a lone surrogate") from exc
+        raise InputError("half of a surrogate pair") from exc
     return text
 
 

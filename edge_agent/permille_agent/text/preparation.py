@@ -188,7 +188,7 @@ def _prepare_little(
         judged += [known[i] for i in places[number]]
     train = packed_rows(tokenized, row_tokens)
     judged_tokens = [sum(int(row.target_T.sum()) for row in test[stage.rows]) for stage in stages]
-    # Checked last, because the template decides which tokens are targets.
+    # Check this last, because the template decides which tokens are targets.
     if sum(tokens // LITTLE_GROUP_TOKENS for tokens in judged_tokens) < MIN_LITTLE_GROUPS:
         raise InputError(least)
     return Prepared(
@@ -237,7 +237,7 @@ def tokenize(
             known.append(document)
             tokenized.append(tokens)
         else:
-            report.bad("document", "no token that counts")
+            report.bad("document", "no token counts in the loss")
     return known, tokenized
 
 
@@ -261,7 +261,7 @@ def assign(groups: Sequence[str], target_tokens: Sequence[int]) -> list[Split]:
     tokens: dict[str, int] = defaultdict(int)
     for group, number in zip(groups, target_tokens, strict=True):
         tokens[group] += number
-    # Sorted by a hash of the group, not by its place, so text that is added later does not change the order.
+    # Sort by a hash of the group, so that text that is added later does not change the order of older text.
     order = sorted(tokens, key=lambda group: (position(group), group))
     total = sum(tokens.values())
     test = _taken(

@@ -145,7 +145,7 @@ def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
                 # A file may be named twice, by itself and by its folder.
                 seen.add(file.resolve())
                 if size_bytes + more_bytes > MAX_TOTAL_BYTES:
-                    report.bad(str(file), f"beyond {MAX_TOTAL_BYTES} bytes in all")
+                    report.bad(str(file), f"over the limit of {MAX_TOTAL_BYTES} bytes in all")
                     continue
                 size_bytes += more_bytes
                 yield file
@@ -158,7 +158,7 @@ def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
 def _source(path: Path, report: DataReport) -> list[Path]:
     """Return the files with text at a path."""
     if path.is_dir():
-        # Sorted, because the order of the file system differs between machines.
+        # Sort the files, because the order of the file system differs between machines.
         found = [file for file in sorted(path.rglob("*")) if _is_visible(file, path)]
         texts = [file for file in found if _is_text(file)]
         report.ignored_files += len(found) - len(texts)
@@ -225,7 +225,7 @@ def _read_document(path: Path, report: DataReport, sandbox: Sandbox) -> Iterator
     }
     try:
         answer = sandbox.ask(request, characters=len(data), data=data)
-    # The child is gone. The sandbox starts another one for the next document.
+    # The child process is gone. The sandbox starts another one for the next document.
     except SandboxError:
         answer = {"error": "takes too long or too much memory to read"}
     if "error" in answer:

@@ -340,7 +340,7 @@ class RunClock:
             return False
         if self._stop is None and self.seconds() >= limit_s:
             here = StopPoint(descent=descent, step=step)
-            # Stored only once. The clock of a resumed run differs, and must not move the end.
+            # Store the stop only once. The clock of a resumed run differs, and must not move the end.
             self._stop = self._folder.once("stop", StopPoint, lambda: here)
         # Later steps and later descents are beyond the stop, too.
         return self._stop is not None and (self._stop.descent, self._stop.step) <= (descent, step)

@@ -144,7 +144,7 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
 def _trial(run: Run, epsilon: float, learning_rate: float, steps: int) -> LossFound:
     """Make a few steps from the base with one learning rate, and return the loss of the last state."""
     descent = run.descent(
-        # The same directions in all trials, so that only the learning rate differs.
+        # Use the same directions in all trials, so that only the learning rate differs.
         seed=search_seed(run.options.seed, "race"),
         epsilon=epsilon,
         learning_rate=learning_rate,
@@ -199,7 +199,7 @@ def _probe(run: Run, epsilon: float) -> Probe:
 
 def _projected(run: Run, epsilon: float) -> list[float]:
     """Estimate projected gradients at the base, on the first batches and along the search's directions."""
-    # The same directions for every epsilon, so that the results can be compared.
+    # Use the same directions for every epsilon, so that the results can be compared.
     seed = search_seed(run.options.seed, "probe")
     descent = run.descent(seed=seed, epsilon=epsilon, total_steps=PROBE_STEPS)
     s_K = np.zeros(run.package.k, dtype=np.int64)

@@ -58,7 +58,7 @@ def test_an_adopted_run_shows_gain_curve_and_samples(home: Home, tmp_path: Path)
     assert '<polyline class="curve" points="60.0,' in page
     assert "<strong>&lt;script&gt;alert(1) On day" in page
     assert "this package carries no general text" in page
-    assert page.index("What it still knows") < page.index("more chance")
+    assert page.index("What the model still knows") < page.index("more chance")
     assert "1 read, 1 skipped: 1 x not UTF-8" in page
     assert "&lt;script&gt;alert(1).txt: not UTF-8" in page
     assert "<td>nothing</td>" in page

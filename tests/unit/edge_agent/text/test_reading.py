@@ -53,9 +53,9 @@ def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
         ({"text": "x", "completion": "y"}, "not exactly one of `text`, `messages`, `completion`"),
         ({"text": 5}, "`text` is not a string"),
         ({"text": " \n"}, "`text` is empty"),
-        ({"text": "x\ud800"}, "a lone surrogate"),
+        ({"text": "x\ud800"}, "half of a surrogate pair"),
         ({"text": "x", "group": 4}, "`group` is not a string"),
-        ({"text": "x", "group": "\ud800"}, "a lone surrogate"),
+        ({"text": "x", "group": "\ud800"}, "half of a surrogate pair"),
         ({"completion": "y"}, "`prompt` is not a string"),
         ({"prompt": "x", "completion": ""}, "`completion` is empty"),
         ({"messages": []}, "`messages` is not a list with at least one message"),
@@ -134,7 +134,7 @@ def test_a_source_that_cannot_be_used_is_counted_and_the_others_are_read(
     assert [characters(document.content) for document in documents] == ["a good text"]
     assert report.summary() == (
         "1 read, 3 skipped: 1 x not found, 1 x not .txt, .md, .jsonl, .docx, .eml, "
-        ".htm, .html, .mbox, .pdf or .json, 1 x beyond 99 bytes in all"
+        ".htm, .html, .mbox, .pdf or .json, 1 x over the limit of 99 bytes in all"
     )
 
 
