@@ -20,10 +20,6 @@ from permille_agent.state.lock import LockedError, hold_lock
 MAX_HISTORY = 20
 # Codes of damage on this disk, which another download repairs.
 DAMAGED = ("blob-missing", "blob-size", "blob-digest", "block-digest")
-NOTHING_INSTALLED = (
-    "No package is installed. Run `permille-agent pull`. For a model that `permille personalise` made, give "
-    "the --home that it printed."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +86,14 @@ class Current:
 
     active: Active | None = None
     history: tuple[Active, ...] = ()
+
+
+def nothing_installed(home: Home) -> str:
+    """Return the error message for a home folder without a package."""
+    return (
+        f"No package is installed in {home.root}. Run `permille-agent pull`. For a model that `permille "
+        "personalise` made, give the --home that it printed."
+    )
 
 
 def read_releases(home: Home) -> Releases:
@@ -194,7 +198,7 @@ def require_active(home: Home) -> Active:
         OperatorError: no package is installed.
     """
     if (active := active_model(home)) is None:
-        raise OperatorError(NOTHING_INSTALLED)
+        raise OperatorError(nothing_installed(home))
     return active
 
 
@@ -274,7 +278,7 @@ def reset(home: Home) -> Active:
     elif now is not None:
         base = Active(package=now.package)
     else:
-        raise InputError(NOTHING_INSTALLED)
+        raise InputError(nothing_installed(home))
     activate(home, base, expected=now)
     return base
 

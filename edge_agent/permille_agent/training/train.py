@@ -19,12 +19,12 @@ from permille.schemas.runs import Outcome
 from permille.training.reference import Reference
 from permille_agent.state.home import Home, telling_disk
 from permille_agent.state.models import (
-    NOTHING_INSTALLED,
     Active,
     InstalledRelease,
     activate,
     active_model,
     installed_release,
+    nothing_installed,
     opening,
     referenced_models,
 )
@@ -88,7 +88,7 @@ def run_training(
     """
     release = installed_release(home)
     if release is None:
-        raise OperatorError(NOTHING_INSTALLED)
+        raise OperatorError(nothing_installed(home))
     with opening(home, release.manifest_digest):
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
         # Hash everything before hours of training, not when the first damaged tensor is read.
