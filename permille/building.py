@@ -42,7 +42,7 @@ class Model:
     """
 
     folder: Path
-    _kept: Any = field(default=None, repr=False)  # keeps a temporary folder as long as its model
+    _kept: Any = field(default=None, repr=False)  # keeps a temporary folder until the model is deleted
 
     def to_transformers(self) -> "PreTrainedModel":
         """Open the model in transformers, in float32 and eval mode.
@@ -200,10 +200,10 @@ def _with_reference(package: Package, model: Model, texts: Iterable[str] | None)
     chat = FileChat.find(model.folder)
     text_NT = np.empty((0, TEXT_TOKENS), np.int64)
     if texts is not None:
-        # A small model may not read rows of the usual length.
+        # A small model may not accept rows of the usual length.
         length = min(TEXT_TOKENS, int(package.config.get("max_position_embeddings") or TEXT_TOKENS))
         tokenizer = FileTokenizer(model.folder)
-        # A fixed seed, so that the same texts give the same package.
+        # Use a fixed seed, so that the same texts give the same package.
         text_NT = token_sequences(tokenizer, _checked(texts), TEXT_ROWS, length, REFERENCE_SEED)
     if chat is None and texts is None:
         return package
@@ -216,7 +216,7 @@ def _saved(model: Any, tokenizer: Any) -> Model:
         raise InputError(f"Pass a path or a model of transformers, not {type(model).__name__}.")
     if not hasattr(tokenizer, "save_pretrained"):
         raise InputError("A model in memory needs its tokenizer: load_model(model, tokenizer).")
-    # It is removed together with the returned model.
+    # The folder is removed together with the returned model.
     kept = tempfile.TemporaryDirectory(prefix="permille-model-")
     for part in (model, tokenizer):
         part.save_pretrained(kept.name)

@@ -15,7 +15,7 @@ class MaskMethod(StrEnum):
     """Method of scoring the weights of a mask."""
 
     FISHER = "fisher"  # the largest scores: the diagonal of the empirical Fisher
-    MAGNITUDE = "magnitude"  # the largest absolute weights, the paper's "weight outliers"
+    MAGNITUDE = "magnitude"  # the largest absolute weights, also called weight outliers
     RANDOM = "random"  # drawn from the seed
 
 
@@ -29,7 +29,8 @@ class AdapterKind(StrEnum):
 class Embeddings(StrEnum):
     """Storage of embedding and head in a package."""
 
-    Q8_0 = "q8_0"  # 8 bits in GGUF's blocks of 32; a matrix with other rows keeps the source's dtype
+    # 8 bits in GGUF's blocks of 32. A matrix whose rows are not a multiple of 32 keeps the source's dtype.
+    Q8_0 = "q8_0"
     SOURCE = "source"  # the source's dtype
 
 
@@ -37,7 +38,7 @@ class Method(StrEnum):
     """Method by which a device trains."""
 
     GRADIENT = "gradient"  # a reverse pass computes the gradient of the masked weights
-    ZEROTH_ORDER = "zeroth-order"  # losses along random directions; forward passes alone
+    ZEROTH_ORDER = "zeroth-order"  # forward passes measure losses along random directions
 
 
 class EstimatorKind(StrEnum):
@@ -58,7 +59,7 @@ class EstimatorKind(StrEnum):
 class EngineName(StrEnum):
     """Engine that computes a model on a device."""
 
-    AUTO = "auto"  # light, if it knows the model, else torch
+    AUTO = "auto"  # light if it supports the model, else torch
     LIGHT = "light"
     LIGHT_INT8 = "light-int8"
     TORCH = "torch"

@@ -1,4 +1,4 @@
-"""Memory that a process can still use, by the system and by its control group (Linux)."""
+"""Memory that a process can still use, as the system and the control group report it (Linux)."""
 
 import ctypes
 from pathlib import Path
@@ -10,7 +10,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 def available_memory() -> int | None:
     """Return the bytes that a new process could use, or None if unknown.
 
-    The result is the smaller of what the system and what the control group leave.
+    The result is the smaller of two numbers: the memory that the system has left, and the memory that the
+    control group has left.
     """
     found = [amount for amount in (_system_memory(), _group_memory()) if amount is not None]
     return min(found) if found else None

@@ -1,4 +1,4 @@
-"""Tensors as bytes, in the layout of safetensors. Checkpoints are read and packages are written as these."""
+"""Tensors as bytes, in the layout of safetensors. Checkpoints are read and packages written in this form."""
 
 import math
 import mmap
@@ -19,7 +19,7 @@ FLOATS = frozenset({"F32", "F16", "BF16"})
 Q8_0 = "Q8_0"
 """The dtype of a matrix in blocks of GGUF: a float16 scale and 32 int8 codes for 32 weights of a row."""
 Q8_0_WEIGHTS, Q8_0_BYTES = 32, 34
-# Numbers compared at once, so that the temporary arrays stay small.
+# How many numbers are compared at once. The temporary arrays stay small.
 _PART = 1 << 20
 
 
@@ -56,13 +56,13 @@ class RawTensor:
         raise InputError(f"expected a tensor of BF16, F16, F32 or Q8_0, got {self.dtype}")
 
     def all_finite(self) -> bool:
-        """Return whether all numbers are finite. This reads exponents only, and copies nothing large."""
+        """Return whether all numbers are finite. Only exponents are compared, and nothing large is copied."""
         if self.dtype == Q8_0:
             scale_B = np.ascontiguousarray(self.data.reshape(-1, Q8_0_BYTES)[:, :2]).view("<f2")
             return bool(np.isfinite(scale_B).all())
         if self.dtype not in FLOATS:
             return True
-        # IEEE 754: NaN and infinity alone have an exponent of all ones.
+        # IEEE 754: in NaN and infinity, and nowhere else, all bits of the exponent are 1.
         exponent = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[self.dtype]
         bits = self.data.view("<u4" if self.dtype == "F32" else "<u2")
         return all(
@@ -81,7 +81,7 @@ def release(array: NDArray[Any]) -> None:
 
 
 def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Return the canonical first bytes of a safetensors file (FORMAT 4.1), its length included.
+    """Return the canonical header of a safetensors file, including its length (FORMAT 4.1).
 
         safetensors_header({"ids": ("U32", (4, 16)), "kinds": ("U8", (4, 2))})
 
@@ -95,7 +95,7 @@ def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> by
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     header = canonical_json(entries)
-    # FORMAT 4.1: data begin at a multiple of 8, so that every number is aligned.
+    # FORMAT 4.1: the data begin at a multiple of 8, so that every number is aligned.
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
 
@@ -105,11 +105,11 @@ def write_float32(
 ) -> None:
     """Write a safetensors file in float32, one tensor after the other. The file is durable on return.
 
-    The writer of the safetensors library needs all tensors in memory.
+    Only one tensor is in memory at a time. The safetensors library would need all of them.
 
     Args:
         path: the file.
-        shapes: of the tensors by name, in order.
+        shapes: the shapes of the tensors by name, in order.
         arrays: the tensors, in that order.
     """
     with path.open("wb") as file:

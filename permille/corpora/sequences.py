@@ -5,12 +5,13 @@ The rule, so that anyone can repeat it:
 1. Each text is tokenized alone, with the special tokens that the tokenizer adds. Texts are joined in order.
 2. The joined stream is cut into windows of exactly `length` tokens, from its start, without gaps or overlap.
    The rest at the end is left out, so there is no padding.
-3. Of the first `POOL * n` windows (or of all, in a smaller corpus), window `w` has the 64-bit key that
-   Philox4x32-10 makes of (w, seed). The n smallest keys win. Of equal keys, the lower window wins.
-4. The winners are returned in the order of the stream.
+3. Each of the first `POOL * n` windows (or of all windows of a smaller corpus) gets a 64-bit key, which
+   Philox4x32-10 makes from the number of the window and the seed. The n windows with the smallest keys are
+   chosen. Of equal keys, that of the earlier window is chosen.
+4. The chosen windows are returned in the order of the stream.
 
-So at most `POOL * n` windows of a corpus are read, and only n windows are held in memory. A reader that
-wants other sequences passes another `skip`.
+So at most `POOL * n` windows of a corpus are read, and only n windows are held in memory. `skip` passes over
+windows at the start, to get sequences that share no token with those of another call.
 """
 
 import heapq
@@ -24,9 +25,10 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.zo.philox import philox4x32_10
 
-# More windows spread the choice over the corpus, and take longer to tokenize.
+# A larger pool spreads the choice over more of the corpus, but takes longer to tokenize.
 POOL = 8
-# Masks use another pair of words. No direction has either pair as its step and query.
+# Words 2 and 3 of the generator's counter. Masks use another pair. No direction has either pair as its step
+# and query.
 _SEQUENCE_STREAM = (0xFFFFFFFF, 0xFFFFFFFE)
 
 
@@ -86,7 +88,7 @@ def row_order(rows: int, taken: int, seed: int, step: int) -> NDArray[np.int64]:
         seed: the seed of the orders.
         step: the number of the step, from 0.
     """
-    # Orders follow each other without a gap, so a step may take the end of one and the start of the next.
+    # One order follows another without a gap, so a step may take the end of one and the start of the next.
     places = np.arange(step * taken, (step + 1) * taken)
     orders = {
         int(turn): np.random.default_rng([seed, int(turn)]).permutation(rows) for turn in places // rows

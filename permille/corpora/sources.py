@@ -21,14 +21,14 @@ from typing import BinaryIO, Final, cast
 from permille.errors import InputError
 
 SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".txt")
-# Bytes. A row is held in memory as a whole, so it needs a limit.
+# In bytes. A whole row is held in memory, so its size needs a limit.
 LARGEST_ROW = 8 << 20
 HEAD_BYTES = 1 << 20
-# A .txt has no rows: it is cut at blank lines into texts of at least this many characters.
+# A .txt file has no rows. It is cut at blank lines into texts of at least this many characters.
 TEXT_CHARACTERS = 4096
 _EXAMPLES = 5
 _MOST_BROKEN = 0.1  # the largest share of broken rows
-_JUDGED_FROM = 100  # the share is checked after so many rows, and at the end of the corpus
+_JUDGED_FROM = 100  # the share is checked from this row on, and at the end of the corpus
 
 
 class BadRow(StrEnum):
@@ -43,7 +43,10 @@ class BadRow(StrEnum):
 
 @dataclass(slots=True)
 class ReadReport:
-    """Rows that were read so far, and the bad ones by reason, with the numbers of the first ones (from 1)."""
+    """Number of rows read so far, and number of bad rows by reason, with the first bad rows as examples.
+
+    Rows count from 1.
+    """
 
     rows: int = 0
     bad: Counter[BadRow] = field(default_factory=Counter)
@@ -62,7 +65,7 @@ class ReadReport:
         """Refuse a corpus with more than a tenth of broken rows. Empty rows do not count as broken.
 
         Raises:
-            InputError: the message has the numbers by reason, and the first row numbers.
+            InputError: too many rows are broken. The message has their number by reason, and the first ones.
         """
         filled = self.rows - self.bad[BadRow.EMPTY]
         broken = self.bad.total() - self.bad[BadRow.EMPTY]
@@ -113,7 +116,7 @@ def check_head(path: Path) -> None:
     with _opened(path) as file:
         head = file.read(HEAD_BYTES)
     lines = head.splitlines(keepends=True)
-    # The last line of a longer file may be cut by the limit, so it is not judged.
+    # If the file is longer than this, the last line may be cut off, so it is not checked.
     whole = len(head) < HEAD_BYTES
     report = ReadReport()
     for line in lines if whole else lines[:-1]:
@@ -127,7 +130,10 @@ def check_head(path: Path) -> None:
             report.check()
         except InputError as exc:
             form = '{"text": "..."}'
-            raise InputError(f"{exc}. Write rows of a .jsonl like {form}, or name plain text .txt.") from exc
+            raise InputError(
+                f"{exc}. Write each row of a .jsonl file like {form}, or give a file of plain text "
+                "the ending .txt."
+            ) from exc
     if whole and (report.bad.total() == report.rows or not head.strip()):
         raise InputError(f"There is no text in {path.name!r:.200}.")
 
@@ -136,7 +142,7 @@ def _json_texts(path: Path, report: ReadReport) -> Iterator[str]:
     for line in _lines(path):
         report.rows += 1
         text = _text_of(line)
-        # A broken row without a line end is the sign of a copy that stopped.
+        # If a broken row has no line end, copying the file was probably interrupted.
         if text is BadRow.NOT_JSON and line and not line.endswith(b"\n"):
             raise InputError(f"The last row of {path.name!r:.200} is cut in its middle. Copy the file again.")
         if isinstance(text, BadRow):
@@ -171,13 +177,16 @@ def checked_text(text: object) -> str | BadRow:
         return BadRow.EMPTY
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:  # A lone surrogate, which JSON can escape and no tokenizer takes.
+    except UnicodeEncodeError:  # a lone surrogate: JSON can escape it, but no tokenizer accepts it
         return BadRow.NOT_UTF8
     return text
 
 
 def _plain_texts(path: Path, report: ReadReport) -> Iterator[str]:
-    """Yield texts of whole paragraphs, each of at least `TEXT_CHARACTERS`. A bad line counts as a row."""
+    """Yield texts of whole paragraphs. Each has at least `TEXT_CHARACTERS`, except for the last.
+
+    In the report, a text counts as a row, and so does a bad line.
+    """
     paragraphs = ""
     for line in _lines(path):
         text = _line_of(line)
@@ -211,7 +220,7 @@ def _lines(path: Path) -> Iterator[bytes | None]:
             if len(line) <= LARGEST_ROW:
                 yield line
                 continue
-            # Skip the rest in pieces, so that no line is ever held as a whole.
+            # Skip the rest of the line in pieces, so that the whole line is never in memory.
             while line and not line.endswith(b"\n"):
                 line = file.readline(LARGEST_ROW)
             yield None
@@ -224,6 +233,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with cast(BinaryIO, gzip.open(path, "rb")) if compressed else path.open("rb") as file:
             yield file
     except (gzip.BadGzipFile, zlib.error, EOFError) as exc:
-        raise InputError(f"{path.name!r:.200} is no whole gzip file: {exc}. Copy it again.") from exc
+        raise InputError(
+            f"{path.name!r:.200} is not a complete gzip file: {exc}. Copy the file again."
+        ) from exc
     except OSError as exc:
         raise InputError(f"Cannot read {path.name!r:.200}: {exc}") from exc

@@ -10,12 +10,13 @@ from permille.choices import StreamedDataset
 from permille.corpora.sources import BadRow, ReadReport, checked_text
 from permille.errors import InputError, RetryableError
 
-# Repository, configuration and commit. A dataset that changes would change a mask.
+# Repository, configuration and commit. The commit is fixed, because a changed dataset would give another
+# mask.
 _STREAMS = {StreamedDataset.C4: ("allenai/c4", "en", "1588ec454efa1a09f29cd18ddd04fe05fc8653a2")}
 
 
 def streamed_texts(dataset: StreamedDataset, split: str, report: ReadReport) -> Iterator[str]:
-    """Yield the usable texts of a dataset of the allow-list, in the order of its host.
+    """Yield the usable texts of an allowed dataset, in the order in which its host sends them.
 
     Raises:
         InputError: the dataset is not on the list, the split is not train or validation, or too many rows are

@@ -1,7 +1,7 @@
-"""Catch-up: the part of a federation's history that a device lacks, as one byte string (FORMAT 13.5).
+"""Catch-up: the part of a federation's history that a device has missed, as one byte string (FORMAT 13.5).
 
-It holds the missing rounds, or a checkpoint and the rounds after it, whichever is smaller. A signed
-head at the end vouches for them.
+A catch-up holds the missed rounds, or a checkpoint and the rounds after it, whichever is smaller. A signed
+head at the end proves that they belong to the history.
 """
 
 import struct
@@ -61,14 +61,14 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
         history = History.resume(held.definition, s_W, head)
     segment, position = _sized(data, position)
     history.apply(decode_segment(segment, held.definition, max_bytes=len(segment)))
-    # The head vouches for all rounds before it, so nothing is returned without this check.
+    # Only the signed head proves that the rounds are right, so nothing is returned before this check.
     history.check_head(data[position:])
-    # A service must not lead a device back, or to another history.
+    # A service must not lead a device back to an older state, or to another history.
     if history.number < held.number or (history.number == held.number and history.chain != held.chain):
         raise PackageError(
             "round-chain",
-            f"The service leads to round {history.number} with chain {history.chain}, and this device has "
-            f"round {held.number} with {held.chain}. A device never goes back.",
+            f"The service sent the history up to round {history.number} with chain {history.chain}, but this "
+            f"device has round {held.number} with chain {held.chain}. A device never goes back.",
         )
     return history
 
@@ -92,12 +92,16 @@ def _state(data: bytes, definition: Definition) -> NDArray[np.int64]:
     state.check_binding(package_digest=log.package_digest, mask_digest=log.mask_digest, k=log.k)
     found = (state.header.origin, state.header.step_unit_exponent)
     if found != (StateOrigin.POOLED, log.step_unit_exponent):
-        raise PackageError("state-binding", f"The checkpoint has a state of another federation: {found}.")
+        raise PackageError(
+            "state-binding",
+            f"The state of the checkpoint does not belong to this federation: its origin is {found[0]}, and "
+            f"its step unit exponent is {found[1]}.",
+        )
     return state.s_K
 
 
 def _sized(data: bytes, position: int) -> tuple[bytes, int]:
-    """Return a part that follows its size, and the position after it."""
+    """Read the size of a part, then the part. Return the part, and the position after it."""
     begin = position + _SIZE.size
     if len(data) < begin:
         raise PackageError("round-content", f"expected the size of a part, got {len(data)} bytes")

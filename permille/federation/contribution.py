@@ -28,7 +28,7 @@ _HEAD = struct.Struct("<8s32sIBH32sI")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """An invitation of a device: the round, and the digest of the state to begin from."""
+    """An invitation of a device: the number of the round, and the digest of the state to begin from."""
 
     round_number: int
     start_digest: str
@@ -41,7 +41,9 @@ class Place:
         """
         if found != self:
             raise PackageError(
-                "round-binding", f"The contribution answers {found}, and the device was invited to {self}."
+                "round-binding",
+                f"The contribution is for round {found.round_number} from state {found.start_digest}, but "
+                f"the device was invited to round {self.round_number} from state {self.start_digest}.",
             )
 
 
@@ -51,9 +53,11 @@ class Contribution:
 
     Attributes:
         start_digest: the digest of the pooled state from which the device began.
-        c_TQ: int64 [T, Q], in units of `2**(e + F)`. T is at most the definition's `steps`.
-        gain: by how much the pooled state lowers the base's loss per token, on text of the device
-            that no round trains on. It is in units of `GAIN_NATS / gain_bound`, and within
+        weight: the weight of the device in a weighted mean.
+        c_TQ: the coefficients, int64 [T, Q], in the unit of `definition.device_log()`. T is at most the
+            definition's `steps`.
+        gain: the base's loss per token minus that of the pooled state, on text of the device that no
+            round trains on. It is in units of `GAIN_NATS / gain_bound`, from -`gain_bound` to
             `gain_bound`.
 
     Raises:

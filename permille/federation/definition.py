@@ -24,7 +24,8 @@ FORMAT = "permille-federation"
 VERSION = 1
 # A header of 1 MiB (FORMAT 8.1), and room for the other fields.
 MAX_BYTES = (1 << 20) + 4096
-# With 2**16 devices of weight 16, sums stay within 2**33, so the shifts of `rounds.divided` cannot overflow.
+# The largest integer of a device. With 2**16 devices of weight 16, sums stay within 2**33, so the shifts of
+# `rounds.divided` cannot overflow.
 MAX_CONTRIBUTED = 1 << 13
 MAX_DEVICES = 1 << 16
 MAX_WEIGHT = 16
@@ -38,9 +39,9 @@ _LIMITS = {
     "batch_rows": (1, 1024),
     "row_tokens": (8, 8192),
 }
-# Larger gains of a device are clipped to this, in nats per token.
+# The largest gain that a device reports (`Contribution.gain`), in nats per token. Larger gains are clipped.
 GAIN_NATS = 0.25
-# A gain in units is at most the clip divided by this.
+# The largest gain, in integer units, is the clip divided by this.
 GAIN_SHARE = 10
 _GAIN_UNITS = 1024
 MAX_LOCAL_STEPS = 1024
@@ -49,7 +50,7 @@ MAX_RATE = 10.0
 
 
 class Rule(StrEnum):
-    """The rule that combines the integers of a coordinate: weighted mean, or trimmed mean."""
+    """The rule that combines the devices' integers of one coordinate: weighted mean, or trimmed mean."""
 
     MEAN = "mean"
     TRIMMED = "trimmed"
@@ -66,9 +67,10 @@ class Definition:
     Attributes:
         log: the header of the history, in units of the pooled state. Round r has its steps rK to rK
             + K - 1.
-        round_key: the Ed25519 public key that signs heads, base64url without padding.
+        round_key: the Ed25519 public key that verifies heads, base64url without padding.
         steps: K, the local steps of a round.
-        guard_bits: F. The coefficients of a device are in units of `2**(e + F)`.
+        guard_bits: F. The coefficients of a device are in units of `2**(e + F)`, where e is the step unit
+            exponent of `log`.
         rate_shift: g. The pooled state moves by `2**g` times the result of the rule.
         clip: the bound on the Euclidean norm of a device's vector, or None.
         trim_percent: the share of devices to drop at each end of a coordinate, for `Rule.TRIMMED`.
@@ -76,8 +78,9 @@ class Definition:
         max_weight: the largest weight of a device; 1 if all devices count equally.
         minimum: a round of fewer devices is void.
         batch_rows: the number of texts in a device's batch.
-        row_tokens: the most tokens of a text that are trained on.
-        local_steps: for the gradient, the number of Adam steps whose sum makes one step of the log.
+        row_tokens: the largest number of tokens of a text that a device trains on.
+        local_steps: for the estimator `gradient`, the number of Adam steps whose sum makes one step of the
+            log.
         privacy: the noise in the sums of the devices' integers, or None.
 
     Raises:
@@ -101,7 +104,7 @@ class Definition:
 
     @property
     def exposes_few(self) -> bool:
-        """True if sums without noise may cover so few devices that they reveal each one."""
+        """True if sums without noise may cover so few devices that they reveal much about each."""
         return self.privacy is None and self.minimum < FEW_DEVICES
 
     def __post_init__(self) -> None:
@@ -116,13 +119,13 @@ class Definition:
             if number > MAX_RATE:
                 raise InputError(f"{name} must be at most {MAX_RATE:g}, not {number:g}.")
         decode_key(self.round_key)
-        # Each round owns the same number of steps, so that its number gives its first step.
+        # Each round has the same number of steps, so that its number gives its first step.
         if self.log.total_steps % self.steps:
             raise InputError(
                 f"total_steps must be a multiple of the {self.steps} steps of a round, "
                 f"not {self.log.total_steps}."
             )
-        # Otherwise two definitions would describe the same rule.
+        # Otherwise the same rule could be written in two ways, and have two digests.
         if (self.rule is Rule.TRIMMED) != (self.trim_percent > 0):
             raise InputError(
                 "trim_percent must be above 0 for the rule trimmed, and 0 for the rule mean, "
@@ -136,7 +139,7 @@ class Definition:
 
     @property
     def rounds(self) -> int:
-        """The most rounds that there can be."""
+        """The largest number of rounds."""
         return self.log.total_steps // self.steps
 
     @property
@@ -195,7 +198,7 @@ class Definition:
         check_range("participations", privacy.participations, 1, self.rounds)
         if privacy.keeper is not None:
             check_range("minimum", self.minimum, KEEPER_MINIMUM, MAX_DEVICES)
-        # FORMAT 13.6: the bound on one device's influence is that of a plain sum.
+        # FORMAT 13.6: the bound on one device's influence holds only for a plain sum.
         if self.rule is not Rule.MEAN or self.max_weight > 1:
             raise InputError(
                 f"Privacy needs the rule mean and a max_weight of 1, not {self.rule} and {self.max_weight}."

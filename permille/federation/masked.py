@@ -1,8 +1,11 @@
-"""Masked contributions for a round with a keeper, and the request to the keeper (FORMAT 13.7: question).
+"""Masked contributions for a round with a keeper, and the request to the keeper (FORMAT 13.7).
 
-The service sees uniformly random integers. The keeper sees seals and never the integers. Neither
-alone learns the vector of a device, and the sum that they compute together contains the keeper's
-noise.
+A device adds a random mask to its integers, and encrypts the seed of the mask for the keeper. The
+encrypted seed is called a seal. The service sees masked integers, which are uniformly random. The
+keeper sees the seals and never the integers. Neither alone learns the vector of a device. The sum
+that they compute together contains the keeper's noise.
+
+FORMAT calls the request a question.
 
 Shapes: V = integers of a device's vector, which are K q coefficients and the gain.
 """
@@ -122,10 +125,10 @@ def encode_masked(
     device_key = key.public_key().public_bytes_raw()
     context = seal_context(definition.digest, round_number, device_key)
     keeper = X25519PublicKey.from_public_bytes(definition.privacy.keeper.public_bytes)
-    # Take a fresh seed for each call, because masks of one seed would cancel out between two vectors.
+    # Take a fresh seed for each call: two vectors under the same mask would reveal their difference.
     seed = secrets.token_bytes(SEED_BYTES)
     seal = seal_seed(seed, keeper, context)
-    # Both are modulo 2**32: conversion and addition wrap around.
+    # Conversion and addition are modulo 2**32.
     masked_V = vector_V.astype(np.uint32) + mask_of(seed, len(vector_V))
     head = _HEAD.pack(
         MAGIC,
@@ -201,7 +204,7 @@ def decode_opening(data: bytes) -> Opening:
 
     Raises:
         PackageError: `round-definition`, `round-content` or `round-signature`; `round-limit` for
-            too few devices.
+            too few or too many devices.
     """
     if len(data) < _ASKED.size or len(data) > MAX_REQUEST_BYTES:
         raise PackageError("round-content", f"expected a set of seals, got {len(data)} bytes")
@@ -237,12 +240,12 @@ def decode_opening(data: bytes) -> Opening:
 
 
 def encode_answer(opening: Opening, sum_V: NDArray[np.uint32]) -> bytes:
-    """Return the keeper's answer: the sum of the masks less noise, with the digest of the request."""
+    """Return the keeper's answer: the sum of the masks minus the noise, with the digest of the request."""
     return _ANSWER_MAGIC + digest_bytes(digest_of(opening.to_bytes())) + sum_V.astype("<u4").tobytes()
 
 
 def decode_answer(data: bytes, opening: Opening) -> NDArray[np.uint32]:
-    """Return the sum of the masks less noise, uint32 [V].
+    """Return the sum of the masks minus the noise, uint32 [V].
 
     Raises:
         PackageError: `round-content` if this is not the answer to the request.

@@ -1,8 +1,8 @@
 """Rounds of a federation with privacy: the bound on each device, and the noise in sums (FORMAT 13.6,
 13.7).
 
-Shapes: K = steps of a round, q = a device's queries, V = K q + 1 integers of a vector, of which the
-gain is the last.
+Shapes: K = steps of a round, q = queries of a device, V = K q + 1 integers of a vector. The last integer
+is the gain.
 """
 
 import math
@@ -30,7 +30,7 @@ def vector_of(contribution: Contribution) -> NDArray[np.int64]:
     if rules.clip is None:
         raise InputError("This federation has no clip.")
     vector_V = np.zeros(vector_size(rules), dtype=np.int64)
-    # FORMAT 13.6: the gain is within C / 10, so coefficients within sqrt(0.98) C leave the whole within C.
+    # FORMAT 13.6: the gain is within C / 10, so coefficients within sqrt(0.98) C keep the vector within C.
     c_TQ = clipped(contribution.c_TQ, math.isqrt(98 * rules.clip * rules.clip // 100))
     vector_V[: c_TQ.size] = c_TQ.reshape(-1)
     vector_V[-1] = contribution.gain
@@ -40,8 +40,8 @@ def vector_of(contribution: Contribution) -> NDArray[np.int64]:
 def draw_round_noise(definition: Definition, randbelow: RandBelow = secrets.randbelow) -> NDArray[np.int64]:
     """Draw fresh noise for every integer of a round's sum, int64 [V].
 
-    Never draw twice for a sum that anyone has seen: the mean of two noises would reveal more than
-    one.
+    Never draw noise again for a sum that anyone has seen. The mean of two noised sums has less noise
+    than each of them.
     """
     if definition.privacy is None or definition.clip is None:
         raise InputError("This federation has no privacy, so its sums have no noise.")
@@ -54,7 +54,9 @@ def noised_sum(
     contributions: Sequence[Contribution],
     noise_V: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return the devices' vectors plus the noise, int64 [V]. Nothing else may leave the service.
+    """Return the sum of the devices' vectors and the noise, int64 [V].
+
+    No other number that depends on the vectors may leave the service.
 
     Raises:
         InputError: the contributions do not belong together.
@@ -78,7 +80,7 @@ def unmasked_sum(
         InputError: the contributions do not belong together.
     """
     check_together(definition, number, masked)
-    # Add unsigned integers, since masks cancel out modulo 2**32.
+    # Add unsigned integers, because masks cancel out only modulo 2**32.
     total_V = np.zeros(vector_size(definition), dtype=np.uint32)
     for each in masked:
         total_V += each.masked_V
@@ -86,11 +88,11 @@ def unmasked_sum(
 
 
 def round_of_sum(definition: Definition, number: int, devices: int, sum_V: NDArray[np.int64]) -> Round:
-    """Return the round that a noised sum makes. Every device counts at every step.
+    """Make a round from a noised sum. Every device counts at every step.
 
     Raises:
-        PackageError: `round-limit`: a coefficient exceeds the range of a log, or no such devices
-            and noise can make this sum, so the keeper or a device lies.
+        PackageError: `round-limit`: a coefficient exceeds the range of a log, or the sum is longer than
+            the vectors and the noise can make it, so the keeper or a device lies.
     """
     _check_possible(definition, devices, sum_V)
     # The sum must not reveal which devices stopped early, so all count as if they did every step.
@@ -100,7 +102,7 @@ def round_of_sum(definition: Definition, number: int, devices: int, sum_V: NDArr
 
 
 def _check_possible(definition: Definition, devices: int, sum_V: NDArray[np.int64]) -> None:
-    """Refuse a sum that is longer than the clips of its devices and the noise together.
+    """Refuse a sum whose norm exceeds the clips of its devices and the noise together.
 
     A smaller lie goes unnoticed, but the noise hides changes of that size anyway.
     """
@@ -112,8 +114,8 @@ def _check_possible(definition: Definition, devices: int, sum_V: NDArray[np.int6
     if length > longest:
         raise PackageError(
             "round-limit",
-            f"The sum has norm {length:.0f}, and {devices} devices and noise reach {longest:.0f} at most: "
-            "the keeper or a device lies.",
+            f"The sum has norm {length:.0f}, but {devices} devices and the noise give at most {longest:.0f}. "
+            "The keeper or a device lies.",
         )
 
 
@@ -121,8 +123,8 @@ def noised_gains(definition: Definition, devices: int, gain_sum: int) -> tuple[f
     """Return the mean of the devices' gains and its standard error in nats per token."""
     if definition.privacy is None or definition.clip is None:
         raise InputError("This federation has no privacy, so its sums have no noise.")
-    # The variance of the gains is not known, since only their sum is. A variable within a bound has at
-    # most the square of the bound as variance.
+    # Only the sum of the gains is known, not their variance. A gain is from -GAIN_NATS to GAIN_NATS, so its
+    # variance is at most the square of GAIN_NATS.
     unit = GAIN_NATS / definition.gain_bound
     noise = unit * definition.privacy.noise_multiplier * definition.clip / devices
     return unit * gain_sum / devices, math.hypot(noise, GAIN_NATS / math.sqrt(devices))

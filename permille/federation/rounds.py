@@ -1,8 +1,9 @@
-"""Rounds: the rule that combines many devices into one step, and the history (FORMAT 13.3, 13.4).
+"""Rounds: the rule that combines the integers of many devices, and the history (FORMAT 13.3, 13.4).
 
-A round is a sum of integers over its devices, so order, machine and threads do not matter. The sum
-is rounded half to even. (A clip also cuts the integers of a device toward zero before the sum.) The
-rounded numbers are published, so anyone can replay the history like a log.
+A round adds up the integers of its devices, so order, machine and threads do not matter. The sum is
+divided by the number (or weight) of the devices, and rounded half to even. If there is a clip, the
+integers of a device are shortened toward zero before the sum. The rounded numbers are published, so
+anyone can replay the history like a log.
 
 Shapes: M = devices, K = steps of a round, J = directions of a step of the history, W = masked
 weights.
@@ -60,16 +61,16 @@ class Round:
 
 
 def void_round(definition: Definition, number: int) -> Round:
-    """Return a round without devices. It moves nothing, but uses up its number."""
+    """Return a round without devices. It does not change the state, but uses up its number."""
     shape = (definition.steps, definition.log.queries)
     return Round(number=number, weight_K=np.zeros(shape[0], np.int64), u_KJ=np.zeros(shape, np.int64))
 
 
 def chain_after(chain: str, record: bytes, state_digest: str) -> str:
-    """Return the digest of a history that is longer by one round (FORMAT 13.4).
+    """Return the digest of a history after one more round (FORMAT 13.4).
 
     Args:
-        chain: the digest of the history before.
+        chain: the digest of the history before this round.
         record: the bytes of the round.
         state_digest: the digest of the state after the round.
     """
@@ -78,7 +79,7 @@ def chain_after(chain: str, record: bytes, state_digest: str) -> str:
 
 
 def combine(definition: Definition, number: int, contributions: Sequence[Contribution]) -> Round:
-    """Compute a round from its devices' integers by the definition's rule. Without devices, it is void.
+    """Compute a round from its devices' integers by the definition's rule. A round without devices is void.
 
     Raises:
         InputError: the contributions belong to another federation, round or start, there are too
@@ -109,9 +110,9 @@ def divided(
     divisor_K: NDArray[np.int64],
     weight_K: NDArray[np.int64],
 ) -> Round:
-    """Return the round of a sum: `u = 2**(guard_bits + rate_shift) * sum / divisor`, rounded half to even.
+    """Make a round from a sum: `u = 2**(guard_bits + rate_shift) * sum / divisor`, rounded half to even.
 
-    Steps that no device did have zeros (FORMAT 13.3).
+    The coefficients of steps that no device did are 0 (FORMAT 13.3).
 
     Raises:
         PackageError: `round-limit`: a coefficient exceeds the range of a log.
@@ -127,8 +128,8 @@ def divided(
 def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
     """Return a device's vector, shortened in integers so that `sum c'**2 <= clip**2` holds exactly.
 
-    A vector within the clip does not change. Any other is multiplied by `clip / (isqrt(sum c**2) +
-    1)` and cut toward zero.
+    A vector within the clip does not change. A longer vector is multiplied by
+    `clip / (isqrt(sum c**2) + 1)` and rounded toward zero.
 
     Example:
         >>> clipped(np.array([[300, 400]]), 100)
@@ -139,7 +140,7 @@ def clipped(c_TQ: NDArray[np.int64], clip: int | None) -> NDArray[np.int64]:
     squares = int((c_TQ * c_TQ).sum())
     if clip is None or squares <= clip * clip:
         return c_TQ
-    # Take one above the root, so that a shortened vector never exceeds the clip.
+    # `isqrt` rounds down, so add 1. Otherwise the shortened vector could exceed the clip.
     norm = math.isqrt(squares) + 1
     shortened_TQ: NDArray[np.int64] = np.sign(c_TQ) * (np.abs(c_TQ) * clip // norm)
     return shortened_TQ
@@ -218,12 +219,12 @@ class History:
 
     @classmethod
     def begin(cls, definition: Definition) -> "History":
-        """Return the history before the first round, which stands for the package's own weights."""
+        """Return the history before the first round. Its state is zero: the package's own weights."""
         zero = np.zeros(definition.log.k, dtype=np.int64)
         return cls(definition=definition, s_W=zero, chain=definition.digest)
 
     def apply(self, rounds: Iterable[Round]) -> None:
-        """Apply the next rounds. A round that is refused changes nothing.
+        """Apply the next rounds. A refused round changes nothing, but the rounds before it stay applied.
 
         Raises:
             PackageError: `round-content` for a wrong number or shape, or `round-limit`.
@@ -333,7 +334,7 @@ def _decode_round(payload: bytes, number: int, definition: Definition) -> Round:
         raise PackageError(
             "round-content", "expected weights and coefficients of FORMAT 13.3, got larger ones"
         )
-    # A device does its steps in order, so fewer devices do later steps.
+    # A device does its steps in order, so a later step never has more weight than an earlier one.
     if u_KJ[weight_K == 0].any() or (np.diff(weight_K) > 0).any():
         raise PackageError(
             "round-content", "Weights must not rise, and a step without devices must not move the state."
@@ -361,7 +362,12 @@ def check_together(
 def _trimmed(
     definition: Definition, contributions: Sequence[Contribution]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sums without the extremes, [K, J], and the numbers of summed and of all devices, [K]."""
+    """Return the sums without the extremes, and the numbers of devices.
+
+    Returns:
+        The sums [K, J], the number of devices in the sum of each step [K], and the number of all devices
+        that did the step [K].
+    """
     shape = (definition.steps, definition.log.queries)
     sum_KJ, divisor_K = np.zeros(shape, dtype=np.int64), np.zeros(definition.steps, dtype=np.int64)
     all_K = np.zeros(definition.steps, dtype=np.int64)
@@ -380,7 +386,7 @@ def _trimmed(
 
 
 def _divide_half_even(numerator: NDArray[np.int64], denominator: NDArray[np.int64]) -> NDArray[np.int64]:
-    # `divmod` rounds down, so the rest is not negative, also for a negative numerator.
+    # `divmod` rounds down, so the remainder is never negative, not even for a negative numerator.
     quotient, rest = np.divmod(numerator, denominator)
     quotient += (2 * rest > denominator) | ((2 * rest == denominator) & (quotient % 2 == 1))
     return np.asarray(quotient, dtype=np.int64)

@@ -14,7 +14,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-# A function that returns a uniform integer from 0 to below its argument.
+# A function that returns a uniform integer from 0 to its argument minus 1.
 RandBelow = Callable[[int], int]
 
 
@@ -54,7 +54,7 @@ def _laplace(scale: int, randbelow: RandBelow) -> int:
 
 
 def _flip_exp(numerator: int, denominator: int, randbelow: RandBelow) -> bool:
-    """Return True with probability `exp(-numerator / denominator)` (algorithm 1), for a fraction from 0."""
+    """Return True with probability `exp(-numerator / denominator)` (algorithm 1), for a fraction >= 0."""
     while numerator > denominator:
         if not _flip_exp(1, 1, randbelow):
             return False

@@ -1,9 +1,8 @@
-"""Masks for a device's integers, and seals by which a keeper removes the masks from sums (FORMAT
-13.7).
+"""Masks for a device's integers, and seals, which give the masks to a keeper (FORMAT 13.7).
 
-A mask is the keystream of ChaCha20 under a fresh seed, with one `u32` per integer. HPKE (RFC 9180)
-seals the seed to the keeper's key. The seal is bound to federation, round and device, so it opens
-nowhere else. Sums are modulo 2**32, which noise and devices do not exceed
+A mask is the keystream of ChaCha20 under a fresh seed, with one `u32` per integer. A seal is the seed,
+encrypted by HPKE (RFC 9180) for the keeper's key. The seal is bound to federation, round and device, so it
+opens nowhere else. Sums are modulo 2**32. The devices' integers and the noise do not add up to more than that
 (`rules.LARGEST_DEVIATION`).
 """
 
@@ -34,7 +33,7 @@ def seal_context(definition_digest: str, round_number: int, device_key: bytes) -
 
 
 def seal_seed(seed: bytes, keeper: X25519PublicKey, context: bytes) -> bytes:
-    """Seal the seed of a mask to the keeper, 80 bytes."""
+    """Encrypt the seed of a mask for the keeper. Return the seal, 80 bytes."""
     return _SUITE.encrypt(seed, keeper, info=context)
 
 
@@ -42,7 +41,7 @@ def open_seed(seal: bytes, keeper: X25519PrivateKey, context: bytes) -> bytes:
     """Return the seed in a seal.
 
     Raises:
-        PackageError: `round-seal`: it is not sealed to this keeper for this round and device.
+        PackageError: `round-seal`: the seal is not for this keeper, round and device.
     """
     try:
         seed = _SUITE.decrypt(seal, keeper, info=context)
@@ -56,7 +55,7 @@ def open_seed(seal: bytes, keeper: X25519PrivateKey, context: bytes) -> bytes:
 
 def mask_of(seed: bytes, count: int) -> NDArray[np.uint32]:
     """Return the mask of `count` integers, uint32 [count]."""
-    # A nonce of zeros is safe here, since each seed is used for one mask only.
+    # A nonce of zeros is safe here, because each seed is used for only one mask.
     stream = Cipher(ChaCha20(seed, bytes(16)), mode=None).encryptor().update(bytes(4 * count))
     return np.frombuffer(stream, dtype="<u4")
 

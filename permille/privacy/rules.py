@@ -13,9 +13,10 @@ from permille.errors import InputError
 from permille.privacy.zcdp import dp_epsilon_of, rho_of
 from permille.zo.header import check_range
 
-# A keeper refuses to sum fewer devices.
+# The fewest devices whose masks a keeper sums.
 KEEPER_MINIMUM: Final = 32
-# The largest standard deviation of an integer's noise. With 2**16 devices, 16 deviations fit into 32 bits.
+# The largest standard deviation of the noise in an integer. The sum of 2**16 devices plus 16 deviations fits
+# into 32 bits.
 LARGEST_DEVIATION: Final = 1 << 26
 
 
@@ -31,7 +32,7 @@ class PrivacyMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeper:
-    """The second party, which removes the masks.
+    """The second party, which computes the sum of the devices' masks.
 
     Attributes:
         key: its X25519 public key, base64url without padding.
@@ -60,7 +61,7 @@ class Keeper:
                 parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")
             )
         except ValueError as exc:
-            raise InputError(f"The keeper's address is no url: {self.url!r:.200}.") from exc
+            raise InputError(f"The keeper's address is not a URL: {self.url!r:.200}.") from exc
         if not secure or not parts.hostname or len(self.url) > 200 or parts.query or parts.fragment:
             raise InputError(
                 f"The keeper's address must be https, or http to this machine, not {self.url!r:.200}."
@@ -77,11 +78,11 @@ class Privacy:
     """The noise in the integers of every round, and how often a device may take part.
 
     Attributes:
-        noise_hundredths: 100 z. Each integer of a sum gets noise with parameter `(z C)**2`, for the
-            clip C.
-        participations: the most rounds of one device.
+        noise_hundredths: 100 z. Each integer of a sum gets noise with parameter `(z C)**2`, where C is
+            the clip.
+        participations: the largest number of rounds in which one device takes part.
         delta_exponent: d. The guarantee is (epsilon, 10**-d)-differential privacy.
-        keeper: set in mode keeper only.
+        keeper: the keeper in mode keeper, else None.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 13.6.
@@ -104,7 +105,7 @@ class Privacy:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, JSON]) -> "Privacy":
-        """Read the record in a definition.
+        """Read the field `privacy` of a definition.
 
         Raises:
             InputError, TypeError, ValueError, KeyError: a key or its value is wrong.
@@ -119,11 +120,11 @@ class Privacy:
 
     @property
     def noise_multiplier(self) -> float:
-        """z, the noise divided by the clip."""
+        """z, the standard deviation of the noise divided by the clip."""
         return self.noise_hundredths / 100
 
     def variance(self, clip: int) -> Fraction:
-        """Return the exact noise parameter of one integer."""
+        """Return the exact noise parameter of one integer, `(z C)**2`."""
         return Fraction(self.noise_hundredths * clip, 100) ** 2
 
     def dp_epsilon(self, participations: int) -> float:
@@ -136,7 +137,7 @@ class Privacy:
         """Check the clip of a definition.
 
         Raises:
-            InputError: there is no clip, or the noise under it exceeds 32 bits.
+            InputError: there is no clip, or the noise for this clip would be too large for 32 bits.
         """
         if clip is None:
             raise InputError("Privacy needs a clip, because noise can only hide what is bounded. Set clip.")

@@ -4,23 +4,23 @@ The vector of a device has norm at most C, and each integer of the sum gets disc
 with parameter `(z C)**2`. So one participation costs `rho = 1 / (2 z**2)` in any dimension, and
 costs add up (Canonne, Kamath, Steinke 2020, theorem 14; Bun, Steinke 2016).
 
-Neighbours differ in one device, whose vectors of all rounds become zeros. The participation itself
-is public. Sampling of devices is not used to claim more privacy.
+Two data sets are neighbours if they differ in one device, whose vectors are all zeros in one of them. That a
+device takes part is public. A service may sample devices, but the cost is not reduced for that.
 
-dp-accounting has the same accountant, but it needs scipy and absl. So devices use this formula, and
-a test compares both.
+The library dp-accounting has the same accountant, but it needs scipy and absl. So devices use this formula,
+and a test compares both.
 """
 
 import math
 
-# The norm of the devices' mean vector divided by the clip. Predictions before the first round assume it.
+# The norm of the devices' mean vector divided by the clip, as assumed before the first round.
 MEAN_NORM = 0.5
 
 _HALVINGS = 200
 
 
 def rho_of(noise_multiplier: float, participations: int) -> float:
-    """Return the zCDP cost of this many participations under noise of `z` times the clip.
+    """Return the zCDP cost of this many participations, with noise of `noise_multiplier` times the clip.
 
     Example:
         >>> rho_of(noise_multiplier=2.0, participations=8)
@@ -60,7 +60,7 @@ def noise_for(dp_epsilon: float, delta: float, participations: int) -> int:
     """Return the least noise with which all rounds cost at most `dp_epsilon`, in hundredths of the clip.
 
     Returns:
-        At least 1, and a million if even that is not enough.
+        From 1 to 1,000,000. At 1,000,000, the rounds may still cost more.
     """
     # More noise always gives a smaller epsilon, so bisection finds the least noise.
     low, high = 0, 1_000_000
@@ -74,5 +74,8 @@ def noise_for(dp_epsilon: float, delta: float, participations: int) -> int:
 
 
 def signal_to_noise(devices: int, coefficients: int, noise_multiplier: float) -> float:
-    """Predict the norm of the sum of the vectors divided by that of the noise: `m a / (z sqrt(K q))`."""
+    """Predict the norm of the sum of the vectors divided by that of the noise.
+
+    It is `m a / (z sqrt(K q))`, with m devices, a = `MEAN_NORM`, noise multiplier z and K q coefficients.
+    """
     return devices * MEAN_NORM / (noise_multiplier * math.sqrt(coefficients))

@@ -1,4 +1,4 @@
-"""Plan of pruning: method, share of zeros by layer, pattern, and recovery. No torch."""
+"""Plan of pruning: method, share of zeros by layer, pattern, and recovery. This module needs no torch."""
 
 import re
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ _LARGEST_GROUP = 32
 class PruningMethod(StrEnum):
     """Method of choosing the weights to remove.
 
-    MAGNITUDE removes the smallest weights. WANDA removes the smallest products of a weight's size and its
-    input's norm (Sun et al., 2023). SPARSEGPT removes the weights whose removal costs least if the later
-    weights of their row are adjusted, and adjusts those (Frantar and Alistarh, 2023).
+    MAGNITUDE removes the smallest weights. WANDA removes the weights whose size times the norm of their input
+    is smallest (Sun et al., 2023). SPARSEGPT adjusts the later weights of a row for each weight that it
+    removes, and removes the weights for which this leaves the smallest error (Frantar and Alistarh, 2023).
     """
 
     MAGNITUDE = "magnitude"
@@ -27,7 +27,7 @@ class PruningMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Pattern that leaves at most `kept` of `of` neighbours along a row: 2:4 keeps two of four."""
+    """Pattern that keeps at most `kept` of each `of` neighbours along a row: 2:4 keeps two of four."""
 
     kept: int
     of: int
@@ -52,7 +52,7 @@ class Pattern:
 
     @property
     def rate(self) -> float:
-        """Return the share of zeros if every group is full."""
+        """Return the share of zeros if every group has as many zeros as the pattern asks for."""
         return 1 - self.kept / self.of
 
     def check(self, config: Config) -> None:
@@ -78,10 +78,11 @@ class PruningPlan:
 
     Attributes:
         method: the method.
-        rates: the share of zeros in every linear of a decoder layer: one for all layers, or one by layer.
-        pattern: the pattern of zeros, or None for any places. With a rate below the pattern's own, only some
-            of the zeros of the full pattern are made, so a group may keep more than `kept`.
-        device: the device of torch. Another one may round in another way.
+        rates: the share of zeros in every linear of a decoder layer: one number for all layers, or a mapping
+            from the index of each layer to its number.
+        pattern: the pattern of zeros, or None if zeros may be anywhere. With a rate below the pattern's own,
+            only some of the zeros of the full pattern are made, so a group may keep more than `kept`.
+        device: the device of torch. Another device may round differently.
     """
 
     method: PruningMethod
@@ -132,7 +133,7 @@ class RecoveryPlan:
 
     Attributes:
         steps: the number of steps.
-        rows: the rows of a step.
+        rows: the number of rows in a step.
         rate: Adam's learning rate at the first step.
         rank: the rank of LoRA.
         seed: the seed of LoRA's initial values and of the order of the rows.

@@ -3,14 +3,14 @@
     recover_model(Checkpoint(pruned), target, rows_NT, RecoveryPlan(steps=400, rows=8, rate=0.003))
 
 Beside each linear layer, `dW = B A` is trained, with A [r, K] and B [N, r], from dW = 0. The layer
-computes with `keep * (W + dW)`, where `keep` is 1 where W is not 0. Merging writes the same, so a pruned
-weight stays 0.
+computes with `keep * (W + dW)`, where `keep` is 1 where W is not 0, and 0 elsewhere. The target gets this
+product as its weight, so a pruned weight stays 0.
 
-Adam minimises the mean next-token loss of public text, with a rate that falls to 0 over the steps. Seed
-and step alone decide the rows of a step. A call with the same arguments and checkpoint continues after a
-kill, to the same bits on the same machine and threads.
+Adam minimises the mean next-token loss of public text, with a rate that falls to 0 over the steps. The rows
+of a step depend only on the seed and the number of the step. After a kill, a call with the same arguments and
+checkpoint continues. On the same machine, with the same number of threads, it ends with the same bits.
 
-# Legend: N outputs, K inputs of a linear; r rank; N rows, T tokens, B rows of a step.
+# Legend: in NK, N outputs and K inputs of a linear; r rank; in NT, N rows and T tokens; B rows of a step.
 """
 
 import io
@@ -86,7 +86,7 @@ def recover_model(
     """Fine-tune a pruned model in memory, and write it to the folder `target`.
 
     Raises:
-        InputError: as `recover`.
+        InputError: as for `recover`.
         OSError: the file system failed.
     """
     model = load_model(pruned.folder).to(device)
@@ -160,7 +160,7 @@ def recover(
             for first in range(0, plan.rows, at_once):
                 part_BT = taken_BT[first : first + at_once]
                 loss = _mean_loss(model, part_BT, step) * (len(part_BT) / plan.rows)
-                # Gradients of the parts add up to that of the step, since each loss is weighted by its rows.
+                # Each loss is weighted by its share of the rows, so gradients add up to that of the step.
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
             optimizer.step()
@@ -217,7 +217,7 @@ def _load(
     for parameter in trained:
         end = start + parameter.numel()
         optimizer.state[parameter] = {
-            # Adam corrects its moments by this number.
+            # Adam uses the number of steps to correct the bias of its moments.
             "step": torch.tensor(float(len(losses))),
             "exp_avg": values_3K[1, start:end].view_as(parameter).clone(),
             "exp_avg_sq": values_3K[2, start:end].view_as(parameter).clone(),

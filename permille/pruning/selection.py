@@ -1,7 +1,8 @@
 """Choice of the weights of a linear layer that become zero, and new values for the others.
 
-Shapes: N = outputs, K = inputs; `gram_KK` is `X X^T` over the inputs of the calibration text. Everything is
-float32, as in the papers. Ties go to the lower index, so the same numbers give the same zeros.
+Shapes: N = outputs, K = inputs. `gram_KK` is the Gram matrix `X X^T` of the inputs X on the calibration text.
+Everything is float32, as in the papers (see `PruningMethod`). Of equal scores, the lower index is taken, so
+the same numbers give the same zeros.
 """
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from permille.errors import InputError
 from permille.pruning.plan import Pattern, PruningMethod
 
-_BLOCK = 128  # columns from which SparseGPT chooses together
-_DAMPING = 0.01  # share of the mean of the Gram matrix's diagonal
+_BLOCK = 128  # SparseGPT chooses the weights to remove in blocks of this many columns
+_DAMPING = 0.01  # as a share of the mean of the Gram matrix's diagonal
 _MOST_DAMPING = 10.0
 
 
@@ -46,18 +47,18 @@ def prune_mask(
     Args:
         score_NK: the scores.
         zero_NK: the existing zeros.
-        count: the zeros in each row, or in all rows together, existing ones included.
+        count: the number of zeros in each row, or in all rows together. Existing zeros count.
         pattern: the pattern, or None.
-        per_row: take the same number in each row (Wanda), or the smallest of all (magnitude, SparseGPT).
+        per_row: choose the same number in each row (Wanda), or compare all weights (magnitude, SparseGPT).
     """
-    # Scores are not negative, so existing zeros come first and count towards the rate.
+    # Scores are not negative. With -1, existing zeros come first and count towards `count`.
     score_NK = score_NK.masked_fill(zero_NK, -1.0)
     rows = score_NK if per_row else score_NK.reshape(1, -1)
     if pattern is not None:
         candidate_NK = _smallest_of_groups(score_NK, pattern) | zero_NK
         if count >= int(rows.shape[1] * pattern.rate):
             return candidate_NK
-        # Fewer zeros are wanted than the full pattern has, so choose them among those of the full pattern.
+        # Fewer zeros are wanted than the full pattern has. Choose them among the zeros of the full pattern.
         rows = rows.masked_fill(~candidate_NK.reshape(rows.shape), torch.inf)
     order = rows.sort(dim=1, stable=True).indices[:, :count]
     found = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order, value=True)
@@ -72,15 +73,17 @@ def _smallest_of_groups(score_NK: Tensor, pattern: Pattern) -> Tensor:
 
 
 def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern | None) -> Tensor:
-    """SparseGPT, algorithm 1: columns from left to right. Later columns make up for each removed weight.
+    """Prune by SparseGPT, algorithm 1: remove weights column by column, and adjust the later columns.
 
         error = w_j / [H^-1]_jj,    w_k -= error * [H^-1]_jk  for k > j
 
-    The inverse is that of the remaining columns. Its row j is row j of an upper Cholesky factor, times a
-    number that cancels out. Scores are `(w / [H^-1]_jj)^2` with the factor's diagonal. Without a full
-    pattern, the weights of a block of columns are chosen at once. Without any pattern, they are one more than
-    the block's share, as in the authors' program. With a full pattern, the weights of
-    a group are chosen when the group is reached.
+    H is the Gram matrix of the columns from j on. Row j of its inverse is a multiple of row j of the upper
+    Cholesky factor of the inverse for all columns. The multiple cancels out. The score of a weight in column
+    j is `(w / d_j)^2`, where d is the diagonal of the factor.
+
+    If every group of the pattern shall be full of zeros, the weights of a group are chosen when the loop
+    reaches the group. Otherwise, the weights of a whole block of columns are chosen at once. Without a
+    pattern, a block loses one weight more than its share, as in the authors' program.
     """
     weight_NK, columns = weight_NK.clone(), weight_NK.shape[1]
     zero_NK = weight_NK == 0
@@ -108,7 +111,7 @@ def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern
                 removed_NB[:, group] = prune_mask(score_NM, known_NM, count, None, per_row=True)
             error_N = torch.where(removed_NB[:, j], w_NB[:, j], 0.0) / scale_B[j]
             w_NB[:, j:] -= torch.outer(error_N, inverse_BB[j, j:])
-            # Later blocks are corrected once for a whole block, by a single product.
+            # Keep the errors of the block, to correct all later blocks by a single product below.
             error_NB[:, j] = error_N
         weight_NK[:, part] = w_NB.masked_fill(removed_NB, 0.0)
         weight_NK[:, part.stop :] -= error_NB @ inverse_KK[part, part.stop :]
@@ -116,12 +119,12 @@ def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern
 
 
 def _inverse_factor(gram_KK: Tensor, dead_K: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse. Damping is raised until there is one."""
+    """Return the upper Cholesky factor of the inverse. Raise the damping until the factor exists."""
     damping = _DAMPING
     while True:
         damped_KK = gram_KK.clone()
         diagonal_K = damped_KK.diagonal()
-        # A dead input has a row of zeros, which no damping relative to the mean could make invertible.
+        # A dead input has a row of zeros. Set its diagonal to 1, as in the authors' program.
         diagonal_K[dead_K] = 1
         diagonal_K += damping * diagonal_K.mean()
         factor_KK, failed = torch.linalg.cholesky_ex(damped_KK)
@@ -132,5 +135,8 @@ def _inverse_factor(gram_KK: Tensor, dead_K: Tensor) -> Tensor:
             if not int(failed):
                 return upper_KK
         if damping >= _MOST_DAMPING:
-            raise InputError("The products of inputs cannot be inverted, even with damping. Take more text.")
+            raise InputError(
+                "The Gram matrix of the inputs cannot be inverted, even with damping. Use more calibration "
+                "text."
+            )
         damping *= 10

@@ -2,12 +2,14 @@
 
     report = prune_model(Checkpoint(source), target, PruningText(calibration_NT=rows), plan, resume=folder)
 
-A linear layer is pruned on the inputs that it gets when all earlier decoder layers are pruned, but not its
-own, as in the papers. Everything else in the target is the source's, bit for bit: the same files with the
-same headers.
+Wanda and SparseGPT need the inputs of a linear layer. To get these, calibration text goes through the pruned
+versions of all earlier decoder layers, and through the unpruned version of the linear's own decoder layer, as
+in the papers (`PruningMethod`). Everything else in the target has the bits of the source: the same files with
+the same headers.
 
-After each decoder layer, `resume` keeps its output and the results in JSON. After a kill, a
-call repeats the unfinished layer from the source, and ends with the same bits.
+The folder `resume` keeps the output of the last finished decoder layer, and the results in JSON. After a
+kill, a call with the same arguments repeats the unfinished layer from the source, and ends with the same
+bits.
 """
 
 import json
@@ -55,7 +57,14 @@ class PruningText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearReport:
-    """Result of a linear layer: its zeros, `|(W - W') X|^2` over the calibration text, and `|W X|^2`."""
+    """Result for a linear layer.
+
+    Attributes:
+        zeros: the number of zeros in the pruned weight.
+        error: `|(W - W') X|^2`, where W is the weight, W' the pruned weight, and X the layer's inputs on the
+            calibration text.
+        norm: `|W X|^2`.
+    """
 
     name: str
     weights: int
@@ -68,8 +77,8 @@ class LinearReport:
 class PruningReport:
     """Result of pruning.
 
-    The losses before and after are those of the evaluation rows in nats per token. Without such rows,
-    they are None.
+    `loss_before` and `loss_after` are the losses of the evaluation rows before and after pruning, in nats per
+    token. Without evaluation rows, they are None.
     """
 
     linears: tuple[LinearReport, ...]
@@ -91,11 +100,19 @@ def prune_model(
     resume: Path | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> PruningReport:
-    """Write the pruned model to the folder `target`, which is created, or continued after a kill.
+    """Write the pruned model to the folder `target`.
+
+    Args:
+        source: the model.
+        target: the new folder. An existing one is replaced, unless `resume` has finished layers of this call.
+        text: token ids.
+        plan: the options.
+        resume: a folder for continuing after a kill. None keeps nothing.
+        progress: called with the decoder layers done and their total.
 
     Raises:
-        InputError: the plan does not fit, the model has the zeros already, or weights or losses are not
-            finite.
+        InputError: the plan does not fit the model, the model already has the zeros of the plan, or weights
+            or losses are not finite.
         OSError: the file system failed.
     """
     plan.check(source.config)
@@ -113,7 +130,7 @@ def check_not_pruned(source: Checkpoint, plan: PruningPlan) -> None:
     """Check that the plan removes weights.
 
     Raises:
-        InputError: every linear layer has the wanted zeros already.
+        InputError: every linear layer already has the zeros of the plan.
     """
     for name, _ in scoped_tensors(source.config):
         zero_NK = source.float32(name) == 0
@@ -130,9 +147,9 @@ def check_not_pruned(source: Checkpoint, plan: PruningPlan) -> None:
 class _Walk:
     """State of `prune_model`: hidden states of all rows, and results of the finished layers.
 
-    The first rows are those of the text, and go through the pruned layers. The evaluation rows follow once
-    more, and go through the source's own layers, for the loss before pruning. A layer reads one buffer and
-    fills the other.
+    The buffers begin with all rows of the text, which go through the pruned layers. A second copy of the
+    evaluation rows follows. It goes through the layers of the source, for the loss before pruning. Each layer
+    reads one of two buffers and fills the other.
     """
 
     def __init__(
@@ -168,12 +185,12 @@ class _Walk:
                 after[row] = layer(before[row][None])[0]
             grams = _Grams(layer, self._linears(layer))
             with grams.recording():
-                # Record calibration rows alone, because rows that measure the loss must not decide.
+                # Record only calibration rows: rows that measure the loss must not influence the choice.
                 for row in range(len(self.text.calibration_NT)):
                     layer(before[row][None])
             # One recording serves all linears, so they are pruned on the inputs of the unpruned layer.
             rows = [self._prune(layer, name, gram_KK) for name, gram_KK in grams.found()]
-            # A matrix of K x K for each input is freed before the rows go through again.
+            # Free the matrices, one of K x K for each input, before the rows go through again.
             del grams
             for row in range(self._pruned):
                 after[row] = layer(before[row][None])[0]
@@ -211,7 +228,8 @@ class _Walk:
         pruned_NK = write_weight(
             self.source, self.target, full_name, pruned_NK, updated=plan.method is PruningMethod.SPARSEGPT
         )
-        # Take what was written, so that later layers see the rounding to the model's dtype.
+        # Continue with the weight as it was written, so that later layers see the rounding to the model's
+        # dtype.
         parameter.data.copy_(pruned_NK)
         return LinearReport(
             name=full_name,
@@ -247,7 +265,7 @@ class _Walk:
         assert self.folder is not None
         path = self.folder / _STATE
         found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
-        # Without the target, its finished layers are lost, so the work begins anew.
+        # Without the target folder, the finished layers are lost, so the work begins anew.
         if found.get("fingerprint") == self._fingerprint and self.target.is_dir():
             self.finished = found["finished"]
             self.linears = [LinearReport(**row) for row in found["linears"]]
@@ -268,7 +286,7 @@ class _Walk:
 
 
 class _Grams:
-    """`X X^T` of the inputs of a layer's linears. Linears that get the same tensor share one."""
+    """Gram matrices `X X^T` of the inputs of a layer's linears. Linears with one input share a matrix."""
 
     def __init__(self, layer: DecoderLayer, names: list[str]) -> None:
         self._modules = {name: layer.module.get_submodule(name.removesuffix(".weight")) for name in names}
@@ -290,7 +308,7 @@ class _Grams:
                 handle.remove()
 
     def found(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the results by linear layer, in the order of the model."""
+        """Yield the name and the matrix of each linear layer, in the order of the model."""
         for name in self._modules:
             yield name, self._grams[self._leader[name]]
 
@@ -298,7 +316,7 @@ class _Grams:
         def add(_module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0]
             if name not in self._leader:
-                # Query, key and value projections get one tensor, so one matrix of K x K serves the three.
+                # Query, key and value projections get the same tensor, so one matrix serves all three.
                 same = self._input is not None and self._input[1] is x
                 self._leader[name] = self._input[0] if same and self._input is not None else name
             if self._leader[name] != name:
@@ -313,8 +331,8 @@ class _Grams:
 
 
 def copy_model(source: Checkpoint, target: Path) -> None:
-    """Create a folder with the files of the model, and nothing else."""
-    # An earlier call may have left a part of a model.
+    """Create a folder with the files of the model, and nothing else. An existing folder is removed first."""
+    # An earlier call may have left an unfinished model.
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
@@ -338,7 +356,7 @@ def write_weight(source: Checkpoint, target: Path, name: str, weight_NK: Tensor,
         data = raw.data.copy()
         # View the data as integers, because numpy has no bfloat16. In all three types, zero has no bits set.
         words = data.view("<u4" if raw.dtype == "F32" else "<u2")
-        # Only zeros are written, so kept weights keep their bits.
+        # Write zeros only, so that all other weights keep their bits.
         words[(weight_NK == 0).cpu().numpy().reshape(-1)] = 0
     with (target / place.file).open("r+b") as file:
         file.seek(place.begin)

@@ -1,10 +1,10 @@
-"""Quantization of weights to 4 and 8 bits, and its inverse. numpy only.
+"""Quantization of weights to 4 and 8 bits, and its inverse, in numpy alone.
 
     coded = quantize(w_NK, "nf4", 64)
     decoded_NK = dequantize(coded)
 
-Quantization ignores masks. At a masked position, a layer computes with the sparse value, whatever the
-code is. All schemes give the same codes on every machine, with bounded memory beside input and output.
+Quantization ignores masks. At a masked position, a layer computes with the trained sparse value, not with the
+code. All schemes give the same codes on every machine. They need little memory besides input and output.
 Also:
 
 - a group of zeros decodes to zeros, and has scale 0 if it has a scale;
@@ -35,7 +35,7 @@ def quantize(
     [1.0]
 
     Raises:
-        InputError: a weight is not finite, the scheme does not exist, or it lacks the group size.
+        InputError: a weight is not finite, the scheme does not exist, or the scheme has no such group size.
     """
     match choice_of(Scheme, scheme, "a scheme"):
         case Scheme.NF4:
@@ -45,7 +45,10 @@ def quantize(
         case Scheme.INT4 | Scheme.INT8:
             return integers.quantize(w_NK, Scheme(scheme), group_size, name=name)
         case Scheme.SOURCE:
-            raise InputError(f"{name}: scheme source keeps the codes of a GGUF file. Add the model from one.")
+            raise InputError(
+                f"{name}: the scheme source keeps the codes of a GGUF file. Add the model from such a file, "
+                "or choose another scheme."
+            )
 
 
 def dequantize(quantized: QuantizedTensor) -> NDArray[np.float32]:

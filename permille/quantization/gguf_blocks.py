@@ -5,9 +5,9 @@
     Q4_1    w' = d * q + m      q from 0 to 15
 
 `d` and `m` are float16 of either sign, so `d * q` is exact in float32 and a weight is rounded at most once.
-A block of a file holds `d`, then `m` if it is Q4_1, then the codes. In a block of four-bit codes, the low
-halves of the 16 bytes are codes 0 to 15, and the high halves are codes 16 to 31. Here neighbours share a
-byte, as in all schemes.
+A block of a file holds `d`, then `m` (Q4_1 only), then the codes. In a block of four-bit codes, the low
+halves of the 16 bytes are codes 0 to 15, and the high halves are codes 16 to 31. In a package, neighbours
+share a byte instead, as in all schemes.
 
 # Legend: N, K = rows and columns; G = K / 32; R = bytes of a row; B = blocks; S = 32; P = bytes of codes.
 """
@@ -44,7 +44,7 @@ def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
         InputError: the blocks have another size, or a scale is not finite.
     """
     rows, size = block_NR.shape
-    # The bytes of a block tell its type.
+    # The number of bytes in a block tells its type.
     kind = _NAMES.get(size * GROUP_SIZE // columns) if columns % GROUP_SIZE == 0 else None
     if kind is None:
         raise InputError(f"Rows of {columns} weights in {size} bytes are none of {', '.join(TYPES)}.")
@@ -70,7 +70,7 @@ def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
 
 
 def blocks_of(tensor: QuantizedTensor) -> NDArray[np.uint8]:
-    """Join codes and scales to blocks again, uint8 [N, R]: bit for bit the input of `codes_of`."""
+    """Join codes and scales to blocks, uint8 [N, R]. The bits are those of the input of `codes_of`."""
     heads = [tensor.scales] if tensor.minima is None else [tensor.scales, tensor.minima]
     half_BH = np.stack([head.reshape(-1) for head in heads], axis=1).astype("<f2")
     code_BP = tensor.packed.reshape(len(half_BH), -1)

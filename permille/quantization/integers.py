@@ -4,7 +4,7 @@
 
 with M = 7 or 127. All computations are in float32, and rint rounds half to even. int4 stores code + 8. Only
 calibrated codes (`rounding`) use -8. If K is not a multiple of the group size, the last group of a row is
-shorter. A scale that underflows to 0 makes a group of zeros.
+shorter. If the scale of a group underflows to 0, all weights of the group become 0.
 
 int8 is the weight-only form of LLM.int8 (Dettmers et al., 2022) and of torchao's `Int8WeightOnlyConfig`,
 which have one scale for each row. Groups of 128 cost a quarter of a bit more per weight. They halve the
@@ -34,7 +34,7 @@ def quantize(
     """Quantize a weight to INT4 or INT8.
 
     Raises:
-        InputError: a weight is not finite, or the scheme lacks the group size.
+        InputError: a weight is not finite, or the scheme has no such group size.
     """
     if group_size not in GROUP_SIZES[scheme]:
         wanted = " or ".join(map(str, GROUP_SIZES[scheme]))
@@ -68,6 +68,6 @@ def _codes(
     scale_RK = np.repeat(scale_RG, group_size, axis=1)[:, : w_RK.shape[1]]
     # Groups of zeros have scale 0 and keep the code 0.
     code_RK = np.divide(w_RK, scale_RK, out=np.zeros_like(w_RK), where=scale_RK > 0)
-    # Symmetric, so -8 and -128 stay unused.
+    # The range is symmetric, so -8 and -128 stay unused.
     np.clip(np.rint(code_RK, out=code_RK), -most, most, out=code_RK)
     return code_RK.astype(np.int8)

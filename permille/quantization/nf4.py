@@ -1,9 +1,9 @@
-"""NF4: 16 quantiles of a normal distribution, one absmax for each flat block of 64 weights (QLoRA, 3).
+"""NF4: codes for 16 quantiles of a normal distribution, in blocks of 64 weights (QLoRA, section 3).
 
-Codes and absmax are bit for bit those of bitsandbytes' reference (`functional.quantize_4bit`, no double
-quantization), so its loaders open them. There are two deviations that no decoder sees. The absmax of an
-all-zero tail block is 0, where the reference stores 1e-38. The nibble after an odd number of codes is 0,
-not 7.
+A block has one scale, the largest absolute value of its weights (absmax). Codes and absmax have the bits of
+bitsandbytes' reference (`functional.quantize_4bit`, no double quantization), so the loaders of bitsandbytes
+read them. There are two differences, which do not change the decoded weights. The absmax of an all-zero tail
+block is 0, where the reference stores 1e-38. The nibble after an odd number of codes is 0, not 7.
 
 # Legend: N, K = rows and columns of the weight; B = ceil(N * K / 64) flat blocks.
 """
@@ -48,7 +48,7 @@ def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTen
     """Quantize each `w / absmax(block)` to the nearest of NF4_CODES. A tie goes to the lower one.
 
     Raises:
-        InputError: a weight is not finite, or the array is no float32 matrix.
+        InputError: a weight is not finite, or the array is not a float32 matrix.
     """
     check_weight(w_NK, name)
     w = w_NK.reshape(-1)

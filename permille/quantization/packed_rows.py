@@ -1,10 +1,10 @@
 """A quantized weight in one form for all schemes, and its decoder in numpy.
 
-All schemes decode in one way. A code is looked up in a table, or taken as an integer. It is multiplied by the
-scale of its group, and the group's minimum is added if there is one. The numpy code here is the definition
-(FORMAT 4.2). The kernels of `permille.native.weights` give the same bits.
+All schemes decode in the same way. A code is looked up in a table, or taken as an integer. The number is
+multiplied by the scale of its group, and the group's minimum is added if there is one. The numpy code here is
+the definition (FORMAT 4.2). The kernels of `permille.native.weights` give the same bits.
 
-Shapes: N, K = out and in features; R = rows of a range.
+Shapes: N = out features, K = in features, R = rows of a range.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Form(IntEnum):
 
     SHARED = 0  # an index into a table of 16 numbers
     BYTES = 1  # an integer in a byte
-    SHIFTED = 2  # as SHARED, and the minimum of the group is added
+    SHIFTED = 2  # as SHARED, but the minimum of the group is added after the scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +40,8 @@ class PackedRows:
         scales: float32, one for each group.
         codes: the table, float32 [16]. Empty for BYTES.
         minima: float32, one for each group of SHIFTED, else empty.
-        line: the number of weights after which groups begin anew: a row, or the whole matrix for nf4.
+        line: the number of weights after which a new group must begin: those of a row, or for nf4, of the
+            whole matrix.
     """
 
     packed: NDArray[np.uint8]
@@ -121,7 +122,8 @@ def decoded_at(
 ) -> NDArray[np.float32]:
     """Decode the weights at flat indices, float32 of the indices' shape.
 
-    A sparse product adds `value - decoded` to the product with the codes.
+    To multiply with trained sparse values, a layer multiplies with the decoded weights, then adds the product
+    with `value - decoded`.
 
     Raises:
         InputError: an index is outside of the weight.
@@ -131,7 +133,7 @@ def decoded_at(
     if flat.size and (int(flat.min()) < 0 or int(flat.max()) >= size):
         raise InputError(f"expected flat indices below {size}, got {flat.min()}..{flat.max()}")
     line, column = np.divmod(flat, weight.line)
-    # Groups begin anew with each line, and its last group may be shorter.
+    # A new group begins with each line, and the last group of a line may be shorter.
     group = line * -(-weight.line // weight.group_size) + column // weight.group_size
     w: NDArray[np.float32]
     if weight.form is Form.BYTES:

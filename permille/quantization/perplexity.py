@@ -2,7 +2,7 @@
 
     perplexity = exp(mean over all predictions of -log p(token | tokens before)), logits in float32
 
-Needs torch, so nothing in the package's `__init__` imports it.
+This module needs torch, so `permille.quantization` itself does not import it.
 """
 
 import itertools
@@ -73,16 +73,17 @@ def perplexity_by_layer(
 
     Args:
         stream: the model.
-        sequences_NT: as `perplexity`.
+        sequences_NT: as in `perplexity`.
         quantized: weights whose decoded numbers replace the model's own, in tensor_id order.
         progress: called with the number of layers done.
 
     Raises:
-        InputError: as `perplexity` and `apply_quantized`.
+        InputError: as for `perplexity` and `apply_quantized`.
     """
     _check(sequences_NT)
     ids = [_ids(tokens_T) for tokens_T in sequences_NT]
-    # In tensor_id order a layer's tensors are neighbours, so one decoded layer is in memory at a time.
+    # In tensor_id order, the tensors of a layer are neighbours, so only one decoded layer is in memory at a
+    # time.
     by_layer = itertools.groupby(quantized, key=lambda item: layer_of(item[0]))
     with torch.inference_mode():
         with stream.ends() as ends:
@@ -135,7 +136,7 @@ def _ids(tokens_T: NDArray[np.int64]) -> torch.Tensor:
 
 
 def _loss(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, sequence: int) -> float:
-    """Sum over the predictions of one sequence."""
+    """Return the sum of the losses of one sequence's predictions."""
     logits_TV, wanted_T = logits_BTV[0, :-1].float(), ids_BT[0, 1:].to(logits_BTV.device)
     # Convert to float64 before the sum, so that losses of long texts add up without large errors.
     loss = float(functional.cross_entropy(logits_TV, wanted_T, reduction="none").double().sum())
@@ -150,7 +151,7 @@ def _mean(total: float, sequences_NT: NDArray[np.int64]) -> Perplexity:
 
 
 def _exponential(loss: float) -> float:
-    # A loss above 700 nats overflows; no model that predicts anything comes near.
+    # The exponential of a larger loss overflows. No useful model has a loss of that size.
     return math.exp(min(loss, 700.0))
 
 

@@ -1,4 +1,4 @@
-"""Error of a quantized weight against its source. numpy only.
+"""Error of a quantized weight against its source, in numpy alone.
 
     relative error = ||w - w'||_F / ||w||_F        max error = max |w - w'|
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 class TensorError(TypedDict):
-    """A line of the table."""
+    """The errors of one tensor."""
 
     name: str
     shape: list[int]
@@ -21,7 +21,7 @@ class TensorError(TypedDict):
 
 
 class Summary(TypedDict):
-    """The table, and the relative error over all tensors together."""
+    """The errors of each tensor, and of all tensors together."""
 
     relative_error: float
     max_error: float

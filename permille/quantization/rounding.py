@@ -2,12 +2,12 @@
 
     w' = scale * clip(rint(w / scale + v), -8, 7)
 
-On calibration text, SignRound measures the error of a block's output. It moves `v` in [-0.5, 0.5] and the
-range of each group by the sign of that error's gradient (Cheng et al. 2023, "Optimize Weight Rounding via
-Signed Gradient Descent"). Codes are symmetric, with one float16 scale for 128 weights of a row. ADR 13 says
-why we chose this method.
+A block is a decoder layer. On calibration text, SignRound measures the error of a block's output. It moves
+`v` in [-0.5, 0.5] and the range of each group by the sign of that error's gradient (Cheng et al. 2023,
+"Optimize Weight Rounding via Signed Gradient Descent"). Codes are symmetric, with one float16 scale for 128
+weights of a row. ADR 13 says why we chose this method.
 
-Scales are not negative, so the result is an int4 layer of a package.
+Scales are not negative, so a package can store the result in the scheme int4.
 
 # Legend: N, K = rows and columns; G = groups of a row; Q, T = sequences and their tokens.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GROUP_SIZE = 128
 ITERATIONS = 200
-"""Steps for each block, the library's default."""
+"""Number of steps for each block, as auto-round does by default."""
 
 BATCH_SIZE = 8
 
@@ -72,7 +72,7 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
     # The last group of a row may be shorter.
     scale_NK = np.repeat(scale_NG, GROUP_SIZE, axis=1)[:, :columns]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # A group of zeros has scale 0, and the quotient NaN.
+        # A group of zeros has scale 0, which makes its quotients NaN.
         code_NK = np.clip(np.nan_to_num(np.rint(w_NK / scale_NK)), -8, 7)
     found = QuantizedTensor(
         scheme=Scheme.INT4,
@@ -84,7 +84,7 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
     )
     if scale_NG.shape != scales_shape(Scheme.INT4, found.shape, GROUP_SIZE) or scale_NG.min() < 0:
         raise InputError(
-            f"auto-round gave {name} scales of shape {scale_NG.shape}, and the least is {scale_NG.min()}. "
+            f"auto-round gave {name} scales of shape {scale_NG.shape} with minimum {scale_NG.min()}. "
             "Each group needs one scale that is not negative."
         )
     # Codes are recovered from decoded weights, so decoding them must give the same bits.
@@ -118,7 +118,7 @@ def _tuned(
             group_size=GROUP_SIZE,
             sym=True,
             # This type has positive scales. With "int", auto-round would leave out every matrix whose sides
-            # are no multiples of 32.
+            # are not multiples of 32.
             data_type="int_sym_gptq",
             scale_dtype="fp16",
             dataset=dataset,
@@ -132,7 +132,7 @@ def _tuned(
             seed=0,
         ).quantize()
     found: torch.nn.Module = tuned
-    # auto-round leaves some layers out without an error. They would pass for calibrated ones.
+    # auto-round leaves some layers out without an error, and their weights would pass for calibrated ones.
     if same := [
         name for name in names if before[name].any() and torch.equal(found.get_parameter(name), before[name])
     ]:

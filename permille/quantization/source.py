@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.quantization.types import QuantizedTensor, Scheme, packed_size, scales_shape
 
-# Weights handled at once. They bound the temporaries at some tens of MB for any matrix.
+# How many weights are handled at once. This bounds the temporary arrays at some tens of MB for any matrix.
 CHUNK_WEIGHTS = 1 << 20
 
 
@@ -16,7 +16,7 @@ def check_weight(w_NK: NDArray[np.float32], name: str) -> None:
     """Check that a weight is a float32 matrix. `check_finite` checks its numbers, chunk by chunk.
 
     Raises:
-        InputError: it is not.
+        InputError: the weight is not a float32 matrix, or is empty.
     """
     if w_NK.ndim != 2 or w_NK.dtype != np.float32 or w_NK.size == 0:
         raise InputError(f"{name}: expected a float32 matrix, got {w_NK.dtype} of shape {w_NK.shape}")
@@ -26,7 +26,7 @@ def check_finite(chunk: NDArray[np.float32], first: int, name: str) -> None:
     """Check that a chunk of weights is finite. `first` is the flat index of its first weight.
 
     Raises:
-        InputError: it has NaN or infinity.
+        InputError: a weight is NaN or infinite.
     """
     finite = np.isfinite(chunk)
     if not finite.all():
@@ -56,7 +56,7 @@ def check_quantized(quantized: QuantizedTensor) -> None:
 
 
 def unpack(packed: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:
-    """Return the first `number` codes of bytes that hold two each.
+    """Return the first `number` codes. Each byte holds two.
 
     >>> unpack(np.array([0x12, 0x30], np.uint8), 3).tolist()
     [1, 2, 3]
@@ -74,7 +74,10 @@ def row_chunks(rows: int, columns: int) -> list[tuple[int, int]]:
 def packed_rows(
     w_NK: NDArray[np.float32], code: Callable[[slice], NDArray[np.uint8]], *, name: str, bits: int = 4
 ) -> NDArray[np.uint8]:
-    """Pack the codes of all rows, chunk by chunk. `code` returns those of a range of finite rows.
+    """Pack the codes of all rows, chunk by chunk.
+
+    Args:
+        code: returns the codes of a range of rows, whose weights are finite.
 
     Raises:
         InputError: a weight is NaN or infinite.
@@ -91,7 +94,7 @@ def packed_rows(
 
 
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pack two codes into a byte, the first in the high nibble. An odd last low nibble is 0.
+    """Pack two codes into each byte, the first in the high nibble. Pad an odd number of codes with 0.
 
     >>> pack(np.array([1, 2, 3], np.uint8)).tolist()
     [18, 48]

@@ -18,8 +18,7 @@ def code_table(table: RawTensor) -> RawTensor:
         code = round(w / scale)     # halves away from zero
 
     As in llama.cpp, codes are computed with the float32 scale, and the scale is stored as float16.
-    A matrix that is already Q8_0 is returned unchanged. So is one whose rows are not a multiple of
-    32 weights.
+    A matrix is returned unchanged if it is already Q8_0, or if its rows are not a multiple of 32 weights.
 
     Raises:
         InputError: a scale is beyond the range of float16, or a number is not finite.
@@ -44,7 +43,7 @@ def code_table(table: RawTensor) -> RawTensor:
             )
         with np.errstate(all="ignore"):
             scale_B1 = np.abs(w_BS).max(axis=1, keepdims=True) / np.float32(127)
-            # FORMAT 4.3: multiply by the reciprocal, as llama.cpp does. A division gives some other codes.
+            # FORMAT 4.3: multiply by the reciprocal, as llama.cpp does. A division would change some codes.
             inverse_B1 = np.where(scale_B1 == 0, np.float32(0), np.float32(1) / scale_B1)
             # A decoder multiplies by this rounded scale. llama.cpp accepts the difference, and so do we.
             half_B1 = scale_B1.astype("<f2")

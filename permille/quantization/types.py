@@ -14,7 +14,7 @@ from permille.choices import choice_of
 
 
 class Scheme(StrEnum):
-    """Coding of weights (FORMAT 4.2): four bits each, eight for INT8, either for SOURCE."""
+    """Coding of weights (FORMAT 4.2). A code has four bits, with INT8 eight, with SOURCE four or eight."""
 
     NF4 = "nf4"
     INT4 = "int4"
@@ -31,11 +31,12 @@ class QuantizedTensor:
         shape: (N, K) of the weight.
         group_size: the number of weights that share a scale. NF4 counts them along the flat row-major matrix,
             the other schemes along a row.
-        packed: uint8 in flat row-major order. Codes of four bits: [ceil(N*K / 2)], two in a byte, the first
-            in the high nibble. An odd last low nibble is 0. Codes of eight bits (INT8, and some of SOURCE):
-            [N*K], the bytes of int8.
-        scales: float32. NF4 has absmax [B], INT4 and INT8 have scales [N, G], all finite and not negative.
-            The scales [N, G] of SOURCE have either sign, and each is exact in float16.
+        packed: the codes, uint8 in flat row-major order. Codes of four bits: [ceil(N*K / 2)], two in a byte,
+            the first in the high nibble. If N*K is odd, the last low nibble is 0. Codes of eight bits (INT8,
+            and some of SOURCE): [N*K], the bytes of int8.
+        scales: float32, all finite. NF4 has the largest absolute value of each block, [B]. INT4, INT8 and
+            SOURCE have scales [N, G]. Only the scales of SOURCE may be negative, and each is exact in
+            float16.
         minima: numbers that are added to code times scale, [N, G]. Only some four-bit weights of SOURCE have
             them.
     """
@@ -49,13 +50,13 @@ class QuantizedTensor:
 
     @property
     def bits(self) -> int:
-        """Return the bits of a code. For SOURCE, the number of bytes decides."""
+        """Return the number of bits of a code. For SOURCE, the size of `packed` decides."""
         # A GGUF file mixes types, so tensors of one package may differ.
         own = self.scheme is Scheme.SOURCE and self.packed.size == self.shape[0] * self.shape[1]
         return 8 if own else bits_of(self.scheme)
 
     def __post_init__(self) -> None:
-        """Check the scheme (InputError)."""
+        """Turn the scheme into an enum member. Raise InputError if it does not exist."""
         object.__setattr__(self, "scheme", choice_of(Scheme, self.scheme, "a scheme"))
 
 
@@ -75,7 +76,7 @@ def rows_of(weight: QuantizedTensor, first: int, last: int) -> QuantizedTensor:
     size = weight.group_size
     if begin * weight.bits % 8 or end * weight.bits % 8 or (weight.scheme is Scheme.NF4 and begin % size):
         raise ValueError(f"rows {first} to {last} of {columns} weights share a byte or a block with others")
-    # The last block may reach beyond these rows. Its absmax decodes them all the same.
+    # The last block may reach beyond these rows. Its scale is right for the weights within them.
     blocks = slice(begin // size, -(-end // size)) if weight.scheme is Scheme.NF4 else slice(first, last)
     return QuantizedTensor(
         scheme=weight.scheme,
@@ -88,12 +89,12 @@ def rows_of(weight: QuantizedTensor, first: int, last: int) -> QuantizedTensor:
 
 
 def bits_of(scheme: Scheme) -> int:
-    """Return the bits of a code. For SOURCE, return the smaller number."""
+    """Return the number of bits of a code. SOURCE has 4 or 8, and this returns 4."""
     return 8 if scheme is Scheme.INT8 else 4
 
 
 def packed_size(bits: int, shape: tuple[int, int]) -> int:
-    """Return the bytes that hold the codes of a weight of this shape."""
+    """Return the number of bytes that hold the codes of a weight of this shape."""
     return (shape[0] * shape[1] * bits + 7) // 8
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_sequences(model: "PreTrainedModel", sequences_NT: NDArray[np.int64]) -> None:
-    """Check that the model can take the sequences. Raises as `check_tokens`."""
+    """Check that the model can take the sequences. It raises the errors of `check_tokens`."""
     check_tokens(model.get_input_embeddings().weight.shape[0], sequences_NT)
 
 
@@ -31,7 +31,7 @@ def check_tokens(vocabulary: int, sequences_NT: NDArray[np.int64]) -> None:
     """Check token sequences.
 
     Raises:
-        InputError: they are not [N, T] with T of at least 2, or a token is outside of the vocabulary.
+        InputError: the shape is not [N, T] with T of at least 2, or a token is outside of the vocabulary.
     """
     if sequences_NT.ndim != 2 or sequences_NT.shape[1] < 2:
         raise InputError(f"expected sequences [N, T] of at least 2 tokens, got shape {sequences_NT.shape}")
@@ -46,7 +46,7 @@ def check_tokens(vocabulary: int, sequences_NT: NDArray[np.int64]) -> None:
 def differentiable(model: "PreTrainedModel", names: Sequence[str]) -> Iterator[None]:
     """Give gradients to `names` only, recompute layers in the reverse pass, and use eval mode.
 
-    At the end of the context, the model is as before.
+    At the end of the context, all three are as before.
     """
     with _only_trainable(model, names), _recomputed(_layers(model, names)), _in_eval_mode(model):
         yield
@@ -99,7 +99,7 @@ def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
     transformers can do this itself, but only in training mode, where dropout is on.
     """
-    # Look in the instance alone, since `layer.forward` would also find the class's method.
+    # Look only in the instance, because `layer.forward` would also find the method of the class.
     own = [vars(layer).get("forward") for layer in layers]
     try:
         for layer in layers:
@@ -108,7 +108,7 @@ def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer, forward in zip(layers, own, strict=True):
             del layer.forward  # the class's own method is visible again
-            if forward is not None:  # somebody had replaced it before
+            if forward is not None:  # another program had already replaced the method
                 layer.forward = forward
 
 
@@ -121,8 +121,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the decoder layers from the lowest in scope upwards: those that the reverse pass visits."""
-    # Layers below the lowest trainable weight have no reverse pass, so nothing is recomputed there.
+    """Return the decoder layers from the lowest in scope upwards. The reverse pass visits only these."""
     lowest = min(index for index in map(layer_of, names) if index is not None)
     prefix = names[0].split(".layers.", 1)[0] + ".layers"
     layers = model.get_submodule(prefix)

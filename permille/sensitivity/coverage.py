@@ -1,11 +1,11 @@
 """Evidence for a mask, as plain dicts for JSON, without NaN, infinity or arrays.
 
-- `curve`: the share of the whole score that the best fraction of the weights holds (sensitive-sparse-zo,
-  figure 2).
-- `coverage`: the share of a score that a mask holds, in total and by tensor. With scores of another text, it
-  says whether a mask of one corpus still covers the gradients of a task (figure 3).
+- `curve`: the share of the total score that the best fraction of the weights holds. Figure 2 of "Zeroth-order
+  fine-tuning of LLMs with extreme sparsity" shows such a curve.
+- `coverage`: the share of the total score that the weights of a mask hold, also by tensor. With scores of
+  another text, it shows whether the mask of a corpus also covers the gradients of a task (figure 3).
 
-If the whole score is 0, the share is the fraction of the weights, because nothing is known. Sums are
+If the total score is 0, the share is the fraction of the weights, because nothing is known. Sums are
 float64, in the order of the tensors.
 """
 
@@ -21,7 +21,8 @@ from permille.errors import InputError
 Tensors = Mapping[str, NDArray[np.float32]]
 Indices = Mapping[str, NDArray[np.uint32]]
 
-# Bins over all positive float32, 1.1% wide: few enough to hold, and fine enough for a chart.
+# Bins over all positive float32 numbers. A bin is 1.1% wide: the bins fit into memory, and are fine enough
+# for a chart.
 _BINS_PER_OCTAVE = 64
 _CHUNK = 1 << 20
 
@@ -34,7 +35,7 @@ class CurvePoint(TypedDict):
 
 
 class TensorRow(TypedDict):
-    """A line of the table. `coverage` is the share of the tensor's score that the mask holds."""
+    """A tensor in the report. `coverage` is the share of the tensor's score that the mask holds."""
 
     name: str
     shape: list[int]
@@ -45,7 +46,7 @@ class TensorRow(TypedDict):
 
 
 class CoverageReport(TypedDict):
-    """Report on a mask's coverage, for the operator's decision."""
+    """Report on a mask's coverage, by which an operator can judge the mask."""
 
     k: int
     numel: int
@@ -55,7 +56,7 @@ class CoverageReport(TypedDict):
 
 
 def mask_report(scores: Tensors, mask: Indices) -> CoverageReport:
-    """Return curve, table and total of a mask under a set of scores.
+    """Return the curve of the scores, and the coverage of a mask in total and by tensor.
 
     Raises:
         InputError: mask and scores have different tensors, or an index is outside of its tensor.
@@ -73,9 +74,9 @@ def mask_report(scores: Tensors, mask: Indices) -> CoverageReport:
 def curve(scores: Tensors, points: int = 61) -> list[CurvePoint]:
     """Return the share of the score in the best weights, at fractions spaced evenly in their logarithm.
 
-    Fractions go from 1e-6 (or one weight) to 1. The best weights are those of all tensors together. Scores
-    are counted in bins 1.1% wide, so nothing is sorted. A part of a bin counts with the bin's mean, so the
-    result is exact at the edges of bins.
+    Fractions go from 1e-6 (or one weight) to 1. The best weights are chosen from all tensors together. Scores
+    are counted in bins that are 1.1% wide, so they need not be sorted. Within a bin, every score counts as
+    the mean of the bin, so the result is exact only at the edges of bins.
 
     Raises:
         InputError: a score is NaN, infinite or negative.
@@ -87,7 +88,7 @@ def curve(scores: Tensors, points: int = 61) -> list[CurvePoint]:
     # A fraction below one weight means nothing.
     smallest = max(1e-6, 1 / numel)
     fractions = np.geomspace(smallest, 1, points)
-    # `geomspace` misses its ends by a rounding error.
+    # `geomspace` may miss its ends by a rounding error.
     fractions[0], fractions[-1] = smallest, 1
     if total == 0:
         return [CurvePoint(fraction=float(at), coverage=float(at)) for at in fractions]
@@ -99,8 +100,8 @@ def curve(scores: Tensors, points: int = 61) -> list[CurvePoint]:
 
 
 def _histogram(scores: Tensors) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return numbers and sums of the scores in bins of rising size. Bin 0 is exactly 0."""
-    # float32 above 0 lies in 2**-149 to 2**128.
+    """Return the number and the sum of the scores in each bin, from small to large. Bin 0 has scores of 0."""
+    # Positive float32 numbers lie between 2**-149 and 2**128.
     bins = (149 + 129) * _BINS_PER_OCTAVE + 1
     numbers, sums = np.zeros(bins, np.int64), np.zeros(bins, np.float64)
     for name in scores:
@@ -109,7 +110,7 @@ def _histogram(scores: Tensors) -> tuple[NDArray[np.int64], NDArray[np.float64]]
             chunk = np.asarray(flat[start : start + _CHUNK], np.float64)
             if not (np.isfinite(chunk) & (chunk >= 0)).all():
                 raise InputError(f"{name} has a score that is not a finite number of at least 0.")
-            # `where` leaves out zeros, whose logarithm would be a warning and -inf.
+            # `where` leaves out zeros, whose logarithm would be -inf, with a warning.
             octave = np.log2(chunk, out=np.full_like(chunk, -150.0), where=chunk > 0)
             index = np.where(chunk > 0, 1 + np.floor((octave + 149) * _BINS_PER_OCTAVE), 0).astype(np.int64)
             numbers += np.bincount(index, minlength=bins)
@@ -118,7 +119,7 @@ def _histogram(scores: Tensors) -> tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 def _rows(scores: Tensors, mask: Indices) -> Iterator[tuple[TensorRow, float]]:
-    """Yield the rows of the table, and the part of each score on the mask. A tensor is read once."""
+    """Yield the row of each tensor, and the score that the mask holds in it. Each tensor is read once."""
     if set(scores) != set(mask):
         other = sorted(set(scores) ^ set(mask))[:3]
         raise InputError(f"Mask and scores must have the same tensors. They differ in {', '.join(other)}.")

@@ -1,10 +1,11 @@
 """Fisher scores: the diagonal of the empirical Fisher of a causal language model, one sequence at a time.
 
-    F_i = (1/N) * sum_n g_{n,i}^2        (sensitive-sparse-zo, section 3.1)
+    F_i = (1/N) * sum_n g_{n,i}^2
 
-`g_n` is the gradient of the mean next-token loss of sequence n. Squares are computed and summed in
-float32 for any dtype of the model: a sum in bfloat16 stops growing at 2^8 equal terms. The square of a
-batch's mean gradient is another quantity, and is not offered.
+The formula is from "Zeroth-order fine-tuning of LLMs with extreme sparsity", section 3.1. `g_n` is the
+gradient of the mean next-token loss of sequence n. Squares are computed and summed in float32 for any dtype
+of the model, because a sum in bfloat16 stops growing at 2^8 equal terms. The square of a batch's mean
+gradient is another quantity, and this module does not compute it.
 
 Memory holds the weights (one decoder layer of a `StreamedModel`), the scores in scope (or a mapped file
 of them), the gradient of one tensor, and the activations of one decoder layer. Each gradient is squared
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 AnyModel: TypeAlias = "PreTrainedModel | StreamedModel"
 
 
-# Called after each sequence with the sequences done and their total. An exception stops the work; whole
-# shards stay in the resume folder.
+# Called after each sequence with the number of sequences done and their total. An exception stops the work,
+# and the sum of the finished shards stays in the `resume` folder.
 Progress: TypeAlias = Callable[[int, int], None]
 
 
@@ -113,7 +114,8 @@ def shard_sums(
 ) -> Scores:
     """Sum the squared gradients of one shard, for `join_shards`.
 
-    Arguments and errors are those of `fisher_scores`. The sum so far is kept after each 16 sequences.
+    Arguments and errors are those of `fisher_scores`. If `resume` is given, the sum so far is stored there
+    after every 16 sequences.
     """
     shapes = scope_shapes(model, scope)
     check_model(model)
@@ -174,7 +176,7 @@ def add_shard(
         first: the number of the first sequence, for messages.
 
     Raises:
-        InputError: as `fisher_scores`.
+        InputError: as for `fisher_scores`.
     """
     if isinstance(model, StreamedModel):
         _add_streamed(model, sequences_NT, sums, first, progress)
@@ -215,7 +217,11 @@ def _not_finite(name: str) -> InputError:
 
 @contextlib.contextmanager
 def _sums_beside(device: torch.device, sums: Scores) -> Iterator[Callable[[str], Tensor]]:
-    """Yield the sums as tensors by name. A GPU holds those of a shard if they fit, so squares stay there."""
+    """Yield a function that returns the sum of a tensor by name.
+
+    If the model is on a GPU and the sums fit, they stay there until the end of the context, so that squares
+    need not be copied to the host.
+    """
     if not _holds_sums(device, sums):
         yield functools.partial(_shared, sums)
         return
@@ -230,7 +236,7 @@ def _holds_sums(device: torch.device, sums: Scores) -> bool:
 
 
 def _shared(sums: Scores, name: str) -> Tensor:
-    """Return a sum as a tensor over the same memory."""
+    """Return the sum of a tensor as a torch tensor over the same memory."""
     return torch.from_numpy(sums[name])
 
 
@@ -238,7 +244,7 @@ def _shared(sums: Scores, name: str) -> Tensor:
 def _squares_into(
     parameters: Mapping[str, nn.Parameter], sum_of: Callable[[str], Tensor], sequence: int
 ) -> Iterator[None]:
-    """Square each gradient onto its sum while autograd runs, and free it at once."""
+    """Add the square of each gradient to its sum while autograd runs, and free the gradient at once."""
     handles = []
     for name, parameter in parameters.items():
         hook = _square_hook(name, sum_of(name), sequence)
@@ -260,7 +266,7 @@ def _square_hook(name: str, sum_NK: Tensor, sequence: int) -> Callable[[Tensor],
             raise RuntimeError(f"{name}: autograd called the hook without a gradient")
         # Convert to float32 before squaring, because bfloat16 would round the square to eight bits.
         square_NK = gradient.detach().float().square_()
-        # A NaN would stay in the sum, and the mask would refuse the scores only after all sequences.
+        # Check now: a NaN would stay in the sum, and `select_mask` would refuse it only after all sequences.
         if not torch.isfinite(square_NK).all():
             raise InputError(f"The squared gradients of {name} are not finite at sequence {sequence}.")
         # The sum may be in memory while the gradient is on a GPU (`_sums_beside`).
@@ -274,8 +280,8 @@ def _offset(progress: Progress, start: int, total: int) -> Callable[[int], None]
 
 
 def _fingerprint(model: AnyModel, sequences_NT: NDArray[np.int64], shapes: Shapes) -> str:
-    """Return a name for the sum: a hash of weights, sequences, scope and the rule of the shards."""
-    # Sums of other weights or sequences in the folder must not be added to, so the hash covers both.
+    """Return a name for the sum: a hash of weights, sequences, scope and shard size."""
+    # A call must not continue from the sum of other weights or sequences, so the hash covers both.
     state = hashlib.sha256(f"permille-fisher-1 {SHARD_SEQUENCES} {sequences_NT.shape} {shapes}".encode())
     state.update(np.ascontiguousarray(sequences_NT).astype("<i8", copy=False).data)
     if isinstance(model, StreamedModel):

@@ -2,10 +2,10 @@
 
     mask = select_mask(scores, "fisher", 0.001)
 
-Each tensor gets the `count(density, numel)` weights with the largest scores. Ties go to the lowest
-index. NaN has no rank and is refused. Scores are ranked by their bits, in two counting passes of 16 bits
-each. So the threshold is exact and does not depend on a sorting algorithm. Beside the scores, which may be a
-mapped file, a few MB of memory are enough.
+The mask of a tensor has the `count(density, numel)` weights with the largest scores. Of equal scores, the
+lowest index is taken. NaN has no rank and is refused. Scores are ranked by their bits, in two counting passes
+of 16 bits each. So the threshold is exact and does not depend on a sorting algorithm. Selecting takes a few
+MB of memory in addition to the scores, which may be a mapped file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,8 @@ Mask = dict[str, NDArray[np.uint32]]
 
 _CHUNK = 1 << 20
 _LARGEST_TENSOR = 1 << 32
-# Counter words 2 and 3. Directions put the step and the query there. They never use the largest value for
-# both, so no direction uses this stream.
+# Words 2 and 3 of the generator's counter. Directions put the step and the query there, and never use the
+# largest value for both. So no direction uses this stream.
 _MASK_STREAM = (0xFFFFFFFF, 0xFFFFFFFF)
 
 
@@ -68,8 +68,8 @@ def select_mask(
         method: the method.
         density: the share of weights to select.
         seed: 0 to 2**64 - 1, for `random` only.
-        weights: the weights of a pruned model by name. Zeros are never chosen. If fewer weights are left than
-            wanted, fewer are chosen.
+        weights: the weights of a pruned model by name. Zeros are never chosen. If a tensor has fewer nonzero
+            weights than wanted, all of these are chosen.
 
     Returns:
         Flat row-major indices, uint32, strictly increasing.
@@ -121,9 +121,9 @@ class _Ranked:
 
 
 def _largest(ranked: _Ranked, wanted: int) -> NDArray[np.uint32]:
-    """Select the largest of a tensor. Of those equal to the threshold, take the first."""
+    """Select the weights with the largest ranks. Of those equal to the threshold, take the first."""
     threshold, ties = _threshold(ranked, wanted)
-    if threshold == 0:  # fewer weights are left than are wanted
+    if threshold == 0:  # there are fewer nonzero weights than wanted
         ties = 0
     found: list[NDArray[np.int64]] = []
     for start, rank in ranked.chunks():

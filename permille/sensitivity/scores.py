@@ -1,7 +1,8 @@
 """Scores: one float32 for each weight in scope, in a flat array in memory or in a mapped file.
 
-Sequences are summed in shards. The sums of the shards are added in their order, in float32. This module needs
-neither torch nor a model.
+The score of a weight is its mean squared gradient over sequences (`permille.sensitivity.fisher`). The squares
+are summed in shards of sequences, and the sums of the shards are added in their order, in float32. This
+module needs neither torch nor a model.
 
 The file is safetensors with float32 tensors [N, K] in tensor_id order (FORMAT 4.1), so any safetensors
 library reads it. Every mask is made from scores: with the same file, every machine selects the same
@@ -32,7 +33,7 @@ _CHUNK = 1 << 22
 IN_MEMORY_BYTES = 4 << 30
 # This number affects the result, because float32 sums depend on how their terms are grouped.
 SHARD_SEQUENCES = 16
-_MOST_SHARDS = 64  # a shard leaves an array as large as the scores until all are added
+_MOST_SHARDS = 64  # the sum of each shard is as large as the scores, and is stored until all sums are added
 _FLOPS = 8  # per token and weight: forward 2, backward 4, recomputed forward 2
 
 
@@ -42,8 +43,8 @@ class Scores(Mapping[str, NDArray[np.float32]]):
     def __init__(self, shapes: Shapes, flat: NDArray[np.float32], file: BinaryIO | None = None) -> None:
         """
         Args:
-            file: the open file without a name that `flat` maps. It has the header, too, so `put_scores` can
-                store it as it is.
+            file: the open file without a name that `flat` maps. The file also has the header, so `put_scores`
+                can store it as it is.
 
         Raises:
             InputError: `flat` is not float32 of the size that the shapes add up to.
@@ -103,8 +104,8 @@ def _unnamed_file(folder: Path) -> BinaryIO:
 
 
 def save_scores(path: Path, scores: Scores) -> None:
-    """Write the scores to a file at once: a temporary file in the same folder, fsync, rename."""
-    # Write to the same folder, because a rename is atomic only within a file system.
+    """Write the scores to a file atomically: to a temporary file, which is renamed when it is durable."""
+    # Use the same folder, because a rename is atomic only within a file system.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)
     try:
@@ -120,7 +121,7 @@ def save_scores(path: Path, scores: Scores) -> None:
 
 
 def put_scores(blobs: BlobFolder, scores: Scores) -> str:
-    """Store the scores as a blob and return its digest. Scores of a mapped file become read-only."""
+    """Store the scores as a blob and return its digest. Scores in a mapped file become read-only."""
     if scores.file is not None:
         scores.freeze()
         return blobs.put_unnamed(scores.file)
@@ -136,7 +137,7 @@ def load_scores(path: Path) -> Scores:
 
     Raises:
         PackageError: the file breaks a rule of FORMAT 4.1.
-        InputError: a tensor is no matrix.
+        InputError: a tensor is not a matrix.
     """
     file = SafetensorsFile(path, dtypes=["F32"])
     shapes: list[tuple[str, tuple[int, int]]] = []
@@ -145,7 +146,7 @@ def load_scores(path: Path) -> Scores:
             raise InputError(f"{name}: expected a matrix of scores, got shape {spec.shape}")
         shapes.append((name, (spec.shape[0], spec.shape[1])))
     size = sum(math.prod(shape) for _, shape in shapes)
-    # The tensors end the file, so this is the end of the header.
+    # The tensors fill the rest of the file after the header.
     start = path.stat().st_size - size * 4
     return Scores(shapes, np.memmap(path, dtype="<f4", mode="r", offset=start, shape=(size,)))
 
@@ -170,7 +171,9 @@ class PartialSums:
         return cls(folder, fingerprint)
 
     def load_into(self, total: Scores) -> int:
-        """Copy the newest sum into `total`, and return how many shards it holds. 0 changes nothing.
+        """Copy the newest sum into `total`, and return the number of its shards.
+
+        If there is no sum, return 0 and leave `total` unchanged.
 
         Raises:
             PackageError, InputError: the file is not what was saved.
@@ -187,7 +190,7 @@ class PartialSums:
         return shards
 
     def save(self, total: Scores, shards: int) -> None:
-        """Keep the sum of the first `shards` shards, then remove the older one."""
+        """Store the sum of the first `shards` shards, then remove the older sum."""
         if self.folder is None:
             return
         older = self._found()
@@ -224,7 +227,8 @@ def fisher_work(tokens: int, parameters: int) -> float:
 def shard_ranges(sequences: int) -> list[range]:
     """Return the shards of a job with this number of sequences.
 
-    A shard has 16 sequences. More than 1,024 sequences make at most 64 shards of a multiple of 16:
+    A shard has 16 sequences. If there are more than 1,024 sequences, there are at most 64 shards, and the
+    size of a shard is a multiple of 16. The last shard may be smaller:
 
         >>> shard_ranges(20)
         [range(0, 16), range(16, 20)]
@@ -234,7 +238,7 @@ def shard_ranges(sequences: int) -> list[range]:
     """
     if sequences < 1:
         raise InputError(f"Scores need at least 1 sequence, got {sequences}.")
-    # Multiples of 16 add up in the same pieces, whichever worker computes a shard.
+    # Take a multiple of 16, because `shard_sums` adds up a shard in pieces of 16.
     size = SHARD_SEQUENCES * max(1, -(-sequences // (SHARD_SEQUENCES * _MOST_SHARDS)))
     return [range(start, min(start + size, sequences)) for start in range(0, sequences, size)]
 
@@ -245,10 +249,10 @@ def join_shards(paths: Sequence[Path], sequences: int, *, spill_dir: Path | None
     Args:
         paths: the files with the sums, in the order of the shards.
         sequences: the number of sequences of all shards.
-        spill_dir: as `zero_scores`.
+        spill_dir: as in `zero_scores`.
 
     Raises:
-        PackageError, InputError: a file holds no such sums, or sums of other tensors.
+        PackageError, InputError: a file does not hold sums, or holds sums of other tensors.
     """
     total = zero_scores(load_scores(paths[0]).shapes, spill_dir=spill_dir)
     # Shards may end in any order; their sums are added in the order of the sequences.

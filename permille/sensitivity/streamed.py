@@ -5,8 +5,8 @@ loads each layer again, computes it once more, and hands the gradient of its inp
 Checkpointing in a whole model (`permille.sensitivity.backward`) does the same operations on the same
 numbers, so the gradients have the same bits.
 
-A pass reads the model twice, so it takes as many sequences as `hidden_bytes` of hidden states allow. Their
-number changes no sum, because a weight sees the sequences one by one, in their order.
+A pass reads the model twice, so it takes as many sequences as fit into `hidden_bytes` of hidden states. The
+number of sequences changes no gradient, because the layers compute one sequence at a time, in their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class StreamedModel:
 
 
 Watched = Callable[[DecoderLayer, int], AbstractContextManager[None]]
-"""Context around one layer's backward for the sequence of this number."""
+"""A function that returns a context for the reverse pass of one layer and one sequence, given by number."""
 
 
 def backward_by_layer(
@@ -50,10 +50,11 @@ def backward_by_layer(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Differentiate the loss of each sequence by the weights of these names.
+    """Differentiate the loss of each sequence with respect to the named weights.
 
     Args:
-        watched: a context around each layer and sequence, from the last layer down, sequences in order.
+        watched: returns a context around the reverse pass of each layer and sequence. The layers come from
+            the last one down, and for each layer the sequences in order.
         progress: called with the number of sequences done. Within a pass, the number grows with the layers.
 
     Raises:
@@ -90,13 +91,13 @@ class _Pass:
                     parameter.requires_grad_(f"{layer.prefix}.{name}" in self._names)
                 hidden = before.pop()
                 for number, gradient in enumerate(gradients):
-                    # Nobody needs the gradient below the lowest layer in scope.
+                    # Below the lowest layer in scope, no gradient is needed.
                     input_BTH = hidden[number].requires_grad_(index > self._lowest)
                     with watched(layer, self._first + number):
                         layer(input_BTH).backward(gradient)  # type: ignore[no-untyped-call]
                     if input_BTH.grad is not None:
                         gradients[number] = input_BTH.grad
-                    # Free the input now: the list of all layers' inputs is the largest part of a pass.
+                    # Free the input now: the inputs of all layers take most of the memory of a pass.
                     hidden[number] = torch.empty(0)
             self._tell()
 
@@ -134,6 +135,6 @@ class _Pass:
     def _tell(self) -> None:
         self._done += 1
         if self._progress is not None:
-            # Up through all layers, and down to the lowest one in scope.
+            # A pass goes up through all layers, and down to the lowest one in scope.
             layers = 2 * self._stream.layers - self._lowest
             self._progress(self._first + len(self._ids) * self._done // layers)

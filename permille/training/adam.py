@@ -1,11 +1,11 @@
-"""Adam on the lattice: from the gradient of the masked weights to the integers that they move by.
+"""Adam on the lattice: steps along the gradient that move each masked weight by an integer.
 
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2        g: the batch's gradient of the masked weights
     change = -rate * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + 1e-8)            (Kingma and Ba, algorithm 1)
 
 The rate starts at a share of the root mean square of the masked weights (adapters have another rule, see
-`learning_rate`), and falls to 0 over the steps. So there is no rate to search for. Every weight moves by
-the nearest integer of the lattice.
+`learning_rate`), and falls to 0 over the steps. So there is no rate to search for. Each change is rounded to
+the nearest multiple of the lattice's unit.
 
 Shapes: K = masked weights.
 """
@@ -27,14 +27,15 @@ from permille.package.reader import Package
 from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
 
-# On a real model of 135 million weights, 15 times the rate diverges, and its loss is never as low before.
+# The constants of `learning_rate`. On a model of 135 million weights, training with 15 times the rate
+# diverges, and its loss never gets as low before it does.
 RATE = 0.3
 FULL_RATE_WEIGHTS = 6000
 ADAPTER_RATE = 0.12
-# Units of the lattice in a step of the largest rate. There are up to twice as many, because a unit is a power
-# of two.
+# The fewest units of the lattice in a change of size `rate`. There may be almost twice as many, because the
+# unit is a power of two.
 UNITS = 256
-# The values of ADR 9.
+# b1 and b2 (docs/adr/0009).
 _BETAS = (0.9, 0.99)
 _TINY = 1e-8
 
@@ -140,21 +141,23 @@ def learning_rate(package: Package) -> float:
     """Return the rate of the first step, or 0 if all masked weights are 0.
 
     A step moves every masked weight by up to the rate, and all moves lower the loss, so the effect grows with
-    the number of weights. For k weights, the rate is `0.3 min(1, 6000 / k)` times their root mean square. It
-    was measured at k of 3,624, 5,808 and 106,230 (docs/adr/0009).
+    the number of weights. For k weights, the rate is `0.3 min(1, 6000 / k)` times their root mean square.
+    This rule was measured with k = 3,624, 5,808 and 106,230 (docs/adr/0009).
 
-    For an adapter, a step of B changes a linear layer's output by up to `alpha rate` of its input, for
-    any size. So the rate is 0.12 over alpha. If A is trained, its step changes `A x` by up to `K rate`,
-    and the output by that times B, which has moved by `rate`. So `alpha K rate^2` is at most 0.25, where
-    K is the mean width of the inputs. "LoRA+" (Hayou et al., 2024) has the same root of the width if A
-    and B share one rate.
+    An adapter adds `alpha / rank * B A x` to the output of a linear layer with input x. A step of B changes
+    an output by up to `alpha * rate` times the mean size of the elements of `A x`, for any rank. So the rate
+    is 0.12 over alpha. If A is trained, too, a step of A changes an element of `A x` by up to `width * rate`
+    times the mean size of the inputs, and B has moved by about `rate`. So the output changes by up to
+    `alpha * width * rate^2` times that mean. The rate keeps this factor at 0.25 or below, for the mean width
+    of the layers' inputs. In "LoRA+" (Hayou et al., 2024), a rate that A and B share falls with the same
+    square root of the width.
     """
     adapter = package.manifest.adapter
     if adapter is not None:
         rate = ADAPTER_RATE / adapter.alpha
         if adapter.kind is AdapterKind.LORA_FA:
             return rate
-        # Linears without an adapter have a count of 0.
+        # Linear layers without an adapter have a count of 0.
         widths = [tensor.shape[1] for tensor in package.manifest.tensors if tensor.count]
         return min(rate, 0.5 / math.sqrt(adapter.alpha * float(np.mean(widths))))
     w_base_K = package.values()
@@ -174,7 +177,7 @@ def unit_exponent(rate: float) -> int:
 def adam_step(
     moments: Moments, loss: float, gradient_K: NDArray[np.float32], *, rate: float, step_unit_exponent: int
 ) -> Moments:
-    """Move every weight by its own integer.
+    """Take one step, which moves every weight by its own integer.
 
     Args:
         moments: the state before the step.
@@ -187,13 +190,13 @@ def adam_step(
         The state after the step. If the loss or gradient is not finite, or the state would leave the exact
         range, the step is rejected: only its number, loss and flags change.
     """
-    # The moments stay, because one NaN in them would spoil all later steps.
+    # The moments stay as they were, because one NaN in them would spoil all later steps.
     rejected = replace(moments, step=moments.step + 1, loss=loss, flags=int(StepFlag.REJECTED))
     if not (math.isfinite(loss) and np.isfinite(gradient_K).all()):
         return rejected
     moved, change_K = _adam(moments, gradient_K, rate)
-    # Exact in float64 while |s| is within 2**53, which is checked next (FORMAT 7.3).
-    # The unit is a power of two, so the division is exact.
+    # The unit is a power of two, so the division is exact. The sum is exact in float64 while |s| is within
+    # 2**53, which is checked next (FORMAT 7.3).
     exact_K = np.rint(change_K / math.ldexp(1.0, step_unit_exponent)) + moments.s_K
     if np.abs(exact_K).max() > STATE_LIMIT:
         return rejected

@@ -4,10 +4,11 @@
     pooled = pool(engine, package, rows, PoolingPlan(steps=400), checkpoint=folder / "moments")
     manifest = write_pooled(blobs, package.manifest, pooled, {"corpus": "c4"})
 
-The steps are those of a device (`permille.training.adam`). The last tenth of the rows is not trained on and
-judges the result. As on a device, each step adds a gradient on the package's reference (rows of general
-text). Other rows of the reference measure the loss on general text. If it rises too much, the state is scaled
-down. A call with the same arguments and checkpoint continues after a kill, to the same bits.
+The steps are those of a device (`permille.training.adam`). The last tenth of the rows is held out of
+training, to measure the result. As on a device, each step adds the gradient on some rows of the package's
+reference (general text). Other rows of the reference measure the loss on general text. If that loss rises too
+much, the state is scaled down. After a kill, a call with the same arguments and checkpoint continues, and
+ends with the same bits.
 
 Shapes: N = rows of the corpus, B = rows of a batch, T = tokens, K = masked weights.
 """
@@ -37,7 +38,7 @@ from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille.zo.packed_state import StateHeader, StateOrigin, encode_state, pooled_state
 
-HELD_OUT_SHARE = 10  # one of this many rows is held out, and at least two rows
+HELD_OUT_SHARE = 10  # one in this many rows is held out, and at least two rows
 STEPS_A_CHECKPOINT = 20
 SURE = 2.0  # a pooled state is better if its gain exceeds this many standard errors
 
@@ -50,7 +51,7 @@ class PoolingPlan:
 
     Attributes:
         steps: the number of steps. The rate falls to 0 over them.
-        batch_rows: the rows of a step.
+        batch_rows: the number of rows in a step.
         seed: the seed of the order of the rows.
     """
 
@@ -64,8 +65,8 @@ class Pooled:
     """A trained state and its losses on the held-out rows, in nats per token.
 
     Attributes:
-        gain: by how much the state lowers the loss, as the mean over the rows.
-        error: the standard error of that mean.
+        gain: the decrease of the loss by the state, as the mean over the rows.
+        error: the standard error of the gain.
     """
 
     s_K: NDArray[np.int64]
@@ -124,7 +125,7 @@ def pool(
             gradient_K = gradient_K + engine.gradient(values_K, reference.pull(step))[1]
         step_rate = rate * (1 - step / plan.steps)
         moments = adam_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
-        # Store them before `progress`, which may stop the work.
+        # Store the moments before `progress`, which may stop the work.
         if moments.step % STEPS_A_CHECKPOINT == 0 or moments.step == plan.steps:
             moments.store(checkpoint)
         progress(moments.step, plan.steps)
@@ -152,7 +153,7 @@ def _kept_general(
     exponent: int,
     reference: Reference,
 ) -> NDArray[np.int64]:
-    """Return the state at the largest strength that keeps the general loss within the devices' bound."""
+    """Scale the state down until the loss on general text rises by at most `KEEP_GENERAL`, as devices do."""
     base = reference.loss(engine, w_base_K)
 
     def rise_of(eighths: int) -> float:
@@ -162,7 +163,8 @@ def _kept_general(
     if not strength.eighths:
         raise InputError(
             f"The pooled state raises the loss on general text by {strength.rise:.3f} nats per token at an"
-            f" eighth of its strength, and {KEEP_GENERAL} are allowed. Take fewer steps or more general text."
+            f" eighth of its strength. At most {KEEP_GENERAL} is allowed. Take fewer steps or more general"
+            " text."
         )
     return scaled(s_K, strength.eighths)
 
@@ -170,7 +172,7 @@ def _kept_general(
 def write_pooled(
     blobs: BlobFolder, manifest: Manifest, found: Pooled, pooling: Mapping[str, JSON]
 ) -> Manifest:
-    """Store a package with a pooled state. It has the layers of the old one, the state, and a new manifest.
+    """Store a package with a pooled state: the layers of the old package, the state, and a new manifest.
 
     Args:
         blobs: the folder of the blobs.
@@ -179,7 +181,7 @@ def write_pooled(
         pooling: a description of how the state was made, for people to read.
 
     Raises:
-        PackageError, OSError: as `write_manifest`.
+        PackageError, OSError: as for `write_manifest`.
     """
     parent = manifest.parent()
     header = StateHeader(

@@ -54,7 +54,7 @@ MEASURING_QUESTIONS = (
     "Write one sentence about the sea.",
     "What do bees make?",
 )
-"""The questions of the measuring chat turns. `show` asks the base and the personal model the same."""
+"""The questions of the measuring chat turns. `show` puts them to the base and to the personal model."""
 
 
 class Chat(Protocol):
@@ -95,11 +95,11 @@ class Reference:
         chosen = []
         for place in range(ROWS_A_STEP):
             kind = present[place % len(present)]
-            # Texts and chat turns each go round on their own, so every row gets its turn.
+            # Cycle through texts and through chat turns separately, so that every row is used.
             turn = step * (ROWS_A_STEP // len(present)) + place // len(present)
             chosen.append(int(kind[turn % len(kind)]))
         chosen_N = np.array(chosen)
-        # FORMAT 4.12: named tokens exist for the targets of pulling rows only, row by row.
+        # FORMAT 4.12: only the targets of pulling rows have named tokens. They are stored row by row.
         stops_N = np.cumsum(np.where(rows.pulls_N, rows.targets(), 0))
         named = np.concatenate([np.arange(stops_N[n] - rows.targets()[n], stops_N[n]) for n in chosen])
         return _batch(
@@ -135,7 +135,7 @@ def make_reference(
         digest = write_manifest(package.blobs, manifest)
 
     Args:
-        package: a package without a reference, which the light engine can compute.
+        package: a package that has no reference yet, and that the light engine can compute.
         text_NT: token ids of public text, in an even number of rows of at most `TEXT_TOKENS`. It
             may be empty.
         chat: the model's chat template. None makes no chat turns.
@@ -156,7 +156,9 @@ def make_reference(
             answered = (_answered(package, engine, chat, question, pulls) for question in questions)
             rows += [row for row in answered if row is not None]
     if not any(row.pulls for row in rows) or all(row.pulls for row in rows):
-        raise InputError("A reference needs text or chat turns to pull with, and others to measure with.")
+        raise InputError(
+            "There are too few rows for a reference. Give public text, or use a model with a chat template."
+        )
     found = _rows_of(rows)
     pulling = _batch(found, np.flatnonzero(found.pulls_N), None)
     # The targets of the pulling rows are known only now, so the rows are made twice.
@@ -174,7 +176,7 @@ class _Row:
 
 
 def _answered(package: Package, engine: LightEngine, chat: Chat, question: str, pulls: bool) -> _Row | None:
-    """Return a chat turn with the base's greedy answer, or None if it does not fit or is empty."""
+    """Return a chat turn with the base's greedy answer, or None if the answer is empty or does not fit."""
     positions = int(package.config.get("max_position_embeddings") or MOST_CHAT_TOKENS)
     prompt_T = chat.prompt(question)
     if len(prompt_T) > min(MOST_CHAT_TOKENS, positions) - ANSWER_TOKENS:

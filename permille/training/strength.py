@@ -53,9 +53,9 @@ def scaled(s_K: NDArray[np.int64], eighths: int) -> NDArray[np.int64]:
     if not 1 <= eighths <= EIGHTHS:
         raise InputError(f"The strength must be 1 to {EIGHTHS} eighths, not {eighths}.")
     product_K = s_K * np.int64(eighths)
-    # The shift rounds down also below 0, so the rest is 0 to 7.
+    # The shift rounds down, also below 0, so the remainder is 0 to 7.
     floor_K, rest_K = product_K >> 3, product_K & 7
-    # Round ties to even: if the floor is odd, the integer above it is the even one.
+    # Round ties to even: if the floor is odd, the next integer is even.
     up_K = (rest_K > 4) | ((rest_K == 4) & (floor_K & 1 == 1))
     result_K: NDArray[np.int64] = floor_K + up_K
     return result_K

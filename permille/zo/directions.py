@@ -4,8 +4,8 @@ Chunking, thread count, device, library version and iteration order do not chang
 vectors in `tests/golden/directions.json`). The numpy code here is the definition. The native kernels compute
 whole directions and their sums, and are tested against the same vectors (ADR 7).
 
-The elements of a direction are fair signs, one bit of the generator each. Another kind of direction needs
-another module like this one, and another member of `header.DirectionKind`.
+The elements of a direction are fair signs, one bit of the generator each. To add another kind of direction,
+write another module like this one, and add a member to `header.DirectionKind`.
 
 Shapes: K = masked weights of all tensors, concatenated in tensor order; D = directions; B = blocks of the
 generator; P = B * 128 signs, the padding of each tensor's last block included.
@@ -125,7 +125,7 @@ class BlockLayout:
 
     Attributes:
         counts: the masked weights of each tensor.
-        k: the elements of a direction.
+        k: the number of elements of a direction.
         starts: the first block of each tensor, followed by the number of all blocks.
         block_B: counter word 0 (block within its tensor) of each block, uint64.
         tensor_B: counter word 1 (tensor id) of each block, uint64.
@@ -137,7 +137,7 @@ class BlockLayout:
         """`width` is the number of elements that a block gives."""
         if any(not 0 <= count < _WORD_LIMIT for count in counts):
             raise InputError(f"expected counts from 0 to 2**32 - 1, got {min(counts)} to {max(counts)}")
-        # Round up, so that each tensor begins with a new block and does not depend on earlier tensors.
+        # Round up: each tensor begins with a new block, so its elements do not depend on earlier tensors.
         blocks_T = np.array([-(-count // width) for count in counts], dtype=np.int64)
         self._width = width
         self.counts = counts

@@ -1,10 +1,12 @@
 """Estimators: the loss and one projected gradient for each direction of a step, from a state and a batch.
 
-A direction is `z / sigma`. The elements of z are -1, 0 and 1, and sigma is their root mean square, so a
-direction has unit variance. A block is a range of tensors with directions of its own. `split` has two blocks,
-and all other estimators have one. For each block, a step averages `projected_grad * z / sigma` over the
-directions of the block, and moves by minus the learning rate times that average. The expectation of the
-average is the gradient, up to terms of the order of epsilon squared (none for exact derivatives).
+The elements of a direction z are -1, 0 and 1. Divided by sigma, the root mean square of z, they have unit
+variance. A projected gradient is the derivative of the loss along `z / sigma`, or an estimate of it.
+
+A block is a range of tensors with directions of its own. `split` has two blocks, and all other estimators
+have one. For each block, a step averages `projected_grad * z / sigma` over the directions of the block, and
+moves by minus the learning rate times that average. The expectation of the average is the gradient, up to
+terms of the order of epsilon squared (none for exact derivatives).
 
 The cost of a step, in forward passes of the batch, with q directions:
 
@@ -14,12 +16,13 @@ The cost of a step, in forward passes of the batch, with q directions:
 - Split, with P_1 directions of the lower block and P_2 of the upper one: 2 P_1 passes through the layers of
   the lower block, and 2 P_2 passes through the others.
 
-The light and the torch engine compute shared work of variants once (`permille.engines.variants`). An
-exported program cannot share work, so it makes 2 P_2 whole passes for a split step. `layer_passes` of an
-engine counts its work.
+A variant is one set of values whose loss a step needs. Variants that agree in the lower layers can share the
+passes through these layers. The light and the torch engine do so (`permille.engines.variants`). An exported
+program does not, so it makes 2 P_2 whole passes for a split step. The property `layer_passes` of an engine
+counts its passes.
 
-Estimators know nothing of models, and engines nothing of optimizers. `LossEngine` is the interface between
-them.
+An estimator does not know the model, and an engine does not know the optimizer. `LossEngine` is the interface
+between them.
 
 Shapes: K = masked weights, V = variants of the values, Q = queries, B = sequences, T = tokens of a sequence,
 P = lower queries, S = sign of the lower direction (2), J = upper directions for each sign of each lower
@@ -47,10 +50,10 @@ class SoftTargets:
 
     A row has n tokens with their probabilities. The rest of the probability belongs to all other tokens
     together. The loss of a token is then the divergence `sum_i p_i log(p_i / q_i)` over these n + 1 classes,
-    where q are the model's own probabilities. It is 0 if both predict the same distribution.
+    where q are the probabilities of the trained model. The loss is 0 if p and q are equal.
 
     Attributes:
-        ids_RN: int64 [R, n], one row for each target of the batch, row-major. Ids of a row are distinct.
+        ids_RN: int64 [R, n], one row for each target of the batch, row-major. The ids in a row are distinct.
         probability_RN: float32 [R, n], from 0 to 1. The sum of a row is at most 1, up to rounding.
     """
 
@@ -62,7 +65,7 @@ class SoftTargets:
         return SoftTargets(ids_RN=self.ids_RN[part], probability_RN=self.probability_RN[part])
 
     def repeated(self, times: int) -> "SoftTargets":
-        """Return the distributions of all targets, `times` times over."""
+        """Return the distributions of all targets, repeated `times` times."""
         return SoftTargets(
             ids_RN=np.tile(self.ids_RN, (times, 1)), probability_RN=np.tile(self.probability_RN, (times, 1))
         )
@@ -91,17 +94,17 @@ class LossEngine(Protocol):
 
     @property
     def k(self) -> int:
-        """Number of trained values: masked weights, or an adapter's numbers."""
+        """Number of trained values: the masked weights, or the numbers of an adapter."""
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Return the mean loss over the batch's target tokens, one for each variant of the sparse values.
+        """Return the mean loss over the batch's target tokens, one for each variant of the trained values.
 
         Args:
             values_VK: float32 [v, k], v >= 1.
             batch: a right-padded batch.
 
         Returns:
-            float32 [v]. A loss is not finite if its forward pass was not.
+            float32 [v]. A loss is NaN or infinite if its forward pass overflowed.
 
         Raises:
             InputError: a shape, dtype or token id does not fit the package, or there is no target.
@@ -112,17 +115,17 @@ class Differentiable(Protocol):
     """An engine's reverse pass."""
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """Return the mean loss over the batch's target tokens, and its gradient by the sparse values.
+        """Return the mean loss over the batch's target tokens, and its gradient.
 
         Args:
-            values_K: float32 [k].
-            batch: as `losses`.
+            values_K: the trained values, float32 [k].
+            batch: as in `losses`.
 
         Returns:
-            The loss, and `d loss / d values`, float32 [k]. Both are not finite if the forward pass was not.
+            The loss, and `d loss / d values`, float32 [k]. They are NaN or infinite if the pass overflowed.
 
         Raises:
-            InputError: as `losses`.
+            InputError: as in `losses`.
         """
 
 
@@ -135,7 +138,7 @@ def differentiable(engine: LossEngine) -> Differentiable:
     if not hasattr(engine, "gradient"):
         raise InputError(
             "This engine computes no gradients. Choose the engine light or torch, or the method zeroth-order "
-            "with the estimator one-sided, which needs forward passes alone."
+            "with the estimator one-sided, which needs only forward passes."
         )
     return cast("Differentiable", engine)
 
@@ -193,7 +196,7 @@ def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
 def estimate(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
 ) -> tuple[float, NDArray[np.float64]]:
-    """Return the loss of `step` and its q projected gradients. All of these may be NaN or infinite."""
+    """Return the loss of `step` and its q projected gradients. Any of them may be NaN or infinite."""
     # `EstimatorKind.GRADIENT` has no entry, because `change_step` makes its records without measurements.
     found = _ESTIMATES.get(descent.header.estimator)
     if found is None:
@@ -207,11 +210,10 @@ def estimate(
 def _spsa(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: NDArray[np.int8]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Two-sided finite differences along q directions, all 2q variants in one call of the engine.
+    """Compute two-sided finite differences along q directions, with one engine call for all 2q variants.
 
     `projected_grad_i = (f(w + epsilon*z_i/sigma) - f(w - epsilon*z_i/sigma)) / (2*epsilon)` (Spall 1992).
-    P-RGE batches the signs (inner loop) and the directions (outer loop), as here. Variants are ordered
-    +z_0, -z_0, +z_1, -z_1, ...
+    As in P-RGE, the order of the variants is +z_0, -z_0, +z_1, -z_1, ...
 
     Returns:
         Mean of the 2q losses, and the q projected gradients in float64.
@@ -233,10 +235,10 @@ def _one_sided(
     """Compare the losses along q directions with their own mean: one-sided differences, q forward passes.
 
     `projected_grad_i = (L_i - mean L) / epsilon * q / (q - 1)`, `L_i = f(w + epsilon*z_i/sigma)`. This is
-    FZOO without its division by the deviation of the losses, which would bias the step. Subtracting the mean
-    removes what the losses have in common, including curvature. Subtracting the loss at the state would leave
-    the curvature in, so that loss is not computed. The mean includes `L_i` itself; the factor `q / (q - 1)`
-    turns the result into the difference to the mean of the others.
+    FZOO without its division by the standard deviation of the losses, which would bias the step. Subtracting
+    the mean removes what the losses have in common, including curvature. Subtracting the loss at the state
+    would leave the curvature in, so that loss is not computed. The mean includes `L_i` itself. The factor
+    `q / (q - 1)` turns the result into the difference from the mean of the other losses.
 
     Returns:
         Mean of the q losses, and the q projected gradients in float64.
@@ -256,15 +258,17 @@ def _split(
 ) -> tuple[float, NDArray[np.float64]]:
     """Estimate two blocks together.
 
-    Each lower direction is used with both signs. Each of these 2 P_1 cases has J = P_2 / (2 P_1) upper
-    directions of its own, and each of these is used with both signs.
+    Each lower direction is used with both signs, which makes 2 P_1 cases. Each case has J = P_2 / (2 P_1)
+    upper directions of its own. Each upper direction is used with both signs, too.
 
-    FedSPZO, equations 6 and 8, with one projected gradient per direction. That of an upper direction is the
-    difference of its two losses divided by `2*epsilon`, while its lower direction is held at one sign. That
-    of a lower direction is a difference of two means, divided by `2*epsilon`: the mean of its losses with the
-    sign +, minus the mean of those with the sign -.
-    Equation 7's double sum reduces to this. All 2 P_2 variants go to the engine in one call, in groups that
-    agree in the lower block.
+    The estimate follows equations 6 and 8 of FedSPZO, with one projected gradient per direction:
+
+    - Upper direction: the difference of its two losses, divided by `2*epsilon`. Its lower direction has one
+      fixed sign.
+    - Lower direction: the mean of its losses with the sign +, minus the mean of its losses with the sign -,
+      divided by `2*epsilon`. The double sum of equation 7 reduces to this.
+
+    All 2 P_2 variants go to the engine in one call. Variants with the same lower block are neighbours.
 
     Returns:
         Mean of the 2 P_2 losses, and the P_1 + P_2 projected gradients in float64, the lower block's first.
@@ -279,7 +283,7 @@ def _split(
         p, minus, _, opposite = np.unravel_index(variant, shape_PSJD)
         z_lower_K = z_QK[p] * z_QK.dtype.type(1 - 2 * minus)
         z_upper_K = z_QK[lower + variant // 2] * z_QK.dtype.type(1 - 2 * opposite)
-        # The blocks do not overlap, so each element of the sum is one of the two.
+        # The blocks do not overlap, so each element of the sum comes from one of the two directions.
         values_VK[variant] = descent.perturbed(s_K, z_lower_K + z_upper_K)
     losses_V = _checked(engine.losses(values_VK, batch), 2 * upper)
     losses_PSJD = losses_V.reshape(shape_PSJD)
@@ -294,9 +298,9 @@ def _split(
 def _forward(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], z_QK: NDArray[np.int8]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Exact directional derivatives `grad f . z_i / sigma`. They need no epsilon.
+    """Compute the exact directional derivatives `grad f . z_i / sigma`. They need no epsilon.
 
-    One reverse pass gives all of them. The format calls this estimator `forward`, after forward-mode
+    One reverse pass gives all derivatives. The format calls this estimator `forward`, after forward-mode
     differentiation, which gives the same numbers with one pass for each direction.
 
     Returns:

@@ -1,9 +1,9 @@
 """Directions that do not overlap: each step puts every weight into one of Q groups, with a sign (FORMAT 6.6).
 
 Direction i has the signs of group i and is 0 elsewhere, so the directions of a step are orthogonal.
-Projecting on all of them, or adding all of them to a state, is one pass over the weights for any Q. They
-are used for steps whose change is known, such as a gradient step. The log then stores the part of the
-change that Q integers can express.
+Projecting on all of them, or adding all of them to a state, is one pass over the weights for any Q. If the
+change of a step is known, as for a gradient step, the log stores the part of the change that Q integers can
+express.
 
 Each weight takes one word of the generator. The numpy code here is the definition; the native kernels
 are tested against the same golden vectors.
@@ -27,8 +27,9 @@ from permille.zo.philox import WORDS, philox4x32_10
 QUERY_WORD = (1 << 32) - 1
 """Counter word 3 of the generator. No query of a log has this number."""
 
-_SPAN = 1 << 16  # weights of a task
-# Steps that share a pass over the weights have about so many coefficients, which fit into the L2 cache.
+_SPAN = 1 << 16  # weights per task
+# The steps of one pass over the weights have about this many coefficients together, so they fit into the L2
+# cache.
 _COEFFICIENTS = 1 << 15
 # The top bit of a word is the sign. The other 31 bits choose the group.
 _GROUP_BITS = np.uint64(31)
@@ -84,7 +85,7 @@ def group_sums(
 ) -> NDArray[np.int64]:
     """Return `sum over steps t and groups i of c[t, i] * z[t, i]` as int64 [k].
 
-    The number of threads does not change the bits. The caller checks that no sum leaves 2**53.
+    The number of threads does not change the bits. The caller checks that no sum exceeds 2**53.
     """
     rows_TQ = np.ascontiguousarray(coefficients_TQ)
     check_array("coefficients", rows_TQ, np.int64, (None, header.queries))

@@ -1,12 +1,12 @@
 """The header at the start of both forms of the log (FORMAT 8.1).
 
-Replay needs only the header and the coefficients of the steps. The package is needed to turn the state
-into weights. The header is canonical JSON: sorted keys, no spaces, real numbers as C99 hexadecimal
-strings, the seed as 16 hexadecimal digits. So a header has exactly one byte form, and its digest names
+Replay needs only the header and the coefficients of the steps. The package is needed only to turn the
+state into weights. The header is canonical JSON: sorted keys, no spaces, real numbers as C99 hexadecimal
+strings, the seed as 16 hexadecimal digits. So a header has exactly one byte form, and its digest identifies
 the run.
 
 To add an estimator or a kind of direction, add a member to its enum. If it needs more fields, put them
-into a record of their own, like `BlockSplit`, which is null in all other headers.
+into a record of their own, like `BlockSplit`. The record is null in the headers of all other kinds.
 """
 
 import json
@@ -32,7 +32,7 @@ MAX_K = 1 << 32
 
 
 class DirectionKind(StrEnum):
-    """Elements of a direction: signs (FORMAT 6.3), or the signs of one group (6.6)."""
+    """Elements of a direction: signs everywhere (FORMAT 6.3), or signs in one group only, else 0 (6.6)."""
 
     RADEMACHER = "rademacher"
     GROUPS = "groups"
@@ -61,7 +61,7 @@ class BlockSplit:
     def halving(
         cls, counts: tuple[int, ...], decoder_layers: int, lower_queries: int, first_layer: int = 0
     ) -> "BlockSplit":
-        """Cut halfway between the first and the last decoder layer that have masked weights.
+        """Split the tensors halfway between the first and the last decoder layer with masked weights.
 
         Layers before `first_layer` are ignored.
 
@@ -101,7 +101,7 @@ class BlockSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogHeader:
-    """Header of a log: its bindings, and the constants that turn its integers into weights.
+    """Header of a log: the package and mask it belongs to, and the constants that turn integers into weights.
 
     Attributes:
         queries: the number of coefficients of a step, those of both blocks if there are two.
@@ -144,7 +144,7 @@ class LogHeader:
                 raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
         check_range("seed", self.seed, 0, (1 << 64) - 1)
         groups = self.directions is DirectionKind.GROUPS
-        # A gradient is always stored by groups. One-sided takes either kind, all others signs alone.
+        # A gradient is always stored by groups. One-sided takes either kind. All others take only signs.
         if self.estimator is not EstimatorKind.ONE_SIDED and groups != (
             self.estimator is EstimatorKind.GRADIENT
         ):
@@ -166,7 +166,7 @@ class LogHeader:
                 raise InputError(f"{name} must be positive and finite, not {number}.")
         if (self.split is not None) != (self.estimator is EstimatorKind.SPLIT):
             raise InputError(
-                "A split needs two blocks, and other estimators take none. "
+                "The estimator split needs the field split, and all others must leave it out. "
                 f"The estimator is {self.estimator.value}."
             )
         if self.split is not None:
@@ -196,7 +196,10 @@ class LogHeader:
         return math.sqrt(1.0 / self.queries) if self.directions is DirectionKind.GROUPS else 1.0
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of a step, from 0: constant, or falling linearly to 0 at `total_steps`."""
+        """Return the learning rate of a step. Steps count from 0.
+
+        The rate is constant, or falls linearly to 0 at `total_steps`.
+        """
         if self.schedule is Schedule.CONSTANT:
             return self.learning_rate
         # Python floats are IEEE 754 binary64, so every device computes the same rate.
@@ -226,7 +229,7 @@ class LogHeader:
         fields = asdict(self) | {
             "format": FORMAT,
             "version": VERSION,
-            # Name the generator of the directions, because another one would make another run.
+            # Name the generator of the directions, because another one would give other weights.
             "generator": GENERATOR,
             "generator_version": GENERATOR_VERSION,
             "seed": f"{self.seed:016x}",

@@ -42,8 +42,8 @@ class JournalContents:
 
     Attributes:
         records: the whole records.
-        end: the offset behind the last whole record.
-        torn_bytes: the bytes behind it, which are an unfinished record.
+        end: the offset of the first byte after the last whole record.
+        torn_bytes: the number of bytes from `end` on, which are an unfinished record.
     """
 
     header: LogHeader
@@ -53,7 +53,7 @@ class JournalContents:
 
 
 def read_journal(path: Path) -> JournalContents:
-    """Read a journal without locking or changing it. `torn_bytes` counts an unfinished last record.
+    """Read a journal without locking or changing it. `torn_bytes` is the size of an unfinished last record.
 
     Raises:
         InputError: the file does not exist.
@@ -146,7 +146,8 @@ class Journal:
         except OSError as exc:
             self._broken = True
             raise OperatorError(f"Cannot append step {record.step} to {self.path}: {exc}") from exc
-        # Move the end only after a successful write. After a failed one, `open` cuts off the bytes behind it.
+        # Move the end only after a successful write. After a failed one, `open` cuts off the unfinished
+        # record.
         self._end += len(entry)
         self._weight = weight
         self._records.append(record)
@@ -198,7 +199,7 @@ def encode_header(header: LogHeader) -> bytes:
 
 def _entry_seed(header: LogHeader) -> int:
     """Return the checksum of the header. The checksum of each entry starts from this value."""
-    # Entries of another journal, copied into this file, then fail their checksum.
+    # So an entry that is copied from another journal into this file fails its checksum.
     return zlib.crc32(header.to_bytes())
 
 
@@ -226,7 +227,7 @@ def parse_journal(data: bytes, path: Path) -> JournalContents:
     if any(_payload_at(data, offset, seed) is not None for offset in range(position + 1, len(data))):
         raise PackageError(
             "journal-corrupt",
-            f"{path} is damaged at byte {position}, in record {len(records)}, with whole records behind it. "
+            f"{path} is damaged at byte {position}, in record {len(records)}, and whole records follow. "
             "Restore it from a backup, or begin the run again.",
         )
     return JournalContents(

@@ -27,7 +27,8 @@ MIN_STEP_UNIT_EXPONENT = -149
 MAX_STEP_UNIT_EXPONENT = 64
 
 _STATE_DOMAIN = b"permille-state-1\0"
-# Some ten bits for projected gradients. Finer rounding would only make logs longer. Coarser adds noise.
+# The root mean square of the coefficients, so a projected gradient keeps some ten bits. With more bits, logs
+# would only be longer. With fewer, rounding would add noise.
 _COEFFICIENT_RMS = 1024
 
 
@@ -53,7 +54,8 @@ def perturbed(
 ) -> NDArray[np.float32]:
     """Return the weights of a state moved by `scale * z`, rounded to float32 once; float32 [k].
 
-    They are computed from the state each time, so nothing needs to be restored and nothing drifts.
+    Each call computes the weights from the state, so nothing needs to be restored, and rounding errors do not
+    accumulate.
 
     Args:
         scale: `epsilon / sigma` or its negative.
@@ -144,7 +146,7 @@ def coefficient(
 def step_unit_exponent_for(learning_rate: float, g_rms: float, queries: int, sigma: float = 1.0) -> int:
     """Return the exponent of the power of two nearest `lr * g_rms / (1024 q sigma)`.
 
-    Coefficients then have a root mean square of some 1024.
+    With this unit, coefficients have a root mean square of some 1024.
 
     Args:
         learning_rate: lr.

@@ -1,7 +1,7 @@
-"""The canonical log: the compact form for upload and backup (FORMAT 9).
+"""The canonical log: the compact form of a log, for upload and backup (FORMAT 9).
 
-One sequence of steps has exactly one byte string. It has no losses. Reading checks every limit before it
-allocates memory, and refuses overlong integers, wrong checksums and trailing bytes, so
+A sequence of steps has exactly one canonical log, which does not contain losses. The reader checks every
+limit before it allocates memory. It refuses overlong integers, wrong checksums and trailing bytes, so
 `encode(decode(data)) == data`.
 
 Shapes: T = steps, Q = queries, V = integers of one chunk.
@@ -54,7 +54,7 @@ class CanonicalLog:
 
 
 def encode_canonical(header: LogHeader, records: Iterable[StepRecord]) -> bytes:
-    """Encode a header and its records, which are steps from 0 without a gap.
+    """Encode a header and its records, whose steps are numbered from 0 without a gap.
 
     Raises:
         InputError: a record does not continue the log, or the log leaves the lattice's range.
@@ -105,7 +105,7 @@ def read_head(data: bytes) -> tuple[LogHeader, int]:
     """Read the header of a log, and its declared number of steps, from its first `MAX_HEAD_BYTES`.
 
     Raises:
-        PackageError: as `decode_canonical`, for the part before the first chunk.
+        PackageError: as for `decode_canonical`, if the part before the first chunk is wrong.
     """
     return _read_head(_Reader(data))
 
@@ -126,7 +126,7 @@ def _read_head(reader: "_Reader") -> tuple[LogHeader, int]:
 
 
 class _Reader:
-    """A cursor that never reads past the end, with the running checksum of the bytes before it."""
+    """A cursor that never reads past the end of the data. It keeps a running checksum of what it has read."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -154,7 +154,7 @@ class _Reader:
     def checksum(self) -> None:
         """Read a checksum, and compare it with that of the bytes since the previous checksum.
 
-        Each checksum continues from the previous one.
+        Computing a checksum starts from the previous one.
         """
         self._crc = zlib.crc32(self._data[self._summed : self._position], self._crc)
         stored = self.u32()
@@ -168,7 +168,7 @@ class _Reader:
 
 
 def _check_limits(header: LogHeader, steps: int, *, max_steps: int, max_k: int, left: int) -> None:
-    # Check before any array is allocated, because the numbers come from the device.
+    # Check before allocating any array, because the numbers come from an untrusted device.
     if steps > min(max_steps, header.total_steps):
         raise PackageError(
             "log-limit",

@@ -1,8 +1,9 @@
 """The packed state: the trained integers without the steps that made them, to keep or share (FORMAT 11).
 
-For a small mask and many steps, it is shorter than the log. Log and packed state of one run have the same
-state digest. Reading trusts nothing. It compares the digest at the end first, then checks each limit before
-it allocates memory. It accepts canonical bytes only, so `encode(decode(data)) == data`.
+For a small mask and many steps, a packed state is shorter than the log. Log and packed state of one run have
+the same state digest. The reader does not trust the bytes. It compares the digest at the end first, then
+checks each limit before it allocates memory. It accepts only canonical bytes, so
+`encode(decode(data)) == data`.
 
 Shapes: K = masked weights, N = weights of one block.
 """
@@ -118,7 +119,11 @@ class PackedState:
         found = (self.header.package_digest, self.header.mask_digest, self.header.k)
         if found != (package_digest, mask_digest, k):
             wanted = f"package {package_digest}, mask {mask_digest} and {k} weights"
-            raise PackageError("state-binding", f"The state does not belong to {wanted}, but to {found}.")
+            raise PackageError(
+                "state-binding",
+                f"The state belongs to package {found[0]}, mask {found[1]} and {found[2]} weights, "
+                f"not to {wanted}.",
+            )
 
 
 def read_state(package: Package, data: bytes) -> PackedState:
@@ -201,7 +206,7 @@ def decode_state(data: bytes, *, max_bytes: int, max_k: int) -> PackedState:
         raise PackageError(
             "state-limit", f"The state has {header.k} weights, and at most {max_k} are accepted."
         )
-    # FORMAT 11.2: a block takes at least one byte, so the size of the array is bounded by the upload.
+    # FORMAT 11.2: a block takes at least one byte, so the size of the data bounds the size of the array.
     if -(-header.k // BLOCK_WEIGHTS) > end - position:
         raise PackageError(
             "state-content", f"expected blocks of {header.k} weights, got {end - position} bytes"
@@ -224,7 +229,7 @@ def _pack(numbers_N: NDArray[np.uint64]) -> bytes:
 
 def _unpack(data: memoryview, out_N: NDArray[np.int64]) -> int:
     """Read one block from the start of the bytes. Return its size in bytes."""
-    # Without bytes, take a width that no block has, which the check below refuses.
+    # If no bytes are left, take a width that no block has. The check below refuses it.
     width = data[0] if data else _MAX_WIDTH + 1
     size = 1 + -(-len(out_N) * width // 8)
     if width > _MAX_WIDTH or size > len(data):

@@ -30,7 +30,7 @@ Words = NDArray[np.uint64]
 
 
 def philox4x32_10(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words, Words, Words, Words]:
-    """Encrypt counters: four words in, four words out, elementwise.
+    """Encrypt counters of four words each into outputs of four words each, elementwise.
 
     For example, the first known-answer vector of Random123:
 
@@ -51,7 +51,7 @@ def philox4x32_10(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words,
 
 
 def encrypt(words: tuple[Words, Words, Words, Words], scratch: tuple[Words, Words], seed: int) -> None:
-    """Run the ten rounds in place: counters in `words` become the output."""
+    """Run the ten rounds in place: the counters in `words` become the output. `scratch` is overwritten."""
     x0, x1, x2, x3 = words
     p0, p1 = scratch
     key_0, key_1 = seed & 0xFFFFFFFF, seed >> 32

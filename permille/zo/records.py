@@ -14,7 +14,7 @@ from permille.errors import InputError
 from permille.zo.header import LogHeader
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT
 
-# Rows that are summed at once, so that the float64 copies stay small.
+# How many rows are summed at once. The float64 copies stay small.
 _ROWS = 1024
 
 
@@ -36,7 +36,7 @@ class StepRecord:
     Attributes:
         step: the number of the step.
         coefficients: one integer for each query, all 0 if the step was rejected.
-        loss: the mean of the step's losses. It stays on the device: the canonical log does not have it.
+        loss: the mean of the step's losses. It stays on the device: the canonical log has no losses.
         flags: the outcome of the checks.
     """
 
@@ -74,12 +74,12 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
 
 
 def weight_of(record: StepRecord) -> int:
-    """Return `sum |c|` of a step, which it adds to the bound on |s| (FORMAT 7.3)."""
+    """Return `sum |c|` of a step. The bound on |s| grows by this number (FORMAT 7.3)."""
     return sum(abs(c) for c in record.coefficients)
 
 
 def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
-    """Return `sum |c|` over many steps, or some number above the limit of FORMAT 7.3 if it exceeds that."""
+    """Return `sum |c|` over many steps, or any number above the limit of FORMAT 7.3 if the sum exceeds it."""
     total = 0
     for first in range(0, len(coefficients_TQ), _ROWS):
         rows_TQ = coefficients_TQ[first : first + _ROWS]

@@ -1,7 +1,7 @@
 """Replay: from the integers of a log to the state, exactly, on every machine and in every order.
 
-`s = sum_t sum_i c[t, i] * z[t, i]` is a sum of integers, so any split of the steps or of the weights gives
-the same bits. The blocks of a split are summed separately.
+`s = sum_t sum_i c[t, i] * z[t, i]` is a sum of integers, so the result has the same bits however the steps or
+the weights are divided. With the estimator `split`, the two blocks are summed separately.
 
 Shapes: T = steps, Q = queries, K = masked weights, D = directions whose coefficient is not 0.
 """
@@ -19,8 +19,8 @@ from permille.zo.log import read_head
 from permille.zo.records import check_weight, weight_of_rows
 
 MAX_REPLAY_WORK: Final = 10**13
-"""The largest work of a replay, in additions. It takes some three minutes of a core."""
-_GROUPS_COST = 100  # additions per weight (measured: 6e8 weights a second against 6e10 additions)
+"""The largest accepted work of a replay, in additions. One core needs some three minutes for it."""
+_GROUPS_COST = 100  # additions per weight (measured: a core does 6e8 weights, or 6e10 additions, a second)
 
 
 def replay(
@@ -32,7 +32,7 @@ def replay(
 ) -> NDArray[np.int64]:
     """Return the state that steps `start`, `start + 1`, ... of a log add up to, int64 [k] (FORMAT 7.5).
 
-    States of parts of a log add up to the state of the whole log. For example, of two halves:
+    The states of parts of a log add up to the state of the whole log. For example, with two halves:
 
         s_K = replay(header, c_TQ[:50]) + replay(header, c_TQ[50:], start=50)
 
@@ -40,7 +40,7 @@ def replay(
         header: the header of the log.
         coefficients_TQ: int64.
         start: the number of the first step.
-        threads: the number of spans of weights that are summed at the same time.
+        threads: the number of threads. Each of them sums other weights.
 
     Raises:
         InputError: the coefficients are not [T, queries], or could leave the exact range (FORMAT 7.3).
@@ -53,7 +53,7 @@ def replay(
     check_weight(weight_of_rows(coefficients_TQ))
     if header.directions is DirectionKind.GROUPS:
         s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
-        # Groups cover all weights; those before `first_tensor` do not move (FORMAT 6.6).
+        # Groups cover all weights, but the weights before `first_tensor` do not move (FORMAT 6.6).
         s_K[: header.moving.start] = 0
         return s_K
     return _sums_of_signs(header, coefficients_TQ, start, threads)
@@ -62,17 +62,17 @@ def replay(
 def work_of(header: LogHeader, steps: int) -> int:
     """Return the cost of a replay in additions of signs. A core does 6e10 a second with the native kernels.
 
-    A step of groups is one pass over the weights for any number of groups. For each weight, it takes as long
-    as a hundred additions of signs.
+    If the directions are groups, a step is one pass over the weights, for any number of groups. A weight then
+    takes as long as a hundred additions of signs.
     """
     a_step = _GROUPS_COST if header.directions is DirectionKind.GROUPS else header.queries
     return steps * a_step * header.k
 
 
 def check_replay_work(head: bytes) -> None:
-    """Refuse a log whose replay would cost more than `MAX_REPLAY_WORK`, by its first bytes alone.
+    """Refuse a log whose replay would cost more than `MAX_REPLAY_WORK`. Only its first bytes are needed.
 
-    A head that cannot be read passes, because decoding the log refuses it without a replay.
+    A head that cannot be read is accepted here, because decoding the log refuses it without a replay.
 
     Raises:
         PackageError: `log-limit`.
@@ -85,8 +85,9 @@ def check_replay_work(head: bytes) -> None:
     if work > MAX_REPLAY_WORK:
         raise PackageError(
             "log-limit",
-            f"The replay of this log costs {work} additions, and at most {MAX_REPLAY_WORK} are accepted: "
-            f"{steps} steps of {header.queries} {header.directions.value} over {header.k} weights",
+            f"The replay of this log costs {work} additions, and at most {MAX_REPLAY_WORK} are accepted. "
+            f"The log has {steps} steps of {header.queries} directions ({header.directions.value}) over "
+            f"{header.k} weights.",
         )
 
 

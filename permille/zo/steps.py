@@ -1,6 +1,6 @@
 """Steps of zeroth-order descent: perturb, measure losses, round to integers (FORMAT 7).
 
-`take_step` is pure and makes the record. `apply_record` is the only place where a record changes a state.
+`take_step` makes the record of a step and changes nothing. `apply_record` moves a state by a record.
 
 Shapes: K = masked weights, Q = queries.
 """
@@ -37,8 +37,8 @@ def take_step(
             sets the length of a step (as FZOO divides by the deviation of the losses).
 
     Returns:
-        The record. If a loss or projected gradient is not finite, or a coefficient is beyond the format, the
-        record has zeros and is REJECTED.
+        The record. If a loss or projected gradient is not finite, or a coefficient exceeds the format's
+        range, the record has zeros and is REJECTED.
     """
     loss, projected_grad_Q = estimate(engine, batch, descent, s_K, step)
     return rounded_step(loss, projected_grad_Q, descent.header, step, normalised=normalised)
@@ -70,11 +70,12 @@ def rounded_step(
 def change_step(change_K: NDArray[np.floating], loss: float, header: LogHeader, step: int) -> StepRecord:
     """Make the record of the part of a change that the step's groups can express (FORMAT 7.4).
 
-    `c_i = rint(<change, z_i> / (<z_i, z_i> 2**e))`: the orthogonal projection of the change, on the lattice.
+    `c_i = rint(<change, z_i> / (<z_i, z_i> 2**e))`: the orthogonal projection of the change, rounded to units
+    of the lattice, `2**e`.
 
     Returns:
-        The record. If the loss or change is not finite, or a coefficient is beyond the format, the record has
-        zeros and is REJECTED.
+        The record. If the loss or change is not finite, or a coefficient exceeds the format's range, the
+        record has zeros and is REJECTED.
     """
     # Groups are disjoint, so the directions are orthogonal, and the projection is one quotient each.
     found_Q = grouping(header, step).project(change_K)
@@ -113,9 +114,9 @@ def apply_record(s_K: NDArray[np.int64], record: StepRecord, header: LogHeader) 
 
 
 class JournaledSteps:
-    """Steps of a journal, with the state that they replay to. A step is durable before it counts.
+    """The steps in a journal, and the state that they lead to. A step is durable before it moves the state.
 
-    Personal runs and rounds both continue from here after a kill:
+    Personal runs and rounds of a federation use this class to continue after a kill:
 
         steps = JournaledSteps(journal, descent)
         while steps.done < 100:

@@ -1,7 +1,8 @@
 """Variable-length integers with 7 bits in a byte, low bits first.
 
-The top bit of a byte means that more bytes follow. Signed integers use zigzag. A number takes at most 5
-bytes, and only its shortest form is valid. So it has exactly one byte string (FORMAT 9.2).
+The top bit of a byte means that more bytes follow. Signed integers are first mapped to unsigned ones
+(zigzag). A number takes at most 5 bytes, and only its shortest form is valid. So each number has exactly one
+byte string (FORMAT 9.2).
 """
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from permille.errors import PackageError
 
-# A coefficient as zigzag has at most 32 bits (FORMAT 8.2), and a byte holds 7 of them.
+# After zigzag, a coefficient has at most 32 bits (FORMAT 8.2), and a byte holds 7 of them.
 MAX_BYTES = 5
 
 _SEVEN = np.uint64(7)
@@ -37,7 +38,7 @@ def encode_varints(numbers_V: NDArray[np.uint64]) -> bytes:
     '01ac02'
     """
     sizes_V = np.ones(len(numbers_V), dtype=np.int64)
-    # One pass for each byte position over all numbers, since a Python loop over numbers is slow.
+    # Loop over byte positions, and handle all numbers at once. A Python loop over numbers would be slow.
     for index in range(1, MAX_BYTES):
         sizes_V += numbers_V >= np.uint64(1 << 7 * index)
     starts_V = np.cumsum(sizes_V) - sizes_V

@@ -140,7 +140,7 @@ def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", b"Once upon a time\nthere was plain text.\n", "name plain text .txt"),
+        ("a.jsonl", b"Once upon a time\nthere was plain text.\n", "the ending .txt"),
         ("b.jsonl", b'{"body": "x"}\n', "no-text-field"),
         ("c.jsonl", b"Plain text in one line.", "not-json"),
         ("d.jsonl.gz", b'{"text": "not packed"}\n', "whole gzip file"),

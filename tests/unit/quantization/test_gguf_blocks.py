@@ -45,7 +45,7 @@ def test_what_is_no_kept_block_is_refused() -> None:
     block_NR[3, 2:4] = np.array([np.inf], "<f2").view(np.uint8)
     with pytest.raises(InputError, match="not finite"):
         codes_of(block_NR, 96)
-    with pytest.raises(InputError, match="Add the model from one"):
+    with pytest.raises(InputError, match="Add the model from such a file"):
         quantize(np.ones((4, 32), np.float32), Scheme.SOURCE, 32)
 
 
