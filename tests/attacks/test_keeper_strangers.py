@@ -160,7 +160,7 @@ def test_a_keeper_that_lies_makes_a_round_void(shift: int) -> None:
     assert round_of_sum(rules, 0, 40, honest_V).weight_K.tolist() == [40] * rules.steps
     answer_V = np.random.Generator(np.random.PCG64(1)).integers(0, 1 << 32, len(honest_V), dtype=np.uint32)
     lie_V = honest_V + shift if shift else unmasked_sum(rules, 0, masked, answer_V)
-    with pytest.raises(PackageError, match="the keeper or a device lies"):
+    with pytest.raises(PackageError, match="The keeper or a device lies"):
         round_of_sum(rules, 0, 40, lie_V)
 
 

@@ -143,7 +143,7 @@ def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> 
         ("a.jsonl", b"Once upon a time\nthere was plain text.\n", "the ending .txt"),
         ("b.jsonl", b'{"body": "x"}\n', "no-text-field"),
         ("c.jsonl", b"Plain text in one line.", "not-json"),
-        ("d.jsonl.gz", b'{"text": "not packed"}\n', "whole gzip file"),
+        ("d.jsonl.gz", b'{"text": "not packed"}\n', "not a complete gzip file"),
         ("e.txt", b"\xff\xfe\x00\x01\n", "not-utf8"),
         ("f.txt", b" \n\n", "There is no text"),
         ("g.jsonl", b"", "There is no text"),

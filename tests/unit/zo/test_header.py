@@ -86,7 +86,7 @@ def split(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_header_outside_the_limits_cannot_be_made(changes: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"expected|does not take|must be|[Aa] split|is masked"):
+    with pytest.raises(InputError, match=r"expected|does not take|must be|field split|[Aa] split|is masked"):
         make_header(**changes)
 
 
