@@ -4,7 +4,7 @@
     mask = permille.sensitivity_mask(model, public_texts)
     package = permille.build_package(model, mask, "packages", texts=public_texts)
 
-They do what the service's jobs do, in one process and without a service. Import them from
+The calls do what the service's jobs do, in one process and without a service. Import them from
 `permille`.
 """
 

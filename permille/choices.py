@@ -14,9 +14,9 @@ Choice = TypeVar("Choice", bound=StrEnum)
 class MaskMethod(StrEnum):
     """Method of scoring the weights of a mask."""
 
-    FISHER = "fisher"  # the largest scores: the diagonal of the empirical Fisher
+    FISHER = "fisher"  # the largest scores, which are the diagonal of the empirical Fisher
     MAGNITUDE = "magnitude"  # the largest absolute weights, also called weight outliers
-    RANDOM = "random"  # drawn from the seed
+    RANDOM = "random"  # weights drawn at random, from a seed
 
 
 class AdapterKind(StrEnum):

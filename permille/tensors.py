@@ -19,7 +19,7 @@ FLOATS = frozenset({"F32", "F16", "BF16"})
 Q8_0 = "Q8_0"
 """The dtype of a matrix in blocks of GGUF: a float16 scale and 32 int8 codes for 32 weights of a row."""
 Q8_0_WEIGHTS, Q8_0_BYTES = 32, 34
-# How many numbers are compared at once. The temporary arrays stay small.
+# The number of values that are compared at once. It keeps the temporary arrays small.
 _PART = 1 << 20
 
 

@@ -53,7 +53,8 @@ def token_sequences(
     """
     if n < 1 or length < 2 or skip < 0 or not 0 <= seed < 1 << 64:
         raise InputError(
-            f"expected n >= 1, length >= 2, skip >= 0 and a 64-bit seed, got {n}, {length}, {skip} and {seed}"
+            f"expected n >= 1, length >= 2, skip >= 0 and a seed of 64 bits, got n = {n}, length = {length}, "
+            f"skip = {skip} and seed = {seed}"
         )
     windows = itertools.islice(_windows(tokenizer, texts, length), skip, skip + POOL * n)
     best: list[tuple[int, int, NDArray[np.int64]]] = []  # a heap whose top is the worst of the n best
@@ -67,7 +68,7 @@ def token_sequences(
     if len(best) < n:
         passed = f" beside the {skip} that are passed over" if skip else ""
         raise InputError(
-            f"The corpus has {len(best)} sequences of {length} tokens{passed}, and {n} are needed. Ask for "
+            f"The corpus has {len(best)} sequences of {length} tokens{passed}, but {n} are needed. Ask for "
             "fewer or shorter sequences, or give more text."
         )
     return np.stack([tokens for _, _, tokens in sorted(best, key=lambda item: -item[1])])

@@ -4,7 +4,7 @@
 
 Unusable rows are counted by reason in a `ReadReport`. A file that ends in the middle of a row is
 refused. A file with more than a tenth of broken rows is refused, too, because a mask should come from
-the whole corpus. Reading is lazy.
+the whole corpus. `file_texts` is a generator, so that a file is never in memory as a whole.
 """
 
 import gzip

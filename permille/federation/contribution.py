@@ -52,8 +52,8 @@ class Contribution:
     """The local steps of one device in one round.
 
     Attributes:
-        start_digest: the digest of the pooled state from which the device began.
         weight: the weight of the device in a weighted mean.
+        start_digest: the digest of the pooled state from which the device began.
         c_TQ: the coefficients, int64 [T, Q], in the unit of `definition.device_log()`. T is at most the
             definition's `steps`.
         gain: the base's loss per token minus that of the pooled state, on text of the device that no
@@ -123,7 +123,10 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
         raise PackageError("round-content", f"expected a contribution, got {len(data)} bytes")
     magic, digest, number, weight, steps, start, size = _HEAD.unpack_from(data)
     if magic != MAGIC or size != len(data) - _HEAD.size - SIGNATURE_BYTES:
-        raise PackageError("round-content", f"expected {MAGIC!r} and {size} bytes, got {magic!r}")
+        raise PackageError(
+            "round-content",
+            f"expected {MAGIC!r} and a payload of {size} bytes, got {magic!r} and {len(data)} bytes in all",
+        )
     if digest != digest_bytes(definition.digest):
         raise PackageError(
             "round-binding",

@@ -144,7 +144,7 @@ class Definition:
 
     @property
     def key(self) -> Ed25519PublicKey:
-        """The key that signs this federation's heads."""
+        """The public key that verifies this federation's heads."""
         return decode_key(self.round_key)
 
     @property

@@ -163,7 +163,7 @@ class Head:
     state_digest: str
 
     def signed(self, key: Ed25519PrivateKey) -> bytes:
-        """Return the canonical bytes of the head, signed by the definition's key."""
+        """Return the canonical bytes of the head, with the signature of the federation's private key."""
         digests = (digest_bytes(self.chain), digest_bytes(self.state_digest))
         named = digest_bytes(self.definition_digest)
         data = _HEAD.pack(HEAD_MAGIC, named, self.number, self.reach, *digests)

@@ -1,4 +1,4 @@
-"""Privacy rules of a federation: the part `privacy` of its definition (FORMAT 13.6)."""
+"""Privacy rules of a federation: the field `privacy` of its definition (FORMAT 13.6)."""
 
 import base64
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ class Keeper:
     """The second party, which computes the sum of the devices' masks.
 
     Attributes:
-        key: its X25519 public key, base64url without padding.
-        url: its address: https, or http to this machine.
+        key: the keeper's X25519 public key, base64url without padding.
+        url: the keeper's address: https, or http to this machine.
 
     Raises:
         InputError: the key or the address is invalid.

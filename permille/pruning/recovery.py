@@ -10,7 +10,8 @@ Adam minimises the mean next-token loss of public text, with a rate that falls t
 of a step depend only on the seed and the number of the step. After a kill, a call with the same arguments and
 checkpoint continues. On the same machine, with the same number of threads, it ends with the same bits.
 
-# Legend: in NK, N outputs and K inputs of a linear; r rank; in NT, N rows and T tokens; B rows of a step.
+Shapes: in NK, N = outputs and K = inputs of a linear; in NT, N = rows and T = tokens; B = rows of a step,
+r = rank, V = vocabulary.
 """
 
 import io

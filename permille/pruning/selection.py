@@ -81,8 +81,8 @@ def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern
     Cholesky factor of the inverse for all columns. The multiple cancels out. The score of a weight in column
     j is `(w / d_j)^2`, where d is the diagonal of the factor.
 
-    If every group of the pattern shall be full of zeros, the weights of a group are chosen when the loop
-    reaches the group. Otherwise, the weights of a whole block of columns are chosen at once. Without a
+    If every group must have all zeros of the pattern (`full`), the weights of a group are chosen when the
+    loop reaches the group. Otherwise, the weights of a whole block of columns are chosen at once. Without a
     pattern, a block loses one weight more than its share, as in the authors' program.
     """
     weight_NK, columns = weight_NK.clone(), weight_NK.shape[1]

@@ -9,7 +9,8 @@ A block of a file holds `d`, then `m` (Q4_1 only), then the codes. In a block of
 halves of the 16 bytes are codes 0 to 15, and the high halves are codes 16 to 31. In a package, neighbours
 share a byte instead, as in all schemes.
 
-# Legend: N, K = rows and columns; G = K / 32; R = bytes of a row; B = blocks; S = 32; P = bytes of codes.
+Shapes: N = rows, K = columns, G = K / 32, R = bytes of a row, B = blocks, S = 32 weights of a block,
+P = bytes of a block or of its codes, H = float16 numbers at the start of a block (`d`, and `m` for Q4_1).
 """
 
 import numpy as np
@@ -47,7 +48,7 @@ def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
     # The number of bytes in a block tells its type.
     kind = _NAMES.get(size * GROUP_SIZE // columns) if columns % GROUP_SIZE == 0 else None
     if kind is None:
-        raise InputError(f"Rows of {columns} weights in {size} bytes are none of {', '.join(TYPES)}.")
+        raise InputError(f"Rows of {columns} weights in {size} bytes fit none of {', '.join(TYPES)}.")
     block_BP = block_NR.reshape(rows * columns // GROUP_SIZE, -1)
     # Q4_1 stores a minimum after the scale.
     heads = 2 if kind == "Q4_1" else 1

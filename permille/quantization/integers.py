@@ -10,7 +10,7 @@ int8 is the weight-only form of LLM.int8 (Dettmers et al., 2022) and of torchao'
 which have one scale for each row. Groups of 128 cost a quarter of a bit more per weight. They halve the
 squared error of rows of thousands of weights, because a large weight coarsens only its own group.
 
-# Legend: N, K = rows and columns; G = ceil(K / group_size); S = group_size; R = rows of a chunk.
+Shapes: N = rows, K = columns, G = ceil(K / group_size), R = rows of a chunk.
 """
 
 import numpy as np

@@ -5,7 +5,7 @@ bitsandbytes' reference (`functional.quantize_4bit`, no double quantization), so
 read them. There are two differences, which do not change the decoded weights. The absmax of an all-zero tail
 block is 0, where the reference stores 1e-38. The nibble after an odd number of codes is 0, not 7.
 
-# Legend: N, K = rows and columns of the weight; B = ceil(N * K / 64) flat blocks.
+Shapes: N = rows and K = columns of the weight, B = ceil(N * K / 64) flat blocks.
 """
 
 import numpy as np
@@ -55,7 +55,7 @@ def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTen
     packed = np.empty((w.size + 1) // 2, np.uint8)
     # The last block may be shorter.
     absmax_B = np.empty(-(-w.size // BLOCK_SIZE), np.float32)
-    # A chunk is a whole number of blocks, so blocks do not depend on it.
+    # A chunk is a whole number of blocks, so the size of a chunk does not change the result.
     for start in range(0, w.size, CHUNK_WEIGHTS):
         stop = min(start + CHUNK_WEIGHTS, w.size)
         check_finite(w[start:stop], start, name)
@@ -78,7 +78,7 @@ def _codes(w: NDArray[np.float32], absmax: NDArray[np.float32], *, is_last: bool
     divisor = np.maximum(absmax, _SMALLEST_ABSMAX)
     scaled = w * np.repeat(np.float32(1) / divisor, BLOCK_SIZE)[: w.size]
     tail = w.size % BLOCK_SIZE
-    if is_last and tail:  # The reference divides in the tail, and multiplies by the reciprocal elsewhere.
+    if is_last and tail:  # the reference divides in the tail, and multiplies by the reciprocal elsewhere
         scaled[-tail:] = w[-tail:] / divisor[-1]
     np.clip(scaled, -1, 1, out=scaled)
     return np.searchsorted(_BOUNDS, scaled, side="left").astype(np.uint8)

@@ -40,7 +40,7 @@ def perplexity(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Measure a model on [N, T] token ids: N * (T - 1) predictions, with float64 sums in their order.
+    """Measure a model on [N, T] token ids: N * (T - 1) predictions, whose losses are summed in float64.
 
     Raises:
         InputError: there is no prediction, or a loss is not finite (the message names the sequence).

@@ -2,7 +2,7 @@
 
     relative error = ||w - w'||_F / ||w||_F        max error = max |w - w'|
 
-`w'` is the decoded weight. A weight of zeros alone has relative error 0. Sums are float64.
+`w'` is the decoded weight. If all weights of a tensor are 0, its relative error is 0. Sums are float64.
 """
 
 from typing import TypedDict

@@ -9,7 +9,7 @@ weights of a row. ADR 13 says why we chose this method.
 
 Scales are not negative, so a package can store the result in the scheme int4.
 
-# Legend: N, K = rows and columns; G = groups of a row; Q, T = sequences and their tokens.
+Shapes: N = rows, K = columns, G = groups of a row, Q = sequences, T = tokens of a sequence.
 """
 
 import contextlib

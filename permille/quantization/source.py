@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.quantization.types import QuantizedTensor, Scheme, packed_size, scales_shape
 
-# How many weights are handled at once. This bounds the temporary arrays at some tens of MB for any matrix.
+# The number of weights that are handled at once. It keeps the temporary arrays below some tens of MB.
 CHUNK_WEIGHTS = 1 << 20
 
 

@@ -1,5 +1,5 @@
 """Fisher scores, masks, and the evidence behind them.
 
-`masks`, `scores` and `coverage` need numpy only; `fisher` needs torch: import the
-module you use.
+Import the module that you use: `masks`, `scores` and `coverage` need only numpy, but `fisher` needs
+torch.
 """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_sequences(model: "PreTrainedModel", sequences_NT: NDArray[np.int64]) -> None:
-    """Check that the model can take the sequences. It raises the errors of `check_tokens`."""
+    """Check that the model can take the sequences. Raises InputError, as `check_tokens` does."""
     check_tokens(model.get_input_embeddings().weight.shape[0], sequences_NT)
 
 
@@ -46,7 +46,7 @@ def check_tokens(vocabulary: int, sequences_NT: NDArray[np.int64]) -> None:
 def differentiable(model: "PreTrainedModel", names: Sequence[str]) -> Iterator[None]:
     """Give gradients to `names` only, recompute layers in the reverse pass, and use eval mode.
 
-    At the end of the context, all three are as before.
+    At the end of the context, the model is as it was before.
     """
     with _only_trainable(model, names), _recomputed(_layers(model, names)), _in_eval_mode(model):
         yield
@@ -108,7 +108,7 @@ def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer, forward in zip(layers, own, strict=True):
             del layer.forward  # the class's own method is visible again
-            if forward is not None:  # another program had already replaced the method
+            if forward is not None:  # the instance already had a method of its own
                 layer.forward = forward
 
 

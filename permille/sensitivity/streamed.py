@@ -39,7 +39,7 @@ class StreamedModel:
 
 
 Watched = Callable[[DecoderLayer, int], AbstractContextManager[None]]
-"""A function that returns a context for the reverse pass of one layer and one sequence, given by number."""
+"""A function of a layer and a sequence's number. It returns a context for their reverse pass."""
 
 
 def backward_by_layer(

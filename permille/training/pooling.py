@@ -110,7 +110,10 @@ def pool(
     train_NT, held_NT = rows_NT[:-held_out], rows_NT[-held_out:]
     if len(train_NT) < plan.batch_rows:
         least = plan.batch_rows + held_out
-        raise InputError(f"Pooling needs {least} sequences or more, and has {len(rows_NT)}.")
+        raise InputError(
+            f"Pooling needs {least} sequences or more, and has {len(rows_NT)}. Give more text, or use fewer "
+            "rows in a step."
+        )
     rate, w_base_K = learning_rate(package), package.values()
     if not 0 < rate < math.inf:
         raise InputError(f"The masked weights are all 0, or too large: the rate is {rate}.")

@@ -1,1 +1,1 @@
-"""Directions, estimators, lattice state, step log and replay. numpy only."""
+"""Directions, estimators, lattice state, step log and replay, all in numpy."""

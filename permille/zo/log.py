@@ -57,7 +57,7 @@ def encode_canonical(header: LogHeader, records: Iterable[StepRecord]) -> bytes:
     """Encode a header and its records, whose steps are numbered from 0 without a gap.
 
     Raises:
-        InputError: a record does not continue the log, or the log leaves the lattice's range.
+        InputError: a record does not continue the log, or the state could leave the exact range.
     """
     kept = []
     weight = 0

@@ -199,7 +199,11 @@ def decode_state(data: bytes, *, max_bytes: int, max_k: int) -> PackedState:
         )
     magic, header_size = _HEAD.unpack_from(data)
     if magic != MAGIC or header_size > min(MAX_HEADER_BYTES, end - _HEAD.size):
-        raise PackageError("state-header", f"expected {MAGIC!r} and a header, got {magic!r}, {header_size}")
+        raise PackageError(
+            "state-header",
+            f"expected {MAGIC!r} and a header of at most {MAX_HEADER_BYTES} bytes, got {magic!r} and "
+            f"{header_size} bytes",
+        )
     position = _HEAD.size + header_size
     header = StateHeader.from_bytes(data[_HEAD.size : position])
     if header.k > max_k:

@@ -14,7 +14,7 @@ from permille.errors import InputError
 from permille.zo.header import LogHeader
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT
 
-# How many rows are summed at once. The float64 copies stay small.
+# The number of rows that are summed at once. It keeps the float64 copies small.
 _ROWS = 1024
 
 

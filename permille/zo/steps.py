@@ -34,7 +34,7 @@ def take_step(
 
     Args:
         normalised: divide the projected gradients by their root mean square, so that the learning rate alone
-            sets the length of a step (as FZOO divides by the deviation of the losses).
+            sets the length of a step (FZOO divides by the losses' standard deviation).
 
     Returns:
         The record. If a loss or projected gradient is not finite, or a coefficient exceeds the format's
