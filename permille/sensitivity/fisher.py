@@ -11,9 +11,9 @@ Memory holds the weights (one decoder layer of a `StreamedModel`), the scores in
 of them), the gradient of one tensor, and the activations of one decoder layer. Each gradient is squared
 and freed as soon as autograd has made it. Activations of other layers are recomputed.
 
-Sequences are summed in shards (`shard_ranges`), and the sums of the shards are added in their order. So
-one process and sixteen workers get the same bits from the same gradients, and a stopped job continues
-after its last shard.
+Squared gradients are summed in shards of sequences (`shard_ranges`), and the sums of the shards are added in
+their order. So one process and sixteen workers get the same bits from the same gradients (`join_shards` has
+an exception), and a stopped job continues after its last shard.
 """
 
 import contextlib
