@@ -1,11 +1,11 @@
-"""schemathesis against the embedded server: authenticated, all checks, nothing excluded.
+"""Fuzz the HTTP API with schemathesis: authenticated, all checks, no operation excluded for administrators.
 
     python -m tests.api_fuzz --examples 200
     python -m tests.api_fuzz --examples 200 --database postgresql
 
-Two passes: every operation as the administrator, then a device's own operations as a device. A model, a
-corpus, a finished build, a release and a device are made first, so that requests reach more than 404. The
-worker then stops: what schemathesis asks for is queued, not computed.
+There are two passes: all operations as the administrator, and the operations of devices as a device. A model,
+a corpus, a finished build, a release and a device exist before the passes, so that requests get further than
+status 404. The passes run without a worker: the jobs that schemathesis submits stay queued.
 """
 
 import argparse
@@ -42,7 +42,7 @@ DEVICE_OPERATIONS += (
     "get_package_blob",
     "head_package_blob",
 )
-# Not put_contribution: no schema says which bytes are a contribution.
+# put_contribution is not listed, because no schema describes the bytes of a contribution.
 DEVICE_OPERATIONS += (
     "list_own_federations",
     "put_membership",
@@ -63,7 +63,7 @@ class Pass:
 
 @contextmanager
 def empty_database(name: str, folder: Path) -> Iterator[str]:
-    """The URL of a database without rows that this run alone has: `sqlite` or `postgresql`."""
+    """Yield the URL of an empty database for this run only. `name` is `sqlite` or `postgresql`."""
     if name == "postgresql":
         with postgres_url() as url:
             yield url
@@ -81,7 +81,7 @@ def fuzz(
     seed: int | None = None,
     workers: int = 1,
 ) -> list[Pass]:
-    """Run both passes on a service with its rows at `url` and all else below `folder`."""
+    """Run both passes. The rows are in the database at `url`, all other data is below `folder`."""
     write_model(folder / "models" / "tiny-llama")
     write_corpus(folder / "corpora" / "texts.jsonl")
     roots = ("--model-root", str(folder / "models"), "--corpus-root", str(folder / "corpora"))
@@ -96,7 +96,7 @@ def fuzz(
     settings = {"PERMILLE_DATABASE_URL": url, "PERMILLE_STREAM_S": "0.5"}
     settings |= {"PERMILLE_SIGN_INS_PER_MINUTE": UNLIMITED}
     with running_service(folder, *roots, "--no-worker", **settings) as running:
-        # The device first: the administrator's pass may revoke it.
+        # The device pass is first, because the administrator pass may revoke the device.
         return [
             _run("device", config, running.url, device_token, device_options),
             _run("administrator", config, running.url, running.token, options),
@@ -113,19 +113,21 @@ def _run(name: str, config: Path, url: str, token: str, options: Sequence[str]) 
 
 
 def _configure(folder: Path, known: Mapping[str, str]) -> Path:
-    """Values that exist, by path parameter, in place of what schemathesis makes."""
+    """Write a schemathesis configuration with existing values for the path parameters."""
     config = folder / "schemathesis.toml"
     lines = [f"{json.dumps(f'path.{name}')} = {json.dumps(value)}" for name, value in known.items()]
-    lines.append('"path.number" = 0')  # of a round; no text, which schemathesis takes for a wrong number
+    # A round's number. It is an integer: schemathesis would take a text for an invalid value.
+    lines.append('"path.number" = 0')
     config.write_text("\n".join(["[parameters]", *lines, ""]))
     return config
 
 
 def _stock(running: Running) -> dict[str, str]:
-    """Ids of what a build makes, by parameter."""
+    """Make a build and publish its package. Return the ids by path parameter."""
     model = running.answer("models", "add", "tiny", "--folder", "tiny-llama")
     corpus = running.answer("corpora", "add", "texts", "--file", "texts.jsonl")
-    # Of the corpus, too: what is made of nothing could be deleted, and be missed by all who ask for it later.
+    # The build also uses the corpus. An unused corpus could be deleted in a pass, so that later requests for
+    # it fail.
     asked = ("--model", model["id"], "--corpus", corpus["id"], "--sequences", "2", "--length", "16")
     job = running.answer("builds", "create", *asked, "--density", "0.01")
     build = running.answer("builds", "show", job["id"])
@@ -144,7 +146,7 @@ def _stock(running: Running) -> dict[str, str]:
 
 
 def _enrol(folder: Path, url: str) -> tuple[str, dict[str, str]]:
-    """A device that reported a run and joined a federation, in the same database: its token and the ids."""
+    """Enrol a device that reports a run and joins a federation. Return its token and the ids."""
     with running_api(folder, database_url=url) as api:
         device = api.device(release="tiny-llama")
         token, run_id = device.token(), new_run_id()
@@ -159,7 +161,7 @@ def _enrol(folder: Path, url: str) -> tuple[str, dict[str, str]]:
 
 
 def main() -> int:
-    """Fuzz in a temporary folder; 0 when no pass found anything."""
+    """Fuzz in a temporary folder. Return 0 if neither pass failed."""
     parser = argparse.ArgumentParser(description="schemathesis against the embedded server")
     parser.add_argument("--examples", type=int, default=200, help="test cases an operation")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), default="sqlite")

@@ -1,6 +1,6 @@
-"""A service for tests: the app in this process behind a client, and things to put into it.
+"""The service under test: the app in this process behind a client, and functions that add data to it.
 
-No worker runs: what jobs would make is put into the store directly.
+No worker runs. Tests put the results of jobs into the store directly.
 """
 
 import base64
@@ -35,14 +35,14 @@ URL = "http://127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
-    """The app under test, and the first administrator's token."""
+    """The app under test, and the token of the first administrator."""
 
     client: TestClient
     service: Service
     token: str
 
     def auth(self, token: str | None = None) -> dict[str, str]:
-        """The headers of a caller; the administrator's unless a token is given."""
+        """Return the headers of a caller. The default is the administrator."""
         return {"Authorization": f"Bearer {self.token if token is None else token}"}
 
     def get(self, path: str, token: str | None = None, **options: Any) -> Any:
@@ -67,7 +67,7 @@ class Api:
         return tenant.id
 
     def statements(self, path: str, token: str | None = None) -> int:
-        """Count the statements that a GET takes, without those that begin or end a transaction."""
+        """Count the SQL statements of a GET request, without BEGIN. COMMIT is not an event here."""
         told: list[str] = []
 
         def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
@@ -81,7 +81,7 @@ class Api:
         return sum(not statement.startswith("BEGIN") for statement in told)
 
     def operator(self, role: Role, *, tenant: str | None = None) -> str:
-        """The token of a new operator, in the first tenant or in a new one of this name."""
+        """Return the token of a new operator in the first tenant, or in a new tenant named `tenant`."""
         with self.service.database.write() as session:
             first = access.first_tenant(session)
             owner = access.create_tenant(session, name=tenant) if tenant else first
@@ -90,7 +90,7 @@ class Api:
             return access.create_token(session, tenant_id=owner.id, name="test", role=role)[1]
 
     def package(self, *, seed: int = 0, tenant_id: str | None = None) -> Package:
-        """A tiny package in the blob store and in the tenant's list."""
+        """Add a tiny package to the blob store and to the tenant's packages."""
         package = tiny_package(self.service.settings.blob_root, seed=seed)
         with self.service.database.write() as session:
             add_package(session, tenant_id=tenant_id or self.tenant_id, manifest=package.manifest)
@@ -115,7 +115,7 @@ class Api:
 
 @dataclass(slots=True)
 class TestDevice:
-    """A device's side of the contract."""
+    """A client for the routes of devices."""
 
     __test__ = False
 
@@ -158,7 +158,7 @@ class TestDevice:
 
 @contextmanager
 def running_api(folder: Path, *, clock: Clock | None = None, **settings: Any) -> Iterator[Api]:
-    """The app with its data below `folder`; a clock of the test's own replaces the database's."""
+    """Run the app with its data below `folder`. If `clock` is given, it replaces the database's clock."""
     rows = folder / "data" / "permille.db"
     if "database_url" not in settings and not rows.exists():
         rows.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -176,19 +176,19 @@ def running_api(folder: Path, *, clock: Clock | None = None, **settings: Any) ->
 
 @cache
 def _migrated() -> bytes:
-    """An empty database as the migrations leave it: made once, it is copied into each service."""
+    """Return the bytes of an empty migrated database. They are cached and copied into each service."""
     with TemporaryDirectory() as folder:
         migrate(f"sqlite:///{folder}/permille.db")
         return (Path(folder) / "permille.db").read_bytes()
 
 
 def encode(data: bytes) -> str:
-    """base64url without padding."""
+    """Encode as base64url without padding."""
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
 def run_metrics(**changes: Any) -> dict[str, Any]:
-    """Metrics of a run that a device may report, as JSON; `changes` need not be valid."""
+    """Return the metrics of a run as JSON, as a device reports them. `changes` may be invalid."""
     return {**metrics(state_digest=None).model_dump(mode="json"), **changes}
 
 

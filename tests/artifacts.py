@@ -1,4 +1,4 @@
-"""Artifacts put into the store directly, with the job that would have made them."""
+"""Artifacts that are put into the store directly, each with the job that would have made it."""
 
 from collections.abc import Mapping
 
@@ -26,12 +26,12 @@ QUOTA = Quota(
     uploads_kept=50,
     bytes_kept=1 << 30,
 )
-"""Of devices that nothing stops."""
+"""A quota that is too large for tests to reach."""
 PARTS = {"mask_id": f"mask_{EXAMPLE_ULID}", "quantization_id": f"quant_{EXAMPLE_ULID}"}
 
 
 def some_model(session: Session, tenant_id: str) -> str:
-    """The id of a model of which nothing is known."""
+    """Return the id of the model `tiny`. It is added if it is missing, but it has no files."""
     known = session.scalar(select(Model.id).where(Model.tenant_id == tenant_id, Model.name == "tiny"))
     if known is not None:
         return known
@@ -42,7 +42,7 @@ def some_model(session: Session, tenant_id: str) -> str:
 def add_artifact(
     session: Session, *, tenant_id: str, kind: JobKind, request: Mapping[str, object], made: Made
 ) -> Artifact:
-    """Add the artifact that a job with this request makes."""
+    """Add the artifact that a job with this request would make."""
     job = queue.submit(session, NewJob(tenant_id=tenant_id, kind=kind, payload=request))
     claim = claims.claim(session, worker="w", lease_s=60, job_id=job.id)
     assert claim is not None
@@ -52,7 +52,7 @@ def add_artifact(
 
 
 def add_package(session: Session, *, tenant_id: str, manifest: Manifest) -> Artifact:
-    """A package whose blobs are in the blob store."""
+    """Add a package. Its blobs must be in the blob store."""
     same = ("role", "media_type", "digest", "size_bytes", "path")
     blobs = [Blob(**{name: getattr(layer, name) for name in same}) for layer in manifest.layers]
     size_bytes = len(manifest.to_bytes())

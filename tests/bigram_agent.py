@@ -1,8 +1,8 @@
-"""`train` as a process of its own, on the engine of tests: it starts fast enough to be killed often.
+"""`permille-agent train` as a process with the bigram engine. It starts fast enough to be killed often.
 
 python -m tests.bigram_agent HOME TEXT STEPS QUERIES
 
-Queries are those of zeroth order; with 0 it follows the gradient.
+QUERIES is the number of queries of zeroth-order training. With 0, the training follows the gradient.
 """
 
 import sys
@@ -18,7 +18,7 @@ from tests.bigram_engine import bigram_engine
 
 
 def main(arguments: list[str]) -> int:
-    """Run `permille-agent train` with another engine and short rows."""
+    """Train with the bigram engine and short rows."""
     home = open_home(Path(arguments[0]))
     queries = int(arguments[3])
     estimator = EstimatorKind.ONE_SIDED if queries else EstimatorKind.GRADIENT

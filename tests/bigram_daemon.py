@@ -1,4 +1,4 @@
-"""`permille-agent run --once` as a process, on the engine of tests: it starts fast enough to be killed often.
+"""`permille-agent run --once` as a process with the bigram engine. It starts fast enough to be killed often.
 
 python -m tests.bigram_daemon HOME STEPS
 """

@@ -1,8 +1,8 @@
-"""A small language model in numpy behind the real engine interface: starts in no time, and can learn.
+"""A small language model in numpy behind the engine interface. It starts fast and can learn.
 
-The logits of the next token are a bias of every token plus entries of a table of token pairs. The first
-masked values of the package are the biases, the others are table entries. Gradients are exact, so forward
-mode is, too. A package has the engine of its parent: a pooled state changes values alone.
+The logits of the next token are a bias for every token plus entries of a table of token pairs. The first
+masked values of the package are the biases, the others are entries of the table. The gradient is exact. The
+pairs are chosen by the digest of the parent package, so a package with a pooled state has the same engine.
 """
 
 import hashlib
@@ -19,7 +19,10 @@ from permille.zo.estimators import Batch
 
 
 class BigramEngine:
-    """See `permille.engines.interface.Engine`. `nan_above` makes losses NaN where a value is beyond it."""
+    """Engine of tests, see `permille.engines.interface.Engine`.
+
+    If the magnitude of a value is above `nan_above`, all losses are NaN.
+    """
 
     def __init__(self, package: Package, *, nan_above: float = np.inf) -> None:
         self._vocabulary = int(package.config["vocab_size"])
@@ -37,7 +40,7 @@ class BigramEngine:
 
     @property
     def layer_passes(self) -> int:
-        """One layer, whatever is asked."""
+        """Return the number of layer passes. The model counts as one layer."""
         return self._layer_passes
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
@@ -46,7 +49,7 @@ class BigramEngine:
         return np.array(means, dtype=np.float32)
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """The loss, and its gradient rounded once."""
+        """Return the loss and its gradient, which is computed in float64 and rounded once."""
         before_N, after_N = _pairs(batch)
         probability_NV = np.exp(_log_softmax(self._logits(values_K, before_N)))
         probability_NV[np.arange(len(after_N)), after_N] -= 1.0
@@ -85,7 +88,7 @@ class BigramEngine:
             yield last
 
     def info(self) -> EngineInfo:
-        """Reported as torch: the schema of reports knows no engine of tests."""
+        """Return the name "torch", because the schema of reports does not accept an engine of tests."""
         return {"name": "torch", "version": "test", "compute_dtype": "float64", "threads": 1, "device": "cpu"}
 
     def _logits(self, values_K: NDArray[np.float32], before_N: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Decoding of a 4-bit layer by bitsandbytes, with AVX-512 and without."""
+"""Decode a 4-bit layer of bitsandbytes correctly, also on machines with AVX-512."""
 
 import copy
 
@@ -7,10 +7,11 @@ import torch
 
 
 def decoded(layer: bitsandbytes.nn.Linear4bit) -> torch.Tensor:
-    """Weights of a layer, decoded as one row.
+    """Return the weights of a layer, decoded as one row.
 
-    bitsandbytes 0.50.2 with AVX-512 takes another block's scale where a row's length is no multiple of the
-    block size, of tensors that it has quantized itself too; as one row they come out right (ADR 13).
+    With AVX-512, bitsandbytes 0.50.2 reads the scale of a wrong block if the length of a row is not a
+    multiple of the block size. This also happens to tensors that it has quantized itself. One long row is
+    decoded correctly (ADR 13).
     """
     state = copy.copy(layer.weight.quant_state)
     shape, state.shape = state.shape, torch.Size([1, state.shape.numel()])

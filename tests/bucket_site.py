@@ -1,4 +1,4 @@
-"""A bucket for tests: moto's S3 server, and before it a gate that breaks what it is told to."""
+"""A bucket for tests: moto's S3 server behind a gate that causes the faults that a test asks for."""
 
 import hashlib
 import hmac
@@ -26,16 +26,16 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "secret-
 
 @dataclass
 class Fault:
-    """The fault of the next `times` requests `METHOD /path?query` that match.
+    """Fault of the next `times` requests whose line `METHOD /path?query` matches the pattern `matches`.
 
     Attributes:
-        status: answer with this and an S3 error.
-        code: of that error.
-        cut_after: send so many bytes of the body and drop the connection.
-        flip_byte: send this byte of the body inverted.
-        stall: hold the request until the gate closes.
-        lose: pass the request on, and drop the connection in place of an answer.
-        agent: only of clients whose User-Agent holds this.
+        status: Answer with this status and an S3 error.
+        code: The code of that error.
+        cut_after: Send this number of bytes of the body, then drop the connection.
+        flip_byte: Invert the byte of the body at this index.
+        stall: Hold the request until the gate closes.
+        lose: Pass the request on, then drop the connection without an answer.
+        agent: Apply the fault only to clients whose User-Agent contains this text.
     """
 
     matches: str
@@ -51,7 +51,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Request:
-    """One that came through the gate."""
+    """A request that came through the gate."""
 
     line: str
     headers: Mapping[str, str]
@@ -60,8 +60,10 @@ class Request:
 
 @dataclass
 class Gate:
-    """Passes requests on to the bucket's server, but for faults; the signatures of addresses, which that
-    server does not check, are checked here. `late_s`: its clock is so far ahead.
+    """A gate that passes requests on to the bucket's server and applies faults.
+
+    The gate checks the signatures of presigned URLs, because moto does not check them. The clock of this
+    check is `late_s` seconds ahead.
     """
 
     bucket: str
@@ -75,20 +77,20 @@ class Gate:
 
     @property
     def address(self) -> str:
-        """Return the bucket's address, as settings write it."""
+        """Return the bucket's address in the form of the setting."""
         return f"s3://{self.bucket}/permille?endpoint={self.endpoint}&region=us-east-1"
 
     def open(self, **options: Any) -> Bucket:
-        """A client that waits little."""
+        """Return a client that retries once and does not sleep."""
         options = {"attempts": 2, "sleep": lambda _s: None, "reach_s": 60.0, **options}
         return Bucket(BucketAddress.parse(self.address), **options)
 
     def sent(self, pattern: str) -> list[Request]:
-        """Requests whose `METHOD /path?query` match."""
+        """Return the requests whose line `METHOD /path?query` matches."""
         return [request for request in self.requests if re.search(pattern, request.line)]
 
     def fault_of(self, line: str, agent: str) -> Fault | None:
-        """The fault for this request, if any; its count goes down."""
+        """Return the fault for this request, if any, and count it down."""
         for fault in list(self.faults):
             if fault.times > 0 and fault.agent in agent and re.search(fault.matches, line):
                 fault.times -= 1
@@ -99,10 +101,10 @@ class Gate:
 
 @contextmanager
 def bucket_server() -> Iterator[str]:
-    """The host and port of moto's server."""
+    """Run moto's server. Yield its host and port."""
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it says every request
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # By default it logs every request.
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -114,7 +116,7 @@ def bucket_server() -> Iterator[str]:
 
 @contextmanager
 def gate(server: str) -> Iterator[Gate]:
-    """A new bucket behind a gate."""
+    """Make a new bucket and yield its gate."""
     found = Gate(bucket=f"blobs-{uuid.uuid4().hex[:12]}")
 
     class Handler(_Handler):
@@ -142,7 +144,7 @@ class _Listener(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, *_: object) -> None:
-        """Say nothing: clients that were killed are part of it."""
+        """Print nothing. Tests kill clients on purpose."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -203,11 +205,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
 
 def _is_signed(request: Request, late_s: float) -> bool:
-    """Return True if the query has a valid signature of ours (AWS Signature Version 4)."""
+    """Return True if the query has a valid signature of our key (AWS Signature Version 4)."""
     method, target = request.line.split(" ", 1)
     path, _, query = target.partition("?")
     given = dict(parse_qsl(query, keep_blank_values=True))
@@ -227,5 +229,5 @@ def _is_signed(request: Request, late_s: float) -> bool:
 
 
 def settle() -> float:
-    """A moment of Unix time that is later than all that was written before, by a bucket's seconds."""
+    """Return a Unix time that is later than all writes so far. The times of a bucket are whole seconds."""
     return time.time() + 2

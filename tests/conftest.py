@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Hooks of all tests."""
 
 import gc
 import os
@@ -9,8 +9,9 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """Let the hundreds of processes that tests start find bytecode, where the environment has turned it off:
-    each would compile all that it imports.
+    """Let processes that tests start write and read bytecode, even if the environment turned it off.
+
+    Tests start hundreds of processes. Without bytecode, each of them compiles all that it imports.
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
@@ -18,8 +19,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep modules and tests out of the collector's sight, while they come and from then on: they are
-    millions of objects, and a library that collects after each of its steps would walk them all.
+    """Exclude modules and tests from garbage collection.
+
+    They are millions of objects. A library that collects after each of its steps would visit all of them.
     """
     gc.disable()
     collected = yield

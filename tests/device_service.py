@@ -1,6 +1,6 @@
-"""A service as a device sees it, in a thread: the contract's device routes over real HTTP, with faults.
+"""The device routes of the service over real HTTP, in a thread, with faults.
 
-It keeps every byte that a device sends in `traffic`, so that a test can look for what must not be there.
+`traffic` keeps every byte that a device sends, so that a test can look for bytes that must not be sent.
 """
 
 import base64
@@ -45,16 +45,16 @@ def new_id(prefix: str, text: str | None = None) -> str:
 
 @dataclass
 class Fault:
-    """The fault in place of the answer to the next `times` requests whose path matches `path`.
+    """Fault in place of the answer to the next `times` requests. `path` is a pattern of their path.
 
     Attributes:
-        status: answer with this status and `headers`.
-        cut_after: of a blob, send this many bytes of the body and drop the connection.
-        flip_byte: of a blob, send this byte of the body inverted.
-        slow: seconds to wait before every 4 KiB of a blob.
-        extra: bytes to append to a blob.
-        ignore_range: answer a range request with the whole blob.
-        endless: answer with bytes until the client hangs up (1 GiB at most).
+        status: Answer with this status and with `headers` and `body`.
+        cut_after: Send this number of bytes of a blob, then drop the connection.
+        flip_byte: Invert the byte of a blob at this index.
+        slow: Wait this number of seconds before every 4 KiB of a blob.
+        extra: Append these bytes to a blob.
+        ignore_range: Answer a range request with the whole blob.
+        endless: Answer with bytes until the client hangs up (1 GiB at most).
     """
 
     path: str
@@ -71,7 +71,7 @@ class Fault:
 
 
 class DeviceService:
-    """State of the service; `url` is where it answers."""
+    """State of the service. `url` is its address."""
 
     def __init__(self, blobs: BlobFolder) -> None:
         self.blobs = blobs
@@ -106,14 +106,14 @@ class DeviceService:
         name: str = RELEASE_NAME,
         alias: str = "stable",
     ) -> None:
-        """List a package as a version that is signed for one alias; all aliases point at it."""
+        """Sign a version for one alias, and let all aliases point at it."""
         manifest = self.blobs.read(digest, limit=MAX_MANIFEST_BYTES)
         self.repository.publish(name, version, manifest, aliases=[alias])
         self.keep_metadata()
         self.point(digest, version)
 
     def point(self, digest: str, version: int) -> None:
-        """Let every alias mean this version, whatever is signed."""
+        """Answer every alias with this version, whatever the signed metadata says."""
         self.release = {
             "name": RELEASE_NAME,
             "version": version,
@@ -123,7 +123,7 @@ class DeviceService:
         }
 
     def offer(self, offer: Offer | None, alias: str = "stable") -> None:
-        """Sign a rollout to the devices of an alias, or its end."""
+        """Sign a rollout for the devices of an alias. With None, end the rollout."""
         if offer is None:
             self.repository.drop(rollout_path(RELEASE_NAME, alias))
         else:
@@ -131,17 +131,17 @@ class DeviceService:
         self.keep_metadata()
 
     def keep_metadata(self) -> None:
-        """Serve what changes of the repository have made."""
+        """Serve the changed metadata of the repository."""
         self.metadata.update(self.repository.changed)
         self.repository.changed.clear()
 
     @property
     def invitation(self) -> str:
-        """Return an invitation, as the operator hands it over: a code, and the digits of the newest root."""
+        """Return an invitation as the operator sends it: a code and the digest of the newest root."""
         return f"{CODE}.{self.repository.root_digest}"
 
     def take_fault(self, path: str) -> Fault | None:
-        """The fault for this request, if any; its count goes down."""
+        """Return the fault for this request, if any, and count it down."""
         for fault in self.faults:
             if fault.times > 0 and re.search(fault.path, path):
                 fault.times -= 1
@@ -151,7 +151,7 @@ class DeviceService:
 
 @contextmanager
 def serving(blobs: Path) -> Iterator[DeviceService]:
-    """A service over the packages in folder `blobs`, until the block ends."""
+    """Serve the packages in the folder `blobs` until the block ends."""
     service = DeviceService(BlobFolder(blobs))
     handler = type("BoundHandler", (_Handler,), {"service": service})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_DELETE = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Say nothing on standard error."""
+        """Print nothing."""
 
     def _handle(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("content-length", "0")))

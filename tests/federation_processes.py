@@ -1,7 +1,7 @@
 """API and worker processes that kill themselves once, at a named step of a round.
 
-`python -m tests.federation_processes api|worker`; KILL_AT names the step, and the file KILL_MARK, once there,
-says that it was reached.
+Run as `python -m tests.federation_processes api|worker`. The environment variable KILL_AT names the step. The
+process makes the file KILL_MARK before it kills itself. If the file exists, no process is killed.
 """
 
 import os
@@ -32,11 +32,11 @@ API_STEPS: dict[str, tuple[Any, str, bool]] = {
     "in-the-transaction": (contributions, "accept", True),
     "after-the-transaction": (device_routes, "dispatch", False),
 }
-"""What is called then, and whether the kill comes after it."""
+"""For each step: the object, the name of its function, and whether the kill comes after the call."""
 
 
 def kill_once(steps: dict[str, tuple[Any, str, bool]]) -> None:
-    """Arm the step that the environment names."""
+    """Replace the function of the step that KILL_AT names."""
     place, name, after = steps[os.environ["KILL_AT"]]
     real: Callable[..., Any] = getattr(place, name)
 
@@ -54,7 +54,7 @@ def kill_once(steps: dict[str, tuple[Any, str, bool]]) -> None:
 
 
 def main() -> int:
-    """Entry of the three processes."""
+    """Run the API, the worker, or the worker's child."""
     if sys.argv[1] == "api":
         kill_once(API_STEPS)
         return api_process.main()

@@ -1,4 +1,4 @@
-"""A federation on a service under test: devices with random integers, and a worker in this process."""
+"""A federation of the service under test: devices that send random integers, and a worker in this process."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +47,7 @@ SMALL = {
 
 
 def request_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """A request for a federation: each of its fields in the group that has it."""
+    """Return the body of a request for a federation, with each field in its group."""
     body: dict[str, Any] = {}
     for name, value in fields.items():
         groups = (group for group, model in GROUPS.items() if name in model.model_fields)
@@ -58,7 +58,7 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Member:
-    """A device that takes part: its history, its token."""
+    """A device of the federation, with its token and its copy of the history."""
 
     device: TestDevice
     secret: str
@@ -79,7 +79,7 @@ class Site:
         return f"/v1/federations/{self.id}"
 
     def read(self) -> dict[str, Any]:
-        """The federation as operators see it."""
+        """Return the federation as operators see it."""
         found: dict[str, Any] = self.api.get(self.path).json()
         return found
 
@@ -88,7 +88,7 @@ class Site:
         return found
 
     def join(self, count: int = 1, *, release: str = "tiny") -> list[Member]:
-        """Enrol devices and let them join."""
+        """Enrol `count` devices that join the federation."""
         new = []
         for _ in range(count):
             device = self.api.device(release=release)
@@ -111,7 +111,7 @@ class Site:
     def contribution(
         self, member: Member, invitation: dict[str, Any], *, seed: int = 0, **changes: Any
     ) -> bytes:
-        """Random integers of a member, signed."""
+        """Return a signed contribution of random integers."""
         rng = np.random.default_rng([seed, self.members.index(member), invitation["round"]])
         c_TQ = np.rint(rng.normal(0, 300, (self.definition.steps, self.definition.log.queries))).astype(
             np.int64
@@ -131,7 +131,7 @@ class Site:
         return self.api.client.put(f"{self.path}/rounds/{number}/contribution", content=data, headers=sent)
 
     def take_part(self, member: Member, *, seed: int = 0) -> Any:
-        """One device's part in the open round; None where it is not invited."""
+        """Send one device's contribution to the open round. Return None if the device is not invited."""
         self.catch_up(member)
         answer = self.invite(member)
         if answer.status_code == 204:
@@ -141,14 +141,14 @@ class Site:
         return self.send(member, invitation["round"], self.contribution(member, invitation, seed=seed))
 
     def work(self) -> int:
-        """Run all queued jobs, one attempt each; return how many."""
+        """Run all queued jobs, one attempt each. Return the number of jobs."""
         count = 0
         while run_one(self.api):
             count += 1
         return count
 
     def pass_deadline(self) -> None:
-        """Let the open round's deadline be past, and sweep."""
+        """Move the deadline of the open round into the past, and sweep."""
         with self.api.service.database.write() as session:
             opened = tables.Round.opened_at
             session.execute(
@@ -158,7 +158,7 @@ class Site:
 
 
 def run_one(api: Api) -> bool:
-    """Run the next queued job as a worker's child does; whether there was one."""
+    """Run the next queued job as the child of a worker does. Return False if there is none."""
     database, settings = api.service.database, api.service.settings
     with database.write() as session:
         claim = claims.claim(session, worker="test", lease_s=600)
@@ -169,7 +169,7 @@ def run_one(api: Api) -> bool:
 
 
 def make_site(api: Api, *, members: int = 0, start: bool = True, **changes: Any) -> Site:
-    """A federation on a tiny package's release."""
+    """Make a federation on a release of a tiny package."""
     if not api.get("/v1/releases").json()["items"]:
         api.publish(api.package())
     answer = api.post("/v1/federations", request_of(SMALL | changes))

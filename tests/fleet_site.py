@@ -1,6 +1,6 @@
-"""Devices and their runs, as many as wanted, put into a store: what a fleet looks like to its operators.
+"""Any number of devices and runs in a store, as operators see a real fleet.
 
-Of four versions of one release the last one makes devices worse: fewer adopt, their losses are higher.
+One release has four versions. The last one makes devices worse: fewer adopt it, and their losses are higher.
 """
 
 import json
@@ -29,7 +29,7 @@ ENGINES = ("light", "light", "light", "light-int8", "torch")
 
 
 def publish_versions(session: Session, *, tenant_id: str, digest: str) -> None:
-    """Publish one package under all versions; the newest is `stable`."""
+    """Publish one package under all versions. The alias `stable` points at the newest."""
     package = artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
     for _ in range(VERSIONS):
         releases.publish(session, name=RELEASE, package=package)
@@ -37,7 +37,7 @@ def publish_versions(session: Session, *, tenant_id: str, digest: str) -> None:
 
 
 def add_fleet(session: Session, *, tenant_id: str, devices: int, runs: int, seed: int = 0) -> None:
-    """Add devices and their runs of the last thirty days; most devices have moved from version to version."""
+    """Add devices and their runs of the last thirty days. Most devices moved from version to version."""
     rng, at = random.Random(seed), now(session)
     ids = [new_id(Prefix.DEVICE) for _ in range(devices)]
     first = {device_id: rng.randint(1, VERSIONS) for device_id in ids}
@@ -60,7 +60,7 @@ def add_fleet(session: Session, *, tenant_id: str, devices: int, runs: int, seed
 
 
 def add_rollout(session: Session, *, tenant_id: str, seed: int = 0) -> str:
-    """Add a rollout of the newest version that stopped itself in its second wave; return its id."""
+    """Add a rollout of the newest version that stopped itself in its second wave. Return its id."""
     rng, at, rollout_id = random.Random(seed), now(session), new_id(Prefix.ROLLOUT)
     ids = session.scalars(select(Device.id).where(Device.tenant_id == tenant_id)).all()
     waves = (5, 25, 100)  # percent

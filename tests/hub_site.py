@@ -1,10 +1,10 @@
-"""A local server that speaks the hub's routes for one repository: what `HF_ENDPOINT` may name in a test.
+"""A local server with the hub's routes for one repository. A test sets `HF_ENDPOINT` to its address.
 
     with hub_site(Path("model"), {"modeling.py": b"..."}) as site:
         run_with_environment(HF_ENDPOINT=site.url)
         site.asked          # paths of files that were downloaded
 
-Errors have the headers by which the hub tells them apart.
+The headers of errors are those by which clients of the hub tell errors apart.
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from urllib.parse import unquote, urlsplit
 REPOSITORY, COMMIT = "owner/name", "0123456789abcdef0123456789abcdef01234567"
 GATED = "owner/gated"
 REFUSING = {"owner/forbidden": 403, "owner/broken": 500}
-"""Repositories of which every request is answered with this status."""
+"""Repositories that answer every request with this status."""
 
 
 @dataclass(slots=True, kw_only=True)
 class HubSite:
-    """The server's files, and what clients did.
+    """Files of the server, and a record of what clients asked for.
 
     Attributes:
-        url: without a slash at the end.
-        files: of the repository.
-        claimed: sizes that the server names in place of those that files have.
-        asked: files whose content was asked for, in order.
-        ranges: the `Range` headers of these requests.
-        stall_after: bytes of a file after which the server sends nothing more, until `go_on` is set.
-        stalled: set when it stopped.
+        url: Address without a slash at the end.
+        files: Files of the repository.
+        claimed: Sizes that the server states instead of the real ones.
+        asked: Names of the files whose content was asked for, in order.
+        ranges: `Range` headers of these requests.
+        stall_after: Number of bytes of a file after which the server stops sending until `go_on` is set.
+        stalled: Set when the server stopped sending.
     """
 
     url: str = ""
@@ -50,7 +50,7 @@ class HubSite:
 
 @contextmanager
 def hub_site(model: Path, others: Mapping[str, bytes]) -> Iterator[HubSite]:
-    """Serve the files of a folder, and some others, on loopback."""
+    """Serve the files of the folder `model` and the files `others` on loopback."""
     files = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
     site = HubSite(files=files | dict(others))
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(site))
@@ -74,7 +74,7 @@ def _handler(site: HubSite) -> type[BaseHTTPRequestHandler]:
         do_HEAD = do_GET
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
     return Handler
 
@@ -132,7 +132,8 @@ def _send_file(request: BaseHTTPRequestHandler, site: HubSite, file: str) -> Non
     request.send_header("X-Repo-Commit", COMMIT)
     request.send_header("ETag", f'"{_digest(data)}"')
     request.send_header("Accept-Ranges", "bytes")
-    if request.command == "HEAD":  # of large files, which lie elsewhere
+    # The hub states the size of large files by this header, because it stores them elsewhere.
+    if request.command == "HEAD":
         request.send_header("X-Linked-Size", str(site.claimed.get(file, len(data))))
     if ranged:
         request.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")

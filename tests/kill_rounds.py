@@ -1,4 +1,4 @@
-"""One pass over the rounds of a device as a process of its own, which kills itself at a named step.
+"""One pass over a device's rounds, in a process that kills itself at a named step.
 
 python -m tests.kill_rounds HOME TEXT STEP
 """
@@ -20,7 +20,7 @@ from permille_agent.state.home import open_home
 from permille_agent.training.options import RunContext
 from tests.bigram_engine import bigram_engine
 
-# Where to kill: an object, its function, which call of it, and whether before it or after.
+# For each step: the object, the name of its function, the number of the call, and True to kill before it.
 STEPS: dict[str, tuple[Any, str, int, bool]] = {
     "history-fetched": (membership, "write_atomic", 1, True),
     "history-kept": (membership, "write_atomic", 1, False),
@@ -38,7 +38,7 @@ STEPS: dict[str, tuple[Any, str, int, bool]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """One pass, until the step."""
+    """Run one pass. The process dies at the step."""
     where, name, count, before = STEPS[arguments[2]]
     setattr(where, name, killing(getattr(where, name), count, before=before))
     home, text = open_home(Path(arguments[0])), Path(arguments[1])
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def killing(function: Callable[..., Any], count: int, *, before: bool) -> Callable[..., Any]:
-    """The function, whose call of this number is the process's end."""
+    """Return the function, except that its `count`-th call kills the process."""
     calls = iter(range(1, count + 1))
 
     def call(*arguments: Any, **options: Any) -> Any:

@@ -1,9 +1,9 @@
-"""A store with many rows of everything, and how long each statement over them takes.
+"""Time each SQL statement over a store with many rows in every table.
 
     python -m tests.large_store --rows 1000000
 
-Prints a line for each statement and database: the time of its second run, by the clock. Two tenants share the
-rows of each table, which are as old as a year. Claims have a measurement of their own: `make bench-queue`.
+Print a line for each case and database: the wall time of its second run. Two tenants share the rows of each
+table. The ages of the rows are between zero and a year. `make bench-queue` measures the claims of jobs.
 """
 
 import argparse
@@ -105,7 +105,7 @@ LARGE: Final = tuple(table.split()[0] for table, _ in _STOCK)
 
 
 def stock(db: Database, count: int) -> None:
-    """Add `count` rows to each table, and let the database count what it has."""
+    """Add `count` rows to each table, and update the statistics of the database."""
     with db.write() as session:
         for number in range(_TENANTS):
             session.add(tables.Tenant(id=f"tenant_{number}", name=str(number), created_at=now(session)))
@@ -118,7 +118,8 @@ def stock(db: Database, count: int) -> None:
             releases.publish(session, name="r", package=package, version=version)
     with db.write() as session:
         session.execute(text("ANALYZE"))
-    if db.url.startswith("postgresql"):  # else an index alone does not tell which rows there are
+    # Without VACUUM, an index-only scan has to look at the table as well.
+    if db.url.startswith("postgresql"):
         engine = create_engine(db.url, isolation_level="AUTOCOMMIT")
         with engine.connect() as connection:
             connection.execute(text("VACUUM"))
@@ -131,11 +132,13 @@ def _microseconds(at: datetime) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Some statements over large tables: what runs them, and the indexes that must serve them.
+    """Statements over large tables, and the indexes that must serve them.
 
     Attributes:
-        by: names of indexes; a key's index has the name of its table, since SQLite makes up another.
-        whole: tables that are counted by columns of no index.
+        run: Function that runs the statements.
+        by: Names of indexes. The index of a primary key has the name of its table, because SQLite makes its
+            own name.
+        whole: Tables that may be read as a whole, because they are counted by columns without an index.
     """
 
     run: Callable[[Database], object]
@@ -177,7 +180,7 @@ def _list_jobs(session: Session, wanted: queue.JobFilter) -> None:
 
 
 def _list_runs(session: Session) -> None:
-    """Read a page in the middle of all."""
+    """Read the newest page, then a page from the middle of the list."""
     page = runs.list_runs(session, tenant_id=TENANT)
     moment = int(page.items[-1].created_at.timestamp() * 1e6) - _YEAR_US // 2
     runs.list_runs(session, tenant_id=TENANT, window=Window(cursor=f"{moment}.{page.items[-1].run_id}"))
@@ -261,11 +264,11 @@ CASES: Final[dict[str, Case]] = {
         devices.purge_expired, *("ix_device_tokens_expires_at", "ix_device_nonces_expires_at")
     ),
 }
-"""The statements of lists, fleet, metrics, retention and sweep. Those of a claim: `make bench-queue`."""
+"""The statements of lists, fleet, metrics, retention and sweep. `make bench-queue` measures claims."""
 
 
 def main() -> None:
-    """Measure both databases and print the slowest first."""
+    """Measure both databases. Print the slowest case first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
     count = parser.parse_args().rows
@@ -287,7 +290,7 @@ def _measure(name: str, url: str, count: int) -> None:
 def _times(db: Database) -> dict[str, float]:
     found = {}
     for name, case in CASES.items():
-        for _ in range(2):  # the first also compiles the statements and reads the disk
+        for _ in range(2):  # the first run also compiles the statements and reads the disk
             begun = time.perf_counter()
             case.run(db)
             found[name] = time.perf_counter() - begun

@@ -1,6 +1,6 @@
-"""Small packages for tests: a random Llama in numpy, a tokenizer trained on the spot, the library's writers.
+"""Small packages for tests: a random Llama in numpy, a tokenizer that is trained here, the library's writers.
 
-No torch, no files from elsewhere; the same arguments give the same package digest.
+They need neither torch nor files. The same arguments give the same package digest.
 """
 
 import json
@@ -51,7 +51,7 @@ _PLACES = ("in the morning", "near the old bridge", "without a word", "before th
 
 
 def sentences(count: int, *, seed: int = 0) -> list[str]:
-    """Made-up sentences, all different for counts up to a few thousand."""
+    """Return made-up sentences. All of them differ, because each contains its number."""
     rng = np.random.Generator(np.random.PCG64(seed))
     result = []
     for number in range(count):
@@ -65,12 +65,12 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The template of many instruct models."""
+"""Chat template of many instruct models."""
 
 
 def tiny_tokenizer(vocabulary: int = 320) -> Tokenizer:
-    """A byte-level BPE tokenizer of some sentences, with `SPECIAL_TOKENS` as ids 0, 1, 2."""
-    # A copy, since callers change what they get.
+    """Return a small byte-level BPE tokenizer. `SPECIAL_TOKENS` are the ids 0, 1, 2."""
+    # Return a copy, because callers change it.
     return Tokenizer.from_str(_trained_tokenizer(vocabulary))
 
 
@@ -99,9 +99,11 @@ def tiny_package(
     chat_template: str | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> Package:
-    """A package of a random model of `config` (default `TINY_LLAMA`) in the folder `blobs`; a random mask.
+    """Write a package into the folder `blobs`: a random model of `TINY_LLAMA` with a random mask.
 
-    `files` take the place of its own.
+    Args:
+        config: Changes of `TINY_LLAMA`.
+        files: Files that replace the default files of the model.
     """
     chosen = json.dumps({**TINY_LLAMA, **(config or {})})
     digest, made = _packed(density, seed, scheme, chosen, chat_template, tuple((files or {}).items()))
@@ -121,7 +123,7 @@ def _packed(
     chat_template: str | None,
     files: tuple[tuple[str, bytes], ...],
 ) -> tuple[str, tuple[bytes, ...]]:
-    """Return the digest of a package and its blobs: hundreds of tests ask for the same few packages."""
+    """Return the digest and the blobs of a package. Both are cached."""
     config = json.loads(config_json)
     rng = np.random.Generator(np.random.PCG64(seed))
     weights = {name: _random_weight(rng, name, shape) for name, shape in expected_tensors(config).items()}
@@ -149,7 +151,7 @@ def _packed(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """A model that packages are made of, without a folder."""
+    """A model in memory from which packages are made."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, RawTensor]
@@ -167,7 +169,7 @@ class MemoryModel:
 
 
 def pooled_package(package: Package, s_K: NDArray[np.int64], step_unit_exponent: int) -> Package:
-    """The package with a pooled state added, in the same folder; nobody has judged it."""
+    """Add a pooled state to the package, in the same folder. The losses of the state are made up."""
     found = Pooled(
         s_K=s_K, step_unit_exponent=step_unit_exponent, loss_base=1.0, loss_pooled=0.5, gain=0.5, error=0.1
     )
@@ -176,12 +178,12 @@ def pooled_package(package: Package, s_K: NDArray[np.int64], step_unit_exponent:
 
 
 def program_bytes(rest: bytes = b"not a program") -> bytes:
-    """Return bytes that a reader takes for a program and no runtime does (FORMAT 4.11)."""
+    """Return bytes that have the header of a program (FORMAT 4.11), but that no runtime can load."""
     return struct.pack("<I8sIQQQ", 40, b"ET12eh00", 32, 40, 40, len(rest)) + rest
 
 
 def program_package(package: Package, data: bytes = program_bytes()) -> Package:
-    """The package with a program added, in the same folder; nobody has run it."""
+    """Add a program to the package, in the same folder. The program is never run."""
     layer = Layer(role=Role.PROGRAM, digest=package.blobs.put_bytes(data), size_bytes=len(data))
     made = package.manifest.with_addition(layer, {"weights": "float32"})
     return Package.open(package.blobs, write_manifest(package.blobs, made))

@@ -1,6 +1,6 @@
-"""A service with something to look at on its page: jobs in all states, a mask, a package, releases, a fleet.
+"""A service with data for its web pages: jobs in all states, a mask, a package, releases, a fleet.
 
-python -m tests.page_site docs/images        # writes the pictures of the guide, in a real Chromium
+python -m tests.page_site docs/images        # write the pictures of the guide, in a real Chromium
 """
 
 import json
@@ -52,13 +52,13 @@ PICTURES = {
     "compare": BOTH,
     "audit": BOTH,
 }
-"""The views of the guide, and the themes of their pictures; those in both are also taken at 390 pixels."""
+"""Views of the guide and the themes of their pictures. Views in both themes are also taken at 390 pixels."""
 WIDE, NARROW = {"width": 1280, "height": 720}, {"width": 390, "height": 720}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stocked:
-    """The data that was put in: the running job, held by its claim, and its mask."""
+    """Handles of the data: the claim of the running job, and ids."""
 
     database: Database
     held: Claim
@@ -74,7 +74,7 @@ class Stocked:
 
 
 def stock(data_dir: Path, database: Database, *, devices: int, runs: int, words: str) -> Stocked:
-    """Put all of it into a service without a worker, its blobs below `data_dir`; `words` a worker says."""
+    """Put all of it into a service without a worker. `words` is the text that a worker reports."""
     blobs = BlobFolder(data_dir / "blobs")
     package = tiny_package(blobs.root)
     with database.write() as session:
@@ -143,7 +143,7 @@ def stock(data_dir: Path, database: Database, *, devices: int, runs: int, words:
 
 
 def _half(blobs: BlobFolder, model_id: str) -> Made:
-    """Half of a model's weights, then a recovery; the report's names are what a worker says."""
+    """Return a model with half of its weights set to zero. The names in its report are hostile."""
     rows = [{"name": f"{HOSTILE} {i}", "zeros": 0.5, "relative_error": 0.1 * i} for i in range(3)]
     perplexity = {"before": 14.2, "pruned": 31.9, "after": 17.1, "held_out": False}
     report = {
@@ -165,7 +165,7 @@ def _evidence(blobs: BlobFolder, report: Mapping[str, object]) -> Blob:
 
 
 def _mask(blobs: BlobFolder, model_id: str) -> Made:
-    """A mask whose scores fall off as those of real models do."""
+    """Return a mask with log-normal scores. Scores of real models fall off alike."""
     rng = np.random.default_rng(0)
     names = [f"model.layers.{i}.{part}_proj.weight" for i in range(3) for part in ("self_attn.q", "mlp.down")]
     scores = {
@@ -182,7 +182,7 @@ def _mask(blobs: BlobFolder, model_id: str) -> Made:
 def site(
     folder: Path, *, url: str | None = None, devices: int = 300, runs: int = 2000, words: str = HOSTILE
 ) -> Iterator[tuple[Running, Stocked]]:
-    """A service that runs, with all of it in its data folder, or its rows in the database at `url`."""
+    """Run a service with all of the data. Its rows are in the database at `url`, by default in SQLite."""
     url = url or f"sqlite:///{folder}/data/permille.db"
     with running_service(folder, "--no-worker", PERMILLE_DATABASE_URL=url) as running:
         stocked = stock(running.data_dir, Database(url), devices=devices, runs=runs, words=words)
@@ -191,7 +191,7 @@ def site(
 
 
 def views(stocked: Stocked) -> dict[str, str]:
-    """All views by a name."""
+    """Return the paths of all views by name."""
     return {
         "jobs": "/ui/jobs",
         "job": f"/ui/jobs/{stocked.held.job_id}",
@@ -220,7 +220,7 @@ def views(stocked: Stocked) -> dict[str, str]:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A real browser without a window."""
+    """Run a real headless browser."""
     named = os.environ.get("PERMILLE_CHROMIUM")
     found = named or next((path for name in NAMES if (path := shutil.which(name))), None)
     assert found, f"expected PERMILLE_CHROMIUM or one of {', '.join(NAMES)}; try: apt install chromium"
@@ -232,7 +232,7 @@ def chromium() -> Iterator[Browser]:
 
 
 def sign_in(context: BrowserContext, running: Running, *, token: str | None = None) -> Page:
-    """A page on which an operator is signed in."""
+    """Return a page on which an operator is signed in."""
     page = context.new_page()
     page.set_default_timeout(60_000)
     page.goto(f"{running.url}/ui")
@@ -243,7 +243,7 @@ def sign_in(context: BrowserContext, running: Running, *, token: str | None = No
 
 
 def main() -> None:
-    """Write the pictures: wide ones in one theme or in both, and narrow ones as a telephone has them."""
+    """Write the pictures: wide ones, and narrow ones as a telephone shows them."""
     target = Path(sys.argv[1])
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -263,7 +263,7 @@ def main() -> None:
 
 
 def _change_something(running: Running) -> None:
-    """Leave entries in the audit log."""
+    """Make changes that leave entries in the audit log."""
     with running.client() as client:
         client.post("/v1/tokens", json={"name": "ci", "role": "operator"})
         client.post("/v1/groups", json={"name": "canaries", "rule": {"tags": ["canary"]}})
@@ -276,7 +276,7 @@ def _signed_in(browser: Browser, running: Running, scheme: Any, shape: Any) -> P
 
 
 def _show(page: Page, running: Running, path: str, name: str) -> None:
-    """Go to a view; of a release, to the page that asks whether it shall be published."""
+    """Go to a view. For "publish", go on to the page that asks for confirmation."""
     page.goto(running.url + path)
     if name == "publish":
         page.fill("#name", "notes")
@@ -287,7 +287,7 @@ def _show(page: Page, running: Running, path: str, name: str) -> None:
 
 
 def _shoot(page: Page, path: Path, name: str) -> None:
-    """Save a picture with few colours, which are all that the page has."""
+    """Save a picture with 128 colours, which are enough for the page."""
     shot = Image.open(BytesIO(page.screenshot(full_page=name in ("fleet", "mask"))))
     shot.convert("RGB").quantize(128).save(path, optimize=True)
 

@@ -1,4 +1,4 @@
-"""Ports of loopback for servers that must be told theirs."""
+"""Ports of loopback, for servers that cannot choose a port themselves."""
 
 import random
 import socket
@@ -6,8 +6,10 @@ from contextlib import suppress
 
 
 def free_port() -> int:
-    """A port that nothing listens on. It is below those that systems hand out by themselves, so that nobody
-    gets it by chance before the server that it is for.
+    """Return a port on which nothing listens.
+
+    The port is below the range from which the system assigns ports, so that no other process gets it by
+    chance.
     """
     draw = random.SystemRandom()
     while True:

@@ -9,7 +9,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def smollm2_file() -> Path:
-    """Return its path; skip the test where the file is not here."""
+    """Return the path of the file. Skip the test if the file does not exist."""
     named = os.environ.get("PERMILLE_SMOLLM2")
     found = [Path(named)] if named else sorted((_ROOT / "build/smollm2").glob("*.gguf"))
     if not found:

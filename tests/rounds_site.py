@@ -1,4 +1,4 @@
-"""Real agents against the real service over HTTP: the app in a thread, its worker in this process."""
+"""Real agents and the real service over HTTP: the app in a thread, its worker in this process."""
 
 import io
 import json
@@ -40,12 +40,12 @@ GRADIENT: dict[str, Any] = {
     "batch_rows": 2,
     "row_tokens": 32,
 }
-"""A federation's request for two devices, beside `tests.federations.SMALL`."""
+"""Fields of a federation for two devices. They override `tests.federations.SMALL`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The service under test, where it answers, and every byte of the requests that came there."""
+    """The service under test, its address, and every byte of the requests that it received."""
 
     api: Api
     url: str
@@ -53,7 +53,7 @@ class Service:
 
 
 class _Noting:
-    """An app that notes requests before it hands them on."""
+    """An app that records requests before it passes them on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -73,7 +73,7 @@ class _Noting:
 
 @contextmanager
 def rounds_service(folder: Path) -> Iterator[Service]:
-    """The app with its data below `folder`, answering on a port of loopback."""
+    """Run the app with its data below `folder`, on a port of loopback."""
     with running_api(folder) as api:
         app = _Noting(api.client.app)
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
@@ -92,17 +92,17 @@ def rounds_service(folder: Path) -> Iterator[Service]:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One device: its home folder, and text of one person."""
+    """One device: its home folder, and the text of one person."""
 
     home: Home
     text: Path
 
     def take_part(self) -> TookPart:
-        """One pass, on the engine of tests."""
+        """Make one pass with the bigram engine."""
         return take_part(self.home, [self.text], RunContext(engine_of=bigram_engine))
 
     def without_sending(self) -> None:
-        """A pass that ends before the contribution is sent."""
+        """Make a pass that ends before the contribution is sent."""
         with (
             patch.object(DeviceApi, "contribute", side_effect=KeyboardInterrupt),
             suppress(KeyboardInterrupt),
@@ -110,7 +110,7 @@ class Agent:
             self.take_part()
 
     def copied(self, folder: Path) -> "Agent":
-        """The same device in another folder."""
+        """Return a copy of the device in another folder."""
         shutil.copytree(self.home.root, folder, symlinks=True)
         return Agent(open_home(folder), self.text)
 
@@ -118,7 +118,7 @@ class Agent:
         join_federation(self.home, name)
 
     def command(self, *arguments: str, code: int = 0) -> Any:
-        """Return the JSON that a command prints."""
+        """Run a command with `--json`. Return the document that it prints."""
         printed, errors = io.StringIO(), io.StringIO()
         with redirect_stdout(printed), redirect_stderr(errors):
             got = main(["--home", str(self.home.root), *arguments, "--json"])
@@ -127,7 +127,7 @@ class Agent:
 
 
 def make_agent(service: Service, folder: Path, number: int, *, lines: int = 900) -> Agent:
-    """A device that is enrolled, has the package, and text that says everything the other way round."""
+    """Make an enrolled device that has the package. The words of its sentences are in reverse order."""
     folder.mkdir()
     text = folder / "notes.txt"
     said = [" ".join(reversed(line.split())) for line in sentences(lines, seed=number)]

@@ -1,4 +1,4 @@
-"""The real thing for tests: `permille up` as a process, with or without its worker."""
+"""`permille up` as a real process, with or without its worker."""
 
 import io
 import json
@@ -32,13 +32,13 @@ class Running:
 
     @property
     def api_pid(self) -> int:
-        """The process id of the API, the first child of `permille up`."""
+        """Return the process id of the API, the first child of `permille up`."""
         pid = self.process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def client(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.token}"}
-        # Longer than the service waits for its database, so that a test sees the service's own error.
+        # The service waits less than this for its database, so a test sees the service's own error.
         return httpx.Client(base_url=self.url, headers=headers, timeout=90.0, trust_env=False)
 
     def permille(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +51,7 @@ class Running:
 
 
 def permille(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the operator's command line in this process, away from the caller's own settings."""
+    """Run the operator's command line in this process, without the PERMILLE settings of the caller."""
     printed, errors = io.StringIO(), io.StringIO()
     settings = patch.dict(os.environ, environment(), clear=True)
     with settings, redirect_stdout(printed), redirect_stderr(errors):
@@ -60,7 +60,7 @@ def permille(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def permille_up(*options: str) -> subprocess.CompletedProcess[str]:
-    """Run a `permille up` that ends by itself, as a process."""
+    """Run `permille up` as a process and wait for its end."""
     command = [*UP, *options]
     return subprocess.run(
         command, capture_output=True, text=True, env=environment(), timeout=120, check=False
@@ -68,16 +68,16 @@ def permille_up(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without settings of ours, one compute thread."""
+    """Return this process's environment without PERMILLE settings, limited to one compute thread."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PERMILLE_")}
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
 
 
 @contextmanager
 def running_service(folder: Path, *options: str, **settings: str) -> Iterator[Running]:
-    """`permille up` with its data below `folder`, stopped by SIGTERM at the end.
+    """Run `permille up` with its data below `folder`. Stop it by SIGTERM at the end.
 
-    With `files`, beside settings, as many files may be open in each of its processes.
+    If `files` is among the settings, each of its processes may open that number of files.
     """
     data_dir, files = folder / "data", settings.pop("files", None)
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Files for the sweeps of the tests."""
+"""Paths and words for the tests of sweeps."""
 
 from pathlib import Path
 

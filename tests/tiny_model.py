@@ -1,4 +1,4 @@
-"""A model folder as `transformers` saves it, and a corpus file: tiny, random, made on the spot."""
+"""A tiny random model in a folder, as `transformers` saves it, and a file with a corpus."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from tests.packages import TINY_LLAMA, sentences, tiny_tokenizer
 
 
 def write_model(folder: Path, *, config: Mapping[str, Any] | None = None, seed: int = 0) -> Path:
-    """A random model of `config` (default `TINY_LLAMA`) with its tokenizer."""
+    """Write a random model of `config` (default `TINY_LLAMA`) with its tokenizer."""
     chosen = dict(config or TINY_LLAMA)
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.Generator(np.random.PCG64(seed))
@@ -72,7 +72,7 @@ def write_corpus(path: Path, *, rows: int = 600) -> Path:
 
 
 def spoil_weights(folder: Path) -> None:
-    """Put a weight that is no number into a model, of whatever type its weights are."""
+    """Set one weight of a model to NaN and keep the type of the weights."""
     weights = load_tensors(folder / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] = math.nan
     save_tensors(weights, folder / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""python-tuf's own client against files in memory: what a repository makes is judged by it, not by us."""
+"""The client of python-tuf on files in memory. It checks our repository independently of our own client."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from permille.trust.repository import Repository
 
 
 class _Files(FetcherInterface):
-    """Fetches from a dictionary by the last part of the path."""
+    """A fetcher that looks files up in a dictionary by the last part of the path."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self._files = files
@@ -25,7 +25,7 @@ class _Files(FetcherInterface):
 
 
 class TufClient:
-    """A client that bootstraps from a repository's root and keeps what it has seen in `folder`."""
+    """A client that starts from a repository's root and keeps the metadata in `folder`."""
 
     def __init__(self, folder: Path, repository: Repository) -> None:
         self.folder = folder
@@ -33,13 +33,13 @@ class TufClient:
         self.files: dict[str, bytes] = {}
 
     def publish(self, repository: Repository) -> None:
-        """Serve what changes have made, as the service would once it has kept it."""
+        """Serve the repository's files and changes, as the service does after it has stored them."""
         self.files.update(repository.files())
         self.files.update(repository.changed)
         repository.changed.clear()
 
     def look(self, path: str) -> TargetFile | None:
-        """Refresh, then find a target. Raises python-tuf's RepositoryError."""
+        """Refresh, then find a target. A refusal raises python-tuf's RepositoryError."""
         url, folder = "http://repository.invalid/", str(self.folder)
         fetcher = _Files(self.files)
         updater = Updater(folder, url, folder, url, fetcher=fetcher, bootstrap=self.root)
