@@ -1,6 +1,6 @@
-"""Takes a good package apart, lets a test change one thing, and seals it again with digests that fit.
+"""Forge packages: take a good package apart, let a test change one thing, and seal it with correct digests.
 
-So the reader cannot get away with noticing that some digest is wrong: it has to find the lie itself.
+Because all digests are correct, the reader must find the change itself.
 """
 
 from collections.abc import Callable
@@ -28,17 +28,17 @@ class Container:
         self.body = bytearray(data[8 + length :])
 
     def view(self, name: str, dtype: str) -> NDArray[Any]:
-        """A tensor's numbers, writable in place."""
+        """Return the numbers of a tensor. They can be changed in place."""
         begin, end = self.entries[name]["data_offsets"]
         return np.frombuffer(self.body, np.uint8)[begin:end].view(dtype)
 
     def data(self) -> bytes:
-        """The layer's bytes."""
+        """Return the bytes of the layer."""
         return container_bytes(canonical_json(self.entries), bytes(self.body))
 
 
 def container_bytes(header: bytes, body: bytes) -> bytes:
-    """A layer with this header, padded as FORMAT 4.1 says."""
+    """Return a layer with this header, padded as FORMAT 4.1 prescribes."""
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header + body
 
@@ -58,18 +58,18 @@ class Forge:
         }
 
     def entry(self, name: str) -> dict[str, Any]:
-        """The manifest's entry of a role or a file."""
+        """Return the manifest's entry of a role or a file."""
         found: dict[str, Any] = next(
             layer for layer in self.manifest["layers"] if name in (layer["path"], layer["role"])
         )
         return found
 
     def container(self, role: str) -> Container:
-        """A layer in pieces; give it back with `replace`."""
+        """Return a layer in pieces. Store a changed one with `replace`."""
         return Container(self.layers[role])
 
     def replace(self, name: str, data: bytes) -> None:
-        """Another content for a layer, with its digest and size put right in the manifest."""
+        """Replace the bytes of a layer, and correct its digest and size in the manifest."""
         self.layers[name] = data
         digest = self.target.put_bytes(data)
         self.entry(name).update(digest=digest, size_bytes=len(data))
@@ -90,14 +90,14 @@ class Forge:
         self.replace(role, self.target.read(digest, limit=MAX_FILE_BYTES))
 
     def rename(self, path: str, other: str) -> None:
-        """Another name for a file, files sorted again."""
+        """Rename a file and sort the files again."""
         self.entry(path)["path"] = other
         self.layers[other] = self.layers.pop(path)
         roles = [role.value for role in Role]
         self.manifest["layers"].sort(key=lambda layer: (roles.index(layer["role"]), layer["path"] or ""))
 
     def seal(self) -> str:
-        """Store everything, the hashes of blocks as they must be; returns the forged package's digest."""
+        """Store everything with the correct hashes of blocks. Return the digest of the forged package."""
         parts = [self.layers[role.value] for role in BLOCKED_ROLES]
         hashes = [
             sha256(part[at : at + BLOCK_BYTES]).digest()
@@ -108,17 +108,17 @@ class Forge:
         return self.seal_as_it_is()
 
     def seal_as_it_is(self) -> str:
-        """As `seal`, with the hashes of blocks that there are."""
+        """Store everything like `seal`, but keep the hashes of blocks as they are."""
         return self.seal_bytes(canonical_json(self.manifest))
 
     def seal_bytes(self, manifest: bytes) -> str:
-        """As `seal`, with these bytes for a manifest."""
+        """Store all layers and this manifest. Return its digest."""
         for data in self.layers.values():
             self.target.put_bytes(data)
         return self.target.put_bytes(manifest)
 
     def overwrite(self, digest: str, data: bytes) -> None:
-        """Damage a stored blob: other bytes under the same name."""
+        """Damage a stored blob: write other bytes under the same name."""
         path = self.target.path(digest)
         path.chmod(0o644)
         path.write_bytes(data)
@@ -128,19 +128,19 @@ Attack = Callable[[Forge], str]
 
 
 class Register:
-    """Attacks: each returns the digest to open, and the reader must answer with its code."""
+    """Attacks with the codes by which the reader must refuse them. An attack returns the digest to open."""
 
     def __init__(self) -> None:
         self.attacks: list[tuple[str, Attack]] = []
         self.names: list[str] = []
 
     def add(self, code: str, name: str, function: Attack) -> None:
-        """Add one by name."""
+        """Add an attack with a name."""
         self.attacks.append((code, function))
         self.names.append(name)
 
     def attack(self, code: str) -> Callable[[Attack], Attack]:
-        """Decorate a function that is one."""
+        """Decorate a function that is an attack."""
 
         def decorate(function: Attack) -> Attack:
             self.add(code, function.__name__, function)

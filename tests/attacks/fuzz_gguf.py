@@ -1,12 +1,13 @@
 """Fuzz the reader of GGUF files: `python -m tests.attacks.fuzz_gguf --minutes 10`.
 
-Takes the small file of a random model, changes a few things at random (values, types and lengths of metadata,
-what is said of tensors, any bytes), and does with it what `permille models add` and the first job do. The
-file may be converted, and then an engine must be able to open the model; or it is refused with an
-`InputError`. Anything else is a crash: the seed and the number of the attempt are printed, and the same
-command with `--seed` and `--only` repeats it.
+Each attempt takes the small file of a random model and changes a few things at random: values, types and
+lengths of metadata, descriptions of tensors, any bytes. It then does what `permille models add` and the first
+job do with a file. The file may be converted or refused with an `InputError`. If it is converted, an engine
+must be able to open the model. Anything else is a crash: the seed and the number of the attempt are printed.
+The same command with `--seed` and `--only` repeats it.
 
-Prints attempts, how many were converted, and the slowest attempt; the exit code is 1 after a crash.
+The program prints the number of attempts, how many were converted, and the slowest. It exits with 1 after a
+crash.
 """
 
 import shutil
@@ -51,12 +52,12 @@ FLOATS = (0.0, -1.0, 1e-38, 1e38, float("inf"), float("nan"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seed:
-    """A good file.
+    """A valid file.
 
     Attributes:
-        header: bytes before the first tensor.
-        places: where the values of its keys begin, each after the number of its type, and what follows the
-            names of its tensors.
+        header: Number of bytes before the first tensor.
+        places: Offsets where values begin. Four bytes before each is a type or a count: of the header's two
+            counts, the metadata's values, and the tensors' dimensions.
     """
 
     data: bytes
@@ -65,7 +66,7 @@ class Seed:
 
 
 class GgufFuzzer:
-    """Attempts below one folder; each is a function of the seed and its own number."""
+    """Attempts below one folder. Each is a function of the seed and of its number."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.seed = seed
@@ -74,7 +75,7 @@ class GgufFuzzer:
         self._seeds = [_seed(path) for path in _files(folder / "seeds")]
 
     def attempt(self, number: int) -> str:
-        """Forge one file and use it; returns "converted" or "refused", raises what is a crash."""
+        """Forge one file and use it. Return "converted" or "refused". A crash raises."""
         path = self._folder / "forged.gguf"
         path.write_bytes(self.forge(Random(f"{self.seed}:{number}")))
         started = time.perf_counter()
@@ -90,7 +91,7 @@ class GgufFuzzer:
         return outcome
 
     def forge(self, random: Random) -> bytes:
-        """A good file with one to three changes."""
+        """Return a valid file with one to three changes."""
         seed = random.choice(self._seeds)
         data = bytearray(seed.data)
         for _ in range(random.choice((1, 1, 1, 2, 3))):
@@ -99,13 +100,17 @@ class GgufFuzzer:
 
 
 def use(path: Path, root: Path) -> None:
-    """Convert a file, open what came of it, and decode what scheme `source` keeps (InputError: refused)."""
+    """Convert a file, open the result, and decode the weights that the scheme `source` keeps.
+
+    Raises:
+        InputError: The file is refused.
+    """
     checkpoint = Checkpoint(model_folder(path, root))
     architecture_of(checkpoint.config)
     kept = KeptModel(checkpoint, path)
     try:
         kept.check_codes()
-    except InputError:  # of other types than the scheme keeps
+    except InputError:  # the file has types that the scheme `source` does not keep
         return
     for name, shape in scoped_tensors(checkpoint.config):
         codes = kept.codes(name)
@@ -118,7 +123,7 @@ def use(path: Path, root: Path) -> None:
 
 
 def change_value(data: bytearray, seed: Seed, random: Random) -> None:
-    """Another number where a value begins or in the bytes behind it."""
+    """Write another number where a value begins, or near it."""
     at = random.choice(seed.places) + random.choice((-4, 0, 0, 0, 4, 8, 12))
     number = random.choice((*NUMBERS, random.getrandbits(64)))
     packed = random.choice((number.to_bytes(8, "little")[: random.choice((1, 4, 8))], _float(random)))
@@ -126,7 +131,7 @@ def change_value(data: bytearray, seed: Seed, random: Random) -> None:
 
 
 def change_bytes(data: bytearray, seed: Seed, random: Random) -> None:
-    """Other bytes anywhere, mostly in the header."""
+    """Write other bytes anywhere, mostly in the header."""
     end = seed.header if random.random() < 0.8 else len(data)
     for _ in range(random.choice((1, 4, 16))):
         at = random.randrange(max(1, min(end, len(data))))
@@ -134,7 +139,7 @@ def change_bytes(data: bytearray, seed: Seed, random: Random) -> None:
 
 
 def change_size(data: bytearray, seed: Seed, random: Random) -> None:
-    """Cut the file, or take out or repeat some bytes of the header."""
+    """Cut the file, or remove, repeat or replace some bytes of the header."""
     at, size = random.randrange(seed.header), random.choice((1, 4, 8, 64))
     match random.randrange(4):
         case 0:
@@ -155,7 +160,7 @@ def _float(random: Random) -> bytes:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Small files: byte-level and sentencepiece tokenizers, plain, scaled, coded and windowed models."""
+    """Write small files of three families, with two kinds of tokenizers, plain and quantized."""
     found = []
     for family, tokenizer in (("llama", None), ("gemma2", sentencepiece_tokenizer()), ("gpt_neox", None)):
         own = folder / family

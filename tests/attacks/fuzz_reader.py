@@ -1,12 +1,13 @@
 """Fuzz the package reader: `python -m tests.attacks.fuzz_reader --minutes 10`.
 
-Takes a good package apart, changes a few things at random (bytes, JSON values, header entries, numbers of
-tensors), puts digests and sizes right again, so that the change reaches the rules behind them, and opens
-it. The reader may accept the package or refuse it with a `PackageError` of a documented code; anything else
-is a crash: the seed and the number of the attempt are printed, and the same command with `--seed` and
-`--only` repeats it.
+Each attempt takes a good package and changes a few things at random: bytes, JSON values, entries of headers,
+numbers of tensors. It corrects digests and sizes, so that the change reaches the later checks, and opens the
+package. The reader may accept it or refuse it with a `PackageError` of a documented code. Anything else is a
+crash: the seed and the number of the attempt are printed. The same command with `--seed` and `--only` repeats
+it.
 
-Prints attempts, refusals by code, and the slowest attempt; the exit code is 1 after a crash.
+The program prints the number of attempts, the refusals by code, and the slowest. It exits with 1 after a
+crash.
 """
 
 import argparse
@@ -48,7 +49,7 @@ CONFIG_INTERESTING = (*INTERESTING, 0.5, -1e308, 1e308, 5e-324)
 
 @dataclass(slots=True)
 class Parts:
-    """A package as the fuzzer sees it."""
+    """A package as the fuzzer changes it."""
 
     manifest: bytes
     layers: dict[str, bytes]
@@ -64,17 +65,17 @@ class Tally:
 
 
 class Fuzzer(Protocol):
-    """Attempts that are functions of a seed and their number."""
+    """Attempts that are functions of a seed and of their number."""
 
     tally: Tally
 
     def attempt(self, number: int) -> str:
-        """Make one; returns its outcome, raises what is a crash."""
+        """Make one attempt and return its outcome. A crash raises."""
         ...
 
 
 class ReaderFuzzer:
-    """Attempts below one folder; each is a function of the seed and its own number."""
+    """Attempts below one folder. Each is a function of the seed and of its number."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.seed = seed
@@ -89,16 +90,16 @@ class ReaderFuzzer:
         ]
 
     def attempt(self, number: int) -> str:
-        """Forge one package and open it; returns "accepted" or the code, raises what is a crash."""
+        """Forge one package and open it. Return "accepted" or the code of the refusal. A crash raises."""
         return self.open(self.forge(Random(f"{self.seed}:{number}")))
 
     def forge(self, random: Random) -> Parts:
-        """A good package with one to three changes."""
+        """Return a good package with one to three changes."""
         model = random.choice(self.models)
         parts = Parts(manifest=model.manifest, layers=dict(model.layers))
         for _ in range(random.choice((1, 1, 1, 2, 3))):
             random.choice(CHANGES)(parts, random)
-        if random.random() < 0.95:  # else what was changed in a big layer is found by its hashes
+        if random.random() < 0.95:  # otherwise the old hashes reveal the change of a layer
             hashes = [one for role in BLOCKED_ROLES for one in _hashes(parts.layers[role.value])]
             _replace(parts, "blocks", b"".join(hashes))
         if random.random() < 0.1:
@@ -106,7 +107,7 @@ class ReaderFuzzer:
         return parts
 
     def open(self, parts: Parts) -> str:
-        """Store and verify."""
+        """Store the package and verify it."""
         blobs = {digest_of(data): data for data in (parts.manifest, *parts.layers.values())}
         forged = [self.blobs.path(digest) for digest in blobs if not self.blobs.has(digest)]
         for path in forged:
@@ -130,16 +131,16 @@ class ReaderFuzzer:
 
 
 def change_manifest(parts: Parts, random: Random) -> None:
-    """Another value somewhere in the manifest."""
+    """Change a value somewhere in the manifest."""
     parts.manifest = _encoded(parts.manifest, lambda value: changed(value, random, INTERESTING))
 
 
 def change_config(parts: Parts, random: Random) -> None:
-    """Another value in config.json, or damaged bytes."""
+    """Change a value in config.json, or damage its bytes."""
     data = parts.layers["config.json"]
     try:
         config = changed(json.loads(data), random, CONFIG_INTERESTING)
-    except (ValueError, RecursionError):  # an earlier change left no JSON
+    except (ValueError, RecursionError):  # an earlier change left no valid JSON
         config = None
     if config is None or random.random() < 0.3:
         _replace(parts, "config.json", damaged(data, random))
@@ -148,7 +149,7 @@ def change_config(parts: Parts, random: Random) -> None:
 
 
 def change_header(parts: Parts, random: Random) -> None:
-    """Another value in the header of a layer."""
+    """Change a value in the header of a layer."""
     role = random.choice([role for role in ROLES if role in parts.layers])
     container = _container(parts, role)
     if container is not None:
@@ -157,7 +158,7 @@ def change_header(parts: Parts, random: Random) -> None:
 
 
 def change_numbers(parts: Parts, random: Random) -> None:
-    """Other bits in the tensors of a layer."""
+    """Change bits in the tensors of a layer."""
     role = random.choice([role for role in ROLES if role in parts.layers])
     container = _container(parts, role)
     if container is not None and container.body:
@@ -169,7 +170,7 @@ def change_numbers(parts: Parts, random: Random) -> None:
 
 
 def change_layer(parts: Parts, random: Random) -> None:
-    """Damage a layer anywhere, its length field included."""
+    """Damage a layer anywhere, including its length field."""
     name = random.choice(sorted(parts.layers))
     _replace(parts, name, damaged(parts.layers[name], random))
 
@@ -178,7 +179,7 @@ CHANGES = (change_manifest, change_config, change_header, change_header, change_
 
 
 def damaged(data: bytes, random: Random) -> bytes:
-    """Flip, cut, repeat, insert."""
+    """Replace, remove, repeat, insert or cut bytes."""
     at = random.randrange(len(data) + 1)
     size = random.choice((1, 1, 2, 8, 64))
     match random.randrange(5):
@@ -196,7 +197,7 @@ def damaged(data: bytes, random: Random) -> bytes:
 
 
 def changed(value: Any, random: Random, interesting: tuple[Any, ...]) -> Any:
-    """A copy of a JSON value with one node replaced, removed, copied or renamed."""
+    """Return a copy of a JSON value with one node replaced, removed, copied or renamed."""
     if isinstance(value, Mapping) and value and random.random() < 0.9:
         key = random.choice(sorted(value))
         if random.random() < 0.15:
@@ -233,7 +234,7 @@ def _hashes(data: bytes) -> list[bytes]:
 
 
 def _replace(parts: Parts, name: str, data: bytes) -> None:
-    """Another content, with digest and size put right wherever the manifest named the old one."""
+    """Replace the bytes of a layer. Correct its digest and size in the manifest if they can be found."""
     old, new = digest_of(parts.layers[name]), digest_of(data)
     old_size, new_size = len(parts.layers[name]), len(data)
     parts.layers[name] = data
@@ -255,7 +256,7 @@ def _parts(tiny: Tiny) -> Parts:
 
 
 def run(fuzzer: Fuzzer, *, first: int, attempts: int | None, until: float) -> int | None:
-    """Attempts from `first` until there were enough or the clock says so; the number of one that crashed."""
+    """Run `attempts` attempts from number `first`, or until a time. Return the number of one that crashed."""
     number = first
     while (attempts is None or number < first + attempts) and time.monotonic() < until:
         try:
@@ -268,7 +269,7 @@ def run(fuzzer: Fuzzer, *, first: int, attempts: int | None, until: float) -> in
 
 
 def main(name: str, description: str | None, make: Callable[[Path, int], Fuzzer]) -> int:
-    """Parse the command line and fuzz."""
+    """Parse the command line and fuzz. Return the exit code."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""Kills a device at writes of its metadata folder, and looks whether the next refresh is right.
+"""Kill a device at writes of its metadata folder, and check that the next refresh is correct.
 
     python -m tests.attacks.kill_metadata FOLDER STEP     # at each STEP-th write
 
-Run as a process of its own: it forks, and a process with threads should not. The service, which has threads,
-is a forked process too.
+Run this as a process: it forks, which a process with threads should not do. The service has threads, so it
+runs in a fork, too.
 """
 
 import json
@@ -33,7 +33,7 @@ def _connect(server: str, ca_file: Path | None) -> Connection:
 
 
 def _serve(folder: Path, to_parent: int, from_parent: int) -> None:
-    """Answer with version 1, then 2, then 1's metadata again, as the parent says."""
+    """Serve version 1, then version 2 or again the metadata of version 1, as the parent commands."""
     first, second = tiny_package(folder), tiny_package(folder, seed=1)
     with serving(folder) as service:
         service.publish(first.digest, 1)
@@ -51,7 +51,7 @@ def _serve(folder: Path, to_parent: int, from_parent: int) -> None:
 
 
 def _look(home: Path, version: int) -> bool:
-    """Bring the metadata up to date; whether it lists a version for the device."""
+    """Refresh the metadata. Return True if it lists a version for the device."""
     opened = open_home(home)
     enrolment, _ = require_enrolment(opened)
     with open_api(opened, connection=_connect) as api:
@@ -60,7 +60,7 @@ def _look(home: Path, version: int) -> bool:
 
 
 def _look_and_die(home: Path, at: int) -> bool:
-    """Look in a fork that kills itself before its `at`-th write of metadata; whether it died."""
+    """Refresh in a fork that kills itself before its write number `at`. Return True if it was killed."""
     if (child := os.fork()) == 0:
         left = at
 
@@ -89,7 +89,7 @@ def _timestamp(home: Path) -> int:
 
 
 def main() -> None:
-    """Kill at the first write, at a later one, and so on until a refresh ends by itself."""
+    """Kill at the first write, then at later ones, until a refresh ends before its kill."""
     folder = Path(sys.argv[1])
     (reader, to_parent), (from_parent, writer) = os.pipe(), os.pipe()
     if os.fork() == 0:
@@ -112,7 +112,7 @@ def main() -> None:
         died = _look_and_die(home, kills * step)
         saw_new = _timestamp(home) > _timestamp(before)
         if saw_new:
-            offer(b"1")  # the floor held: what was replaced is not believed
+            offer(b"1")  # the device has seen newer metadata, so it must refuse the old
             try:
                 raise AssertionError(f"believed old metadata after kill {kills}: {_look(home, 1)}")
             except PackageError as exc:

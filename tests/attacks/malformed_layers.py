@@ -1,4 +1,4 @@
-"""Packages whose layers are refused, by code (FORMAT 4): container, codes, mask, adapter, sparse weights."""
+"""Packages with layers that must be refused, by code (FORMAT 4): container, codes, mask, adapter, schemes."""
 
 import json
 from collections.abc import Callable
@@ -95,7 +95,7 @@ for code, name, header in HEADERS:
 
 
 def entry_with(fields: dict[str, Any], container: Container) -> None:
-    """Another entry for the layer's first tensor by name."""
+    """Change fields of the first entry by name."""
     container.entries[names_of(container)[0]].update(fields)
 
 
@@ -108,7 +108,7 @@ ENTRIES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("header-dtype", "signed_indices", "mask", {"dtype": "I32"}),
     ("header-dtype", "a_list_for_a_dtype", "mask", {"dtype": ["U32"]}),
     ("header-dtype", "no_sign", "mask", {"dtype": "I8"}),
-    # 2^62 * 4 bytes is 0 modulo 2^64
+    # 2^62 elements of 4 bytes are 2^64 bytes, which is 0 modulo 2^64.
     ("header-overflow", "a_product_that_wraps", "mask", {"shape": [2**62], "data_offsets": [0, 0]}),
     ("header-overflow", "five_terabytes", "mask", {"shape": [5 << 38], "data_offsets": [0, 5 << 40]}),
     ("header-offsets", "fewer_bytes_than_its_shape", "mask", {"shape": [6]}),
@@ -135,7 +135,7 @@ def codes_as_floats(forge: Forge) -> str:
 
 
 def table_blocks(rows: int, columns: int, scale: float) -> NDArray[np.uint8]:
-    """A table in Q8_0 of ones, all blocks with this scale."""
+    """Return a table in Q8_0 whose codes are ones and whose blocks all have this scale."""
     block_R = np.concatenate([np.array([scale], "<f2").view(np.uint8), np.ones(32, np.uint8)])
     return np.tile(block_R, (rows, columns // 32))
 
@@ -356,7 +356,7 @@ def dense_number(name: str, at: int, value: float, forge: Forge, dtype: str = "u
 
 
 def minima_as(name: str, forge: Forge) -> None:
-    """The minima of V0 under another name."""
+    """Rename the minima of V0."""
     container = forge.container("dense")
     container.entries[name] = container.entries.pop(f"{V0}.minima")
     forge.replace("dense", container.data())
@@ -385,7 +385,7 @@ SCHEME_CHANGES: list[tuple[str, str, Scheme, Callable[[Forge], object]]] = [
     ("manifest-schema", "a_pattern", Scheme.INT8, lambda f: f.manifest["scheme"].update(sparsity=None)),
     ("manifest-schema", "groups_of_32", Scheme.INT8, lambda f: f.manifest["scheme"].update(group_size=32)),
     ("dense-padding", "a_last_nibble", Scheme.INT4, partial(dense_number, Q0, -1, 1)),
-    # Q0 is Q8_0, K0 is Q4_0 and V0 is Q4_1.
+    # The scheme `source` stores Q0 as Q8_0, K0 as Q4_0 and V0 as Q4_1.
     (
         "dense-scales",
         "infinity",

@@ -1,6 +1,6 @@
-"""Packages whose blobs, manifest or files of the model are refused, by code (FORMAT 2, 3).
+"""Packages whose blobs, manifest or model files must be refused, by code (FORMAT 2, 3).
 
-What one changed value shows stands in a table, as (code, name, change); what takes more is a function.
+Attacks that change one value are rows (code, name, change) of tables. The others are functions.
 """
 
 import json

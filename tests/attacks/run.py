@@ -1,12 +1,12 @@
 """Run every attack of docs/explanation/security.md: `make attack`.
 
-A test with the marker `attack(row, what)` tries one attack; `row` is its row in the page's table. This
-command runs all of them, the slow ones too, prints a line for each row, and ends with
+A test with the marker `attack(row, what)` tries one attack. `row` is its row in the table of that page. This
+command runs all of them, including slow ones, prints a line for each row, and ends with
 
     attack: tried=N broke=M
 
-where N counts the tests that ran and M those that failed. The exit code is 1 when one failed or was skipped,
-or when a row of the table has no test: what was not tried is not said to have held.
+N is the number of tests that ran, and M the number of those that failed. The exit code is 1 if a test failed
+or was skipped, or if a row of the table has no test.
 """
 
 import re
@@ -27,7 +27,7 @@ _ROW = re.compile(r"^(\| (\d+) \|.*\|)[^|]*\|$", re.MULTILINE)
 
 @dataclass(slots=True)
 class Row:
-    """The result of the tests of one row of the table."""
+    """The results of the tests of one row."""
 
     attacks: set[str] = field(default_factory=set)
     held: int = 0
@@ -36,7 +36,10 @@ class Row:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Note each attack's row and words where they reach the reports, also from another process."""
+    """Add the row and the words of each attack to its reports.
+
+    pytest-xdist sends these properties from its workers to this process.
+    """
     for item in items:
         mark = item.get_closest_marker("attack")
         if mark is not None:
@@ -45,13 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Table:
-    """Collects the tests' results by row."""
+    """A collector of the tests' results by row."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = defaultdict(Row)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count one phase of one test; a test holds when its call passed and nothing around it failed."""
+        """Count one phase of one test. A test holds if its call passed and no other phase failed."""
         noted = dict(report.user_properties).get(_PROPERTY)
         if not isinstance(noted, str):
             return
@@ -66,7 +69,7 @@ class Table:
             row.held += 1
 
     def lines(self) -> list[str]:
-        """Return one line a row, with what broke or was not tried below it."""
+        """Return one line for each row, and below it the tests that failed or were skipped."""
         lines = []
         for number in sorted({*ROWS, *self.rows}):
             row = self.rows[number]
@@ -79,7 +82,7 @@ class Table:
 
 
 def completed(page: str) -> str:
-    """The page with the files of each row's tests in its last column."""
+    """Return the page with the files of each row's tests in the last column."""
     files: dict[int, set[str]] = defaultdict(set)
     for path in TESTS.rglob("test_*.py"):
         for number in _MARK.findall(path.read_text()):
@@ -88,7 +91,10 @@ def completed(page: str) -> str:
 
 
 def main() -> int:
-    """Run the attacks, print the table and return the exit code; `--page` writes the page's last column."""
+    """Run the attacks, print the table and return the exit code.
+
+    `--page` writes the last column of the page's table instead.
+    """
     if sys.argv[1:] == ["--page"]:
         PAGE.write_text(completed(PAGE.read_text()))
         return 0

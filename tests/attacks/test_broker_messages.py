@@ -1,4 +1,4 @@
-"""Whatever stands in the broker's queue: the worker says so and lives. Real Redis, a real worker process."""
+"""Malformed messages in the broker's queue: the worker drops and logs them. Redis and the worker are real."""
 
 import base64
 import copy
@@ -36,7 +36,7 @@ def site(tmp_path: Path, redis: Redis) -> Iterator[Site]:
 
 
 def command(redis: Redis, *parts: bytes) -> bytes:
-    """One command in Redis's own protocol, and the answer's first bytes."""
+    """Send one command in the protocol of Redis. Return the first bytes of the answer."""
     sent = b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
     with closing(socket.create_connection(("127.0.0.1", redis.port), timeout=30)) as connection:
         connection.sendall(sent)
@@ -48,7 +48,7 @@ def push(redis: Redis, data: bytes) -> None:
 
 
 def good_message(redis: Redis, site: Site) -> Message:
-    """Return the message that the service sends."""
+    """Return a message as the service sends it."""
     assert site.broker_url is not None
     CeleryDispatcher(site.broker_url).send("job_none")
     answer = command(redis, b"RPOP", QUEUE.encode())
@@ -102,11 +102,11 @@ BAD: dict[str, Callable[[Message], bytes]] = {
 @pytest.mark.attack(11, "pushes anything into the broker's queue")
 def test_whatever_is_in_the_queue_is_dropped_and_the_worker_lives(site: Site, redis: Redis) -> None:
     good = good_message(redis, site)
-    site.settings["SWEEP_S"] = "600"  # nothing but the messages starts a job
+    site.settings["SWEEP_S"] = "600"  # Only messages start jobs, not the sweep.
     worker = site.start_worker()
     for make in BAD.values():
         push(redis, make(good))
-    job = site.submit()  # a message of ours after all: the worker still listens
+    job = site.submit()  # A valid message shows that the worker still listens.
     assert site.broker_url is not None
     assert CeleryDispatcher(site.broker_url).send(job.id)
     site.wait_for_state(job, "succeeded")

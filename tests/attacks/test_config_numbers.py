@@ -1,4 +1,4 @@
-"""A `config.json` with numbers that JSON does not have: refused at registration, on both databases."""
+"""Numbers in `config.json` that are not finite are refused at registration, on both databases."""
 
 import json
 from collections.abc import Iterator

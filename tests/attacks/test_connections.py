@@ -1,5 +1,6 @@
-"""Slow and many callers against a real API process: heads and bodies that never end, event streams, a full
-house. Health answers under each, and the caller is told where it can be.
+"""Slow and many callers against a real API process: endless heads and bodies, streams, no free connection.
+
+Health answers under each attack. Refused callers get an error document where possible.
 """
 
 import os
@@ -39,12 +40,15 @@ HALF_BODY = (
 )
 UNREAD = b"GET /static/swagger-ui-bundle.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 20
 GENEROUS_S = 30.0
-"""For one answer of health on a busy machine; without the limits it comes after a minute, or never."""
+"""Limit in seconds of an answer of health on a busy machine.
+
+Without the limits under test, the answer takes a minute or never comes.
+"""
 
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """Let this process, the attacker, open as many files as it may."""
+    """Raise the limit of open files of this process, the attacker."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield
@@ -53,7 +57,7 @@ def many_files() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A service that waits three seconds for a head and for a body, and may open 1,024 files."""
+    """Run a service that waits three seconds for a head and for a body. It may open 1,024 files."""
     folder, short = tmp_path_factory.mktemp("impatient"), {"PERMILLE_HEADER_S": "3", "PERMILLE_BODY_S": "3"}
     with running_service(folder, "--no-worker", files=FILES, **short) as running:
         yield running
@@ -61,7 +65,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A service with few places."""
+    """Run a service that accepts few connections."""
     few = {"PERMILLE_MAX_CONNECTIONS": "24", "PERMILLE_MAX_CONNECTIONS_PER_ADDRESS": "8"}
     with running_service(tmp_path_factory.mktemp("small"), "--no-worker", **few) as running:
         yield running
@@ -71,7 +75,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def sending(
     url: str, data: bytes, number: int, *, source: str = "127.0.0.1"
 ) -> Iterator[list[socket.socket]]:
-    """So many connections of which each has sent this and no more."""
+    """Open `number` connections that each send `data` and then stop."""
     parts = urlsplit(url)
     sockets: list[socket.socket] = []
     try:
@@ -83,7 +87,7 @@ def sending(
             try:
                 opened.sendall(data)
             except OSError:
-                continue  # closed already, which is the server's right
+                continue  # the server may have closed the connection already
         yield sockets
     finally:
         for opened in sockets:
@@ -91,7 +95,7 @@ def sending(
 
 
 def answer_of(opened: socket.socket) -> bytes:
-    """All that the server sends until it closes the connection."""
+    """Return all that the server sends until it closes the connection."""
     opened.settimeout(60.0)
     answer = b""
     try:
@@ -103,7 +107,7 @@ def answer_of(opened: socket.socket) -> bytes:
 
 
 def health_s(url: str, **options: Any) -> float:
-    """Return the seconds that health took, over a connection of its own."""
+    """Ask for health over a new connection. Return the seconds that it took."""
     started = time.monotonic()
     answer = httpx.get(f"{url}/v1/health", timeout=60.0, trust_env=False, **options)
     assert answer.status_code == 200, answer.text
@@ -111,12 +115,12 @@ def health_s(url: str, **options: Any) -> float:
 
 
 def ask_models(running: Running) -> httpx.Response:
-    """A request without a token, which is refused for that where there is a place for it."""
+    """Send a request without a token. If a connection is free, it is refused for the missing token."""
     return httpx.get(f"{running.url}/v1/models", timeout=60.0, trust_env=False)
 
 
 def is_problem(answer: bytes, status: int, slug: str) -> bool:
-    """Return whether raw bytes are this problem document."""
+    """Return True if the raw answer is this problem document."""
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = (f" {status} ".encode(), MEDIA_TYPE.encode())
     return all(line in head for line in lines) and f'"{TYPE_BASE}{slug}"'.encode() in body
@@ -193,11 +197,12 @@ def test_places_of_those_who_keep_us_waiting_go_to_who_asks(small: Running, sent
         for last in (2, 3, 4):
             attackers += opened.enter_context(sending(small.url, sent, 8, source=f"127.0.0.{last}"))
         for each in attackers:
-            each.recv(16)  # its head is read, and it has its place
-        wait_until(lambda: _is_at_rest(small.api_pid))  # what is sent has filled the buffers
+            each.recv(16)  # The head is read, so the connection is accepted.
+        wait_until(lambda: _is_at_rest(small.api_pid))  # Wait until the sent bytes have filled the buffers.
         for number in range(3):
             assert small.answer("tokens", "create", f"ci{number}")["name"] == f"ci{number}"
-        assert sum(not _is_closed(each) for each in attackers) >= 20  # who makes room are few
+        # Only a few attackers were closed to make room.
+        assert sum(not _is_closed(each) for each in attackers) >= 20
     wait_until(lambda: _sockets_of(small.api_pid) <= idle)
 
 
@@ -218,9 +223,11 @@ def test_an_answer_that_nobody_takes_ends(tmp_path: Path) -> None:
             wait_until(lambda: url.exists() or process.poll() is not None)
             with sending(url.read_text().strip(), UNREAD, 4) as sockets:
                 for opened in sockets:
-                    opened.recv(16)  # it has its place
-                wait_until(lambda: not _served(process.pid, sockets))  # what the kernel has may still come
-                assert all(len(answer_of(opened)) < 20 << 20 for opened in sockets)  # it asked for 33 MiB
+                    opened.recv(16)  # The connection is accepted.
+                # Bytes in the kernel's buffers may still arrive.
+                wait_until(lambda: not _served(process.pid, sockets))
+                # The requests ask for 33 MiB.
+                assert all(len(answer_of(opened)) < 20 << 20 for opened in sockets)
         finally:
             process.terminate()
 
@@ -232,7 +239,7 @@ def test_slow_bodies_hold_nothing_and_end(impatient: Running) -> None:
             assert b" 100 " in opened.recv(65_536)
             opened.sendall(b"{")
         assert health_s(impatient.url) < GENEROUS_S
-        assert impatient.answer("tokens", "create", "ci")["name"] == "ci"  # a write
+        assert impatient.answer("tokens", "create", "ci")["name"] == "ci"  # This is a write.
         answers = [answer_of(opened) for opened in sockets]
     assert all(is_problem(answer, 408, "request-timeout") for answer in answers)
 
@@ -270,14 +277,14 @@ def _sockets_of(pid: int) -> int:
 
 
 def _served(pid: int, callers: list[socket.socket]) -> int:
-    """Count those of these connections that the process still holds."""
+    """Count the connections of `callers` that the process still holds."""
     ports = {caller.getsockname()[1] for caller in callers}
     held = psutil.Process(pid).net_connections("tcp")
     return sum(bool(connection.raddr) and connection.raddr.port in ports for connection in held)
 
 
 def _is_at_rest(pid: int) -> bool:
-    """Return whether a process waits and has not computed for half a second."""
+    """Return True if a process is waiting and has used no processor time for half a second."""
 
     def seen() -> tuple[str, ...]:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -289,7 +296,7 @@ def _is_at_rest(pid: int) -> bool:
 
 
 def _drip(sockets: list[socket.socket]) -> None:
-    """Send a byte a second on each until the server has answered all."""
+    """Send a byte a second on each connection until the server has answered all."""
     waiting = list(sockets)
     while waiting:
         answered = select.select(waiting, [], [], 1.0)[0]
@@ -299,7 +306,7 @@ def _drip(sockets: list[socket.socket]) -> None:
 
 
 def _files(folder: Path) -> set[Path]:
-    # Not rglob, which fails where a folder goes while it is read: os.walk passes over that.
+    # os.walk ignores a folder that vanishes while it is read. Path.rglob raises an error.
     found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
     return {path for path in found if not path.name.startswith("permille.db")}
 
@@ -312,7 +319,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def _first_answer(opened: socket.socket) -> bytes:
-    """A head, and the body of a problem."""
+    """Return the head of an answer, and its body if it is a problem document."""
     answer = b""
     while b"\r\n\r\n" not in answer or (MEDIA_TYPE.encode() in answer and not answer.endswith(b"}")):
         answer += opened.recv(65_536)
@@ -320,21 +327,21 @@ def _first_answer(opened: socket.socket) -> bytes:
 
 
 def _is_closed(opened: socket.socket) -> bool:
-    """Return whether the server has ended the connection, whatever it sent before."""
+    """Return True if the server has closed the connection. Unread bytes do not matter."""
     poll = select.poll()
     poll.register(opened, select.POLLRDHUP | select.POLLHUP)
     return bool(poll.poll(0))
 
 
 def _stream_of(running: Running) -> bytes:
-    """The request for a job's events, which end with the job."""
+    """Return a request for the events of a job. The stream ends with the job."""
     viewer, job_id = _viewer_and_job(running)
     asking = f"GET /v1/jobs/{job_id}/events/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     return f"{asking}Authorization: Bearer {viewer}\r\n\r\n".encode()
 
 
 def _viewer_and_job(running: Running) -> tuple[str, str]:
-    """A viewer's token and a job that waits for a worker, put into the service's database."""
+    """Add a viewer and a queued job to the service's database. Return the viewer's token and the job's id."""
     database = Database(f"sqlite:///{running.data_dir}/permille.db")
     with database.write() as session:
         tenant = access.first_tenant(session)
@@ -346,7 +353,7 @@ def _viewer_and_job(running: Running) -> tuple[str, str]:
 
 
 def device_and_run(running: Running) -> tuple[str, str]:
-    """An enrolled device's token and a run that it reported, put into the service's database."""
+    """Add a device and its run to the service's database. Return the device's token and the run's id."""
     database = Database(f"sqlite:///{running.data_dir}/permille.db")
     run_id = str(uuid.uuid4())
     with database.write() as session:

@@ -1,4 +1,4 @@
-"""Consent that is withdrawn while a run works, under any clock: neither log nor state leaves the device."""
+"""If consent is withdrawn during a run, neither log nor state leaves the device, whatever its clock says."""
 
 import os
 import random
@@ -47,7 +47,7 @@ def _share_log(home: Home, choice: str) -> None:
 
 
 def _as_if_the_clock_went_back(folder: Path) -> None:
-    """Set the time of all files so far to one in the future."""
+    """Set the times of all files to one in the future."""
     for path in folder.rglob("*"):
         os.utime(path, (FAR_AHEAD_S, FAR_AHEAD_S))
 
@@ -66,7 +66,7 @@ def test_a_log_is_not_sent_once_consent_was_withdrawn_whatever_the_clock(tmp_pat
         _share_log(home, "on")
 
         class Withdrawing(BigramEngine):
-            """Its user withdraws their consent while it works."""
+            """An engine during whose work the user withdraws consent."""
 
             def __init__(self, package: Package) -> None:
                 super().__init__(package)
@@ -132,7 +132,8 @@ def test_consent_that_is_withdrawn_during_the_upload_counts(tmp_path: Path, mome
             deliver(home, api)
         assert not service.logs
         assert not list(home.reports.glob("*.log"))
-        assert sum(log in sent for sent in service.traffic) == 1  # the one that was under way
+        # The upload that was under way has sent the log once.
+        assert sum(log in sent for sent in service.traffic) == 1
         assert log_delivery(home, result.run_id) is Delivery.DELETED
 
 

@@ -1,6 +1,7 @@
-"""Damaged and unusable packages on a device: found before they speak, mended, never in a good one's place.
+"""Damaged and unusable packages on a device are detected before use, repaired, and never replace a good one.
 
-The device's own functions on a real home folder; the trial of an installation is a real child process.
+The tests use the device's own functions on a real home folder. The trial of an installation is a real
+process.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def home(tmp_path: Path) -> Home:
 
 @pytest.fixture
 def good(home: Home) -> Package:
-    """The package that the device uses."""
+    """Install a package on the device and return it."""
     package = tiny_package(home.blobs)
     install(home, release(package.digest, 1), size_bytes=package.size_bytes)
     return package
@@ -49,7 +50,7 @@ def release(digest: str, version: int) -> InstalledRelease:
 
 
 def forged(home: Home, package: Package, change: Change) -> str:
-    """The package with one change and digests that fit, among the device's blobs."""
+    """Store the package with one change and correct digests among the device's blobs. Return its digest."""
     blobs = BlobFolder(home.blobs)
     tiny = Tiny(blobs=blobs, digest=package.digest, manifest=package.manifest, weights={}, mask={})
     forge = Forge(tiny, blobs)
@@ -76,7 +77,7 @@ def config(old: bytes, new: bytes) -> Change:
 
 
 def flip(home: Home, package: Package, role: Role) -> None:
-    """One bit in the middle of a layer, as a failing disk does it."""
+    """Flip one bit in the middle of a layer, as a failing disk does."""
     layer = package.manifest.layer(role)
     flip_at(BlobFolder(home.blobs).path(layer.digest), layer.size_bytes // 2)
 
@@ -135,7 +136,7 @@ def test_a_flipped_bit_is_found_before_a_word_is_said(home: Home, role: Role) ->
     layer = package.manifest.layer(role)
     path = BlobFolder(home.blobs).path(layer.digest)
     places = (layer.size_bytes // 2, layer.size_bytes - 1)
-    assert min(places) > BLOCK_BYTES  # the first block is checked already where a package is opened
+    assert min(places) > BLOCK_BYTES  # Opening a package checks only the first block.
     for place in places:
         flip_at(path, place)
         with pytest.raises(PackageError) as found:

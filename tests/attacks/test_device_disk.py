@@ -1,4 +1,4 @@
-"""A device whose disk is full or read-only while it trains: it is told, and the run goes on."""
+"""A full or read-only disk, or a jumping clock, while a device trains: no effect on the results."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_te
 
 @contextmanager
 def full_disk(disk: Path, left: int, *, is_disk: bool) -> Iterator[None]:
-    """So many bytes are left of the disk; where that is none of its own, of each file."""
+    """Leave `left` free bytes on the disk. If `disk` is only a folder, limit the size of files instead."""
     if is_disk:
         fill(disk)
         size = (disk / "filler").stat().st_size
@@ -43,7 +43,7 @@ def full_disk(disk: Path, left: int, *, is_disk: bool) -> Iterator[None]:
 
 @contextmanager
 def read_only(disk: Path, *, is_disk: bool) -> Iterator[None]:
-    """Nothing below can be written: the disk's own flag as root, modes for everybody else."""
+    """Make the disk read-only: by remounting it, or by the modes of its folders if it is only a folder."""
     folders = [path for path in (disk, *disk.rglob("*")) if path.is_dir()]
 
     def switch(flag: str, mode: int) -> None:

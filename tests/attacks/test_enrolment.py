@@ -1,4 +1,4 @@
-"""Attacks with a device's public key, or with an invitation that a stranger has seen."""
+"""Attacks by somebody who has a device's public key, or who has seen an invitation."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""FORMAT 12, the code and the attacks name the same refusals: none undocumented, none untried."""
+"""FORMAT 12, the code and the attacks have the same codes of refusals."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ from tests.attacks import (
 )
 
 LIBRARY = Path(permille.__file__).parent
-# Reads files whose meaning is not part of the format (FORMAT 3.3).
+# It reads files whose content the format does not define (FORMAT 3.3).
 OPAQUE = LIBRARY / "tokenizer_files.py"
 TRUST = [Path(str(module.__file__)) for module in (enrolment, pull, rollout, trust)]
 
@@ -30,7 +30,7 @@ def documented_codes() -> set[str]:
 
 
 def raised_codes() -> Iterator[str]:
-    """The first argument of every `PackageError(...)` in the library, and in the agent's trust."""
+    """Yield the codes of all `PackageError(...)` calls in the library and in the agent's trust modules."""
     yield from _codes(*sorted(set(LIBRARY.rglob("*.py")) - {OPAQUE}), *TRUST)
 
 

@@ -1,6 +1,6 @@
-"""A device, or a tenant, that queues without end: nobody waits behind more than one of its jobs a worker.
+"""If one device or tenant queues without end, others wait for at most one of its jobs per worker.
 
-The queue is driven as workers drive it, by a clock of the test's own, with random arrivals and durations.
+The test plays the workers, with its own clock and with random arrivals and durations.
 """
 
 import shutil
@@ -29,7 +29,7 @@ START = datetime(2030, 1, 1, tzinfo=UTC)
 
 @dataclass
 class Waiting:
-    """A job of a modest owner, and which greedy jobs each worker was busy with while it waited."""
+    """A waiting job of a modest owner, and the greedy jobs that each worker began in the meantime."""
 
     owner: str
     seen: dict[int, set[str]] = field(default_factory=dict)
@@ -37,12 +37,13 @@ class Waiting:
 
 @dataclass
 class Shop:
-    """A queue, its workers and what waits."""
+    """A queue, its workers, and the waiting jobs of modest owners."""
 
     db: Database
-    greedy: set[str] = field(default_factory=set)  # ids of its jobs
+    greedy: set[str] = field(default_factory=set)  # ids of the greedy owner's jobs
     waiting: dict[str, Waiting] = field(default_factory=dict)
-    running: dict[int, tuple[Claim, int]] = field(default_factory=dict)  # by worker: the claim, ticks left
+    # claim and remaining ticks, by worker
+    running: dict[int, tuple[Claim, int]] = field(default_factory=dict)
     owner_of: dict[str, str] = field(default_factory=dict)
     began: Counter[str] = field(default_factory=Counter)
     worst: int = 0
@@ -59,7 +60,7 @@ class Shop:
             self.waiting[job_id] = Waiting(owner=owner, seen=busy)
 
     def is_idle(self, owner: str) -> bool:
-        """Return whether a modest owner has no job. It never has two at a time."""
+        """Return True if a modest owner has no job. It never has two at a time."""
         here = {waiting.owner for waiting in self.waiting.values()}
         return owner not in here | {self.owner_of[claim.job_id] for claim, _ in self.running.values()}
 
@@ -78,7 +79,7 @@ class Shop:
                 self.worst = max(self.worst, len(waiting.seen[worker]))
 
     def tick(self) -> None:
-        """Let time pass: jobs end."""
+        """Let one unit of time pass, and end the jobs whose time is over."""
         for worker, (claim, left) in list(self.running.items()):
             if left > 1:
                 self.running[worker] = (claim, left - 1)
@@ -90,7 +91,7 @@ class Shop:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A migrated database, to copy."""
+    """A migrated database that each test copies."""
     path = tmp_path_factory.mktemp("queue") / "permille.db"
     migrate(f"sqlite:///{path}")
     yield path
@@ -116,7 +117,7 @@ def add_device(db: Database, tenant_id: str, name: str) -> str:
 @settings(
     max_examples=8,
     deadline=None,
-    phases=[Phase.generate],  # to shrink takes minutes
+    phases=[Phase.generate],  # shrinking takes minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

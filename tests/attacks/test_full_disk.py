@@ -1,7 +1,7 @@
-"""A disk that is full: health says so, refusals name it, reading goes on. Real API processes.
+"""If a disk is full, health and refusals name it, and reading goes on. Real API processes.
 
-As root the disk is a small one (tmpfs) that the test fills; everywhere, it is a limit on what the process may
-write to a file, which the kernel applies likewise.
+As root, the disk is a small tmpfs that the test fills. Otherwise, it is a limit on the size of the files of
+the process, which has the same effect.
 """
 
 import os
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def mounted(folder: Path) -> bool:
-    """Mount a small disk at `folder`, which is made. Return whether that succeeded."""
+    """Make a folder and mount a small disk there. Return whether the mount succeeded."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
     return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -29,7 +29,7 @@ def mounted(folder: Path) -> bool:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """A disk of 8 MiB at `folder` where this process may mount one, told by True; else a folder."""
+    """Make a disk of 8 MiB at `folder` and yield True. If this process may not mount one, yield False."""
     is_disk = mounted(folder)
     try:
         yield is_disk
@@ -58,7 +58,7 @@ def fill(folder: Path) -> None:
 
 @contextmanager
 def full(running: Running, disk: Path, *, is_disk: bool) -> Iterator[None]:
-    """The disk is full, for the API alone where it is no disk of its own."""
+    """Fill the disk. If it is only a folder, limit the API's files instead."""
     if is_disk:
         fill(disk)
         yield
@@ -72,14 +72,14 @@ def full(running: Running, disk: Path, *, is_disk: bool) -> Iterator[None]:
 
 
 def health(running: Running) -> tuple[int, str]:
-    """Status and words of health, looked at anew."""
+    """Return the status and the text of health after its cached answer has expired."""
     time.sleep(2.1)
     answer = httpx.get(f"{running.url}/v1/health", timeout=60.0, trust_env=False)
     return answer.status_code, answer.json().get("detail", answer.json().get("status"))
 
 
 def words(where: str, *, is_disk: bool) -> Callable[[str], bool]:
-    """Return a check that a text says that this place's disk is full, or names the limit."""
+    """Return a check for the words by which the service reports this full disk, or the limit."""
     if is_disk:
         return lambda text: text == f"the disk of the {where} is full"
     return lambda text: "cannot be written" in text
@@ -111,7 +111,7 @@ def test_refusals_name_the_databases_full_disk(tmp_path: Path) -> None:
             assert health(running) == (200, "ok")
             corpus = {"name": "c", "source": {"kind": "streamed", "dataset": "c4"}}
             with full(running, disk, is_disk=is_disk):
-                for _ in range(1000):  # until the write-ahead log, too, is full
+                for _ in range(1000):  # Write until the write-ahead log is full as well.
                     refused = client.post("/v1/corpora", json=corpus)
                     if refused.status_code != 201:
                         break

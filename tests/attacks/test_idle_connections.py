@@ -1,4 +1,4 @@
-"""Up to a thousand connections that say nothing, or little, at the small servers: who asks is answered."""
+"""Up to a thousand idle or slow connections do not stop the small servers from answering others."""
 
 import json
 import socket
@@ -27,7 +27,7 @@ BEGUN = (
 
 @contextmanager
 def idle(port: int, count: int) -> Iterator[None]:
-    """So many connections that stay as they are."""
+    """Hold `count` connections. Each has sent nothing or the beginning of a request."""
     opened = []
     try:
         for number in range(count):
@@ -73,7 +73,7 @@ def test_a_thousand_idle_connections_do_not_occupy_the_local_server(tmp_path: Pa
 
 
 def _held(pid: int) -> tuple[int, int]:
-    """The numbers of threads and of open files of a process."""
+    """Return the numbers of threads and of open files of a process."""
     folder = Path(f"/proc/{pid}")
     return len(list((folder / "task").iterdir())), len(list((folder / "fd").iterdir()))
 

@@ -1,4 +1,4 @@
-"""A keeper among strangers who post, drip and stay: its log keeps what counts, and its caller is served."""
+"""Strangers who post, drip or stay connected: a keeper keeps its important log and serves its caller."""
 
 import socket
 import ssl

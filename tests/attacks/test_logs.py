@@ -1,6 +1,6 @@
-"""Malformed canonical logs and journals, one or more for each code of FORMAT 8 and 9; cut, flipped, random.
+"""Malformed canonical logs and journals for each code of FORMAT 8 and 9: cut, flipped, random.
 
-The bytes are put together here, from the text of FORMAT, with checksums that fit where the lie is elsewhere.
+The bytes are made here from the text of FORMAT. If the error is elsewhere, the checksums are correct.
 """
 
 import json
@@ -31,7 +31,7 @@ Attack = Callable[[], bytes]
 
 
 def seal(payloads: list[bytes], *, header: bytes | None = None, steps: int = 1) -> bytes:
-    """A log with correct checksums around whatever it is given (FORMAT 9.1)."""
+    """Return a log of these parts with correct checksums (FORMAT 9.1)."""
     header = HEADER.to_bytes() if header is None else header
     data = b"PMLLOG1\n" + struct.pack("<I", len(header)) + header + struct.pack("<I", steps)
     crc = zlib.crc32(data)
@@ -49,7 +49,7 @@ def edit_header(**changes: Any) -> bytes:
 
 
 def decode(data: bytes, *, max_bytes: int = 1 << 20, max_steps: int = 5000, max_k: int = 1 << 20) -> Any:
-    """Read as a server does, with its limits and its package."""
+    """Decode a log as a server does, with limits and with the package's digests."""
     found = decode_canonical(data, max_bytes=max_bytes, max_steps=max_steps, max_k=max_k)
     found.header.check_binding(
         package_digest=HEADER.package_digest, mask_digest=HEADER.mask_digest, counts=found.header.counts
@@ -99,7 +99,7 @@ def test_the_sealed_logs_are_valid_before_they_are_damaged() -> None:
 
 def test_a_log_whose_sum_may_leave_the_exact_range_is_refused() -> None:
     header = make_header(queries=1024).to_bytes()
-    full = b"\x00" + b"\xfe\xff\xff\xff\x0f" * 1024 * 1024  # 2**31 - 1, in each place of a chunk
+    full = b"\x00" + b"\xfe\xff\xff\xff\x0f" * 1024 * 1024  # Each place of a chunk has the value 2**31 - 1.
     decode(seal([full] * 4, header=header, steps=4096), max_bytes=1 << 25)
     log = seal([full] * 4 + [full[: 1 + 5 * 1024]], header=header, steps=4097)
     assert code_of(log, max_bytes=1 << 25) == "log-limit"
@@ -225,7 +225,7 @@ def test_no_bytes_do_more_than_raise_the_documented_error(data: bytes, sealed: b
 
 
 def journal(*payloads: bytes) -> bytes:
-    """A journal of these entries (FORMAT 8.3)."""
+    """Return a journal of these entries (FORMAT 8.3)."""
     header = HEADER.to_bytes()
     crc = zlib.crc32(header)
     entries = [struct.pack("<H", len(payload)) + payload for payload in payloads]
@@ -234,7 +234,7 @@ def journal(*payloads: bytes) -> bytes:
 
 
 def step(number: int) -> bytes:
-    """The payload of a step with the coefficient -1."""
+    """Return the payload of a step with the coefficient -1."""
     return struct.pack("<IBd", number, 0, 1.5) + b"\x01"
 
 

@@ -1,4 +1,4 @@
-"""Other users of the machine, a group by Kubernetes, workers: who can read rows, shared states, keys."""
+"""Other users of the machine, a group from Kubernetes, workers: who can read rows, shared states and keys."""
 
 import re
 import subprocess
@@ -63,7 +63,7 @@ def test_a_group_bit_on_a_key_is_taken_back_at_the_next_reading(tmp_path: Path) 
             keys = list((tmp_path / "private" / "keys").rglob("*.key"))
             assert len(keys) > 2
             assert {mode(key) for key in keys} == {0o600}
-        for key in keys:  # as fsGroup leaves them for the next pod
+        for key in keys:  # fsGroup leaves these modes for the next pod
             key.chmod(0o660)
 
 

@@ -1,4 +1,4 @@
-"""One malformed package, or more, for each code with which a package is refused. All bytes are made here."""
+"""At least one malformed package for each code of a refused package. All bytes are made here."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Attacks on the page below `/ui`: who is let in, from where, with what on it, and where it sends people."""
+"""Attacks on the pages below `/ui`: who has access, from which sites, and where redirects lead."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 def browser(api: Api) -> TestClient:
-    """A client with cookies of its own that follows nothing by itself."""
+    """Return a client with its own cookies that does not follow redirects."""
     return TestClient(api.client.app, base_url=URL, raise_server_exceptions=False, follow_redirects=False)
 
 

@@ -1,4 +1,4 @@
-"""Forged pooled states: each is sealed with digests that fit, and refused by a code of FORMAT 4.9 or 11."""
+"""Forged pooled states with correct digests, each refused by a code of FORMAT 4.9 or 11."""
 
 import hashlib
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def test_a_forged_state_is_refused(good: Package, code: str, forge: Callable[[Pa
 
 
 def with_other_values(document: dict[str, Any]) -> None:
-    """Weights of a model that its parent had not."""
+    """Change the provenance, so that the parent is not the package that the state names."""
     document["provenance"]["mask"] = "another"
 
 
@@ -134,7 +134,7 @@ def test_a_damaged_state_is_refused_by_its_digest(tmp_path: Path) -> None:
         Package.open(made.blobs, made.digest)
 
 
-# Golden: both manifests written out, so that a reader's parent is held to bytes and not to itself.
+# Golden: both manifests as bytes, so that the parent is compared with fixed bytes.
 _HEAD = (
     b'{"format":"permille-package","layers":['
     b'{"digest":"sha256:%(d)s","media_type":"application/vnd.permille.dense+safetensors","path":null,'

@@ -1,4 +1,4 @@
-"""Malformed privacy, masked contributions and questions to a keeper (FORMAT 13.6, 13.7)."""
+"""Malformed privacy rules, masked contributions and requests to a keeper (FORMAT 13.6, 13.7)."""
 
 import json
 import struct
@@ -60,7 +60,7 @@ def asked(data: bytes) -> Callable[[], object]:
 
 
 def swapped() -> bytes:
-    """The question with its first two devices the other way round."""
+    """Return the request with its first two devices exchanged."""
     return (
         ASKED[:HEAD]
         + ASKED[HEAD + ENTRY : HEAD + 2 * ENTRY]

@@ -1,4 +1,4 @@
-"""Forged programs of a package: refused before a runtime reads them, or by what they say of themselves."""
+"""Forged programs of a package: refused before a runtime reads them, or by the package that they name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,8 @@ ATTACKS: list[tuple[str, Forge]] = [
     ("program-header", lambda data: data.replace(b"\x20\0\0\0", b"\x18\0\0\0")),
     ("program-header", lambda data: data + b"\0"),
     ("program-header", lambda data: data[:-1]),
-    ("program-header", lambda data: data[:16] + b"\x29" + data[17:]),  # 41 bytes before the 40th
+    # The description is said to have 41 bytes, but the segments begin at byte 40.
+    ("program-header", lambda data: data[:16] + b"\x29" + data[17:]),
     ("program-header", lambda data: data[:16] + b"\x27" + data[17:]),
     ("program-header", lambda data: data[:32] + b"\xff" * 8 + data[40:]),
 ]
@@ -77,7 +78,7 @@ def test_a_forged_manifest_is_refused(good: Package, code: str, change: Callable
 
 
 class OtherProgram:
-    """A runtime with a program of another package, or of another number of weights."""
+    """A runtime with a program of another package, or with another number of weights."""
 
     def __init__(self, digest: str, k: int) -> None:
         self._digest = bytes.fromhex(digest.removeprefix("sha256:"))
@@ -91,7 +92,8 @@ class OtherProgram:
 
 
 BINDINGS: list[tuple[str, Callable[[Package], OtherProgram]]] = [
-    ("program-binding", lambda package: OtherProgram(package.digest, package.k)),  # the child's, not its own
+    # This is the digest of the package itself instead of its parent.
+    ("program-binding", lambda package: OtherProgram(package.digest, package.k)),
     ("program-binding", lambda package: OtherProgram(package.manifest.parent().digest, package.k + 1)),
 ]
 
@@ -122,7 +124,7 @@ def test_a_damaged_or_absent_program_is_refused_where_it_is_wanted_alone(tmp_pat
 
 
 def test_programs_and_pooled_states_have_one_parent(tmp_path: Path) -> None:
-    """Each is made without the other, and taken out leaves the same bytes."""
+    """The order of additions does not matter, and removing them restores the parent's bytes."""
     parent = tiny_package(tmp_path)
     s_K = np.arange(parent.k) - 7
     one = program_package(pooled_package(parent, s_K, -14))

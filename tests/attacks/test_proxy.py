@@ -1,4 +1,4 @@
-"""nginx by our configuration in front of the API: what a client writes of its own moves neither."""
+"""nginx with our configuration in front of the API: requests and headers of a client mislead neither."""
 
 import socket
 import ssl
@@ -23,7 +23,7 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 def raw(client: httpx.Client, request: bytes) -> bytes:
-    """Return the answer of nginx to these bytes, until it closes."""
+    """Send these bytes to nginx. Return all that it answers until it closes the connection."""
     transport: Any = client._transport
     context = ssl._create_unverified_context()
     with socket.socket(socket.AF_UNIX) as plain:

@@ -1,4 +1,4 @@
-"""Forged references of a package: rows that crash, mislead or exhaust a training are refused."""
+"""Forged reference rows of a package that would crash, mislead or exhaust a training are refused."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -34,7 +34,7 @@ ATTACKS: list[tuple[str, Forge]] = [
     ("reference", lambda rows: {"end_N": rows.begin_N}),
     ("reference", lambda rows: {"pulls_N": rows.pulls_N | True}),
     ("reference", lambda rows: {"pulls_N": rows.pulls_N & False}),
-    # More than a device should read at each strength.
+    # More rows than a device should read at each strength.
     (
         "reference",
         lambda rows: {
@@ -47,7 +47,7 @@ ATTACKS: list[tuple[str, Forge]] = [
             "probability_RS": rows.probability_RS[: rows.ids_NT.shape[1] - 1],
         },
     ),
-    # Longer than the model reads.
+    # Rows that are longer than the model's context.
     (
         "reference",
         lambda rows: {

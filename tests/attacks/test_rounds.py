@@ -1,4 +1,4 @@
-"""Malformed definitions, contributions, segments and heads, at least one for each code of FORMAT 13."""
+"""Malformed definitions, contributions, segments and heads: at least one for each code of FORMAT 13."""
 
 import json
 import struct
@@ -33,7 +33,7 @@ def definition(**changes: Any) -> Callable[[], object]:
 
 
 def with_gain(varint: bytes) -> bytes:
-    """A contribution with another gain at its end, its size put right."""
+    """Return a contribution with another gain at its end and the correct size."""
     size = struct.unpack_from("<I", GOOD, 83)[0] - 1 + len(varint)
     return GOOD[:83] + struct.pack("<I", size) + GOOD[87:-65] + varint + GOOD[-64:]
 
@@ -41,19 +41,19 @@ def with_gain(varint: bytes) -> bytes:
 def contribution(
     data: bytes = GOOD, key: Ed25519PrivateKey | None = KEY, rules: Definition = DEFINITION
 ) -> Callable[[], object]:
-    """Bytes with the signature of `key` put right, or as they are."""
+    """Return a call that decodes these bytes, signed again with `key` unless it is None."""
     sealed = data if key is None else data[:-64] + key.sign(data[:-64])
     return lambda: decode_contribution(sealed, rules, KEY.public_key())
 
 
 def sent_with(offset: int, form: str, number: int) -> Callable[[], object]:
-    """A contribution with another number at a place of its head."""
+    """Return a call that decodes a contribution with another number at an offset of its head."""
     size = struct.calcsize("<" + form)
     return contribution(GOOD[:offset] + struct.pack("<" + form, number) + GOOD[offset + size :])
 
 
 def payload(numbers: bytes, number: int = 0) -> Callable[[], object]:
-    """A segment of one round with this payload."""
+    """Return a call that decodes a segment of one round with this payload."""
     data = struct.pack("<II", number, len(numbers)) + numbers
     return segment(data)
 
@@ -94,7 +94,7 @@ def too_fast() -> object:
 def catch_up(
     change: Callable[[bytes], bytes] = lambda data: data, held: History | None = None, until: int = 2
 ) -> Callable[[], object]:
-    """Return a call that sends the holder of a history a changed answer."""
+    """Return a call that gives a changed answer to the holder of a history."""
     data = change(CATCH_UP if until == 2 else encode_catch_up(None, [], HISTORY.head.signed(KEY)))
     return lambda: caught_up(held or HISTORY, data, max_bytes=10_000)
 
@@ -107,7 +107,7 @@ def moved(rounds: int, seed: int = 0) -> History:
 
 
 def checkpoint(state: bytes) -> Callable[[bytes], bytes]:
-    """Another checkpoint in its place."""
+    """Return a change that replaces the answer by one with this checkpoint."""
     kept = PooledCheckpoint(state=state, head=MOVED.head.signed(KEY))
     return lambda _: encode_catch_up(kept, [], MOVED.head.signed(KEY))
 

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates that want all memory or all time: ended by the limits of their child."""
+"""Tokenizers and chat templates that need too much memory or time: the limits of their process stop them."""
 
 import json
 import resource
@@ -38,7 +38,7 @@ def hostile(change: Callable[[dict[str, Any]], None]) -> bytes:
 
 
 def doubling(document: dict[str, Any]) -> None:
-    """Each of 40 nested rules doubles the text."""
+    """Double the text by each of 40 nested rules."""
     rule: dict[str, Any] = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
     document["normalizer"] = rule
     for _ in range(40):
@@ -46,13 +46,13 @@ def doubling(document: dict[str, Any]) -> None:
 
 
 def growing_answers(document: dict[str, Any]) -> None:
-    """A token decodes to a gigabyte."""
+    """Decode a token to a gigabyte."""
     rules = [{"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 50_000} for _ in range(2)]
     document["decoder"] = {"type": "Sequence", "decoders": [document["decoder"], *rules]}
 
 
 def backtracking(document: dict[str, Any]) -> None:
-    """A pattern that tries 2^n ways to match n letters."""
+    """Add a pattern that tries 2^n ways to match n letters."""
     split = {
         "type": "Split",
         "pattern": {"Regex": "^(a|a|aa|b?a?)*c$"},
@@ -63,7 +63,7 @@ def backtracking(document: dict[str, Any]) -> None:
 
 
 def vast_tokens(document: dict[str, Any]) -> None:
-    """Fifty added tokens of a million letters."""
+    """Add fifty tokens of a million letters."""
     known = document["added_tokens"][0]
     for number in range(50):
         token = {**known, "id": 1000 + number, "content": f"{number}" + "x" * 1_000_000, "normalized": True}
@@ -71,7 +71,7 @@ def vast_tokens(document: dict[str, Any]) -> None:
 
 
 def vast_vocabulary(document: dict[str, Any]) -> None:
-    """A million words."""
+    """Add a million words."""
     document["model"]["vocab"] |= {f"word{number}": 400 + number for number in range(1_000_000)}
 
 
@@ -102,7 +102,7 @@ def test_a_hostile_tokenizer_costs_neither_memory_nor_time(
     except PackageError as exc:
         assert exc.code in ("sandbox-limit", "tokenizer")
     assert time.monotonic() - began < 60.0
-    # The child's gigabyte; a child counts as large as this process until it runs a program of its own.
+    # The child may use a gigabyte. Until it runs its own program, it counts as large as this process.
     limit_kib = max(child_kib, used_kib, 1 << 20)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= limit_kib
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used_kib < 256 << 10
@@ -166,7 +166,7 @@ def test_special_tokens_are_looked_for_within_the_limits(monkeypatch: pytest.Mon
     files = {"tokenizer.json": hostile(change), "chat_template.jinja": CHATML.encode()}
     tokenizer = TextTokenizer(files.get)
     talk = (("user", "<|no|>" * 20_000), ("assistant", "you"))
-    spent_s = time.process_time()  # of this process: the child's is limited
+    spent_s = time.process_time()  # The time of this process: the child's time is limited anyway.
     with pytest.raises(PackageError, match="sandbox-limit"):
         tokenizer.tokenize(Conversation(talk), row_tokens=32)
     assert time.process_time() - spent_s < 1.0
@@ -218,7 +218,7 @@ def test_a_confined_process_writes_nothing_and_reaches_no_network(tmp_path: Path
         arguments = [str(tmp_path / "file"), str(server.getsockname()[1])]
         command = [sys.executable, "-c", CONFINED, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    # Where the system forbids namespaces to users, the page says that the network is open.
+    # If users may not make namespaces, the network stays open.
     assert done.stdout.split() == ([] if namespaces else ["connects"]), done.stderr
 
 

@@ -1,5 +1,6 @@
-"""The service's own faults: a disk that is full or read-only, a clock that jumps, workers of another version,
-a database that was copied while it was in use. Real processes.
+"""Faults of the service's own machine: a bad disk, a jumping clock, other schemas, damaged databases.
+
+All processes are real.
 """
 
 import json
@@ -45,7 +46,7 @@ def wait_until(is_so: Callable[[], bool], why: Callable[[], str] = lambda: "too 
 
 
 def migrate(data_dir: Path, *, limit: int | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run the migrations of a data folder; no file may be larger than `limit`."""
+    """Run the migrations of a data folder. No file may become larger than `limit` bytes."""
     before = None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     settings = environment(PERMILLE_DATA_DIR=str(data_dir))
     return subprocess.run(
@@ -55,7 +56,7 @@ def migrate(data_dir: Path, *, limit: int | None = None) -> "subprocess.Complete
 
 @contextmanager
 def read_only(folder: Path, *, is_disk: bool) -> Iterator[None]:
-    """Nothing can be written to a folder: its disk is read-only, or its mode says so to who is not root."""
+    """Make a folder read-only: by remounting its disk as root, or by its mode."""
     if is_disk:
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     else:
@@ -122,10 +123,10 @@ def test_a_release_that_cannot_be_signed_or_written_is_not_published(tmp_path: P
 
 @contextmanager
 def _without_space(running: Running, disk: Path, *, is_disk: bool) -> Iterator[None]:
-    """No byte can be written: the log beside the database cannot grow either."""
+    """Let no byte be written. The write-ahead log beside the database cannot grow either."""
     if is_disk:
         fill(disk)
-        with running.client() as client:  # until the log is full as well
+        with running.client() as client:  # Write until the log is full as well.
             corpus = {"source": {"kind": "streamed", "dataset": "c4"}}
             names = (f"c{number}" for number in range(1000))
             while client.post("/v1/corpora", json={**corpus, "name": next(names)}).status_code == 201:
@@ -160,7 +161,7 @@ def test_a_timestamp_that_cannot_be_renewed_is_served_until_it_ends(tmp_path: Pa
 
 @contextmanager
 def _nothing_written() -> Iterator[None]:
-    """No file of this process can grow, as on a full disk."""
+    """Let no file of this process grow, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -170,7 +171,7 @@ def _nothing_written() -> Iterator[None]:
 
 
 class ShiftedClock:
-    """The clock of processes that are started with `settings`: as far from the true one as was said last."""
+    """The clock of processes that are started with `settings`. `jump` sets its error."""
 
     def __init__(self, folder: Path) -> None:
         library = folder / "shifted_clock.so"
@@ -210,7 +211,8 @@ def test_jobs_tokens_and_releases_outlive_a_clock_that_jumps(tmp_path: Path) -> 
         _make_mask(client, model_id, 2)
         _check_timestamp(client, YEAR)
         worker = _worker_pid(running)
-        # A stopped worker claims nothing, so the next job waits. In a transaction it would stall the API.
+        # A stopped worker claims nothing, so the next job waits. If it stopped in a transaction, it would
+        # block the API.
         wait_until(lambda: stopped_unlocked(running.data_dir / "permille.db", worker))
         waiting = _ask_mask(client, model_id, 3)
 
@@ -225,7 +227,7 @@ def test_jobs_tokens_and_releases_outlive_a_clock_that_jumps(tmp_path: Path) -> 
 
 
 class _OverHttp:
-    """The part of `tests.api_service.Api` that a device needs, over HTTP."""
+    """The part of `tests.api_service.Api` that `TestDevice` needs, over HTTP."""
 
     def __init__(self, client: httpx.Client, token: str) -> None:
         self.client, self.token = client, token
@@ -238,7 +240,7 @@ def _new_key() -> Any:
 
 
 def _look(client: httpx.Client, token: str) -> int:
-    """Ask for the device's release; return the status."""
+    """Ask for the device's own data. Return the status."""
     return client.get("/v1/device", headers={"Authorization": f"Bearer {token}"}).status_code
 
 
@@ -261,7 +263,7 @@ def _make_mask(client: httpx.Client, model_id: str, seed: int) -> None:
 
 
 def _check_timestamp(client: httpx.Client, shift: timedelta) -> None:
-    """The timestamp is good for a day at most, by the service's clock."""
+    """Check that the timestamp expires within a day by the service's clock."""
     signed = client.get(f"/v1/trust/metadata/{TIMESTAMP_FILE}").raise_for_status().json()["signed"]
     left = datetime.fromisoformat(signed["expires"]) - (datetime.now(UTC) + shift)
     assert timedelta(0) < left <= timedelta(days=1, hours=1), signed
@@ -341,7 +343,7 @@ def test_a_damaged_copy_of_a_database_is_refused_in_a_line(tmp_path: Path, how: 
     data_dir = tmp_path / "copy"
     with running_service(tmp_path, "--no-worker") as running:
         publish(running, 0)
-        shutil.copytree(running.data_dir, data_dir)  # without what the log beside it has, or with half of it
+        shutil.copytree(running.data_dir, data_dir)  # The write-ahead log is deleted below.
     path = data_dir / "permille.db"
     for beside in data_dir.glob("permille.db-*"):
         beside.unlink()

@@ -1,4 +1,4 @@
-"""Many devices behind one address against a real API process, and strangers who try to lock them out."""
+"""Many devices behind one address, and strangers who try to lock them out, against a real API process."""
 
 import secrets
 from collections.abc import Iterator
@@ -41,9 +41,9 @@ def test_forwarded_addresses_are_believed_of_named_proxies_only(tmp_path: Path) 
     with _stranger_to(tmp_path, **few, **proxies) as stranger:
         assert [_junk_from(stranger, "192.0.2.1") for _ in range(7)] == [403] * 5 + [429] * 2
         assert _junk_from(stranger, "192.0.2.2") == 403
-        # What a client writes stands before what the proxy adds, so it chooses no address.
+        # A client's own header values stand before the address that the proxy adds, so they are ignored.
         assert [_junk_from(stranger, f"198.51.100.{n}, 192.0.2.3") for n in range(6)] == [403] * 5 + [429]
-        # An IPv6 client has a whole /64, and counts as one.
+        # An IPv6 client has a whole /64 network, which counts as one address.
         assert [_junk_from(stranger, f"2001:db8::{number}") for number in range(6)] == [403] * 5 + [429]
         assert _junk_from(stranger, "2001:db8:0:1::1") == 403
 
@@ -85,10 +85,10 @@ def _junk_from(stranger: httpx.Client, forwarded: str) -> int:
 
 
 class _Kept(Connection):
-    """A connection that outlives its context, as making one reads all certificates."""
+    """A connection that its context does not close. Opening one is slow: it reads all certificates."""
 
     def __exit__(self, *_exc: object) -> None:
-        """Keep it."""
+        """Keep the connection open."""
 
 
 def _enrol_all(folder: Path, *, devices: int, junk: int) -> None:
@@ -111,7 +111,7 @@ def _enrol_all(folder: Path, *, devices: int, junk: int) -> None:
 
 
 def _try_junk(stranger: Connection, home: Home, invitation: str) -> bool:
-    """Try an invitation that nobody was given; whether it was refused."""
+    """Try a made-up invitation. Return True if it was refused."""
     made_up = secrets.token_urlsafe(15) + "AA" + invitation[22:]
     try:
         enroll(home, stranger.server, made_up, connection=lambda _server, _ca_file: stranger)
@@ -121,7 +121,7 @@ def _try_junk(stranger: Connection, home: Home, invitation: str) -> bool:
 
 
 def _enrol_and_poll(url: str, home: Path, invitation: str) -> bool:
-    """Enrol, sign in and ask for the release, which there is none of; whether that was the answer."""
+    """Enrol, sign in and ask for a release that does not exist. Return True if the answer was 404."""
     opened, kept = open_home(home), _Kept(url)
     enroll(opened, url, invitation, connection=lambda _server, _ca_file: kept)
     try:

@@ -1,4 +1,4 @@
-"""Servers that answer a byte at a time, or ask for a wait of decades: the agent goes on with its life."""
+"""Servers that answer a byte at a time or ask for a wait of decades do not block the agent."""
 
 import socket
 import threading
@@ -27,7 +27,7 @@ Answer = Callable[[socket.socket], None]
 
 @contextmanager
 def _serving(answer: Answer) -> Iterator[str]:
-    """A real server that answers every connection by `answer`."""
+    """Run a real server that answers every connection with `answer`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -44,7 +44,7 @@ def _serving(answer: Answer) -> Iterator[str]:
                     client.recv(65536)
                     answer(client)
                 except OSError:
-                    return  # the agent gave up
+                    return  # the agent closed the connection
 
         threading.Thread(target=serve, daemon=True).start()
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -109,7 +109,7 @@ def test_a_request_that_moves_bytes_takes_the_time_that_it_needs(monkeypatch: py
         client.sendall(HEAD)
         for _ in range(25):
             client.sendall(bytes(4000))
-            time.sleep(0.1)  # more than the grace in all
+            time.sleep(0.1)  # In total, the body takes longer than the grace period.
 
     with _serving(steady) as server, Connection(server, attempts=1) as connection:
         assert len(connection.call("GET", "/v1/x")) == 100_000
@@ -137,7 +137,7 @@ def _http_date(seconds: float) -> str:
         (_waits("-5"), 0.0),
         (_waits(_http_date(FAR_S)), LONGEST_RETRY_AFTER_S),
         (_waits("Mon, 01 Jan 99999999999999 00:00:00 GMT"), None),
-        # Both of a service whose clock, or this device's, is decades off.
+        # The service and its date are decades off: the difference counts.
         (_waits(_http_date(FAR_S + 120), _http_date(FAR_S)), 120.0),
     ],
 )

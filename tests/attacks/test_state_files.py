@@ -1,4 +1,4 @@
-"""Flipped bits in what the agent keeps, and a disk without room: each is told, nothing is lost."""
+"""Flipped bits in the files of the agent and full disks are reported, and no data are lost."""
 
 import errno
 import io
@@ -32,7 +32,7 @@ from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_te
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
-    """A home that was trained in, with every kind of state file."""
+    """Make a home with a finished training and every kind of state file."""
     folder = tmp_path_factory.mktemp("used")
     home, _ = home_with_package(folder / "home")
     text = user_text(folder)
@@ -131,7 +131,8 @@ def test_a_damaged_run_is_deleted_by_a_command(
     used: tuple[Path, RunResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = _copy(used, tmp_path)
-    write_record(home.decisions, DecisionCount(decisions=10**9))  # so that nothing is surely better
+    # After so many decisions, no result is certain enough to be adopted.
+    write_record(home.decisions, DecisionCount(decisions=10**9))
     again = train_quickly(home, [used[0].parent / "user.txt"], seed=5)
     path = find_run(home, again.run).path
     used_run = active_model(home)
@@ -160,7 +161,7 @@ def test_forget_needs_no_free_disk(
     monkeypatch.setattr(tempfile, "mkstemp", _no_room)
     with pytest.raises(OperatorError, match="No space left"):
         write_record(home.daemon, DaemonState())
-    # As the command does it: its lock, then the erasing, then what waits for the service.
+    # As the command does: lock, erase, then handle what waits for the service.
     assert main(["--home", str(home.root), "forget", "--yes"]) == 0
     assert not list_runs(home)
     assert not read_consent(home).share_log

@@ -1,6 +1,6 @@
 """Malformed packed states, at least one for each code of FORMAT 11.
 
-The bytes are put together here, from the text of FORMAT, with a digest that fits where the lie is elsewhere.
+The bytes are made here from the text of FORMAT. If the error is elsewhere, the digest is correct.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ FIELDS = {
     "step_unit_exponent": -20,
     "version": 1,
 }
-GOOD = b"\x03\x08\x01"  # 0, -1, 2
+GOOD = b"\x03\x08\x01"  # the values 0, -1, 2
 
 
 def header(**changes: Any) -> bytes:
@@ -34,13 +34,13 @@ def header(**changes: Any) -> bytes:
 
 
 def state(body: bytes = GOOD, head: bytes | None = None, magic: bytes = b"PMLSTA1\n") -> bytes:
-    """A file of FORMAT 11.2 around whatever it is given."""
+    """Return a file of FORMAT 11.2 with these parts."""
     head = header() if head is None else head
     return sealed(magic + struct.pack("<I", len(head)) + head + body)
 
 
 def decode(data: bytes) -> list[int]:
-    """Read as a server does, with its limits and its package."""
+    """Decode a state as a server does, with limits and with the package's digests."""
     found = decode_state(data, max_bytes=MAX_BYTES, max_k=MAX_K)
     found.check_binding(
         package_digest="sha256:" + "a" * 64, mask_digest="sha256:" + "b" * 64, k=len(found.s_K)

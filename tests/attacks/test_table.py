@@ -1,4 +1,4 @@
-"""`make attack` counts what ran, and never says that an attack held which was skipped or broke."""
+"""`make attack` counts the tests that ran. Skipped or broken attacks are not reported as held."""
 
 import pytest
 

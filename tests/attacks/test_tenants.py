@@ -1,6 +1,6 @@
-"""A tenant that looks for what another one has: paths on the server's disk, ids, digests, blobs.
+"""A tenant that probes for another tenant's paths, ids, digests and blobs.
 
-What a tenant may not see answers as what does not exist: the same status, the same body.
+The answer is the same for data of another tenant and for data that do not exist: same status, same body.
 """
 
 import os
@@ -28,7 +28,7 @@ UNKNOWN_DIGEST = "sha256:" + "5" * 64
 
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[Api]:
-    """A service whose first tenant has a model and a corpus on disk."""
+    """Run a service whose first tenant has a model and a corpus on disk."""
     with running_api(tmp_path) as running:
         write_model(running.service.settings.model_root / "tiny")
         write_corpus(running.service.settings.corpus_root / "texts.jsonl")
@@ -36,14 +36,14 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 def new_tenant(api: Api) -> tuple[str, str]:
-    """The id of a new tenant, and an administrator's token of it."""
+    """Make a tenant. Return its id and an administrator's token of it."""
     tenant_id = api.post("/v1/tenants", {"name": SPY}).json()["id"]
     body = {"name": "t", "role": Role.ADMIN, "tenant_id": tenant_id}
     return tenant_id, api.post("/v1/tokens", body).json()["secret"]
 
 
 def register(api: Api, collection: str, path: str, token: str) -> tuple[int, str]:
-    """Status and body of a registration."""
+    """Register a source. Return the status and the body of the answer."""
     kind = "folder" if collection == "models" else "file"
     body = {"name": "mine", "source": {"kind": kind, "path": path}}
     answer = api.post(f"/v1/{collection}", body, token)

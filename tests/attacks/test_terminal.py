@@ -1,4 +1,4 @@
-"""Packages, file names and names of devices that would move a terminal's cursor or fill its clipboard."""
+"""Packages, file names and device names that contain escape sequences for the user's terminal."""
 
 import io
 import json
@@ -25,7 +25,10 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def home_with_hostile_package(root: Path) -> Path:
-    """A home whose package writes the clipboard with most letters that the sentence of a trial has not."""
+    """Install a package whose tokenizer decodes most letters to an escape that writes the clipboard.
+
+    The letters of the trial's sentence are spared, so that the package passes its trial.
+    """
     document = json.loads(tiny_tokenizer().to_str())
     unused = "".join(letter for letter in string.ascii_letters + string.digits if letter not in SENTENCE)
     rules = [

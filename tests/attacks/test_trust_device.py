@@ -1,7 +1,7 @@
-"""Attacks on a device by someone between it and its service, or by someone who holds a key for a while.
+"""Attacks by somebody between a device and its service, or by somebody who holds a key for a while.
 
-The service is a TUF repository behind real HTTP; the attacker changes what it serves. After each attack the
-package that was installed is still installed, and the honest service is believed again.
+The service is a TUF repository behind real HTTP, and the attacker changes what it serves. After each attack,
+the installed package is unchanged, and the device accepts the honest service again.
 """
 
 import os
@@ -52,7 +52,7 @@ class Device:
         return pull(self.home, self.api, self.enrolment, now_s=NOW_S)
 
     def refusal(self) -> str:
-        """The code by which a pull is refused; what is installed stays."""
+        """Pull and return the code of the refusal. Check that the installed release is unchanged."""
         before = installed_release(self.home)
         with pytest.raises(PackageError) as refused:
             self.pull()
@@ -62,7 +62,7 @@ class Device:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Package, Package]:
-    """Two packages in the service's folder."""
+    """Make two packages in the service's folder."""
     folder = tmp_path_factory.mktemp("published")
     return tiny_package(folder), tiny_package(folder, seed=1)
 
@@ -71,7 +71,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Package, Package
 def device(
     tmp_path: Path, packages: tuple[Package, Package], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Device]:
-    # What a child finds in a package has tests of its own.
+    # Other tests cover the trial of a package in a child process.
     monkeypatch.setattr(install, "try_package", lambda *_args, **_more: None)
     with serving(packages[0].blobs.root) as service:
         service.publish(packages[0].digest, 1)
@@ -96,7 +96,7 @@ def test_metadata_that_was_replaced_is_not_believed_again(
     newest, service.metadata = service.metadata, dict(honest)
     if kept == "timestamp.json":
         service.metadata = old
-    else:  # the old bytes under the newest file's name: roles of different times
+    else:  # Serve the old bytes under the newest file's name, so that the roles are of different times.
         role = kept.removesuffix(".json")
         ages = [sorted(name for name in files if name.endswith(f".{kept}")) for files in (old, newest)]
         assert ages[0][-1] != ages[1][-1], role
@@ -125,7 +125,7 @@ def test_metadata_of_another_tenant_is_not_believed(
     device: Device, packages: tuple[Package, Package]
 ) -> None:
     foreign = Repository.create(now=datetime.now(UTC))
-    for version in range(1, 9):  # newer by its numbers than all that the device has seen
+    for version in range(1, 9):  # Its version numbers are higher than all that the device has seen.
         foreign.publish(RELEASE_NAME, version, _manifest(packages[1]), aliases=["stable"])
     device.service.metadata = dict(foreign.changed)
     device.service.point(packages[1].digest, 8)
@@ -188,7 +188,7 @@ def test_a_jump_of_versions_ends_with_new_keys(device: Device, packages: tuple[P
     jumped.version = 2**53 - 1
     stolen._keep_online("timestamp", jumped)
     honest, service.metadata = service.metadata, service.metadata | stolen.changed
-    device.pull()  # well signed: believed
+    device.pull()  # The metadata are signed correctly, so the device accepts them.
     service.metadata = honest
     service.publish(packages[1].digest, 2)
     assert device.refusal() == "trust-rollback"
@@ -207,7 +207,7 @@ def test_refusals_at_any_file_change_nothing(device: Device, packages: tuple[Pac
     for file in files:
         for status in (400, 401, 403, 404, 500):
             if (file, status) == ("root.json", 404):
-                continue  # the one honest answer: there is no newer root
+                continue  # This is the honest answer that there is no newer root.
             service.faults = [Fault(path=file, status=status, times=9)]
             with pytest.raises(PermilleError) as failed:
                 device.pull()
@@ -241,7 +241,7 @@ def test_damaged_metadata_is_refused_by_a_code(device: Device, packages: tuple[P
     service, rng = device.service, random.Random(2)
     service.publish(packages[1].digest, 2)
     honest = dict(service.metadata)
-    # In the order of their download: what is accepted once is not asked for again.
+    # In the order of their download, because the device does not ask again for accepted files.
     ending = ("timestamp.json", ".snapshot.json", ".releases.json")
     newest = [next(name for name in service.repository.files() if name.endswith(end)) for end in ending]
     changes: list[Callable[[bytes], bytes]] = [

@@ -1,7 +1,7 @@
-"""The real service, the real agent, and a proxy between them that answers with what it was not asked for.
+"""The real service and the real agent, and between them a proxy that changes requests and answers.
 
-Two tenants share one service. The device enrols through the proxy, which may ask the service as anyone whose
-token it holds. After each attack the installed package is still there, and an honest answer is taken.
+Two tenants share one service. The device enrols through the proxy. The proxy can send requests with any token
+that it holds. After each attack the installed package is unchanged, and an honest answer is accepted.
 """
 
 import json
@@ -27,12 +27,12 @@ from tests.packages import tiny_package
 from tests.running_service import Running, running_service
 
 REFUSED = 4
-"""Exit code of the agent: package refused."""
+"""Exit code of the agent if it refuses a package."""
 
 
 @dataclass(slots=True)
 class Proxy:
-    """Passes requests on; a rule may ask something else instead, as somebody else, or answer by itself."""
+    """A proxy. `rule` maps a path to another request (path and token), to an answer, or to None."""
 
     upstream: str
     rule: Callable[[str], tuple[str, str | None] | bytes | None] = lambda _path: None
@@ -42,7 +42,7 @@ class Proxy:
 
 @dataclass(slots=True)
 class Site:
-    """Two tenants of one service, and their operators' tokens."""
+    """Two tenants of one service, and their administrators' tokens."""
 
     up: Running
     tokens: dict[str, str]
@@ -50,14 +50,14 @@ class Site:
     proxy: Proxy
 
     def ask(self, method: str, path: str, tenant: str = "a", **options: Any) -> httpx.Response:
-        """One request by a tenant's administrator."""
+        """Send one request as a tenant's administrator."""
         headers = {"Authorization": f"Bearer {self.tokens[tenant]}"}
         return httpx.request(
             method, self.up.url + path, headers=headers, timeout=60.0, trust_env=False, **options
         )
 
     def publish(self, name: str, alias: str, *, seed: int = 0, tenant: str = "a") -> Package:
-        """A package as a job leaves it, published."""
+        """Publish a package. Its rows and blobs are those that a job would leave."""
         package = tiny_package(self.up.data_dir / "blobs", seed=seed)
         with Database(f"sqlite:///{self.up.data_dir / 'permille.db'}").write() as session:
             known = select(tables.Artifact.id).where(
@@ -73,7 +73,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`permille-agent` in a home folder, which knows the proxy alone."""
+    """`permille-agent` in a home folder. It knows only the address of the proxy."""
 
     home: Path
     capsys: pytest.CaptureFixture[str]
@@ -86,7 +86,7 @@ class Device:
 
     @property
     def installed(self) -> str:
-        """The digest of the package that is installed."""
+        """Return the digest of the installed package."""
         held = json.loads((self.home / "releases.json").read_text())
         return str(held["installed"]["manifest_digest"])
 
@@ -109,7 +109,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def device(
     request: pytest.FixtureRequest, site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Device:
-    """A device of tenant A that follows `stable` of a release of its own, and has version 1 of it."""
+    """Enrol a device of tenant A that follows `stable` of a new release, and install version 1."""
     name = release_of(request)
     site.proxy.rule = lambda _path: None
     site.publish(name, "stable")
@@ -126,7 +126,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def release_of(request: pytest.FixtureRequest) -> str:
-    """A release for this test alone."""
+    """Return the name of a release for this test only."""
     return str(request.node.name).removeprefix("test_")[:40].replace("_", "-")
 
 
@@ -300,12 +300,12 @@ def test_publishers_at_one_moment_all_count(site: Site, device: Device, name: st
 
 
 def serving(proxy: Proxy) -> "Serving":
-    """The proxy on loopback, as long as the block lasts."""
+    """Return a context in which the proxy answers on loopback."""
     return Serving(proxy)
 
 
 class Serving:
-    """A context: the proxy answers while it is open."""
+    """A context in which the proxy answers."""
 
     def __init__(self, proxy: Proxy) -> None:
         handler = type("BoundHandler", (_Handler,), {"proxy": proxy})
@@ -353,7 +353,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_DELETE = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Say nothing on standard error."""
+        """Print nothing."""
 
     def _answer(self, status: int, data: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)

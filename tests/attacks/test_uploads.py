@@ -1,7 +1,7 @@
-"""A device whose "logs" are bytes that others need, cost hours, or never end.
+"""A device that sends malicious logs: bytes equal to others' blobs, logs that cost hours, endless uploads.
 
-Uploads lie apart from blobs, one folder each, so whatever a device sends and deletes is its own alone. What a
-device may ask of the workers is bounded before it is queued.
+Uploads are stored apart from blobs, each in its own folder, so a device can delete only its own bytes. The
+work that a device may cause is limited before it is queued.
 """
 
 import struct
@@ -30,7 +30,7 @@ LAYER = b"a layer of a public model" * 1000
 
 
 def report(api: Api, token: str) -> str:
-    """The id of a new run."""
+    """Report a new run and return its id."""
     run_id = new_run_id()
     assert api.post("/v1/runs", {"run_id": run_id, "metrics": run_metrics()}, token).status_code == 201
     return run_id
@@ -42,7 +42,7 @@ def put(api: Api, run_id: str, data: bytes, token: str) -> Any:
 
 
 def log_of(steps: int, *, queries: int, k: int) -> bytes:
-    """The beginning of a log in groups that says it has so many steps; none of them follows."""
+    """Return the beginning of a log in groups that states `steps` steps. No step follows."""
     header = LogHeader(
         package_digest="sha256:" + "0" * 64,
         mask_digest="sha256:" + "0" * 64,
@@ -63,14 +63,14 @@ def log_of(steps: int, *, queries: int, k: int) -> bytes:
 
 @pytest.fixture
 def api(tmp_path: Path) -> Any:
-    """A service that lets one device send often."""
+    """Run a service that lets one device send often."""
     with running_api(tmp_path, uploads_per_device_day=1000, runs_per_device_day=1000) as running:
         yield running
 
 
 @pytest.mark.attack(4, "sends and deletes a log equal to a blob of unfinished work, in tight loops")
 def test_no_device_destroys_bytes_that_a_build_has(api: Api) -> None:
-    """While devices send and delete the same bytes, a worker, whose job has not ended, stores them."""
+    """Devices send and delete the same bytes that a worker stores for a job that has not ended."""
     tokens = [api.device().token() for _ in range(2)]
     stop = threading.Event()
     rounds = [0, 0]
@@ -130,7 +130,7 @@ def test_a_log_that_was_deleted_while_it_came_is_not_kept(tmp_path: Path, swept:
         head = f"PUT /v1/runs/{run_id}/log HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n"
         head += f"Content-Type: {LOG_MEDIA_TYPE}\r\nContent-Length: 8\r\nConnection: close\r\n"
         with sending(running.url, f"{head}Expect: 100-continue\r\n\r\n".encode(), 1) as (opened,):
-            assert b" 100 " in opened.recv(65_536)  # its row and folder are there
+            assert b" 100 " in opened.recv(65_536)  # Its row and folder exist.
             opened.sendall(b"half")
             uploaded = running.data_dir / "blobs" / "uploads"
             wait_until(lambda: any(path.is_file() for path in uploaded.rglob("*")))
@@ -199,7 +199,7 @@ def test_a_device_sends_so_much_and_no_more(
     with running_api(tmp_path, clock=clock, **setting) as api:
         greedy, modest = api.device(), api.device()
         assert _sent(api, greedy) == [202, 202]
-        if "wait" not in told:  # what it deletes counts all the same
+        if "wait" not in told:  # Deleted uploads count, too.
             for run in api.get("/v1/runs").json()["items"]:
                 assert api.delete(f"/v1/runs/{run['run_id']}").status_code == 204
         token = greedy.token()

@@ -1,6 +1,6 @@
-"""The folder that a command is started in, such as a download or a stranger's texts, brings no code.
+"""Code in the current folder, such as a folder of downloads, is never executed.
 
-`python -m` puts that folder first on the path of a child process. Ours are started with `-P`, which does not.
+`python -m` puts this folder first on the path of a child process. Ours are started with `-P`, which does not.
 """
 
 import os
@@ -25,7 +25,7 @@ PLANTED = ("permille", "permille_service", "permille_workers", "permille_agent",
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder holds packages of well-known names; whichever is imported leaves this file."""
+    """Plant packages with well-known names in the current folder. If one is imported, it writes this file."""
     found = tmp_path / "executed"
     for name in PLANTED:
         (tmp_path / name).mkdir()
@@ -57,5 +57,5 @@ def test_the_child_that_works(marker: Path) -> None:
 @pytest.mark.parametrize("module", ["permille_service", "permille_workers"])
 def test_the_processes_of_permille_up(marker: Path, module: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PERMILLE_")}
-    assert _start(module, environment).wait() in (1, 2)  # the settings are missing
+    assert _start(module, environment).wait() in (1, 2)  # The settings are missing.
     assert not marker.exists()
